@@ -1,0 +1,44 @@
+# Two commands: `make demo` and `make test`. Each sets up everything it needs; a second run does no work twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= build/gpu
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup.py pyproject.toml
+
+# The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
+export PYTHONSAFEPATH := 1
+
+.PHONY: demo test lint wheel gpu clean
+
+demo: $(VENV)/built
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/built
+	$(BIN)/pytest -m "not gpu"
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(VENV)/built
+	$(BIN)/pip wheel --no-deps --wheel-dir dist .
+
+# Offline, with the python that is there: builds in place, tests, writes to $(OUT).
+gpu:
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
+	mkdir -p $(OUT)
+	$(PYTHON) -c "import weft; print(weft.build_info())" | tee $(OUT)/build_info.txt
+	$(PYTHON) -m pytest -m gpu 2>&1 | tee $(OUT)/pytest.txt
+
+$(VENV)/installed: requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(SOURCES)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info $(VENV)

@@ -1,0 +1,1 @@
+"""weft.bench: the microbenchmark suite. `weft bench` runs it."""

@@ -1,0 +1,8 @@
+// weft._C: one line per family.
+#include "families.h"
+
+PYBIND11_MODULE(_C, m) {
+  weft::register_build(m);
+  weft::register_shm(m);
+  weft::register_cuda(m);
+}

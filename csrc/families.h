@@ -1,0 +1,11 @@
+// The families of functions that make up weft._C; each has a module.cpp (or .cpp) of its own.
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace weft {
+
+void register_build(pybind11::module_& m);
+void register_shm(pybind11::module_& m);
+void register_cuda(pybind11::module_& m);
+
+}  // namespace weft

@@ -1,0 +1,135 @@
+// A group of ranks over one shared segment, and the one primitive that every collective is made of: the exchange.
+//
+//   segment   [failure record][control of rank 0 .. W-1][staging of rank 0, even][rank 0, odd][rank 1, even] ...
+//
+// Exchange number s of a rank:
+//   1 write    its staging buffer of parity s (and, in a call's first exchange, its call header of parity s)
+//   2 publish  raise its flag to s
+//   3 wait     until every rank's flag has reached s
+//   4 read     any rank's staging buffer of parity s
+// Invariant: a rank writes parity s only after it has seen every flag at s-1, and a rank raises its flag to s-1 only
+// after it has read what it needed of s-2, the last use of that parity. So two buffers suffice, no barrier trails a
+// collective, and no flag is ever reset.
+#pragma once
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "errors.h"
+#include "liveness.h"
+#include "segment.h"
+#include "types.h"
+#include "wait.h"
+
+namespace weft::shm {
+
+enum class CallKind : uint32_t { barrier, all_reduce, all_gather, reduce_scatter, broadcast, count };
+
+// What a rank believes it is calling. Ranks compare all of it before any data moves.
+struct CallHeader {
+  CallKind kind;
+  DType dtype = DType::uint8;
+  ReduceOp op = ReduceOp::sum;
+  uint32_t root = 0;
+  uint64_t count = 0;   // elements
+  uint64_t layout = 0;  // hash of the split over ranks; 0 where there is none
+
+  bool operator==(const CallHeader& other) const;
+  std::string text() const;
+};
+
+struct RankIdentity {
+  pid_t pid;
+  uint64_t start_time;
+};
+
+struct GroupOptions {
+  size_t staging_bytes = 0;        // of one buffer; a multiple of 4096
+  Clock::duration timeout{};       // of one wait
+  bool oversubscribed = false;     // more ranks on this machine than cores: do not spin
+  std::function<void()> on_slice;  // called now and then during long waits; may throw to interrupt
+};
+
+// Faults on purpose, for tests: random delays wherever ranks meet, and death at the n-th such point.
+struct InjectedFaults {
+  uint64_t seed = 0;
+  uint32_t longest_delay_us = 0;
+  uint64_t die_at_point = 0;  // 1 is the first; 0 never
+};
+
+class Group {
+ public:
+  static size_t segment_bytes(int world, size_t staging_bytes);
+
+  Group(std::string name, int rank, Segment segment, const std::vector<RankIdentity>& ranks, GroupOptions options);
+
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+  size_t staging_bytes() const { return options_.staging_bytes; }
+  const std::string& name() const { return name_; }
+  void rename(std::string name);
+  void set_timeout(Clock::duration timeout) { options_.timeout = timeout; }
+  void inject(const InjectedFaults& faults);
+  uint64_t calls() const { return calls_; }  // the number that errors give the last call
+  std::vector<int> lost_ranks() const;
+
+  // Says good-bye: who waits for this rank from now on is told at once. Later calls here are refused.
+  void leave();
+
+ private:
+  friend class Call;
+  struct Control;
+  struct Failure;
+
+  Control& control(int rank) const;
+  Failure& failure() const;
+  std::byte* staging(int rank, uint32_t step) const;
+
+  void wait_for(int peer, const class Call& call);
+  void check_peers(const class Call& call);
+  [[noreturn]] void fail(int kind, const std::string& text);
+  void raise_recorded_failure() const;
+  void fault_point();
+
+  std::string name_;
+  const int rank_;
+  const int world_;
+  Segment segment_;
+  GroupOptions options_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // none at this rank's own place
+  std::mutex one_call_at_a_time_;
+  uint32_t step_ = 0;
+  uint64_t calls_ = 0;
+  bool left_ = false;
+  InjectedFaults faults_;
+  uint64_t fault_points_ = 0;
+};
+
+// One collective in progress. Collectives are written against this class alone.
+class Call {
+ public:
+  Call(Group& group, const CallHeader& header);
+
+  int rank() const { return group_.rank_; }
+  int world() const { return group_.world_; }
+  size_t staging_bytes() const { return group_.staging_bytes(); }
+
+  std::byte* next_staging();                 // this rank's buffer for the coming exchange
+  const std::byte* staged(int rank) const;   // what a rank wrote before the last exchange
+  void exchange();
+
+  std::string text() const;  // all_reduce #17 on group "tp"
+
+ private:
+  friend class Group;
+  void compare_headers() const;
+
+  Group& group_;
+  std::unique_lock<std::mutex> lock_;
+  const CallHeader header_;
+  bool compared_ = false;
+};
+
+}  // namespace weft::shm

@@ -1,0 +1,97 @@
+#include "liveness.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "errors.h"
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+
+namespace weft::shm {
+
+namespace {
+
+// The fields of /proc/<pid>/stat from the third (state) on. The second, the command, may hold spaces and parentheses.
+std::vector<std::string> process_stat(pid_t pid) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
+  std::vector<std::string> fields;
+  FILE* file = fopen(path.c_str(), "re");
+  if (file == nullptr) return fields;
+  char line[2048];
+  const size_t length = fread(line, 1, sizeof line - 1, file);
+  fclose(file);
+  line[length] = '\0';
+  char* rest = strrchr(line, ')');
+  if (rest == nullptr) return fields;
+  char* saved = nullptr;
+  for (char* word = strtok_r(rest + 1, " \n", &saved); word != nullptr; word = strtok_r(nullptr, " \n", &saved))
+    fields.emplace_back(word);
+  return fields;
+}
+
+// Linux 6.15 and later: what a reaped process left, readable by whoever held a pidfd (struct pidfd_info, version 0).
+struct PidfdInfo {
+  uint64_t mask;
+  uint64_t cgroup;
+  uint32_t ids[11];
+  int32_t exit_code;
+};
+static_assert(sizeof(PidfdInfo) == 64);
+constexpr uint64_t pidfd_info_exit = 1 << 3;
+
+std::string describe(int status) {
+  if (WIFSIGNALED(status)) return "signal " + std::to_string(WTERMSIG(status));
+  return "exit code " + std::to_string(WEXITSTATUS(status));
+}
+
+}  // namespace
+
+uint64_t process_start_time(pid_t pid) {
+  constexpr size_t start_time_field = 22 - 3;
+  const auto fields = process_stat(pid);
+  return fields.size() > start_time_field ? std::stoull(fields[start_time_field]) : 0;
+}
+
+Peer::Peer(pid_t pid, uint64_t start_time)
+    : pid_(pid), descriptor_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
+  if (descriptor_ < 0) throw_errno(errno, "cannot watch process " + std::to_string(pid) + " (pidfd_open)");
+  if (process_start_time(pid) != start_time) {  // asked after the open: from here on the number cannot change hands
+    ::close(descriptor_);
+    throw_errno(ESRCH, "process " + std::to_string(pid) + " is no longer the rank that announced itself");
+  }
+}
+
+Peer::Peer(Peer&& other) noexcept : pid_(other.pid_), descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+Peer::~Peer() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+bool Peer::alive() const {
+  pollfd poll_descriptor{descriptor_, POLLIN, 0};
+  return poll(&poll_descriptor, 1, 0) == 0;  // readable from the moment the process has ended, reaped or not
+}
+
+std::string Peer::exit_status() const {
+  PidfdInfo info{};
+  info.mask = pidfd_info_exit;
+  if (ioctl(descriptor_, _IOWR(0xFF, 11, PidfdInfo), &info) == 0 && (info.mask & pidfd_info_exit) != 0)
+    return describe(info.exit_code);
+  const auto fields = process_stat(pid_);  // not reaped yet: the last field is the exit status
+  if (!fields.empty() && fields.front() == "Z") return describe(std::stoi(fields.back()));
+  return "unknown";
+}
+
+}  // namespace weft::shm

@@ -1,0 +1,64 @@
+#include "reduce.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace weft::shm {
+
+extern const ReduceTable reduce_table_baseline;  // SSE2 on x86-64, NEON on aarch64
+#if defined(__x86_64__)
+extern const ReduceTable reduce_table_avx2;
+extern const ReduceTable reduce_table_avx512;
+#endif
+
+namespace {
+
+const ReduceTable& choose() {
+  const char* wanted = std::getenv("WEFT_ISA");
+  return reduce_table(wanted != nullptr ? wanted : supported_instruction_sets().front());
+}
+
+}  // namespace
+
+std::vector<std::string> supported_instruction_sets() {
+  std::vector<std::string> names;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    names.emplace_back("avx512");
+  if (__builtin_cpu_supports("avx2")) names.emplace_back("avx2");
+#endif
+  names.emplace_back("baseline");
+  return names;
+}
+
+const ReduceTable& reduce_table(const std::string& instruction_set) {
+  std::string known;
+  for (const std::string& name : supported_instruction_sets()) {
+    known += known.empty() ? name : ", " + name;
+    if (name != instruction_set) continue;
+#if defined(__x86_64__)
+    if (name == "avx512") return reduce_table_avx512;
+    if (name == "avx2") return reduce_table_avx2;
+#endif
+    return reduce_table_baseline;
+  }
+  throw std::invalid_argument("instruction set \"" + instruction_set + "\" does not run here; this machine runs " +
+                              known);
+}
+
+const ReduceTable& reduce_table() {
+  static const ReduceTable& table = choose();
+  return table;
+}
+
+ReduceFunction reduce_function(const ReduceTable& table, DType dtype, ReduceOp op) {
+  const ReduceFunction function = table.functions[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
+  if (function == nullptr)
+    throw std::invalid_argument(std::string("no reduction \"") + name_of(op) + "\" of " + name_of(dtype) +
+                                " elements: averages need a floating-point type, bitwise operators an integer type");
+  return function;
+}
+
+}  // namespace weft::shm

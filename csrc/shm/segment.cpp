@@ -1,0 +1,86 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "errors.h"
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+
+namespace weft::shm {
+
+namespace {
+
+int create_descriptor(size_t bytes) {
+  int fd = memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING);  // before Linux 6.3
+  if (fd < 0) throw_errno(errno, "memfd_create failed");
+  int error = 0;
+  if (fchmod(fd, 0600) != 0) error = errno;
+  // fallocate, not posix_fallocate: the latter falls back to writing page by page where it is not supported.
+  while (error == 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes)) != 0)
+    if (errno != EINTR) error = errno;
+  // Sealed against shrinking: no rank can make another's access fault.
+  if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) error = errno;
+  if (error != 0) {
+    ::close(fd);
+    throw_errno(error, "cannot reserve " + std::to_string(bytes) +
+                           " bytes of shared memory for a group; free memory, raise the container's memory limit or "
+                           "lower WEFT_STAGING_KIB");
+  }
+  return fd;
+}
+
+}  // namespace
+
+Segment Segment::create(size_t bytes) { return Segment(create_descriptor(bytes), bytes); }
+
+Segment Segment::open(pid_t creator, int creator_descriptor, size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(creator) + "/fd/" + std::to_string(creator_descriptor);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0)
+    throw_errno(errno, "cannot open the group's shared memory at " + path +
+                           "; the ranks of a group must run as one user and see each other's processes");
+  struct stat status;
+  if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) != bytes) {
+    ::close(fd);
+    throw_errno(EINVAL, path + " is not a segment of " + std::to_string(bytes) +
+                            " bytes; every rank must run the same version of weft with the same WEFT_STAGING_KIB");
+  }
+  return Segment(fd, bytes);
+}
+
+Segment::Segment(int descriptor, size_t bytes) : descriptor_(descriptor), bytes_(bytes) {
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (address == MAP_FAILED) {
+    const int error = errno;
+    close_descriptor();
+    throw_errno(error, "cannot map " + std::to_string(bytes) + " bytes of shared memory");
+  }
+  data_ = static_cast<std::byte*>(address);
+}
+
+Segment::Segment(Segment&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)),
+      bytes_(other.bytes_),
+      data_(std::exchange(other.data_, nullptr)) {}
+
+Segment::~Segment() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+  close_descriptor();
+}
+
+void Segment::close_descriptor() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+  descriptor_ = -1;
+}
+
+}  // namespace weft::shm

@@ -1,0 +1,46 @@
+"""weft: kernels and one-sided collectives that let a PyTorch user run one model on many devices.
+
+Importing this package imports nothing else: names are resolved when they are first used, and the "weft" backend is
+registered with torch.distributed as soon as somebody imports that.
+"""
+
+if __name__ != "weft":
+    raise ImportError(
+        f"this folder is the source of the package weft and was imported as {__name__!r}: install it "
+        "(pip install -e .), import weft, and keep the repository's root off sys.path (PYTHONSAFEPATH=1)"
+    )
+
+import importlib
+
+from weft.comm.register import register_backend_when_torch_is_imported
+
+_HOMES = {
+    "weft._C": ["CommError", "RankLostError", "CollectiveMismatchError", "CollectiveTimeoutError"],
+    "weft.build_info": ["build_info"],
+    "weft.split": ["split_sizes"],
+    "weft.shard": ["Shard", "shard_of"],
+    "weft.mesh": ["init_mesh"],
+    "weft.nn": ["ParallelLinear", "ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding"],
+    "weft.ops": ["parallel_cross_entropy"],
+    "weft.parallelize": ["parallelize"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return [*globals(), *__all__]
+
+
+register_backend_when_torch_is_imported()

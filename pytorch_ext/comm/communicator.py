@@ -1,0 +1,181 @@
+"""What the ops call: collectives on one group, in the shape that layers need (in place, along a dimension, uneven).
+
+Two of a kind: over the engine of a "weft" group, one crossing into C++ a call; over any other torch.distributed group,
+composed of what every backend has.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft import _C
+from weft.comm.backend import WeftProcessGroup
+from weft.comm.dtypes import check_cpu, movable, reducible
+
+_SUM = _C.reduce_ops["sum"]
+
+
+def communicator(group=None) -> "Communicator":
+    """The communicator of a ProcessGroup, a one-dimensional DeviceMesh, or the default group (None).
+
+    Raises:
+        ValueError: this rank is not in the group, the mesh has several dimensions, or there is no default group.
+    """
+    if isinstance(group, Communicator):
+        return group
+    group = _process_group(group)
+    kind = EngineCommunicator if isinstance(group, WeftProcessGroup) else BackendCommunicator
+    return kind(group)
+
+
+def _process_group(group) -> dist.ProcessGroup:
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "group=None means the default process group, and there is none: call weft.init_mesh() or "
+                "torch.distributed.init_process_group() first"
+            )
+        return dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; pass one of them, "
+                f'like mesh["tp"]'
+            )
+        return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this rank is not in the group: new_group returned NON_GROUP_MEMBER here; "
+            "build the layer only on the ranks that are in it"
+        )
+    raise TypeError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")
+
+
+class Communicator:
+    """Collectives on one group. Tensors are of any shape; a shard's sizes are listed in rank order."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank: int = group.rank()
+        self.world: int = group.size()
+
+    def __eq__(self, other) -> bool:
+        return type(self) is type(other) and self.group is other.group
+
+    def __hash__(self) -> int:
+        return id(self.group)
+
+    def __deepcopy__(self, memo):
+        return self  # a copied model talks to the same ranks
+
+    def __reduce__(self):
+        raise TypeError("a layer that is split over ranks cannot be pickled: save its state_dict instead")
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        raise NotImplementedError
+
+    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """parts[r] = rank r's x; parts are contiguous and of each rank's size."""
+        raise NotImplementedError
+
+    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+        """output = the sum over ranks of their parts[this rank]; all contiguous."""
+        raise NotImplementedError
+
+    def all_sizes(self, n: int) -> list[int]:
+        """Every rank's n, in rank order."""
+        sizes = torch.empty(self.world, dtype=torch.int64)
+        self.gather_parts(torch.tensor([n]), list(sizes.split(1)))
+        return sizes.tolist()
+
+    def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """The ranks' x one after another along `dim`. Sizes along it may differ; None asks the ranks for them."""
+        if self.world == 1:
+            return x
+        dim %= x.dim()
+        sizes = self.all_sizes(x.size(dim)) if sizes is None else sizes
+        shape = list(x.shape)
+        if _leads(x.shape, dim):  # the parts lie one after another in the result itself
+            shape[dim] = sum(sizes)
+            whole = x.new_empty(shape)
+            self.gather_parts(x, list(whole.split(list(sizes), dim)))
+            return whole
+        parts = [x.new_empty([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
+        self.gather_parts(x, parts)
+        return torch.cat(parts, dim)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        """This rank's shard along `dim` of the sum over ranks of x."""
+        if self.world == 1:
+            return x
+        parts = [part.contiguous() for part in x.split(list(sizes), dim)]
+        output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
+        self.scatter_sum(parts, output)
+        return output
+
+
+class EngineCommunicator(Communicator):
+    """Over shared memory: sums in rank order in fp32, rounded once."""
+
+    def __init__(self, group: WeftProcessGroup):
+        super().__init__(group)
+        self._engine = group.engine
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        if self.world == 1:
+            return x
+        check_cpu(x)
+        whole = x if x.is_contiguous() else x.contiguous()
+        address = whole.data_ptr()
+        self._engine.all_reduce(address, address, whole.numel(), reducible(whole), _SUM)
+        return x if whole is x else x.copy_(whole)
+
+    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        check_cpu(x)
+        code, scale = movable(x)
+        counts = [part.numel() * scale for part in parts]
+        self._engine.all_gather(x.contiguous().data_ptr(), [part.data_ptr() for part in parts], counts, code)
+
+    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+        check_cpu(output)
+        addresses, counts = [part.data_ptr() for part in parts], [part.numel() for part in parts]
+        self._engine.reduce_scatter(addresses, output.data_ptr(), counts, reducible(output), _SUM)
+
+
+class BackendCommunicator(Communicator):
+    """Over another backend of torch.distributed: uneven shards are padded, and sums are in that backend's order."""
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        if self.world == 1:
+            return x
+        whole = x.contiguous()
+        dist.all_reduce(whole, group=self.group)
+        return x if whole is x else x.copy_(whole)
+
+    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        longest = max(part.numel() for part in parts)
+        padded = _padded(x, longest)
+        received = [torch.empty_like(padded) for _ in parts]
+        dist.all_gather(received, padded, group=self.group)
+        for part, whole in zip(parts, received, strict=True):
+            part.view(-1).copy_(whole[: part.numel()])
+
+    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+        longest = max(part.numel() for part in parts)
+        received = output.new_empty(longest)
+        dist.reduce_scatter(received, [_padded(part, longest) for part in parts], group=self.group)
+        output.view(-1).copy_(received[: output.numel()])
+
+
+def _leads(shape: torch.Size, dim: int) -> bool:
+    return all(size == 1 for size in shape[:dim])
+
+
+def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    flat = x.reshape(-1)
+    return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])

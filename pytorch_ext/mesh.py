@@ -1,0 +1,46 @@
+"""init_mesh: the ranks of a run, arranged by what they share."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def init_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
+    """A mesh with the dimensions pp (pipeline), dp (data), cp (context) and tp (tensor); tp changes fastest.
+
+    Starts the process group if none is up: from torchrun's environment, or alone where there is none. The backend is
+    "weft" on CPU and "nccl" on CUDA.
+
+    Args:
+        pp, dp, cp, tp: ranks along each dimension; their product must be the number of ranks.
+        device_type: "cpu" or "cuda"; None takes "cuda" where torch has it.
+
+    Returns:
+        The DeviceMesh; mesh["tp"] is what layers take as group.
+
+    Raises:
+        ValueError: the product is not the number of ranks.
+    """
+    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    product = pp * dp * cp * tp
+    if product != world or min(sizes.values()) < 1:
+        text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"init_mesh: {text} makes {product} ranks, and this run has {world}. "
+            f"Start {product} ranks (torchrun --nproc-per-node {product} ...) or change the sizes."
+        )
+    if not dist.is_initialized():
+        _start(device_type)
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _start(device_type: str) -> None:
+    backend = "weft" if device_type == "cpu" else "nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

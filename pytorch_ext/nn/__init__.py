@@ -1,0 +1,6 @@
+"""Layers that stand where torch.nn's stand: wiring only."""
+
+from weft.nn.embedding import ParallelEmbedding
+from weft.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "ParallelLinear", "RowParallelLinear"]

@@ -1,0 +1,86 @@
+"""ParallelEmbedding: nn.Embedding with its rows split over ranks."""
+
+import torch
+from torch import nn
+
+from weft.comm.communicator import communicator
+from weft.nn.sharded import ShardedModule
+from weft.ops import parallel_embedding
+from weft.shard import Shard
+
+
+class ParallelEmbedding(ShardedModule):
+    """nn.Embedding of which each rank holds a contiguous part of the vocabulary; every rank gets the whole result.
+
+    Built from a seed, it holds this rank's rows of the nn.Embedding built from that seed.
+
+    Args:
+        num_embeddings, embedding_dim: of the whole table.
+        padding_idx: the row, counted in the whole table (from its end where negative), that is zero at first and gets
+            no gradient.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
+
+    Raises:
+        ValueError: more ranks than rows, a padding_idx outside the table, a group that this rank is not in.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.communicator = communicator(group)
+        shard = Shard.of_shape((num_embeddings, embedding_dim), 0, self.communicator)
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.padding_idx = whole.padding_idx
+        self.adopt("weight", whole.weight, shard)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, *, group=None) -> "ParallelEmbedding":
+        """This rank's part of an existing nn.Embedding."""
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
+                raise ValueError(
+                    f"ParallelEmbedding does not take {option}={getattr(embedding, option)}; keep this embedding whole"
+                )
+        weight = embedding.weight
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            embedding.padding_idx,
+            group=group,
+            device="meta",
+            dtype=weight.dtype,
+        )
+        layer.adopt("weight", weight, layer.shards["weight"])
+        return layer.train(embedding.training)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return parallel_embedding(tokens, self.weight, self.shards["weight"], self.padding_idx)
+
+    def reset_parameters(self) -> None:
+        """This rank's rows of what nn.Embedding.reset_parameters draws."""
+        whole = nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.padding_idx,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        with torch.no_grad():
+            self.weight.copy_(self.shards["weight"].take(whole.weight))
+
+    def extra_repr(self) -> str:
+        shard = self.shards["weight"]
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
+            f"rank {self.communicator.rank} of {self.communicator.world}, rows {shard.offset} to "
+            f"{shard.offset + shard.size - 1}"
+        )

@@ -1,0 +1,132 @@
+"""parallelize: splits the layers of an existing model as a plan says."""
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.communicator import communicator
+from weft.nn import ParallelEmbedding, ParallelLinear
+from weft.shard import shard_of
+
+Plan = Mapping[str, str | Mapping]
+
+
+def parallelize(model: nn.Module, mesh=None, *, plan: Plan) -> nn.Module:
+    """Replaces layers of `model`, in place, by their parallel counterparts that hold this rank's part of the weights.
+
+        weft.parallelize(model, mesh["tp"], plan={
+            "layers.*.mlp.up": "column",
+            "layers.*.mlp.down": "row",
+            "layers.*.attention.query": {"style": "column", "unit": head_dim},
+            "embedding": "vocabulary",
+        })
+
+    Args:
+        model: every rank has the same whole model. Weights that layers share (tied embeddings) stay shared.
+        mesh: a mesh of init_mesh of which only "tp" is larger than 1, a one-dimensional DeviceMesh, a ProcessGroup, or
+            None for the default group.
+        plan: module names to "column" or "row" (nn.Linear) or "vocabulary" (nn.Embedding), or to a dict with such a
+            "style" and further options of ParallelLinear. A `*` in a name stands for one component of it, `**` for any
+            number.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a pattern that matches nothing (with the names there are), a layer that cannot be split over these
+            ranks, a tied weight that only one of its layers splits. TypeError: a layer of a kind that the style does
+            not take. The model is unchanged then, and nothing has been communicated.
+    """
+    group = communicator(_tensor_parallel(mesh))
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    replacements: dict[str, nn.Module] = {}
+    for name, entry in _match(plan, model, layers).items():
+        replacements[name] = _parallel_layer(name, model.get_submodule(name), entry, group)
+    _tie(model, replacements)
+    for name, layer in replacements.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    return model
+
+
+def _tensor_parallel(mesh):
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    if "tp" not in names:
+        raise ValueError(f'parallelize: the mesh has the dimensions {names}, none of them "tp"; pass the one to use')
+    others = [name for name in names if name != "tp" and mesh[name].size() > 1]
+    if others:
+        raise NotImplementedError(
+            f'parallelize splits over "tp" alone for now, and the mesh also has {", ".join(others)} larger than 1: '
+            'pass mesh["tp"], and wrap the result in DistributedDataParallel(model, process_group=mesh["dp"].get_group())'
+        )
+    return mesh["tp"]
+
+
+def _match(plan: Plan, model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str | Mapping]:
+    """Module name to plan entry. A module may be named by one pattern only."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    matched: dict[str, str | Mapping] = {}
+    by: dict[str, str] = {}
+    for pattern, entry in plan.items():
+        expression = re.compile(_as_regex(pattern))
+        hits = [name for name in names if expression.fullmatch(name)]
+        if not hits:
+            raise ValueError(
+                f"parallelize: the plan names {pattern!r}, and no module is called that. "
+                f"Linear and embedding layers of the model: {', '.join(layers) or 'none'}"
+            )
+        for name in hits:
+            if name in by:
+                raise ValueError(f"parallelize: {name} is named by both {by[name]!r} and {pattern!r}; keep one of them")
+            matched[name], by[name] = entry, pattern
+    return matched
+
+
+def _as_regex(pattern: str) -> str:
+    pieces = re.split(r"(\*\*|\*)", pattern)
+    return "".join({"**": ".*", "*": r"[^.]+"}.get(piece, re.escape(piece)) for piece in pieces)
+
+
+def _parallel_layer(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Module:
+    options = {"style": entry} if isinstance(entry, str) else dict(entry)
+    style = options.pop("style", None)
+    takes = {"column": nn.Linear, "row": nn.Linear, "vocabulary": nn.Embedding}
+    if style not in takes:
+        raise ValueError(f"parallelize: {name}: style {style!r} is not one of {', '.join(map(repr, takes))}")
+    if not isinstance(module, takes[style]):
+        raise TypeError(
+            f"parallelize: {name} is {type(module).__name__}; style {style!r} takes nn.{takes[style].__name__}"
+        )
+    try:
+        if style == "vocabulary":
+            return ParallelEmbedding.from_embedding(module, group=group, **options)
+        return ParallelLinear.from_linear(module, style=style, group=group, **options)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"parallelize: {name}: {error}") from error
+
+
+def _tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
+    """Parameters that were one stay one; refuses a plan under which they could not."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((name, key))
+    for places in owners.values():
+        split = [place for place in places if place[0] in replacements]
+        if len(places) == 1 or not split:
+            continue
+        first = getattr(replacements[split[0][0]], split[0][1])
+        for name, key in places:
+            layer = replacements.get(name)
+            if layer is None or shard_of(getattr(layer, key)) != shard_of(first):
+                told = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
+                raise ValueError(
+                    f"parallelize: {told} are one parameter, and the plan does not split them in the same way; "
+                    "name all of them, along the same dimension"
+                )
+            setattr(layer, key, first)

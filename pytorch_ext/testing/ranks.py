@@ -1,0 +1,127 @@
+"""Runs a function as W ranks, each a forked process, and brings back what they returned or raised."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: a value, or an error with its traceback, or a death."""
+
+    rank: int
+    value: object = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or did not return in time; the text has each one's traceback."""
+
+
+def run_ranks(function: Callable, world: int, *args, backend: str = "weft", timeout_s: float = 60, **options) -> list:
+    """function(rank, *args) on `world` ranks, with a process group of `backend` up; returns the values in rank order.
+
+    Raises:
+        RanksFailed: any rank raised, died, or was not done within timeout_s.
+    """
+    outcomes = try_ranks(function, world, *args, backend=backend, timeout_s=timeout_s, **options)
+    bad = [outcome for outcome in outcomes if outcome.exit_code != 0 or outcome.error is not None]
+    if bad:
+        raise RanksFailed(
+            "\n".join(
+                f"rank {outcome.rank} of {world}: exit code {outcome.exit_code}, {outcome.error!r}\n{outcome.traceback}"
+                for outcome in bad
+            )
+        )
+    return [outcome.value for outcome in outcomes]
+
+
+def try_ranks(
+    function: Callable,
+    world: int,
+    *args,
+    backend: str | None = "weft",
+    timeout_s: float = 60,
+    group_timeout_s: float = 30,
+) -> list[Outcome]:
+    """Like run_ranks, for ranks that are meant to fail: an Outcome of each, nothing raised.
+
+    Args:
+        backend: None leaves torch.distributed uninitialised in the ranks.
+        group_timeout_s: the process group's own timeout.
+    """
+    context = multiprocessing.get_context("fork")
+    store_folder = tempfile.mkdtemp(prefix="weft-ranks-")
+    store_path = os.path.join(store_folder, "store")
+    processes, receivers = [], []
+    for rank in range(world):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main,
+            args=(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, sender),
+        )
+        process.start()
+        sender.close()
+        processes.append(process)
+        receivers.append(receiver)
+
+    outcomes = [Outcome(rank) for rank in range(world)]
+    deadline = time.monotonic() + timeout_s + 2  # the ranks print their stacks first
+    for outcome, process, receiver in zip(outcomes, processes, receivers, strict=True):
+        if receiver.poll(max(0.0, deadline - time.monotonic())):
+            with contextlib.suppress(EOFError):
+                outcome.value, outcome.error, outcome.traceback, outcome.seconds = pickle.loads(receiver.recv_bytes())
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            outcome.traceback += f"\nkilled: not done within {timeout_s} s"
+        outcome.exit_code = process.exitcode
+        receiver.close()
+    with contextlib.suppress(OSError):
+        os.unlink(store_path)
+    os.rmdir(store_folder)
+    return outcomes
+
+
+def _rank_main(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, sender):
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    torch.set_num_threads(1)  # one rank a core; and the parent's OpenMP pool did not survive the fork
+    start = time.monotonic()
+    value, error, text = None, None, ""
+    try:
+        if backend is not None:
+            store = dist.FileStore(store_path, world)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=group_timeout_s)
+            )
+        start = time.monotonic()
+        value = function(rank, *args)
+    except BaseException as raised:  # noqa: BLE001 (it is the parent's to judge)
+        error, text = raised, traceback.format_exc()
+    seconds = time.monotonic() - start
+    try:
+        message = pickle.dumps((value, error, text, seconds))
+    except Exception:  # noqa: BLE001 (an error whose type cannot travel)
+        message = pickle.dumps((None, RuntimeError(repr(error or value)), text, seconds))
+    sender.send_bytes(message)
+    sender.close()
+    if error is None and backend is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    os._exit(0 if error is None else 1)  # no exit handlers of the parent's

@@ -1,0 +1,132 @@
+"""Builds weft._C with ninja, and maps the repository's folders onto the package `weft`.
+
+The extension sees raw pointers only, so building it needs neither torch nor its headers. CUDA sources are compiled
+where nvcc is found; `WEFT_CUDA=0` leaves them out, `WEFT_CUDA=1` insists on them.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tomllib
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+FOLDERS = {"weft": "pytorch_ext", "weft.kernels": "kernels", "weft.bench": "bench"}
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+# sm_90a and sm_100a carry the instructions that only that architecture has; the PTX serves every later device.
+CUDA_CODES = ["sm_80", "sm_90a", "sm_100a", "compute_80"]
+INSTRUCTION_SETS = {
+    "reduce_avx2": "-mavx2",
+    "reduce_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
+}
+
+
+def packages():
+    found = []
+    for package, folder in FOLDERS.items():
+        found += [package, *(f"{package}.{name}" for name in find_packages(ROOT / folder))]
+    return found
+
+
+def find_nvcc():
+    wanted = os.environ.get("WEFT_CUDA", "auto")
+    nvcc = None if wanted == "0" else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if wanted == "1" and nvcc is None:
+        raise SystemExit("WEFT_CUDA=1, but nvcc is not on the PATH: install CUDA 13 or unset WEFT_CUDA")
+    return nvcc
+
+
+def cuda_release(nvcc):
+    text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    return re.search(r"release (\d+\.\d+)", text).group(1)
+
+
+def cuda_home(nvcc):
+    """The toolkit that nvcc itself names; the nvcc on the PATH may be a script that stands elsewhere."""
+    dry = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True)
+    return Path(re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE).group(1).strip())
+
+
+class NinjaBuild(build_ext):
+    """Compiles all sources of weft._C in one ninja run: in parallel, and only what has changed."""
+
+    def build_extension(self, extension):
+        import pybind11
+
+        target = Path(self.get_ext_fullpath(extension.name)).resolve()
+        objects = Path(self.build_temp).resolve()
+        objects.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nvcc = find_nvcc()
+        (objects / "build.ninja").write_text(self.rules(extension.sources, target, objects, nvcc, pybind11.get_include()))
+        subprocess.run([ninja_program(), "-C", objects, "-v" if self.verbose > 1 else "--quiet"], check=True)
+        print(f"weft: built _C {'with CUDA ' + cuda_release(nvcc) if nvcc else 'without CUDA (no nvcc)'}")
+
+    def rules(self, sources, target, objects, nvcc, pybind11_include):
+        include = [sysconfig.get_paths()["include"], pybind11_include]
+        # -fwrapv: sums of integers wrap as in torch. -ffp-contract=off: every instruction set gives the same bits.
+        flags = (
+            "-std=c++17 -O3 -fwrapv -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra "
+            f"-DWEFT_VERSION={VERSION} " + " ".join(f"-isystem {path}" for path in include)
+        )
+        link = "-shared -Wl,--as-needed -Wl,--strip-debug"
+        if nvcc:
+            home = cuda_home(nvcc)
+            codes = ",".join(CUDA_CODES)
+            flags += f" -DWEFT_CUDA_VERSION={cuda_release(nvcc)} -DWEFT_CUDA_ARCHITECTURES={' '.join(CUDA_CODES)!r}"
+            flags += f" -isystem {home}/include"
+            libraries = next(path for path in (home / "lib64", home / "lib") if (path / "libcudart_static.a").exists())
+            link += f" -L{libraries} -lcudart_static -ldl -lpthread -lrt -Wl,--exclude-libs,ALL"
+        else:
+            codes = ""
+        cuda_flags = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden --threads 2 " + " ".join(
+            f"-gencode arch={code.replace('sm_', 'compute_')},code={code}" for code in codes.split(",") if code
+        )
+        lines = [
+            f"cxx = {os.environ.get('CXX', 'g++')}",
+            f"flags = {flags}",
+            "rule cxx\n  command = $cxx -MMD -MF $out.d $flags $isa -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+            f"rule nvcc\n  command = {nvcc} -MMD -MF $out.d {cuda_flags} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+            f"rule link\n  command = $cxx $in -o $out {link}",
+        ]
+        built = []
+        for source in map(Path, sources):
+            if source.suffix == ".cu" and not nvcc:
+                continue
+            name = "_".join(source.with_suffix("").parts)
+            path = objects / f"{name}.o"
+            isa = INSTRUCTION_SETS.get(source.stem, "")
+            if isa and os.uname().machine != "x86_64":
+                continue
+            lines.append(f"build {path}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {ROOT / source}\n  isa = {isa}")
+            built.append(str(path))
+        lines.append(f"build {target}: link {' '.join(built)}")
+        return "\n".join(lines) + "\n"
+
+
+def ninja_program():
+    """The ninja of the build environment (an isolated build has it as a module), or the one on the PATH."""
+    try:
+        import ninja
+    except ImportError:
+        return "ninja"
+    return str(Path(ninja.BIN_DIR) / "ninja")
+
+
+def sources():
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cu"))
+
+
+setup(
+    packages=packages(),
+    package_dir=FOLDERS,
+    package_data={"weft": ["py.typed", "*.pyi"]},
+    ext_modules=[Extension("weft._C", sources())],
+    cmdclass={"build_ext": NinjaBuild},
+)
