@@ -56,6 +56,13 @@ def cuda_home(nvcc):
 class NinjaBuild(build_ext):
     """Compiles all sources of weft._C in one ninja run: in parallel, and only what has changed."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        # Also for an editable install, which would build in a temporary folder and so always from nothing.
+        self.build_temp = str(
+            ROOT / "build" / f"objects-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}"
+        )
+
     def build_extension(self, extension):
         import pybind11
 
@@ -64,7 +71,9 @@ class NinjaBuild(build_ext):
         objects.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         nvcc = find_nvcc()
-        (objects / "build.ninja").write_text(self.rules(extension.sources, target, objects, nvcc, pybind11.get_include()))
+        (objects / "build.ninja").write_text(
+            self.rules(extension.sources, target, objects, nvcc, pybind11.get_include())
+        )
         subprocess.run([ninja_program(), "-C", objects, "-v" if self.verbose > 1 else "--quiet"], check=True)
         print(f"weft: built _C {'with CUDA ' + cuda_release(nvcc) if nvcc else 'without CUDA (no nvcc)'}")
 
@@ -75,6 +84,8 @@ class NinjaBuild(build_ext):
             "-std=c++17 -O3 -fwrapv -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra "
             f"-DWEFT_VERSION={VERSION} " + " ".join(f"-isystem {path}" for path in include)
         )
+        if os.uname().machine == "x86_64":
+            flags += " -mtls-dialect=gnu2"  # thread-locals without __tls_get_addr, which lives in the dynamic loader
         link = "-shared -Wl,--as-needed -Wl,--strip-debug"
         if nvcc:
             home = cuda_home(nvcc)
@@ -82,7 +93,10 @@ class NinjaBuild(build_ext):
             flags += f" -DWEFT_CUDA_VERSION={cuda_release(nvcc)} -DWEFT_CUDA_ARCHITECTURES={' '.join(CUDA_CODES)!r}"
             flags += f" -isystem {home}/include"
             libraries = next(path for path in (home / "lib64", home / "lib") if (path / "libcudart_static.a").exists())
-            link += f" -L{libraries} -lcudart_static -ldl -lpthread -lrt -Wl,--exclude-libs,ALL"
+            # The static runtime calls __tls_get_addr. Named one by one, the C libraries leave out the dynamic loader,
+            # which has that symbol and is in every process without being asked for.
+            link += f" -Wl,--exclude-libs,ALL -L{libraries} -lcudart_static -nodefaultlibs -ldl -lpthread -lrt"
+            link += " -lstdc++ -lm -lgcc_s -lgcc -l:libc.so.6 -l:libc_nonshared.a"
         else:
             codes = ""
         cuda_flags = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden --threads 2 " + " ".join(

@@ -11,7 +11,7 @@ namespace weft::shm {
 
 namespace {
 
-constexpr auto spin_limit = std::chrono::microseconds(50);
+constexpr auto spin_limit = std::chrono::microseconds(100);
 constexpr auto sleep_slice = std::chrono::milliseconds(10);  // how soon a lost rank is noticed
 
 constexpr const char* call_names[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast"};

@@ -126,7 +126,9 @@ class WeftProcessGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         for output, parts in zip(outputs, inputs, strict=True):
             if len(parts) != self.size():
-                raise ValueError(f"reduce_scatter: expected {self.size()} input tensors, one per rank, got {len(parts)}")
+                raise ValueError(
+                    f"reduce_scatter: expected {self.size()} input tensors, one per rank, got {len(parts)}"
+                )
             _check_same(output, parts[self.rank()], "reduce_scatter", "the output", "this rank's input")
             self._reduce_scatter(output, [part.contiguous() for part in parts], opts.reduceOp)
         return _Done(outputs)
@@ -139,8 +141,9 @@ class WeftProcessGroup(dist.ProcessGroup):
                 f"{output.numel()} need {output.numel() * self.size()}"
             )
         whole = x.contiguous().view(-1)
-        self._reduce_scatter(output, list(whole.split(output.numel())) if len(whole) else [whole] * self.size(),
-                             opts.reduceOp)
+        self._reduce_scatter(
+            output, list(whole.split(output.numel())) if len(whole) else [whole] * self.size(), opts.reduceOp
+        )
         return _Done([output])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts=None) -> dist.Work:
@@ -171,7 +174,9 @@ class WeftProcessGroup(dist.ProcessGroup):
         for tensor in (output, *parts):
             check_cpu(tensor)
             if tensor.dtype != output.dtype:
-                raise TypeError(f"reduce_scatter: the output is {output.dtype}, an input {tensor.dtype}; they must be the same")
+                raise TypeError(
+                    f"reduce_scatter: the output is {output.dtype}, an input {tensor.dtype}; they must be the same"
+                )
         whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
         addresses, counts = [part.data_ptr() for part in parts], [part.numel() for part in parts]
         self.engine.reduce_scatter(addresses, whole.data_ptr(), counts, reducible(output), reduction(op))

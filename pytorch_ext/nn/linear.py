@@ -5,8 +5,8 @@ from torch import nn
 
 from weft.comm.communicator import communicator
 from weft.nn.sharded import ShardedModule
-from weft.ops import column_parallel_linear, gather, row_parallel_linear, split
-from weft.ops.activation import check_activation
+from weft.ops import Place, column_parallel_linear, gather, row_parallel_linear, split
+from weft.ops.activation import activation_of
 from weft.shard import Shard
 
 _SPLIT_DIM = {"column": 0, "row": 1}  # of the weight, [out_features, in_features]
@@ -59,11 +59,13 @@ class ParallelLinear(ShardedModule):
         dtype=None,
     ):
         super().__init__()
-        _check_options(style, gather_output, split_input, activation, dtype)
+        _check_options(style, gather_output, split_input, dtype)
         self.in_features, self.out_features, self.style, self.unit = in_features, out_features, style, unit
         self.gather_output, self.split_input, self.activation = gather_output, split_input, activation
-        self.sequence_dim = sequence_dim if sequence_parallel else None
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.communicator = communicator(group)
+        self._op = column_parallel_linear if style == "column" else row_parallel_linear
+        self._place = Place(self.communicator, sequence_dim if sequence_parallel else None, activation_of(activation))
         self._weight_shard = self._shard((out_features, in_features), _SPLIT_DIM[style])
         self._hold(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
@@ -89,15 +91,7 @@ class ParallelLinear(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:
             x = split(x, -1, self.communicator, self._weight_shard.sizes)
-        op = column_parallel_linear if self.style == "column" else row_parallel_linear
-        y = op(
-            x,
-            self.weight,
-            self.bias,
-            self.communicator,
-            sequence_dim=self.sequence_dim,
-            activation=self.activation,
-        )
+        y = self._op(x, self.weight, self.bias, self._place)
         return gather(y, -1, self.communicator, self._weight_shard.sizes) if self.gather_output else y
 
     def reset_parameters(self) -> None:
@@ -169,13 +163,12 @@ def _check_fixed_style(layer: ParallelLinear, style: str, only: str) -> None:
         raise ValueError(f"{type(layer).__name__} has style {only!r}, got {style!r}; use ParallelLinear")
 
 
-def _check_options(style, gather_output, split_input, activation, dtype) -> None:
+def _check_options(style, gather_output, split_input, dtype) -> None:
     if style not in _SPLIT_DIM:
         raise ValueError(f"ParallelLinear: style={style!r} is not one of {', '.join(map(repr, _SPLIT_DIM))}")
     if gather_output and style != "column":
         raise ValueError('gather_output=True goes with style="column"; the output of a row layer is whole already')
     if split_input and style != "row":
         raise ValueError('split_input=True goes with style="row"; a column layer takes the whole input')
-    check_activation(activation)
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"ParallelLinear: dtype={dtype} is not floating point")

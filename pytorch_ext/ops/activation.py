@@ -1,19 +1,34 @@
-"""Activations by name."""
+"""Activations by name, each with its derivative, so that a layer can take one into its own autograd function."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
-    None: lambda x: x,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Activation:
+    """y = apply(z); dz = backward(dy, z)."""
+
+    apply: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": Activation(F.gelu, _aten.gelu_backward.default),
+    "gelu_tanh": Activation(
+        lambda z: F.gelu(z, approximate="tanh"), lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh")
+    ),
+    "relu": Activation(F.relu, lambda dy, z: _aten.threshold_backward.default(dy, z, 0)),
+    "silu": Activation(F.silu, _aten.silu_backward.default),
 }
 
 
-def check_activation(name: str | None) -> None:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is not one of {', '.join(repr(known) for known in ACTIVATIONS)}")
+def activation_of(name: str | None) -> Activation | None:
+    """ValueError where there is no such activation; None stands for none."""
+    if name is not None and name not in ACTIVATIONS:
+        raise ValueError(f"activation={name!r} is not one of None, {', '.join(map(repr, ACTIVATIONS))}")
+    return ACTIVATIONS.get(name) if name else None

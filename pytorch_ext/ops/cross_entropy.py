@@ -1,9 +1,9 @@
 """Cross entropy over logits whose vocabulary is split over ranks, without gathering them."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from weft.comm.communicator import Communicator, communicator
+from weft.ops.backward import first_order
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -39,7 +39,9 @@ def parallel_cross_entropy(
     if not logits_shard.is_floating_point():
         raise TypeError(f"logits must be floating point, got {logits_shard.dtype}")
     if target.dtype != torch.int64:
-        raise TypeError(f"target must hold class numbers (int64), got {target.dtype}; class probabilities are not taken")
+        raise TypeError(
+            f"target must hold class numbers (int64), got {target.dtype}; class probabilities are not taken"
+        )
     if logits_shard.shape[:-1] != target.shape:
         raise ValueError(
             f"logits_shard has shape {tuple(logits_shard.shape)} and target {tuple(target.shape)}; "
@@ -98,7 +100,7 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
         return losses.masked_fill_(ignored, 0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dlosses):
         logits, target, lse = ctx.saved_tensors
         ignored = target == ctx.ignore_index

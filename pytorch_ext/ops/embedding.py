@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from weft.shard import Shard
+from weft.ops.backward import first_order
 
 
 def parallel_embedding(
@@ -57,7 +57,7 @@ class ParallelEmbeddingFunction(torch.autograd.Function):
         return shard.communicator.all_reduce_(y)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         if not ctx.needs_input_grad[1]:
             return None, None, None, None

@@ -1,166 +1,171 @@
 """The column- and the row-parallel linear layer (Shoeybi et al. 2019, section 3), with the sequence-parallel region of
 Korthikanti et al. 2022, section 4.2. Uneven shards throughout."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from weft.comm.communicator import Communicator
-from weft.ops.activation import ACTIVATIONS
+from weft.ops.activation import Activation
 from weft.split import split_sizes
+from weft.ops.backward import first_order, tokens
+
+
+class Place(NamedTuple):
+    """Where a layer stands: its ranks, the sequence dimension of a sequence-parallel region, what follows it."""
+
+    communicator: Communicator
+    sequence_dim: int | None = None
+    activation: Activation | None = None
 
 
 def column_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    communicator: Communicator,
-    *,
-    sequence_dim: int | None = None,
-    activation: str | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place
 ) -> torch.Tensor:
     """activation(x @ weight.T + bias) for one rank's shard of the output features.
 
     Args:
-        x: [..., K] the same on every rank; with sequence_dim, this rank's shard along that dimension.
+        x: [..., K] the same on every rank; in a sequence-parallel region, this rank's shard along the sequence.
         weight: [N_r, K]; bias: [N_r].
 
     Returns:
         [..., N_r], whole along the sequence.
     """
-    y = _apply(ColumnParallelLinearFunction, x, weight, bias, communicator, sequence_dim)
-    return ACTIVATIONS[activation](y)
+    return _apply(ColumnParallelLinearFunction, x, weight, bias, place)
 
 
-def row_parallel_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    communicator: Communicator,
-    *,
-    sequence_dim: int | None = None,
-    activation: str | None = None,
-) -> torch.Tensor:
+def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place) -> torch.Tensor:
     """activation(sum over ranks of x @ weight.T + bias) from one rank's shard of the input features.
 
     Args:
         x: [..., K_r]; weight: [N, K_r]; bias: [N], the same on every rank and added once.
 
     Returns:
-        [..., N] the same on every rank; with sequence_dim, this rank's shard along that dimension.
+        [..., N] the same on every rank; in a sequence-parallel region, this rank's shard along the sequence.
     """
-    y = _apply(RowParallelLinearFunction, x, weight, bias, communicator, sequence_dim)
-    return ACTIVATIONS[activation](y)
+    return _apply(RowParallelLinearFunction, x, weight, bias, place)
 
 
 class ColumnParallelLinearFunction(torch.autograd.Function):
-    """y_shard_n = x @ w_shard_n.T + b_shard_n, one shard of the output features per rank.
+    """y_shard_n = act(z_shard_n), z_shard_n = x @ w_shard_n.T + b_shard_n: one shard of the output features per rank.
 
     Per rank, with M tokens, K inputs, N outputs, W ranks:
         x [M, K] whole        w_shard_n [N_r, K]        b_shard_n [N_r]        y_shard_n [M, N_r]
     In a sequence-parallel region x arrives as x_shard_m [M_r, K] and is gathered first.
 
-    forward   y_shard_n = x @ w_shard_n.T + b_shard_n              (x = all_gather(x_shard_m))
-    dgrad     dx = all_reduce(dy_shard_n @ w_shard_n)              (dx_shard_m = reduce_scatter(...))
-    wgrad     dw_shard_n = dy_shard_n.T @ x                        (x = all_gather(x_shard_m))
-    dbias     db_shard_n = dy_shard_n.sum(0)
+    forward   z_shard_n = x @ w_shard_n.T + b_shard_n              (x = all_gather(x_shard_m))
+    dact      dz_shard_n = act'(z_shard_n) dy_shard_n
+    dgrad     dx = all_reduce(dz_shard_n @ w_shard_n)              (dx_shard_m = reduce_scatter(...))
+    wgrad     dw_shard_n = dz_shard_n.T @ x                        (x = all_gather(x_shard_m))
+    dbias     db_shard_n = dz_shard_n.sum(0)
 
     Saves x_shard_m, not the gathered x: gathering again in backward costs one all_gather and saves (W-1)/W of the
-    activation.
+    activation. Saves z_shard_n where there is an activation.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, communicator, sequence_dim):
-        ctx.communicator, ctx.sequence_dim = communicator, sequence_dim
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, weight, bias, place):
+        ctx.place = communicator, sequence_dim, activation = place
+        whole = x
         if sequence_dim is not None:
             ctx.sizes = communicator.all_sizes(x.size(sequence_dim))
-            x = communicator.all_gather(x, sequence_dim, ctx.sizes)
-        return F.linear(x, weight, bias)
+            whole = communicator.all_gather(x, sequence_dim, ctx.sizes)
+        z = F.linear(whole, weight, bias)
+        if activation is None:
+            ctx.save_for_backward(x, weight)
+            return z
+        ctx.save_for_backward(x, weight, z)
+        return activation.apply(z)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        communicator, sequence_dim = ctx.communicator, ctx.sequence_dim
+        communicator, sequence_dim, activation = ctx.place
+        x, weight, *z = ctx.saved_tensors
+        dz = dy if activation is None else activation.backward(dy, *z)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = dy @ weight
+        if needs_x:
+            dx = dz @ weight
             if sequence_dim is None:
                 communicator.all_reduce_(dx)
             else:
                 dx = communicator.reduce_scatter(dx, sequence_dim, ctx.sizes)
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             if sequence_dim is not None:
                 x = communicator.all_gather(x, sequence_dim, ctx.sizes)
-            dw = _tokens(dy).t() @ _tokens(x)
-        if ctx.needs_input_grad[2]:
-            db = _tokens(dy).sum(0)
-        return dx, dw, db, None, None
+            dw = tokens(dz).t() @ tokens(x)
+        if needs_bias:
+            db = tokens(dz).sum(0)
+        return dx, dw, db, None
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
-    """y = sum over ranks of x_shard_k @ w_shard_k.T, plus b: one shard of the input features per rank.
+    """y = act(z), z = sum over ranks of x_shard_k @ w_shard_k.T, plus b: one shard of the input features per rank.
 
     Per rank, with M tokens, K inputs, N outputs, W ranks:
         x_shard_k [M, K_r]        w_shard_k [N, K_r]        b [N] whole        y [M, N] whole
     In a sequence-parallel region y leaves as y_shard_m [M_r, N].
 
-    forward   y = all_reduce(x_shard_k @ w_shard_k.T) + b          (y_shard_m = reduce_scatter(...) + b)
-    dgrad     dx_shard_k = dy @ w_shard_k                          (dy = all_gather(dy_shard_m))
-    wgrad     dw_shard_k = dy.T @ x_shard_k                        (the same gathered dy)
-    dbias     db = dy.sum(0), the same on every rank               (db = all_reduce(dy_shard_m.sum(0)))
+    forward   z = all_reduce(x_shard_k @ w_shard_k.T) + b          (z_shard_m = reduce_scatter(...) + b)
+    dact      dz = act'(z) dy                                      (dz = all_gather(act'(z_shard_m) dy_shard_m))
+    dgrad     dx_shard_k = dz @ w_shard_k
+    wgrad     dw_shard_k = dz.T @ x_shard_k
+    dbias     db = dz.sum(0), the same on every rank               (db = all_reduce(dz_shard_m.sum(0)))
 
-    Saves x_shard_k.
+    Saves x_shard_k, and z (z_shard_m) where there is an activation.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, communicator, sequence_dim):
-        ctx.communicator, ctx.sequence_dim = communicator, sequence_dim
-        ctx.save_for_backward(x, weight)
-        y = F.linear(x, weight)
+    def forward(ctx, x, weight, bias, place):
+        ctx.place = communicator, sequence_dim, activation = place
+        z = F.linear(x, weight)
         if sequence_dim is None:
-            communicator.all_reduce_(y)
+            communicator.all_reduce_(z)
         else:
-            ctx.sizes = split_sizes(y.size(sequence_dim), communicator.world)
-            y = communicator.reduce_scatter(y, sequence_dim, ctx.sizes)
-        return y if bias is None else y.add_(bias)
+            ctx.sizes = split_sizes(z.size(sequence_dim), communicator.world)
+            z = communicator.reduce_scatter(z, sequence_dim, ctx.sizes)
+        if bias is not None:
+            z.add_(bias)
+        if activation is None:
+            ctx.save_for_backward(x, weight)
+            return z
+        ctx.save_for_backward(x, weight, z)
+        return activation.apply(z)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        communicator, sequence_dim = ctx.communicator, ctx.sequence_dim
+        communicator, sequence_dim, activation = ctx.place
+        x, weight, *z = ctx.saved_tensors
+        dz = dy if activation is None else activation.backward(dy, *z)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
-        if ctx.needs_input_grad[2]:
-            db = _tokens(dy).sum(0)
+        if needs_bias:
+            db = tokens(dz).sum(0)
             if sequence_dim is not None:
                 communicator.all_reduce_(db)
-        if sequence_dim is not None and any(ctx.needs_input_grad[:2]):
-            dy = communicator.all_gather(dy, sequence_dim, ctx.sizes)
-        if ctx.needs_input_grad[0]:
-            dx = dy @ weight
-        if ctx.needs_input_grad[1]:
-            dw = _tokens(dy).t() @ _tokens(x)
-        return dx, dw, db, None, None
+        if sequence_dim is not None and (needs_x or needs_weight):
+            dz = communicator.all_gather(dz, sequence_dim, ctx.sizes)
+        if needs_x:
+            dx = dz @ weight
+        if needs_weight:
+            dw = tokens(dz).t() @ tokens(x)
+        return dx, dw, db, None
 
 
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """[..., F] to [M, F]."""
-    return x.reshape(-1, x.size(-1))
-
-
-def _apply(function, x, weight, bias, communicator, sequence_dim):
+def _apply(function, x, weight, bias, place):
     """The function, after autocast's casts and every check that must come before a rank communicates."""
-    device = x.device.type
+    device = weight.device.type
     if not torch.is_autocast_enabled(device):
         _check(x, weight)
-        return function.apply(x, weight, bias, communicator, sequence_dim)
+        return function.apply(x, weight, bias, place)
     dtype = torch.get_autocast_dtype(device)
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     _check(x, weight)
     with torch.autocast(device, enabled=False):
-        return function.apply(x, weight, bias, communicator, sequence_dim)
+        return function.apply(x, weight, bias, place)
 
 
 def _check(x, weight):

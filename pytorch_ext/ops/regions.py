@@ -1,9 +1,9 @@
 """Crossing between a tensor that every rank holds whole and one of which each holds a shard."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from weft.comm.communicator import Communicator
+from weft.ops.backward import first_order
 
 
 def gather(x: torch.Tensor, dim: int, communicator: Communicator, sizes=None) -> torch.Tensor:
@@ -30,7 +30,7 @@ class _Gather(torch.autograd.Function):
         return communicator.all_gather(x, dim, ctx.sizes)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         return _own_part(dy, ctx.dim, ctx.communicator, ctx.sizes), None, None, None
 
@@ -48,7 +48,7 @@ class _Split(torch.autograd.Function):
         return _own_part(x, dim, communicator, ctx.sizes)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         return ctx.communicator.all_gather(dy, ctx.dim, ctx.sizes), None, None, None
 

@@ -1,0 +1,103 @@
+"""weft bench linear: a tensor-parallel MLP's forward and backward, beside DTensor's parallelize_module over gloo."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import weft
+from weft.bench.measure import Row, alternate, slowest_rank
+from weft.testing.ranks import run_ranks
+from weft.testing.tolerance import error_in_tolerances
+
+PEER = "DTensor over gloo"
+LIMIT = "the same shards' arithmetic in nn.Linear, without any communication"
+DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    hidden: int
+    intermediate: int
+    tokens: int
+    calls: int  # a measurement
+
+    def __str__(self) -> str:
+        return f"{self.hidden}/{self.intermediate}/{self.tokens}"
+
+
+CASES = [Case(64, 256, 16, 40), Case(256, 1024, 64, 30), Case(1024, 4096, 512, 2), Case(255, 1021, 63, 30)]
+
+
+def run(world: int = 2, rounds: int = 21) -> list[Row]:
+    rows = []
+    for case in CASES:
+        per_rank = run_ranks(_measure, world, case, rounds, backend="gloo", timeout_s=300)
+        times = slowest_rank([samples for samples, _ in per_rank])
+        error = max(error for _, error in per_rank)
+        if error > 1:
+            raise AssertionError(f"{case}: the result is off by {error:.1f} tolerances; not measured")
+        shape = f"{case} {str(DTYPE).removeprefix('torch.')} W={world}"
+        peer = times.get(PEER)
+        name = PEER if peer else f"{PEER}: refuses {case.intermediate} over {world}"
+        rows.append(Row("mlp step", shape, times["weft"], peer, name, times["limit"], LIMIT, error))
+    return rows
+
+
+def _measure(rank: int, case: Case, rounds: int) -> tuple[dict[str, list[float]], float]:
+    world = dist.get_world_size()
+    group = dist.new_group(backend="weft")
+    torch.manual_seed(0)
+    whole = nn.Sequential(
+        nn.Linear(case.hidden, case.intermediate),
+        nn.GELU(approximate="tanh"),
+        nn.Linear(case.intermediate, case.hidden),
+    )
+    x = torch.randn(case.tokens, case.hidden)
+    output_gradient = torch.randn(case.tokens, case.hidden)
+
+    ours = nn.Sequential(
+        weft.ColumnParallelLinear.from_linear(whole[0], group=group, activation="gelu_tanh"),
+        weft.RowParallelLinear.from_linear(whole[2], group=group),
+    )
+    peer = None
+    if case.intermediate % world == 0:  # otherwise its sharding propagation fails in the first forward
+        mesh = init_device_mesh("cpu", (world,))
+        peer = parallelize_module(copy.deepcopy(whole), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    mine = weft.split_sizes(case.intermediate, world)[rank]
+    alone = nn.Sequential(nn.Linear(case.hidden, mine), nn.GELU(approximate="tanh"), nn.Linear(mine, case.hidden))
+
+    reference = copy.deepcopy(whole).double()
+    exact = _step(reference, x.double(), output_gradient.double())()
+    plain = _step(whole, x, output_gradient)()
+    step = _step(ours, x, output_gradient)
+    error = max(map(error_in_tolerances, step(), plain, exact))
+    contenders = {"weft": step, "limit": _step(alone, x, output_gradient)}
+    if peer is not None:
+        contenders[PEER] = _step(peer, x, output_gradient)
+    samples = alternate(
+        contenders,
+        meet=lambda: dist.barrier(group),
+        rounds=rounds,
+        calls=case.calls,
+    )
+    return samples, error
+
+
+def _step(model: nn.Module, x: torch.Tensor, output_gradient: torch.Tensor):
+    """Forward and backward of a layer inside a model: its input wants a gradient too. Returns output and that gradient."""
+    x = x.clone().requires_grad_()
+    leaves = [x, *model.parameters()]
+
+    def step():
+        for leaf in leaves:
+            leaf.grad = None
+        output = model(x)
+        output.backward(output_gradient)
+        return output, x.grad
+
+    return step

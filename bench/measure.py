@@ -1,0 +1,69 @@
+"""How every bench measures: contenders in alternation in the same processes, quantiles over rounds, slowest rank."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Microseconds a call: the 20th, 50th and 80th percentile over rounds."""
+
+    p20_us: float
+    p50_us: float
+    p80_us: float
+
+    @classmethod
+    def of(cls, samples_us: list[float]) -> "Quantiles":
+        ordered = sorted(samples_us)
+        return cls(*(ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a bench: ours beside a peer, with the limit that this machine sets."""
+
+    op: str
+    shape: str
+    ours: Quantiles
+    peer: Quantiles | None  # None where the peer does not take the case; peer_name says so
+    peer_name: str
+    limit: Quantiles
+    limit_name: str
+    error: float  # of ours against the reference, as a multiple of the tolerance; at most 1
+
+    @property
+    def ratio(self) -> float | None:
+        return self.peer.p50_us / self.ours.p50_us if self.peer else None
+
+    @property
+    def share_of_limit(self) -> float:
+        return self.limit.p50_us / self.ours.p50_us
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "ratio": self.ratio, "share_of_limit": self.share_of_limit}
+
+
+def alternate(
+    contenders: dict[str, Callable[[], object]], *, meet: Callable[[], object], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Microseconds a call of each contender in each round. Ranks `meet` before each measurement; one round warms up."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_number in range(rounds + 1):
+        for name, call in contenders.items():
+            meet()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            elapsed_us = (time.perf_counter() - start) / calls * 1e6
+            if round_number > 0:
+                samples[name].append(elapsed_us)
+    return samples
+
+
+def slowest_rank(per_rank: list[dict[str, list[float]]]) -> dict[str, Quantiles]:
+    """Quantiles over rounds of the slowest rank of each round."""
+    return {
+        name: Quantiles.of([max(round_us) for round_us in zip(*(rank[name] for rank in per_rank), strict=True)])
+        for name in per_rank[0]
+    }
