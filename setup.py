@@ -102,11 +102,12 @@ class NinjaBuild(build_ext):
         cuda_flags = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden --threads 2 " + " ".join(
             f"-gencode arch={code.replace('sm_', 'compute_')},code={code}" for code in codes.split(",") if code
         )
+        compile = "-MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
         lines = [
             f"cxx = {os.environ.get('CXX', 'g++')}",
             f"flags = {flags}",
-            "rule cxx\n  command = $cxx -MMD -MF $out.d $flags $isa -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
-            f"rule nvcc\n  command = {nvcc} -MMD -MF $out.d {cuda_flags} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+            f"rule cxx\n  command = $cxx $flags $isa {compile}",
+            f"rule nvcc\n  command = {nvcc} {cuda_flags} {compile}",
             f"rule link\n  command = $cxx $in -o $out {link}",
         ]
         built = []

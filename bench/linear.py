@@ -1,16 +1,15 @@
 """weft bench linear: a tensor-parallel MLP's forward and backward, beside DTensor's parallelize_module over gloo."""
 
 import copy
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import weft
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-import weft
 from weft.bench.measure import Row, alternate, slowest_rank
+from weft.testing.cases import MLPS, Mlp
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import error_in_tolerances
 
@@ -19,23 +18,9 @@ LIMIT = "the same shards' arithmetic in nn.Linear, without any communication"
 DTYPE = torch.float32
 
 
-@dataclass(frozen=True)
-class Case:
-    hidden: int
-    intermediate: int
-    tokens: int
-    calls: int  # a measurement
-
-    def __str__(self) -> str:
-        return f"{self.hidden}/{self.intermediate}/{self.tokens}"
-
-
-CASES = [Case(64, 256, 16, 40), Case(256, 1024, 64, 30), Case(1024, 4096, 512, 2), Case(255, 1021, 63, 30)]
-
-
 def run(world: int = 2, rounds: int = 21) -> list[Row]:
     rows = []
-    for case in CASES:
+    for case in MLPS:
         per_rank = run_ranks(_measure, world, case, rounds, backend="gloo", timeout_s=300)
         times = slowest_rank([samples for samples, _ in per_rank])
         error = max(error for _, error in per_rank)
@@ -48,7 +33,7 @@ def run(world: int = 2, rounds: int = 21) -> list[Row]:
     return rows
 
 
-def _measure(rank: int, case: Case, rounds: int) -> tuple[dict[str, list[float]], float]:
+def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]], float]:
     world = dist.get_world_size()
     group = dist.new_group(backend="weft")
     torch.manual_seed(0)
@@ -76,6 +61,7 @@ def _measure(rank: int, case: Case, rounds: int) -> tuple[dict[str, list[float]]
     plain = _step(whole, x, output_gradient)()
     step = _step(ours, x, output_gradient)
     error = max(map(error_in_tolerances, step(), plain, exact))
+    operations = 12 * case.tokens * case.hidden * case.intermediate
     contenders = {"weft": step, "limit": _step(alone, x, output_gradient)}
     if peer is not None:
         contenders[PEER] = _step(peer, x, output_gradient)
@@ -83,13 +69,13 @@ def _measure(rank: int, case: Case, rounds: int) -> tuple[dict[str, list[float]]
         contenders,
         meet=lambda: dist.barrier(group),
         rounds=rounds,
-        calls=case.calls,
+        calls=max(2, min(40, 10**10 // operations)),
     )
     return samples, error
 
 
 def _step(model: nn.Module, x: torch.Tensor, output_gradient: torch.Tensor):
-    """Forward and backward of a layer inside a model: its input wants a gradient too. Returns output and that gradient."""
+    """Forward and backward of a layer inside a model, whose input wants a gradient too; gives both."""
     x = x.clone().requires_grad_()
     leaves = [x, *model.parameters()]
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-
 from weft.comm.communicator import communicator
 from weft.nn import ParallelEmbedding, ParallelLinear
 from weft.shard import shard_of
@@ -61,7 +60,7 @@ def _tensor_parallel(mesh):
     if others:
         raise NotImplementedError(
             f'parallelize splits over "tp" alone for now, and the mesh also has {", ".join(others)} larger than 1: '
-            'pass mesh["tp"], and wrap the result in DistributedDataParallel(model, process_group=mesh["dp"].get_group())'
+            'pass mesh["tp"], and wrap the result in torch\'s DistributedDataParallel over mesh["dp"].get_group()'
         )
     return mesh["tp"]
 

@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -35,6 +36,10 @@ std::string list_of(const std::vector<int>& ranks) {
   for (size_t i = 0; i < ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
   return text;
 }
+
+// How often this process is a fork: a child has its parent's mappings but is no rank.
+std::atomic<uint32_t> forks{0};
+const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -92,6 +97,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
     : name_(std::move(name)),
       rank_(rank),
       world_(static_cast<int>(ranks.size())),
+      forks_(forks.load()),
       segment_(std::move(segment)),
       options_(std::move(options)) {
   // A new segment is all zeros, which is the initial state of every flag and of the failure record.
@@ -198,6 +204,9 @@ void Group::wait_for(int peer, const Call& call) {
 
 Call::Call(Group& group, const CallHeader& header)
     : group_(group), lock_(group.one_call_at_a_time_), header_(header) {
+  if (group_.forks_ != forks.load(std::memory_order_relaxed))
+    throw CommError("group \"" + group_.name_ + "\" belongs to the process that this one was forked from; " +
+                    "a forked child cannot take part in its collectives.");
   if (group_.left_) throw CommError("group \"" + group_.name_ + "\" was destroyed; create it again to use it.");
   ++group_.calls_;
   group_.raise_recorded_failure();

@@ -96,6 +96,7 @@ class Group {
   std::string name_;
   const int rank_;
   const int world_;
+  const uint32_t forks_;  // of the process that joined
   Segment segment_;
   GroupOptions options_;
   std::vector<std::unique_ptr<Peer>> peers_;  // none at this rank's own place

@@ -4,11 +4,8 @@ A subclass in Python of torch's ProcessGroup: it costs a few microseconds a call
 build serves every torch. Collectives complete before they return; the Work they hand back is done.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
-
 from weft import _C
 from weft.comm.dtypes import check_cpu, movable, reducible, reduction
 from weft.comm.rendezvous import join
@@ -44,7 +41,7 @@ class WeftProcessGroup(dist.ProcessGroup):
             ranks_on_machine=ranks_on_machine,
             lost_ranks=watch,
         )
-        group._pid = os.getpid()
+        group._name, group._desc = str(options.group_id), "undefined"
         return group
 
     # What torch asks a backend for.
@@ -52,10 +49,21 @@ class WeftProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "weft"
 
+    # torch keeps a group's name and description in a C++ backend, which this group does not have.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 (torch's name)
+        return self._name
+
     def _set_group_desc(self, desc: str) -> None:
-        super()._set_group_desc(desc)
+        self._desc = desc
         if desc and desc != "undefined":
             self.engine.rename(desc)
+
+    group_name = property(getGroupName)
+    group_desc = property(lambda self: self._desc)
 
     def _set_default_timeout(self, timeout) -> None:
         self.engine.set_timeout(timeout.total_seconds())

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-
 from weft import _C
 from weft.comm.backend import WeftProcessGroup
 from weft.comm.dtypes import check_cpu, movable, reducible

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-
 from weft.comm.communicator import communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import parallel_embedding

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-
 from weft.shard import Shard
 
 

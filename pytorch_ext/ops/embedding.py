@@ -2,9 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-
-from weft.shard import Shard
 from weft.ops.backward import first_order
+from weft.shard import Shard
 
 
 def parallel_embedding(

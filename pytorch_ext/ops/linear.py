@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
 from weft.comm.communicator import Communicator
 from weft.ops.activation import Activation
-from weft.split import split_sizes
 from weft.ops.backward import first_order, tokens
+from weft.split import split_sizes
 
 
 class Place(NamedTuple):

@@ -29,7 +29,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """At least one rank raised, died or did not return in time; the text has each one's traceback."""
 
 
@@ -37,12 +37,12 @@ def run_ranks(function: Callable, world: int, *args, backend: str = "weft", time
     """function(rank, *args) on `world` ranks, with a process group of `backend` up; returns the values in rank order.
 
     Raises:
-        RanksFailed: any rank raised, died, or was not done within timeout_s.
+        RanksFailedError: any rank raised, died, or was not done within timeout_s.
     """
     outcomes = try_ranks(function, world, *args, backend=backend, timeout_s=timeout_s, **options)
     bad = [outcome for outcome in outcomes if outcome.exit_code != 0 or outcome.error is not None]
     if bad:
-        raise RanksFailed(
+        raise RanksFailedError(
             "\n".join(
                 f"rank {outcome.rank} of {world}: exit code {outcome.exit_code}, {outcome.error!r}\n{outcome.traceback}"
                 for outcome in bad
@@ -113,12 +113,12 @@ def _rank_main(function, rank, world, args, backend, store_path, timeout_s, grou
             )
         start = time.monotonic()
         value = function(rank, *args)
-    except BaseException as raised:  # noqa: BLE001 (it is the parent's to judge)
+    except BaseException as raised:
         error, text = raised, traceback.format_exc()
     seconds = time.monotonic() - start
     try:
         message = pickle.dumps((value, error, text, seconds))
-    except Exception:  # noqa: BLE001 (an error whose type cannot travel)
+    except Exception:
         message = pickle.dumps((None, RuntimeError(repr(error or value)), text, seconds))
     sender.send_bytes(message)
     sender.close()

@@ -38,7 +38,8 @@ def assert_close(result: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor,
     error = error_in_tolerances(result, plain, exact)
     if error > 1:
         raise AssertionError(
-            f"{what} {tuple(result.shape)} {result.dtype}: off by {error:.3g} tolerances of {tolerance(plain, exact):.3g}"
+            f"{what} {tuple(result.shape)} {result.dtype}: off by {error:.3g} tolerances "
+            f"of {tolerance(plain, exact):.3g}"
         )
 
 

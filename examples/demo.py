@@ -1,0 +1,100 @@
+"""`make demo`: trains the same model alone, split in two ways, and over gloo, and shows that nothing changed but the
+time and the memory."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+SCRIPT = Path(__file__).parent / "train_lm.py"
+RUNS = {
+    "one process": [],
+    "tensor parallel, 2 ranks": ["--tp", "2"],
+    "data parallel, 2 ranks": ["--dp", "2"],
+    "tensor parallel over gloo": ["--tp", "2", "--backend", "gloo"],
+}
+# The runs differ in the order of some fp32 sums alone; a lost gradient or a bias added twice shows at once.
+LARGEST_DIFFERENCE = 0.02
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the curves and the plot")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+
+    figures = {}
+    for name, arguments in RUNS.items():
+        console.rule(name)
+        figures[name] = train(arguments, options.steps, options.out / f"{name.replace(' ', '_').replace(',', '')}.json")
+
+    differences = {name: difference(figures["one process"], run) for name, run in figures.items()}
+    console.print(table(figures, differences))
+    plot(figures, options.out / "loss.png")
+    console.print(f"loss curves: {options.out / 'loss.png'}")
+    worst = max(differences.values())
+    if worst > LARGEST_DIFFERENCE:
+        raise SystemExit(f"the curves differ by {worst:.4f}, more than rounding can explain ({LARGEST_DIFFERENCE})")
+
+
+def train(arguments: list[str], steps: int, out: Path) -> dict:
+    """One run of train_lm.py, under torchrun where it has several ranks; each rank has one core."""
+    launch, cores = [], os.cpu_count() or 1
+    if arguments:
+        launch, cores = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 1
+    command = [sys.executable, *launch, str(SCRIPT), *arguments, "--steps", str(steps), "--out", str(out)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(cores)})
+    return json.loads(out.read_text())
+
+
+def difference(one: dict, other: dict) -> float:
+    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True))
+
+
+def table(figures: dict[str, dict], differences: dict[str, float]) -> Table:
+    shown = Table(title="the same model, seed and data")
+    shown.add_column("run")
+    for heading in ("loss at the last step", "largest difference", "tokens/s", "peak MB a rank", "parameters a rank"):
+        shown.add_column(heading, justify="right")
+    for name, run in figures.items():
+        shown.add_row(
+            name,
+            f"{run['losses'][-1]:.4f}",
+            f"{differences[name]:.1e}",
+            f"{run['tokens_per_s']:.0f}",
+            ", ".join(map(str, run["peak_memory_mb"])),
+            f"{run['parameters_per_rank']:,}",
+        )
+    return shown
+
+
+def plot(figures: dict[str, dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    canvas, (curves, gaps) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    one = figures["one process"]["losses"]
+    for line, (name, run) in enumerate(figures.items()):
+        curves.plot(run["losses"], label=name, linestyle=("-", "--", ":", "-.")[line], linewidth=2.5 - 0.5 * line)
+        if name != "one process":
+            gap = [abs(a - b) or float("nan") for a, b in zip(one, run["losses"], strict=True)]
+            gaps.semilogy(gap, "o+x"[line - 1], label=name)
+    curves.set(title="loss", xlabel="step", ylabel="nats a byte")
+    gaps.set(title="difference from one process (where not zero)", xlabel="step", ylabel="nats a byte")
+    for axes in (curves, gaps):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    canvas.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

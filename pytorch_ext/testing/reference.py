@@ -1,0 +1,47 @@
+"""Plain PyTorch for every op: what tests and benches compare with. Give it fp64 for the exact result."""
+
+import torch
+import torch.nn.functional as F
+from weft.ops.activation import ACTIVATIONS
+
+REDUCTIONS = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+    "bitwise_and": torch.bitwise_and,
+    "bitwise_or": torch.bitwise_or,
+    "bitwise_xor": torch.bitwise_xor,
+}
+
+
+def linear(x, weight, bias=None, activation: str | None = None) -> torch.Tensor:
+    """activation(x @ weight.T + bias)."""
+    y = F.linear(x, weight, bias)
+    return ACTIVATIONS[activation].apply(y) if activation else y
+
+
+def embedding(tokens, weight, padding_idx: int | None = None) -> torch.Tensor:
+    return F.embedding(tokens, weight, padding_idx)
+
+
+def cross_entropy(logits, target, **options) -> torch.Tensor:
+    """logits [..., V], target [...]; options of torch.nn.functional.cross_entropy."""
+    loss = F.cross_entropy(logits.reshape(-1, logits.size(-1)), target.reshape(-1), **options)
+    return loss.view(target.shape) if loss.dim() else loss
+
+
+def reduce(parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """The reduction contract: in order, 16-bit floating point accumulated in fp32, rounded once."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        if dtype == torch.bool and op in ("sum", "product"):
+            total = total | part if op == "sum" else total & part
+        else:
+            total = REDUCTIONS[op](total, part.to(wide))
+    if op == "avg":
+        total = total / len(parts)
+    return total.to(dtype)

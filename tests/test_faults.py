@@ -1,0 +1,283 @@
+"""What happens when ranks die, fall silent, leave or disagree: every survivor raises, names who and what, and leaves
+nothing behind."""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.testing.ranks import try_ranks
+
+NOTICED_WITHIN_S = 2
+
+
+def run_until_it_fails(rank, victim, point, collective):
+    engine = dist.group.WORLD.engine
+    if rank == victim:
+        engine.inject_faults(die_at_point=point)
+    x = torch.ones(300_000)
+    world = dist.get_world_size()
+    for _ in range(3):
+        if collective == "all_reduce":
+            dist.all_reduce(x)
+        elif collective == "all_gather":
+            dist.all_gather([torch.empty_like(x) for _ in range(world)], x)
+        elif collective == "reduce_scatter":
+            dist.reduce_scatter(torch.empty_like(x), [x] * world)
+        elif collective == "broadcast":
+            dist.broadcast(x, src=0)
+        else:
+            dist.barrier()
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"])
+@pytest.mark.parametrize("point", [1, 2, 3, 4])
+def test_a_dead_rank_is_named(collective, point):
+    victim = 1
+    outcomes = try_ranks(run_until_it_fails, 3, victim, point, collective, timeout_s=20)
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.RankLostError), survivor
+        text = str(survivor.error)
+        assert text.startswith("rank 1 (pid ") and f"{collective} #" in text and "signal 9" in text
+        assert survivor.seconds < NOTICED_WITHIN_S
+
+
+def raise_in_one_rank(rank):
+    if rank == 1:
+        raise RuntimeError("out of luck")
+    dist.all_reduce(torch.ones(3))
+
+
+def test_a_rank_that_raised_and_ended_is_noticed():
+    outcomes = try_ranks(raise_in_one_rank, 3)
+    assert isinstance(outcomes[0].error, weft.RankLostError) and "exit code 1" in str(outcomes[0].error)
+    assert isinstance(outcomes[2].error, weft.RankLostError)
+
+
+def leave_early(rank):
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        dist.destroy_process_group()
+        time.sleep(0.5)
+        return
+    dist.all_reduce(torch.ones(3))
+
+
+def test_a_rank_that_left_the_group_is_noticed_though_it_lives():
+    outcomes = try_ranks(leave_early, 2)
+    assert isinstance(outcomes[0].error, weft.RankLostError) and "rank 1" in str(outcomes[0].error)
+    assert "left the group before all_reduce #2" in str(outcomes[0].error)
+    assert outcomes[1].error is None
+
+
+def fall_silent(rank):
+    if rank == 1:
+        time.sleep(0.8)  # alive, but later than the group's timeout
+    dist.all_reduce(torch.ones(3))
+
+
+def test_a_silent_rank_is_named_by_a_timeout():
+    outcomes = try_ranks(fall_silent, 3, group_timeout_s=0.3)
+    for waiting in (outcomes[0], outcomes[2]):
+        assert isinstance(waiting.error, weft.CollectiveTimeoutError)
+        assert "rank 1 did not arrive in all_reduce #1" in str(waiting.error) and "0.3 s" in str(waiting.error)
+    late = outcomes[1].error  # the others have given up: it must not believe that all is well
+    assert late is None or isinstance(late, weft.CollectiveTimeoutError)
+
+
+def stop_one(rank):
+    if rank == 1:
+        pid = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {pid}"])
+        os.kill(pid, signal.SIGSTOP)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(300_000))
+
+
+def test_a_stopped_rank_is_a_timeout_and_raises_too_when_it_goes_on():
+    outcomes = try_ranks(stop_one, 2, group_timeout_s=0.3)
+    assert isinstance(outcomes[0].error, weft.CollectiveTimeoutError)
+    assert isinstance(outcomes[1].error, weft.CollectiveTimeoutError)
+    assert outcomes[1].seconds < 0.7 + NOTICED_WITHIN_S
+
+
+def disagree(rank, what):
+    x = torch.ones(8)
+    odd = rank == 1
+    with pytest.raises(weft.CollectiveMismatchError) as raised:
+        if what == "operation":
+            dist.barrier() if odd else dist.all_reduce(x)
+        elif what == "type":
+            dist.all_reduce(x.bfloat16() if odd else x)
+        elif what == "size":
+            dist.all_reduce(x[:5] if odd else x)
+        elif what == "operator":
+            dist.all_reduce(x, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+        elif what == "root":
+            dist.broadcast(x, src=1 if odd else 0)
+        elif what == "split":
+            sizes = [4, 2, 2] if odd else [3, 3, 2]
+            dist.all_gather([torch.empty(size) for size in sizes], torch.ones(sizes[rank]))
+    dist.all_reduce(x)  # everybody raised at the same place, so the group is still good
+    assert (x == 3).all()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("operation", "ranks 0, 2 called all_reduce(float32, 8 elements, sum), rank 1 called barrier()"),
+        ("type", "rank 1 called all_reduce(bfloat16, 8 elements, sum)"),
+        ("size", "rank 1 called all_reduce(float32, 5 elements, sum)"),
+        ("operator", "rank 1 called all_reduce(float32, 8 elements, max)"),
+        ("root", "rank 1 called broadcast(float32, 8 elements, from rank 1)"),
+        ("split", "rank 1 called all_gather(float32, 8 elements, split "),
+    ],
+)
+def test_ranks_that_disagree_all_raise_the_same_words(what, told):
+    outcomes = try_ranks(disagree, 3, what)
+    texts = {outcome.value for outcome in outcomes}
+    assert len(texts) == 1 and told in texts.pop(), outcomes
+    assert all(outcome.error is None for outcome in outcomes)
+
+
+def interrupt_one(rank):
+    if rank == 0:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    else:
+        time.sleep(0.6)
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3))
+
+
+def test_ctrl_c_ends_a_wait_and_the_others_are_told():
+    outcomes = try_ranks(interrupt_one, 2)
+    assert isinstance(outcomes[0].error, KeyboardInterrupt)
+    assert isinstance(outcomes[1].error, weft.CommError)
+    assert "interrupted" in str(outcomes[1].error) or isinstance(outcomes[1].error, weft.RankLostError)
+
+
+def lose_a_member_of_a_new_group(rank):
+    if rank == 1:
+        os._exit(7)
+    dist.new_group([0, 1, 2])
+
+
+def test_a_rank_lost_before_a_new_group_is_made_does_not_hang_it():
+    outcomes = try_ranks(lose_a_member_of_a_new_group, 3)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.RankLostError) and survivor.seconds < NOTICED_WITHIN_S
+        assert "rank 1" in str(survivor.error)
+
+
+def run_out_of_memory(rank, victim):
+    if rank == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    dist.new_group([0, 1, 2])
+
+
+def test_memory_that_cannot_be_had_is_an_error_on_every_rank():
+    outcomes = try_ranks(run_out_of_memory, 3, 0)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, OSError) and "bytes of shared memory" in str(outcome.error), outcome
+
+
+def use_after_destroy(rank):
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    group.engine.barrier()
+
+
+def test_a_destroyed_group_refuses_calls():
+    outcomes = try_ranks(use_after_destroy, 2)
+    assert all(isinstance(outcome.error, weft.CommError) for outcome in outcomes)
+    assert "was destroyed" in str(outcomes[0].error)
+
+
+def count_what_is_open(rank):
+    def opened():
+        descriptors = []
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                descriptors.append(os.readlink(f"/proc/self/fd/{number}"))
+        return len(descriptors), [name for name in descriptors if "weft" in name]
+
+    before, _ = opened()
+    for _ in range(10):
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(10), group=group)
+        dist.destroy_process_group(group)
+        del group
+    after, ours = opened()
+    return after - before, ours
+
+
+def test_groups_leave_no_descriptors_and_no_names_behind():
+    listing = set(os.listdir("/dev/shm"))
+    outcomes = try_ranks(count_what_is_open, 2)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.traceback
+        more, ours = outcome.value
+        assert more == 0 and ours == []
+    outcomes = try_ranks(run_until_it_fails, 2, 1, 2, "all_reduce")
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert set(os.listdir("/dev/shm")) == listing
+
+
+def on_tiny_shm(rank):
+    x = torch.ones(1_000_000)
+    dist.all_reduce(x)
+    return x[0].item()
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0,
+    reason="this machine does not let a test make a mount namespace",
+)
+def test_a_tiny_dev_shm_does_not_matter():
+    script = "import test_faults; from weft.testing.ranks import run_ranks; print(run_ranks(test_faults.on_tiny_shm, 2))"
+    tests = os.path.dirname(__file__)
+    command = f"mount -t tmpfs -o size=4k none /dev/shm && PYTHONPATH={tests} {sys.executable} -c '{script}'"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True)
+    assert done.stdout.strip() == "[2.0, 2.0]", done.stderr
+
+
+def five_at_once(rank):
+    for step in range(200):
+        x = torch.full((100,), float(step + rank))
+        dist.all_reduce(x)
+        assert (x == 5 * step + 10).all()
+
+
+def test_more_ranks_than_cores_still_get_on():
+    outcomes = try_ranks(five_at_once, 5)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+
+
+def from_a_forked_child(rank):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except weft.CommError as error:
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return os.waitstatus_to_exitcode(status), x.item()
+
+
+def test_a_forked_child_cannot_speak_for_its_parent():
+    outcomes = try_ranks(from_a_forked_child, 2)
+    assert [outcome.value for outcome in outcomes] == [(0, 2.0)] * 2, outcomes
