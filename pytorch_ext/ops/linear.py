@@ -119,13 +119,14 @@ class RowParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, place):
         ctx.place = communicator, sequence_dim, activation = place
-        z = F.linear(x, weight)
+        alone = communicator.world == 1  # then the bias goes into the product, rounded once as in nn.Linear
+        z = F.linear(x, weight, bias if alone else None)
         if sequence_dim is None:
             communicator.all_reduce_(z)
         else:
             ctx.sizes = split_sizes(z.size(sequence_dim), communicator.world)
             z = communicator.reduce_scatter(z, sequence_dim, ctx.sizes)
-        if bias is not None:
+        if bias is not None and not alone:
             z.add_(bias)
         if activation is None:
             ctx.save_for_backward(x, weight)
