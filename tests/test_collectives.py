@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-
 import weft
 from weft.testing import reference
 from weft.testing.cases import COUNTS
@@ -41,7 +40,12 @@ def test_all_reduce_is_the_sum_in_rank_order_to_the_bit(world):
 
 def every_operator(rank):
     world = dist.get_world_size()
-    ops = {"avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}
+    ops = {
+        "avg": dist.ReduceOp.AVG,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "product": dist.ReduceOp.PRODUCT,
+    }
     for name, op in ops.items():
         parts = [shard_of_rank(r, 1000, torch.float32) for r in range(world)]
         x = parts[rank].clone()

@@ -13,7 +13,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 import weft
 from weft.testing.ranks import try_ranks
 
@@ -245,7 +244,9 @@ def on_tiny_shm(rank):
     reason="this machine does not let a test make a mount namespace",
 )
 def test_a_tiny_dev_shm_does_not_matter():
-    script = "import test_faults; from weft.testing.ranks import run_ranks; print(run_ranks(test_faults.on_tiny_shm, 2))"
+    script = (
+        "import test_faults; from weft.testing.ranks import run_ranks; print(run_ranks(test_faults.on_tiny_shm, 2))"
+    )
     tests = os.path.dirname(__file__)
     command = f"mount -t tmpfs -o size=4k none /dev/shm && PYTHONPATH={tests} {sys.executable} -c '{script}'"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True)

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-
 import weft
+from torch import nn
 from weft.testing import reference
 from weft.testing.cases import SMALL_MLPS
 from weft.testing.ranks import run_ranks
@@ -261,11 +260,23 @@ def check_refusals(rank):
     outside = dist.new_group([0])
     one, small = dict(style="column"), 2
     refused = [
-        (ValueError, "style='diagonal' is not one of 'column', 'row'", lambda: weft.ParallelLinear(4, 4, style="diagonal")),
+        (
+            ValueError,
+            "style='diagonal' is not one of 'column', 'row'",
+            lambda: weft.ParallelLinear(4, 4, style="diagonal"),
+        ),
         (ValueError, "activation='swish' is not one of", lambda: weft.ParallelLinear(4, 4, activation="swish", **one)),
-        (ValueError, "gather_output=True goes with", lambda: weft.ParallelLinear(4, 4, style="row", gather_output=True)),
+        (
+            ValueError,
+            "gather_output=True goes with",
+            lambda: weft.ParallelLinear(4, 4, style="row", gather_output=True),
+        ),
         (ValueError, "split_input=True goes with", lambda: weft.ParallelLinear(4, 4, split_input=True, **one)),
-        (TypeError, "dtype=torch.int8 is not floating point", lambda: weft.ParallelLinear(4, 4, dtype=torch.int8, **one)),
+        (
+            TypeError,
+            "dtype=torch.int8 is not floating point",
+            lambda: weft.ParallelLinear(4, 4, dtype=torch.int8, **one),
+        ),
         (
             ValueError,
             r'out_features=2: 2 elements cannot be split over 3 ranks.*at most 2 ranks.*style="row"',
@@ -273,7 +284,11 @@ def check_refusals(rank):
         ),
         (ValueError, "in_features=2: 2 elements cannot be split", lambda: weft.RowParallelLinear(small, 4)),
         (TypeError, "group must be a ProcessGroup", lambda: weft.ParallelLinear(4, 4, group="tp", **one)),
-        (TypeError, "from_linear takes an nn.Linear, got Conv1d", lambda: weft.RowParallelLinear.from_linear(nn.Conv1d(1, 1, 1))),
+        (
+            TypeError,
+            "from_linear takes an nn.Linear, got Conv1d",
+            lambda: weft.RowParallelLinear.from_linear(nn.Conv1d(1, 1, 1)),
+        ),
         (ValueError, "RowParallelLinear has style 'row'", lambda: weft.RowParallelLinear(4, 4, style="column")),
     ]
     if rank > 0:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from weft import _C
 from weft.testing import reference
 
@@ -21,7 +20,9 @@ def reduce(parts, op, instruction_set="baseline"):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all() if a.is_floating_point() else (a == b).all())
+    return a.dtype == b.dtype and bool(
+        ((a == b) | (a.isnan() & b.isnan())).all() if a.is_floating_point() else (a == b).all()
+    )
 
 
 def operators(dtype):

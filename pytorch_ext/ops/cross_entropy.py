@@ -60,15 +60,16 @@ def parallel_cross_entropy(
 
 
 class ParallelCrossEntropyFunction(torch.autograd.Function):
-    """loss = lse - (1 - s) z[target] - s mean(z), with lse = log sum exp z over the whole vocabulary and smoothing s.
+    """loss = l + (1 - s) (h - z[target]) + s (h - mean(z)), with smoothing s, and h = max z and l = log sum exp(z - h)
+    over the whole vocabulary. They are kept apart: their sum would round away what a large h leaves of l.
 
     Per rank, with M tokens, V classes: z_shard_v [M, V_r]        target [M] whole        loss [M] whole
 
     forward   each rank: its maximum, its sum of exponentials against that maximum, its sum of logits, and the target's
               logit where it has it; [4, M] in fp32, exchanged in one all_gather and merged in rank order
-    backward  dz_shard_v = (exp(z_shard_v - lse) - (1 - s) onehot - s / V) dloss; nothing travels
+    backward  dz_shard_v = (exp(z_shard_v - h - l) - (1 - s) onehot - s / V) dloss; nothing travels
 
-    Saves z_shard_v, the target and lse [M].
+    Saves z_shard_v, the target, and h and l [M].
     """
 
     @staticmethod
@@ -90,21 +91,21 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
         ranks = communicator.all_gather(statistics.unsqueeze(0), 0, [1] * communicator.world)
         highest = ranks[:, 0].amax(0)
         exponentials = _sum_in_rank_order(ranks[:, 1] * _shifted(ranks[:, 0].t(), highest).t().exp())
-        lse = highest + exponentials.log()
-        losses = lse - (1 - smoothing) * _sum_in_rank_order(ranks[:, 3])
+        log_sum = exponentials.log()
+        losses = log_sum + (1 - smoothing) * (highest - _sum_in_rank_order(ranks[:, 3]))
         if smoothing:
-            losses -= smoothing / vocabulary * _sum_in_rank_order(ranks[:, 2])
-        ctx.save_for_backward(logits, target, lse)
+            losses += smoothing * (highest - _sum_in_rank_order(ranks[:, 2]) / vocabulary)
+        ctx.save_for_backward(logits, target, highest, log_sum)
         ctx.offset, ctx.vocabulary, ctx.ignore_index, ctx.smoothing = offset, vocabulary, ignore_index, smoothing
         return losses.masked_fill_(ignored, 0)
 
     @staticmethod
     @first_order
     def backward(ctx, dlosses):
-        logits, target, lse = ctx.saved_tensors
+        logits, target, highest, log_sum = ctx.saved_tensors
         ignored = target == ctx.ignore_index
         local, here = _local_targets(target, ignored, ctx.offset, logits.size(-1))
-        dlogits = _shifted(logits.to(lse.dtype), lse).exp_()
+        dlogits = _shifted(logits.to(highest.dtype), highest).sub_(log_sum.unsqueeze(-1)).exp_()
         if ctx.smoothing:
             dlogits -= ctx.smoothing / ctx.vocabulary
         hit = here.to(dlogits.dtype) * (1 - ctx.smoothing)

@@ -9,13 +9,16 @@ def tolerance(plain: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | Non
     """The largest absolute error to accept of a result of type `dtype`.
 
     FACTOR times the error that the plain op makes in its own type against the exact one (fp64), and at least FACTOR
-    roundings of the largest value, since the plain op may be exact by luck. Where `dtype` is finer than plain's type
-    (fp64, of which there is no finer reference: give plain in fp32), both are scaled by the ratio of their roundings.
+    roundings of the largest value, since the plain op may be exact by luck.
+
+    Of fp64 there is no finer reference: give plain in fp32. Then both are scaled by the ratio of the two types'
+    roundings, and doubled, since the "exact" result is rounded as often as the one compared with it.
     """
     fine, coarse = torch.finfo(dtype or plain.dtype).eps, torch.finfo(plain.dtype).eps
     error = _largest(plain.double() - exact.double())
     rounding = coarse / 2 * _largest(exact)
-    return FACTOR * max(error, rounding) * fine / coarse
+    scale = 2 * fine / coarse if fine < coarse else 1.0
+    return FACTOR * max(error, rounding) * scale
 
 
 def error_in_tolerances(result: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> float:

@@ -1,0 +1,126 @@
+"""parallel_cross_entropy against torch's, over the whole vocabulary: loss and gradient, every option."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import weft
+from weft.comm.communicator import communicator
+from weft.testing import reference
+from weft.testing.ranks import run_ranks
+from weft.testing.tolerance import assert_close, plain_dtype
+
+
+def loss_and_gradient(function, logits, target, **options):
+    logits = logits.detach().clone().requires_grad_()
+    loss = function(logits, target, **options)
+    (loss * torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)).sum().backward()
+    return loss.detach(), logits.grad
+
+
+def check_loss(rank, dtype):
+    world = dist.get_world_size()
+    for vocabulary, shape in ((13, (7,)), (max(world, 2), (2, 3)), (257, (2, 5))):
+        torch.manual_seed(vocabulary)
+        sizes = weft.split_sizes(vocabulary, world)
+        logits = (torch.randn(*shape, vocabulary) * 5).to(dtype)
+        target = torch.randint(0, vocabulary, shape)
+        target.view(-1)[1] = -100
+        target.view(-1)[0] = vocabulary - 1
+        options = itertools.product((0.0, 0.1, 1.0), ("mean", "sum", "none"), (-100, int(target.view(-1)[-1])))
+        for smoothing, reduction, ignore_index in options:
+            kept = torch.where(target == -100, ignore_index, target)
+            arguments = dict(label_smoothing=smoothing, reduction=reduction, ignore_index=ignore_index)
+            coarse = plain_dtype(dtype)
+            plain = loss_and_gradient(reference.cross_entropy, logits.to(coarse).float(), kept, **arguments)
+            exact = loss_and_gradient(reference.cross_entropy, logits.double(), kept, **arguments)
+            loss, gradient = loss_and_gradient(
+                weft.parallel_cross_entropy, logits.split(sizes, -1)[rank], kept, **arguments
+            )
+            assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert_close(loss, plain[0], exact[0], f"loss {arguments}")
+            assert gradient.dtype == dtype
+            gradient = communicator(None).all_gather(gradient, -1, sizes)
+            assert_close(gradient, plain[1].to(coarse), exact[1], f"gradient {arguments}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_loss_and_gradient_are_those_of_the_whole_vocabulary(world, dtype):
+    run_ranks(check_loss, world, dtype)
+
+
+def check_extremes(rank):
+    world = dist.get_world_size()
+    sizes = weft.split_sizes(6, world)
+    logits = torch.tensor([[1e4, -1e4, 0, 1, 2, 3], [-1e4] * 5 + [-2e4], [0.0] * 6], dtype=torch.float64)
+    logits[2, : sizes[0]] = -torch.inf  # a rank all of whose classes are masked
+    target = torch.tensor([1, 0, 5])
+    expected = loss_and_gradient(reference.cross_entropy, logits, target, reduction="none")
+    got = loss_and_gradient(weft.parallel_cross_entropy, logits.split(sizes, -1)[rank], target, reduction="none")
+    torch.testing.assert_close(got[0], expected[0])
+    torch.testing.assert_close(got[1], expected[1].split(sizes, -1)[rank])
+    ignored = weft.parallel_cross_entropy(logits.split(sizes, -1)[rank], torch.full((3,), -100))
+    assert ignored.isnan()  # as torch: the mean of nothing
+
+
+def test_large_masked_and_ignored_logits():
+    run_ranks(check_extremes, 2)
+    run_ranks(check_extremes, 3)
+
+
+def check_same_bits(rank):
+    torch.manual_seed(0)
+    logits, target = torch.randn(40, 33), torch.randint(0, 33, (40,))
+    loss = weft.parallel_cross_entropy(logits.split(weft.split_sizes(33, 3), -1)[rank], target, label_smoothing=0.1)
+    losses = [torch.empty(()) for _ in range(3)]
+    dist.all_gather(losses, loss)
+    assert all(torch.equal(other, loss) for other in losses)
+
+
+def test_every_rank_has_the_same_loss_to_the_bit():
+    run_ranks(check_same_bits, 3)
+
+
+def check_smoothing_is_vocabulary_wide(rank):
+    """The mean over a shard instead of the vocabulary would give a rank without the target another loss."""
+    logits = torch.tensor([[0.0, 0.0, 0.0, 9.0]], dtype=torch.float64)
+    loss = weft.parallel_cross_entropy(logits.split([2, 2], -1)[rank], torch.tensor([0]), label_smoothing=0.5)
+    lse = torch.logsumexp(logits, -1)
+    assert loss.item() == pytest.approx((0.5 * lse + 0.5 * (lse - 9 / 4)).item(), abs=1e-12)
+
+
+def test_smoothing_uses_the_whole_vocabulary():
+    run_ranks(check_smoothing_is_vocabulary_wide, 2)
+
+
+def test_it_runs_over_another_backend():
+    run_ranks(check_loss, 2, torch.float32, backend="gloo")
+
+
+def check_refusals(rank):
+    logits, target = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+    for error, told, call in (
+        (ValueError, "reduction='max' is not one of mean, sum, none", lambda: loss(reduction="max")),
+        (ValueError, "label_smoothing=1.5 must lie between 0 and 1", lambda: loss(label_smoothing=1.5)),
+        (TypeError, "logits must be floating point", lambda: weft.parallel_cross_entropy(logits.long(), target)),
+        (TypeError, "class probabilities are not taken", lambda: weft.parallel_cross_entropy(logits, logits)),
+        (ValueError, r"they must be \[..., V_r\] and \[...\]", lambda: weft.parallel_cross_entropy(logits, target[:2])),
+        (IndexError, "targets span 0 to 6; they must lie in 0 to 5", lambda: out_of_range(6)),
+        (IndexError, "targets span -1 to 0", lambda: out_of_range(-1)),
+    ):
+
+        def loss(**options):
+            return weft.parallel_cross_entropy(logits, target, **options)
+
+        def out_of_range(value):
+            return weft.parallel_cross_entropy(logits, target.index_fill(0, torch.tensor([1]), value))
+
+        with pytest.raises(error, match=told):
+            call()
+    dist.barrier()
+
+
+def test_bad_input_is_refused_on_every_rank():
+    run_ranks(check_refusals, 2)

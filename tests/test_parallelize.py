@@ -1,0 +1,121 @@
+"""parallelize: a plan splits a model's layers and changes nothing else."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import weft
+from torch import nn
+from weft.testing.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 29), nn.Linear(29, 12)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    """Tied at both ends, an odd vocabulary, a layer used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(31, 12)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks.append(self.blocks[0])
+        self.head = nn.Linear(12, 31, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+PLAN = {"embedding": "vocabulary", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
+
+
+def train(model, tokens, target, loss_of):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def check_training(rank):
+    torch.manual_seed(0)
+    whole = Model().double()
+    model = weft.parallelize(copy.deepcopy(whole), plan=PLAN)
+    assert model.head.weight is model.embedding.weight
+    assert model.blocks[2] is model.blocks[0] and model.blocks[2].up is model.blocks[0].up
+    tokens, target = torch.randint(0, 31, (4, 6)), torch.randint(0, 31, (4, 6))
+    expected = train(whole, tokens, target, lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()))
+    losses = train(model, tokens, target, weft.parallel_cross_entropy)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+    for name, parameter in model.named_parameters():
+        shard = weft.shard_of(parameter)
+        mine = whole.get_parameter(name) if shard is None else shard.take(whole.get_parameter(name))
+        torch.testing.assert_close(parameter, mine, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_five_steps_equal_the_whole_models(world):
+    run_ranks(check_training, world)
+
+
+def check_refusals(rank):
+    model = Model()
+    before = [type(module) for module in model.modules()]
+    calls = dist.group.WORLD.engine.calls
+    for error, told, plan in (
+        (
+            ValueError,
+            r"names 'layers.\*.up', and no module is called that.*embedding, blocks.0.up",
+            {"layers.*.up": "column"},
+        ),
+        (ValueError, "no module is called", {"*.up": "column"}),  # one star is one component
+        (ValueError, "blocks.0.up is named by both", {"blocks.*.up": "column", "blocks.0.*": "row"}),
+        (ValueError, "style 'diagonal' is not one of", {"blocks.*.up": "diagonal"}),
+        (TypeError, "blocks.0.norm is LayerNorm; style 'column' takes nn.Linear", {"blocks.*.norm": "column"}),
+        (TypeError, "embedding is Embedding; style 'column' takes nn.Linear", {"embedding": "column"}),
+        (ValueError, "embedding.weight, head.weight are one parameter", {"embedding": "vocabulary"}),
+        (
+            ValueError,
+            "are one parameter, and the plan does not split them in the same way",
+            {"embedding": "vocabulary", "head": "row"},
+        ),
+        (ValueError, "blocks.0.up: .*no whole number of units of 2", {"**.up": {"style": "column", "unit": 2}}),
+        (TypeError, "blocks.0.up: .*colour", {"**.up": {"style": "column", "colour": "red"}}),
+    ):
+        with pytest.raises(error, match=told):
+            weft.parallelize(model, plan=plan)
+        assert [type(module) for module in model.modules()] == before, "the model is as it was"
+    assert dist.group.WORLD.engine.calls == calls
+    with pytest.raises(NotImplementedError, match='splits over "tp" alone for now, and the mesh also has dp'):
+        weft.parallelize(model, weft.init_mesh(dp=2, device_type="cpu"), plan=PLAN)
+
+
+def test_a_plan_that_cannot_be_followed_changes_nothing():
+    run_ranks(check_refusals, 2)
+
+
+def check_meshes(rank):
+    whole = weft.init_mesh(tp=2, device_type="cpu")
+    for mesh in (whole, whole["tp"], whole["tp"].get_group(), None):
+        model = weft.parallelize(Model(), mesh, plan={"**.down": {"style": "row", "split_input": True}})
+        assert model(torch.zeros(1, 2, dtype=torch.int64)).shape == (1, 2, 31)
+        assert model.blocks[1].down.weight.shape[1] in (14, 15)
+
+
+def test_a_mesh_a_dimension_of_it_and_a_group_are_all_taken():
+    run_ranks(check_meshes, 2)
