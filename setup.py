@@ -1,7 +1,7 @@
 """Builds weft._C with ninja, and maps the repository's folders onto the package `weft`.
 
 The extension sees raw pointers only, so building it needs neither torch nor its headers. CUDA sources are compiled
-where nvcc is found; `WEFT_CUDA=0` leaves them out, `WEFT_CUDA=1` insists on them.
+where nvcc is found, on the PATH or in CUDA_HOME; `WEFT_CUDA=0` leaves them out, `WEFT_CUDA=1` insists on them.
 """
 
 import os
@@ -35,10 +35,12 @@ def packages():
 
 
 def find_nvcc():
-    wanted = os.environ.get("WEFT_CUDA", "auto")
-    nvcc = None if wanted == "0" else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    wanted, home = os.environ.get("WEFT_CUDA", "auto"), os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    if wanted == "0":
+        return None
+    nvcc = shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
     if wanted == "1" and nvcc is None:
-        raise SystemExit("WEFT_CUDA=1, but nvcc is not on the PATH: install CUDA 13 or unset WEFT_CUDA")
+        raise SystemExit(f"WEFT_CUDA=1, but nvcc is neither on the PATH nor in {home}/bin: install it or set CUDA_HOME")
     return nvcc
 
 

@@ -4,10 +4,11 @@ import copy
 
 import torch
 import torch.distributed as dist
-import weft
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import weft
 from weft.bench.measure import Row, alternate, slowest_rank
 from weft.testing.cases import MLPS, Mlp
 from weft.testing.ranks import run_ranks

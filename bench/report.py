@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import weft
 from rich.console import Console
 from rich.table import Table
+
+import weft
 from weft.bench.measure import Quantiles, Row
 
 

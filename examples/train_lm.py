@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import weft
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import weft
 
 BYTES = 256
 WIDTH, LAYERS, HEAD, CONTEXT = 256, 6, 64, 128

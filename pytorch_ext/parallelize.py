@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
 from weft.comm.communicator import communicator
 from weft.nn import ParallelEmbedding, ParallelLinear
 from weft.shard import shard_of
@@ -39,7 +40,9 @@ def parallelize(model: nn.Module, mesh=None, *, plan: Plan) -> nn.Module:
             not take. The model is unchanged then, and nothing has been communicated.
     """
     group = communicator(_tensor_parallel(mesh))
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    layers: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
+    }
     replacements: dict[str, nn.Module] = {}
     for name, entry in _match(plan, model, layers).items():
         replacements[name] = _parallel_layer(name, model.get_submodule(name), entry, group)

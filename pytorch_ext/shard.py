@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+
 from weft.comm.communicator import Communicator
 from weft.split import split_sizes
 

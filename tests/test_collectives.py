@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+
 import weft
 from weft.testing import reference
 from weft.testing.cases import COUNTS

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+
 import weft
 from weft.comm.communicator import communicator
 from weft.testing import reference

@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 import weft
 from weft.testing.ranks import try_ranks
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import weft
 from torch import nn
+
+import weft
 from weft.testing import reference
 from weft.testing.cases import SMALL_MLPS
 from weft.testing.ranks import run_ranks

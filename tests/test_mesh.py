@@ -2,6 +2,7 @@
 
 import pytest
 import torch.distributed as dist
+
 import weft
 from weft.testing.ranks import run_ranks, try_ranks
 

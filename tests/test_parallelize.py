@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import weft
 from torch import nn
+
+import weft
 from weft.testing.ranks import run_ranks
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from weft import _C
 from weft.testing import reference
 

@@ -1,9 +1,10 @@
 """split_sizes: balanced, contiguous, in whole units."""
 
 import pytest
-import weft
 from hypothesis import given
 from hypothesis import strategies as st
+
+import weft
 
 
 @given(units=st.integers(1, 500), world=st.integers(1, 40), unit=st.integers(1, 16))

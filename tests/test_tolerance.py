@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from weft.testing.tolerance import assert_close, error_in_tolerances, plain_dtype
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -4,8 +4,12 @@ A subclass in Python of torch's ProcessGroup: it costs a few microseconds a call
 build serves every torch. Collectives complete before they return; the Work they hand back is done.
 """
 
+# torch declares these methods with overloads, and some of them twice, under an old name and a new one.
+# mypy: disable-error-code="override, assignment, call-arg"
+
 import torch
 import torch.distributed as dist
+
 from weft import _C
 from weft.comm.dtypes import check_cpu, movable, reducible, reduction
 from weft.comm.rendezvous import join
@@ -21,16 +25,7 @@ class WeftProcessGroup(dist.ProcessGroup):
     @classmethod
     def create(cls, options) -> "WeftProcessGroup":
         """From c10d's DistributedBackendOptions; called by init_process_group and new_group."""
-        watch, ranks_on_machine = list, options.group_size
-        if dist.is_initialized():
-            ranks_on_machine = dist.get_world_size()
-            default = dist.group.WORLD
-            if isinstance(default, WeftProcessGroup):
-                members = list(options.global_ranks_in_group)
-
-                def watch():
-                    return [members.index(rank) for rank in default.engine.lost_ranks() if rank in members]
-
+        ranks_on_machine = dist.get_world_size() if dist.is_initialized() else options.group_size
         group = cls(options.group_rank, options.group_size)
         group.engine = join(
             options.store,
@@ -39,7 +34,7 @@ class WeftProcessGroup(dist.ProcessGroup):
             name=str(options.group_id),
             timeout=options.timeout,
             ranks_on_machine=ranks_on_machine,
-            lost_ranks=watch,
+            lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
         )
         group._name, group._desc = str(options.group_id), "undefined"
         return group
@@ -215,6 +210,14 @@ class _Done(dist.Work):
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self._result)
         return future
+
+
+def _lost_members(members: list[int]) -> list[int]:
+    """Which of a group in the making, given by global ranks, the default group has already lost."""
+    default = dist.group.WORLD
+    if not isinstance(default, WeftProcessGroup):
+        return []
+    return [members.index(rank) for rank in default.engine.lost_ranks() if rank in members]
 
 
 def _as_list(tensors) -> Tensors:

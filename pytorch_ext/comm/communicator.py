@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
 from weft import _C
 from weft.comm.backend import WeftProcessGroup
 from weft.comm.dtypes import check_cpu, movable, reducible
@@ -31,7 +32,7 @@ def communicator(group=None) -> "Communicator":
 
 def _process_group(group) -> dist.ProcessGroup:
     if group is None:
-        if not dist.is_initialized():
+        if dist.group.WORLD is None:
             raise ValueError(
                 "group=None means the default process group, and there is none: call weft.init_mesh() or "
                 "torch.distributed.init_process_group() first"

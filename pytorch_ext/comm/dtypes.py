@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+
 from weft import _C
 
 _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}

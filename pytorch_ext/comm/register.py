@@ -40,5 +40,5 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 execute(module)
                 _register(module)
 
-            spec.loader.exec_module = execute_and_register
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

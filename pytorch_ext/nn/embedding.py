@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+
 from weft.comm.communicator import communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import parallel_embedding

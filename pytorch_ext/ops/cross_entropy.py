@@ -1,6 +1,7 @@
 """Cross entropy over logits whose vocabulary is split over ranks, without gathering them."""
 
 import torch
+
 from weft.comm.communicator import Communicator, communicator
 from weft.ops.backward import first_order
 

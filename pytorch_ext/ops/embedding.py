@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+
 from weft.ops.backward import first_order
 from weft.shard import Shard
 

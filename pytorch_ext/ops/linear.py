@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
 from weft.comm.communicator import Communicator
 from weft.ops.activation import Activation
 from weft.ops.backward import first_order, tokens

@@ -1,6 +1,7 @@
 """Crossing between a tensor that every rank holds whole and one of which each holds a shard."""
 
 import torch
+
 from weft.comm.communicator import Communicator
 from weft.ops.backward import first_order
 

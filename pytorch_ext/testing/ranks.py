@@ -5,7 +5,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
@@ -88,7 +87,7 @@ def try_ranks(
                 outcome.value, outcome.error, outcome.traceback, outcome.seconds = pickle.loads(receiver.recv_bytes())
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
             outcome.traceback += f"\nkilled: not done within {timeout_s} s"
         outcome.exit_code = process.exitcode

@@ -1,10 +1,13 @@
 """Plain PyTorch for every op: what tests and benches compare with. Give it fp64 for the exact result."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
 from weft.ops.activation import ACTIVATIONS
 
-REDUCTIONS = {
+REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "min": torch.minimum,

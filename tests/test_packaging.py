@@ -1,0 +1,144 @@
+"""The wheel: built in isolation with and without nvcc, installed alone, run from."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import triton
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"weft": "pytorch_ext", "weft/kernels": "kernels", "weft/bench": "bench"}
+NVCC = shutil.which("nvcc")
+
+pytestmark = pytest.mark.packaging
+
+
+def run(*command, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def build_wheel(folder, environment):
+    """As a stranger would: a clean tree, an isolated build environment without torch."""
+    tree, wheels = folder / "tree", folder / "wheels"
+    for name in run("git", "ls-files", cwd=ROOT).splitlines():
+        if (ROOT / name).exists():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, tree, env=environment)
+    (wheel,) = wheels.glob("weft-*.whl")
+    return wheel
+
+
+def install(wheel, folder):
+    """A fresh environment that sees this one's torch and nothing of this checkout."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
+    # A path in a .pth file is searched, but the .pth files in it (an editable weft) are not read.
+    (site / "torch-of-the-tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "WEFT"))}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, environment):
+    return build_wheel(tmp_path_factory.mktemp("wheel"), environment)
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    return install(wheel, tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture(scope="module")
+def extension(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("extension")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".so")]
+        return Path(archive.extract(name, folder))
+
+
+def test_the_wheel_holds_weft_whole_and_nothing_beside_it(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names} == {"weft", wheel.name.split("-cp")[0] + ".dist-info"}
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"{package}/{path.relative_to(ROOT / folder).as_posix()}" in names
+    assert "weft/py.typed" in names and "weft/_C.pyi" in names
+
+
+def test_the_extension_needs_nothing_but_the_c_and_cpp_libraries(extension):
+    needed = [
+        line.split("[")[1].rstrip("]") for line in run("readelf", "-d", extension).splitlines() if "NEEDED" in line
+    ]
+    assert needed
+    assert {name.split(".so")[0] for name in needed} <= {"libc", "libm", "libgcc_s", "libstdc++"}, needed
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc: a CPU build has no device code")
+def test_the_extension_holds_code_for_each_architecture(extension):
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # the wheel ships it
+    code = run(cuobjdump, "--list-elf", "--list-ptx", extension)
+    for architecture in ("sm_80.cubin", "sm_90a.cubin", "sm_100a.cubin", "sm_80.ptx"):
+        assert architecture in code, code
+
+
+JOB = """
+import sys, torch, weft
+from weft.testing.ranks import run_ranks
+
+def job(rank):
+    x = torch.full((1000,), float(rank + 1))
+    torch.distributed.all_reduce(x)
+    torch.manual_seed(0)
+    layer = weft.ParallelLinear(5, 4, style="row", split_input=True)
+    layer(torch.randn(3, 5)).sum().backward()
+    return x.sum().item(), weft.__file__
+
+for total, place in run_ranks(job, 2):
+    assert total == 3000
+    assert place.startswith(sys.prefix), place
+print(weft.build_info()["cuda"])
+"""
+
+
+def test_a_two_rank_job_runs_from_the_wheel(python, tmp_path, environment):
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    cuda = run(python, script, cwd=tmp_path, env=environment).strip()
+    assert (cuda == "None") == (NVCC is None)
+    assert "bench" in run(python.parent / "weft", "--help", cwd=tmp_path, env=environment)
+
+
+def test_without_nvcc_a_cpu_build_does_the_same(tmp_path, environment):
+    wheel = build_wheel(tmp_path, {**environment, "WEFT_CUDA": "0"})
+    python = install(wheel, tmp_path / "installed")
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    assert run(python, script, cwd=tmp_path, env=environment) == "None\n"
+
+
+def test_an_nvcc_that_is_insisted_on_and_not_there_is_an_error(environment, tmp_path):
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    done = subprocess.run(
+        [sys.executable, ROOT / "setup.py", "build_ext"],
+        cwd=tmp_path,
+        env={**environment, "WEFT_CUDA": "1", "PATH": str(empty), "CUDA_HOME": str(empty)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "WEFT_CUDA=1, but nvcc is neither on the PATH nor in" in done.stderr
