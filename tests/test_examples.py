@@ -1,0 +1,65 @@
+"""What a newcomer runs: the README's lines, the example script in each of its ways, the demo, the bench."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*command, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_readmes_lines_run(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line and not line.startswith("#")]) <= 10
+    script = tmp_path / "this_file.py"
+    script.write_text(code)
+    run(*TORCHRUN, script)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("alone"), [sys.executable])
+
+
+def train(folder, launch, *arguments):
+    out = folder / "figures.json"
+    run(*launch, ROOT / "examples" / "train_lm.py", "--steps", "3", "--batch", "2", "--out", out, *arguments)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("arguments", [["--tp", "2"], ["--dp", "2"], ["--tp", "2", "--backend", "gloo"]], ids=" ".join)
+def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone, tmp_path):
+    figures = train(tmp_path, TORCHRUN, *arguments)
+    assert figures["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert figures["losses"][-1] < figures["losses"][0]
+    assert len(figures["peak_memory_mb"]) == 2
+    if "--tp" in arguments:
+        assert figures["parameters_per_rank"] < 0.52 * alone["parameters_per_rank"]
+
+
+def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
+    text = run(sys.executable, ROOT / "examples" / "demo.py", "--steps", "2", "--out", tmp_path)
+    assert "the same model, seed and data" in text and text.count("tensor parallel") >= 3
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.glob("*.json"))) == 4
+
+
+def test_the_bench_prints_ours_beside_the_peer_and_saves_both(tmp_path):
+    out = tmp_path / "linear.json"
+    text = run(sys.executable, "-m", "weft.cli", "bench", "linear", "--rounds", "2", "--json", out)
+    assert "64/256/16" in text and "DTensor over gloo" in text
+    results = json.loads(out.read_text())
+    assert results["environment"]["torch"] and results["command"].startswith("weft bench linear")
+    for row in results["rows"]:
+        assert row["ours"]["p50_us"] > 0 and row["error"] <= 1
+        assert row["peer"] is not None or "refuses" in row["peer_name"]
