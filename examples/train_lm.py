@@ -109,7 +109,7 @@ def parse_options():
     parser.add_argument("--backend", default="weft", help="of torch.distributed")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the loss curve and the figures there, as JSON")
     return parser.parse_args()
