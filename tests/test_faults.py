@@ -153,6 +153,7 @@ def test_ranks_that_disagree_all_raise_the_same_words(what, told):
 
 def interrupt_one(rank):
     if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     else:
         time.sleep(0.6)
