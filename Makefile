@@ -1,8 +1,8 @@
 # Two commands: `make demo` and `make test`. Each sets up everything it needs; a second run does no work twice.
 PYTHON ?= python3
+OUT ?= bench/results  # of `make gpu`, which adds a folder named after the device
 VENV := .venv
 BIN := $(VENV)/bin
-OUT ?= build/gpu
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup.py pyproject.toml
 
 # The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
@@ -24,12 +24,10 @@ lint: $(VENV)/installed
 wheel: $(VENV)/built
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
-# Offline, with the python that is there: builds in place, tests, writes to $(OUT).
+# Offline, with the python that is there: builds in place, tests, benches; what came out is in $(OUT).
 gpu:
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
-	mkdir -p $(OUT)
-	$(PYTHON) -c "import weft; print(weft.build_info())" | tee $(OUT)/build_info.txt
-	$(PYTHON) -m pytest -m gpu 2>&1 | tee $(OUT)/pytest.txt
+	$(PYTHON) bench/on_gpu.py $(OUT)
 
 $(VENV)/installed: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

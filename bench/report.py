@@ -21,7 +21,7 @@ def environment() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "weft": weft.__version__,
-        "instruction_set": weft.build_info()["instruction_sets"][0],
+        "instruction_set": os.environ.get("WEFT_ISA") or weft.build_info()["instruction_sets"][0],
     }
 
 

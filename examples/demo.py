@@ -3,6 +3,7 @@ time and the memory."""
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -55,7 +56,8 @@ def train(arguments: list[str], steps: int, out: Path) -> dict:
 
 
 def difference(one: dict, other: dict) -> float:
-    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True))
+    gaps = [abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)]
+    return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
 def table(figures: dict[str, dict], differences: dict[str, float]) -> Table:

@@ -27,10 +27,11 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str):
+    if name == "__version__":
+        return importlib.import_module("weft._C").build["version"]
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'weft' has no attribute {name!r}; it has {', '.join(__all__)}")

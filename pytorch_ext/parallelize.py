@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.communicator import communicator
-from weft.nn import ParallelEmbedding, ParallelLinear
+from weft.nn import ParallelEmbedding, ParallelLinear, sum_gradients
 from weft.shard import shard_of
 
 Plan = Mapping[str, str | Mapping]
@@ -28,8 +28,9 @@ def parallelize(model: nn.Module, mesh=None, *, plan: Plan) -> nn.Module:
         mesh: a mesh of init_mesh of which only "tp" is larger than 1, a one-dimensional DeviceMesh, a ProcessGroup, or
             None for the default group.
         plan: module names to "column" or "row" (nn.Linear) or "vocabulary" (nn.Embedding), or to a dict with such a
-            "style" and further options of ParallelLinear. A `*` in a name stands for one component of it, `**` for any
-            number.
+            "style" and further options of ParallelLinear; or any module to "sequence", which leaves it as it is and
+            sums its gradients over the ranks, for what stands between layers with sequence_parallel. A `*` in a name
+            stands for one component of it, `**` for any number, none included.
 
     Returns:
         The model.
@@ -43,10 +44,16 @@ def parallelize(model: nn.Module, mesh=None, *, plan: Plan) -> nn.Module:
     layers: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
     }
-    replacements: dict[str, nn.Module] = {}
-    for name, entry in _match(plan, model, layers).items():
-        replacements[name] = _parallel_layer(name, model.get_submodule(name), entry, group)
+    entries = _match(plan, model, layers)
+    between = [name for name, entry in entries.items() if entry == "sequence"]
+    replacements = {
+        name: _parallel_layer(name, model.get_submodule(name), entry, group)
+        for name, entry in entries.items()
+        if name not in between
+    }
     _tie(model, replacements)
+    for name in between:
+        sum_gradients(model.get_submodule(name), group)
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
@@ -89,8 +96,9 @@ def _match(plan: Plan, model: nn.Module, layers: dict[str, nn.Module]) -> dict[s
 
 
 def _as_regex(pattern: str) -> str:
-    pieces = re.split(r"(\*\*|\*)", pattern)
-    return "".join({"**": ".*", "*": r"[^.]+"}.get(piece, re.escape(piece)) for piece in pieces)
+    pieces = re.split(r"(\*\*\.|\*\*|\*)", pattern)
+    wild = {"**.": r"(?:.+\.)?", "**": ".*", "*": r"[^.]+"}
+    return "".join(wild.get(piece) or re.escape(piece) for piece in pieces)
 
 
 def _parallel_layer(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Module:
@@ -98,11 +106,14 @@ def _parallel_layer(name: str, module: nn.Module, entry: str | Mapping, group) -
     style = options.pop("style", None)
     takes = {"column": nn.Linear, "row": nn.Linear, "vocabulary": nn.Embedding}
     if style not in takes:
-        raise ValueError(f"parallelize: {name}: style {style!r} is not one of {', '.join(map(repr, takes))}")
-    if not isinstance(module, takes[style]):
+        known = ", ".join(map(repr, [*takes, "sequence"]))
+        raise ValueError(f"parallelize: {name}: style {style!r} is not one of {known}")
+    if type(module) is not takes[style]:  # a subclass does something that the replacement would not do
         raise TypeError(
-            f"parallelize: {name} is {type(module).__name__}; style {style!r} takes nn.{takes[style].__name__}"
+            f"parallelize: {name} is {type(module).__name__}; style {style!r} takes nn.{takes[style].__name__} itself"
         )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise ValueError(f"parallelize: {name} has hooks, which its replacement would lose: remove them first")
     try:
         if style == "vocabulary":
             return ParallelEmbedding.from_embedding(module, group=group, **options)

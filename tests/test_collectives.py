@@ -20,7 +20,7 @@ def shard_of_rank(rank, count, dtype, seed=0):
 
 
 def delay_wherever_ranks_meet(rank):
-    dist.group.WORLD.engine.inject_faults(seed=rank + 1, longest_delay_us=300)
+    dist.group.WORLD.engine.group.inject_faults(seed=rank + 1, longest_delay_us=300)
 
 
 def all_reduce_everything(rank):
@@ -191,22 +191,181 @@ def test_a_work_can_be_waited_for_and_chained():
     run_ranks(asynchronous, 2)
 
 
-def missing(rank):
+def overlapping(rank):
+    """An expanded input of a megabyte, an input that is another rank's output, a parameter in strange strides."""
+    world = dist.get_world_size()
+    many = torch.full((1,), float(rank)).expand(500_000)
+    parts = [torch.empty(500_000) for _ in range(world)]
+    dist.all_gather(parts, many)
+    assert all((part == r).all() for r, part in enumerate(parts))
+    slots = [torch.full((100_000,), float(10 * rank + r)) for r in range(world)]
+    dist.all_gather(slots, slots[0])
+    assert [slot[0].item() for slot in slots] == [10.0 * r for r in range(world)]
+    strange = torch.nn.Parameter(torch.full((2, 3, 4, 4), float(rank)).to(memory_format=torch.channels_last))
+    dist.broadcast(strange, 1)
+    assert (strange == 1).all() and strange.grad_fn is None
+
+
+def test_expanded_overlapping_and_strided_tensors():
+    run_ranks(overlapping, 3)
+
+
+def refusals(rank):
     x = torch.ones(2)
-    for name, call in {
-        "send": lambda: dist.send(x, 1 - rank),
-        "reduce": lambda: dist.reduce(x, 0),
-        "gather": lambda: dist.gather(x, [x, x] if rank == 0 else None),
-        "all_to_all_single|alltoall": lambda: dist.all_to_all_single(torch.empty(2), x),
-    }.items():
-        with pytest.raises(NotImplementedError, match=f"weft backend has no ({name})"):
+    calls = dist.group.WORLD.engine.group.calls
+    for error, told, call in (
+        (ValueError, "does not reduce by", lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))),
+        (NotImplementedError, "names the ranks that are late", lambda: dist.group.WORLD.monitored_barrier()),
+        (
+            TypeError,
+            "tensors of torch.float32 and of torch.float64",
+            lambda: dist.group.WORLD.allgather([[x if r == rank else x.double() for r in (0, 1)]], [x]),
+        ),
+        (ValueError, "rows do not divide by 2 ranks", lambda: dist.all_to_all_single(torch.empty(3), torch.empty(3))),
+        (
+            ValueError,
+            "must be 2 sizes that add up to 3",
+            lambda: dist.all_to_all_single(torch.empty(3), torch.empty(3), [1, 1], [1, 2]),
+        ),
+        (ValueError, "the output has 3 elements; 2 ranks", lambda: dist.all_gather_into_tensor(torch.empty(3), x)),
+        (ValueError, "the input has 3 elements", lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.empty(3))),
+        (TypeError, "takes dense tensors", lambda: dist.group.WORLD.allreduce([x.to_sparse()])),
+    ):
+        with pytest.raises(error, match=told):
             call()
-    with pytest.raises(ValueError, match="does not reduce by"):
-        dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))
+    assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
 
 
-def test_what_is_not_there_yet_says_so_by_name():
-    run_ranks(missing, 2)
+def test_bad_input_is_refused_before_anything_is_communicated():
+    run_ranks(refusals, 2)
+
+
+def rooted(rank):
+    world = dist.get_world_size()
+    delay_wherever_ranks_meet(rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+        for count in (0, 5, 70_001):
+            real = torch.float32 if dtype.is_complex else dtype
+            parts = [shard_of_rank(r, count, real).to(dtype) for r in range(world)]
+            for root in (0, world - 1):
+                if not dtype.is_complex:
+                    x = parts[rank].clone()
+                    dist.reduce(x, root)
+                    assert torch.equal(x, reference.reduce(parts) if rank == root else parts[rank])
+                gathered = [torch.empty(count, dtype=dtype) for _ in range(world)] if rank == root else None
+                dist.gather(parts[rank], gathered, dst=root)
+                assert rank != root or all(map(torch.equal, gathered, parts))
+                out = torch.empty(count, dtype=dtype)
+                dist.scatter(out, parts if rank == root else None, src=root)
+                assert torch.equal(out, parts[rank])
+    objects = [None] * world if rank == 1 else None
+    dist.gather_object({"rank": rank}, objects, dst=1)
+    assert rank != 1 or objects == [{"rank": r} for r in range(world)]
+    mine = [None]
+    dist.scatter_object_list(mine, [f"for {r}" for r in range(world)] if rank == 0 else None, src=0)
+    assert mine == [f"for {rank}"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_reduce_gather_scatter_and_their_objects(world):
+    run_ranks(rooted, world)
+
+
+def everyone_to_everyone(rank):
+    world = dist.get_world_size()
+    delay_wherever_ranks_meet(rank)
+    for scale in (1, 9001):
+        sent = [torch.full((scale * (1 + r + rank) % 70_000,), 100.0 * rank + r) for r in range(world)]
+        received = [torch.empty(scale * (1 + r + rank) % 70_000) for r in range(world)]
+        dist.all_to_all(received, sent)
+        assert all((part == 100.0 * r + rank).all() for r, part in enumerate(received))
+        rows = [len(part) for part in sent]
+        out = torch.empty(sum(rows), 2)
+        dist.all_to_all_single(out, torch.cat(sent)[:, None].expand(-1, 2), rows, rows)
+        assert all((part == 100.0 * r + rank).all() for r, part in enumerate(out.split(rows)))
+    even = torch.arange(2.0 * world) + 10 * rank
+    out = torch.empty_like(even)
+    dist.all_to_all_single(out, even)
+    assert out.tolist() == [10.0 * r + 2 * rank + i for r in range(world) for i in range(2)]
+    if world == 3:
+        with pytest.raises(weft.CollectiveMismatchError, match="rank 0 sends 2 elements to rank 1, which expects 3"):
+            dist.all_to_all([torch.empty(3 if rank == 1 else 2) for _ in range(3)], [torch.empty(2)] * 3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_all_to_all_of_any_sizes(world):
+    run_ranks(everyone_to_everyone, world)
+
+
+def many_at_once(rank):
+    """Asynchronous calls on two groups keep their order, and go on while this thread computes."""
+    other = dist.new_group([0, 1, 2])
+    delay_wherever_ranks_meet(rank)
+    tensors = [torch.full((1000 * (i + 1),), float(i + rank)) for i in range(20)]
+    works = [dist.all_reduce(x, group=other if i % 2 else None, async_op=True) for i, x in enumerate(tensors)]
+    dist.all_reduce(torch.ones(3))  # waits behind what was submitted before it
+    for i, (work, x) in enumerate(zip(works, tensors, strict=True)):
+        assert work.wait() and (x == 3 * i + 3).all()
+    strided = torch.ones(6, 4).t()
+    future = dist.all_reduce(strided, async_op=True).get_future()
+    assert future.then(lambda done: done.value()[0].sum().item()).wait() == 72
+    if rank == 0:
+        import time
+
+        time.sleep(0.2)
+    slow = dist.barrier(async_op=True)
+    if rank == 1:
+        assert not slow.is_completed()
+    slow.wait()
+
+
+def test_asynchronous_calls_keep_their_order_and_run_by_themselves():
+    run_ranks(many_at_once, 3)
+
+
+def messages(rank):
+    world = dist.get_world_size()
+    following, before = (rank + 1) % world, (rank - 1) % world
+    for count in (0, 1, 1000, 300_000):  # more than a ring holds
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            x = torch.full((count,), float(rank)).to(dtype)
+            y = torch.empty(count, dtype=dtype)
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, following), dist.P2POp(dist.irecv, y, before)])
+            for work in works:
+                work.wait()
+            assert (y == torch.full((), float(before)).to(dtype)).all()
+    # By tags, out of order, of a size that fills the ring in between.
+    if rank == 0:
+        for tag in (3, 1, 2):
+            dist.send(torch.full((50_000,), float(tag)), 1, tag=tag)
+    if rank == 1:
+        for tag in (1, 2, 3):
+            y = torch.empty(50_000)
+            dist.recv(y, 0, tag=tag)
+            assert (y == tag).all()
+    # From anyone.
+    if rank == 0:
+        heard = set()
+        for _ in range(world - 1):
+            y = torch.empty(10)
+            source = dist.recv(y)
+            assert (y == source).all()
+            heard.add(source)
+        assert heard == set(range(1, world))
+    else:
+        dist.send(torch.full((10,), float(rank)), 0)
+    column = torch.zeros(5, 2)[:, 1]
+    if rank == 0:
+        dist.send(torch.arange(10.0).view(5, 2)[:, 0], 1)
+    elif rank == 1:
+        dist.recv(column, 0)
+        assert column.tolist() == [0, 2, 4, 6, 8]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_messages_by_rank_tag_and_from_anyone(world):
+    run_ranks(messages, world)
 
 
 def train_with_ddp(rank):

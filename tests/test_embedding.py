@@ -59,7 +59,7 @@ def test_an_existing_table_keeps_its_state():
 
 def check_refusals(rank):
     layer = weft.ParallelEmbedding(8, 2)
-    calls = dist.group.WORLD.engine.calls
+    calls = dist.group.WORLD.engine.group.calls
     for error, told, call in (
         (IndexError, "tokens span -1 to 3; they must lie in 0 to 7", lambda: layer(torch.tensor([-1, 3]))),
         (IndexError, "tokens span 0 to 8", lambda: layer(torch.tensor([0, 8]))),
@@ -78,7 +78,7 @@ def check_refusals(rank):
     ):
         with pytest.raises(error, match=told):
             call()
-    assert dist.group.WORLD.engine.calls == calls
+    assert dist.group.WORLD.engine.group.calls == calls
 
 
 def test_bad_input_is_refused_before_anything_is_communicated():

@@ -21,7 +21,7 @@ NOTICED_WITHIN_S = 2
 
 
 def run_until_it_fails(rank, victim, point, collective):
-    engine = dist.group.WORLD.engine
+    engine = dist.group.WORLD.engine.group
     if rank == victim:
         engine.inject_faults(die_at_point=point)
     x = torch.ones(300_000)
@@ -76,7 +76,7 @@ def leave_early(rank):
 def test_a_rank_that_left_the_group_is_noticed_though_it_lives():
     outcomes = try_ranks(leave_early, 2)
     assert isinstance(outcomes[0].error, weft.RankLostError) and "rank 1" in str(outcomes[0].error)
-    assert "left the group before all_reduce #2" in str(outcomes[0].error)
+    assert "left the group in or before all_reduce #2" in str(outcomes[0].error)
     assert outcomes[1].error is None
 
 
@@ -181,6 +181,64 @@ def test_a_rank_lost_before_a_new_group_is_made_does_not_hang_it():
         assert "rank 1" in str(survivor.error)
 
 
+def die_while_the_default_group_forms(rank):
+    store = dist.FileStore(os.environ["WEFT_TEST_STORE"], 3)
+    if rank == 1:
+        from weft.comm import rendezvous
+
+        original = rendezvous._Meeting.read
+
+        def die(self, key, from_rank):
+            if key == "process/0":
+                os._exit(3)
+            return original(self, key, from_rank)
+
+        rendezvous._Meeting.read = die
+    dist.init_process_group("weft", store=store, rank=rank, world_size=3)
+
+
+def test_a_rank_that_dies_while_the_first_group_forms_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_TEST_STORE", str(tmp_path / "store"))
+    outcomes = try_ranks(die_while_the_default_group_forms, 3, backend=None)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.RankLostError) and "rank 1" in str(survivor.error), survivor
+        assert survivor.seconds < NOTICED_WITHIN_S
+
+
+def meet_again(rank):
+    for round_number in range(3):
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        if rank == 0:
+            time.sleep(0.05)  # the other looks for this one's notes meanwhile, and must not find old ones
+        x = torch.ones(4) * round_number
+        dist.all_reduce(x, group=group)
+        assert (x == 2 * round_number).all()
+        dist.destroy_process_group(group)
+
+
+def test_a_group_can_be_made_again_under_the_same_name():
+    outcomes = try_ranks(meet_again, 2)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+
+
+def be_bothered_by_signals(rank):
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    else:
+        time.sleep(0.5)
+    dist.barrier()
+    lost = dist.group.WORLD.engine.group.lost_ranks()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    dist.barrier()
+    return lost
+
+
+def test_signals_do_not_make_a_live_rank_look_dead():
+    outcomes = try_ranks(be_bothered_by_signals, 2)
+    assert [outcome.value for outcome in outcomes] == [[], []], outcomes
+
+
 def run_out_of_memory(rank, victim):
     if rank == victim:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -196,7 +254,7 @@ def test_memory_that_cannot_be_had_is_an_error_on_every_rank():
 def use_after_destroy(rank):
     group = dist.new_group([0, 1])
     dist.destroy_process_group(group)
-    group.engine.barrier()
+    group.engine.group.barrier()
 
 
 def test_a_destroyed_group_refuses_calls():
@@ -271,6 +329,7 @@ def from_a_forked_child(rank):
     pid = os.fork()
     if pid == 0:
         try:
+            dist.group.WORLD.shutdown()  # must not make the parent leave
             dist.all_reduce(torch.ones(1))
         except weft.CommError as error:
             os._exit(0 if "forked" in str(error) else 2)

@@ -40,7 +40,7 @@ class Reference(nn.Module):
 
 def check_layer(rank, style, dtype, sequence_parallel, bias, activation):
     world = dist.get_world_size()
-    dist.group.WORLD.engine.inject_faults(seed=rank + 1, longest_delay_us=100)
+    dist.group.WORLD.engine.group.inject_faults(seed=rank + 1, longest_delay_us=100)
     for case in SMALL_MLPS:
         torch.manual_seed(case.hidden)
         whole = Reference(nn.Linear(case.hidden, case.intermediate, bias, dtype=dtype), activation)
@@ -161,6 +161,26 @@ def test_gathered_output_and_split_input_stand_where_nn_linear_stood(world, back
     run_ranks(check_whole_in_whole_out, world, backend=backend)
 
 
+def check_strided_gradients(rank):
+    """The gradient of a sum has stride 0, and a transposed input no contiguous row."""
+    torch.manual_seed(0)
+    whole = nn.Linear(4, 6).double()
+    sizes = weft.split_sizes(5, 2)
+    x = torch.randn(4, 5, dtype=torch.float64).t()
+    row = weft.RowParallelLinear.from_linear(whole, split_input=True, sequence_parallel=True, sequence_dim=0)
+    row(x).sum().backward()
+    column = weft.ColumnParallelLinear.from_linear(whole, sequence_parallel=True, sequence_dim=0)
+    column(x.split(sizes)[rank]).sum().backward()
+    whole(x).sum().backward()
+    for layer in (row, column):
+        torch.testing.assert_close(layer.weight.grad, weft.shard_of(layer.weight).take(whole.weight.grad))
+
+
+@pytest.mark.parametrize("backend", ["weft", "gloo"])
+def test_strided_inputs_and_gradients(backend):
+    run_ranks(check_strided_gradients, 2, backend=backend)
+
+
 def check_other_backend(rank):
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(7, 11), nn.GELU(), nn.Linear(11, 5)).double()
@@ -204,6 +224,11 @@ def check_autocast(rank):
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert layer.weight.grad.dtype == torch.float32
+    double = weft.ParallelLinear(8, 6, style="column", dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert double(torch.randn(4, 8, dtype=torch.float64)).dtype == torch.float64
+        with pytest.raises(TypeError, match="the input is torch.int64"):
+            layer(torch.ones(4, 8, dtype=torch.int64))
 
 
 def test_autocast_casts_as_it_does_for_nn_linear():
@@ -299,11 +324,11 @@ def check_refusals(rank):
         (ValueError, r"shape \(2, 5\); its last dimension must be 6", lambda: layer(torch.ones(2, 5))),
         (TypeError, "input is torch.float64 .* the weight torch.float32", lambda: layer(torch.ones(2, 6).double())),
     ]
-    calls = dist.group.WORLD.engine.calls
+    calls = dist.group.WORLD.engine.group.calls
     for error, told, call in refused:
         with pytest.raises(error, match=re.compile(told, re.DOTALL)):
             call()
-    assert dist.group.WORLD.engine.calls == calls, "nothing was communicated"
+    assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
 
 
 def test_bad_input_is_refused_before_anything_is_communicated():

@@ -38,6 +38,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 PLAN = {"embedding": "vocabulary", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
 
 
@@ -76,8 +81,11 @@ def test_five_steps_equal_the_whole_models(world):
 
 def check_refusals(rank):
     model = Model()
+    model.special, model.hooked = Doubled(4, 4), nn.Linear(4, 4)
+    model.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model.hooked.register_forward_hook(lambda *_: None)
     before = [type(module) for module in model.modules()]
-    calls = dist.group.WORLD.engine.calls
+    calls = dist.group.WORLD.engine.group.calls
     for error, told, plan in (
         (
             ValueError,
@@ -97,11 +105,14 @@ def check_refusals(rank):
         ),
         (ValueError, "blocks.0.up: .*no whole number of units of 2", {"**.up": {"style": "column", "unit": 2}}),
         (TypeError, "blocks.0.up: .*colour", {"**.up": {"style": "column", "colour": "red"}}),
+        (TypeError, "special is Doubled; style 'column' takes nn.Linear itself", {"special": "column"}),
+        (TypeError, "normed is ParametrizedLinear", {"normed": "row"}),
+        (ValueError, "hooked has hooks, which its replacement would lose", {"hooked": "column"}),
     ):
         with pytest.raises(error, match=told):
             weft.parallelize(model, plan=plan)
         assert [type(module) for module in model.modules()] == before, "the model is as it was"
-    assert dist.group.WORLD.engine.calls == calls
+    assert dist.group.WORLD.engine.group.calls == calls
     with pytest.raises(NotImplementedError, match='splits over "tp" alone for now, and the mesh also has dp'):
         weft.parallelize(model, weft.init_mesh(dp=2, device_type="cpu"), plan=PLAN)
 
@@ -120,3 +131,64 @@ def check_meshes(rank):
 
 def test_a_mesh_a_dimension_of_it_and_a_group_are_all_taken():
     run_ranks(check_meshes, 2)
+
+
+class Region(nn.Module):
+    """A norm with its parameters between a row and a column layer: in a sequence-parallel region."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 7)
+
+    def forward(self, x):
+        return self.head(self.norm(self.down(self.up(x).relu())))
+
+
+def check_region(rank):
+    torch.manual_seed(0)
+    whole = Region().double()
+    model = weft.parallelize(
+        copy.deepcopy(whole),
+        plan={
+            "up": "column",
+            "**.down": {"style": "row", "sequence_parallel": True, "sequence_dim": 1},
+            "norm": "sequence",
+            "head": {"style": "column", "sequence_parallel": True, "sequence_dim": 1, "gather_output": True},
+        },
+    )
+    for _ in range(2):  # gradients of two backwards add up
+        x = torch.randn(2, 5, 6, dtype=torch.float64)
+        model(x).square().sum().backward()
+        whole(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        shard = weft.shard_of(parameter)
+        expected = whole.get_parameter(name).grad
+        expected = shard.take(expected) if shard else expected
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_stands_in_a_sequence_parallel_region_gets_the_whole_gradient(world):
+    run_ranks(check_region, world)
+
+
+def check_meta(rank):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(5, 8), nn.Embedding(9, 4))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 8), nn.Embedding(9, 4))
+    model = weft.parallelize(model, plan={"0": "column", "1": "vocabulary"})
+    assert model[0](torch.empty(2, 5, device="meta")).shape == (2, model[0].weight.shape[0])
+    model.to_empty(device="cpu")
+    model.load_state_dict(whole.state_dict())
+    twin = copy.deepcopy(model).double()
+    twin.load_state_dict(whole.state_dict(), assign=True)
+    for layers in (model, twin):
+        for name, parameter in layers.named_parameters():
+            assert torch.equal(parameter, weft.shard_of(parameter).take(whole.get_parameter(name)))
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def test_a_model_larger_than_a_rank_is_built_on_meta_and_loaded_in_parts():
+    run_ranks(check_meta, 2)

@@ -30,8 +30,15 @@ size_t total(const std::vector<size_t>& counts) { return std::accumulate(counts.
 
 size_t most(const std::vector<size_t>& counts) { return *std::max_element(counts.begin(), counts.end()); }
 
+bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
+  return a_bytes > 0 && b_bytes > 0 && at(a, 0) < at(b, b_bytes) && at(b, 0) < at(a, a_bytes);
+}
+
 // What is left of `bytes` from `offset` on, at most `limit`.
 size_t piece(size_t bytes, size_t offset, size_t limit) { return offset < bytes ? std::min(limit, bytes - offset) : 0; }
+
+// Of one rank, where a staging buffer holds a piece for each.
+size_t share_of_staging(const Call& call) { return call.staging_bytes() / call.world() / line_bytes * line_bytes; }
 
 // One exchange a chunk: every rank stages its chunk and reduces everybody's. Each byte is read world times.
 void all_reduce_one_shot(Call& call, const void* input, void* output, size_t bytes, size_t element_bytes,
@@ -74,16 +81,46 @@ void all_reduce_two_shot(Call& call, const void* input, void* output, size_t byt
   }
 }
 
+// Two exchanges in all, in symmetric memory: every rank reduces its own slice straight from the ranks' memory and writes
+// the result to all of them. Each rank reads and writes every byte once, which is the least there is.
+void all_reduce_in_place(Call& call, const Region& region, size_t offset, size_t bytes, size_t element_bytes,
+                         ReduceFunction reduce) {
+  constexpr size_t block_bytes = 16 << 10;  // a reduced block is copied out while it is in the first-level cache
+  const int world = call.world();
+  const size_t slice_bytes = (bytes / world + line_bytes) / line_bytes * line_bytes;
+  const size_t begin = std::min(bytes, slice_bytes * call.rank());
+  const size_t end = begin + piece(bytes, begin, slice_bytes);
+  std::vector<const void*> sources(world);
+  for (size_t block = begin; block < end; block += block_bytes) {
+    const size_t n = std::min(block_bytes, end - block);
+    for (int rank = 0; rank < world; ++rank) sources[rank] = region.part(rank) + offset + block;
+    std::byte* mine = region.part(call.rank()) + offset + block;
+    reduce(sources.data(), sources.size(), mine, n / element_bytes);
+    for (int rank = 0; rank < world; ++rank) copy_bytes(region.part(rank) + offset + block, mine, n);
+  }
+  call.exchange();  // every slice is written everywhere
+}
+
 }  // namespace
 
 void barrier(Group& group) { Call(group, CallHeader{CallKind::barrier}).exchange(); }
 
 void all_reduce(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op) {
   const ReduceFunction reduce = reduce_function(reduce_table(), dtype, op);
-  Call call(group, CallHeader{CallKind::all_reduce, dtype, op, 0, count});
   const size_t bytes = count * size_of(dtype);
   // Two exchanges pay once the extra reads of one-shot cost more than the second meeting of the ranks.
   constexpr size_t two_shot_from_bytes = 32 << 10;
+  // Below, the copy to a staging buffer costs less than the exchange that zero copy has to spend on agreeing.
+  constexpr size_t zero_copy_from_bytes = 64 << 10;
+  const bool large = bytes >= zero_copy_from_bytes && group.has_had_regions() && group.world() > 1;
+  std::shared_ptr<Region> region;
+  const uint64_t place = large && input == output ? group.place_of(output, bytes, &region) : 0;
+  Call call(group, CallHeader{CallKind::all_reduce, dtype, op, 0, count, 0, place});
+  if (large) {
+    call.exchange();
+    if (call.same_place())
+      return all_reduce_in_place(call, *region, place - region->first_place, bytes, size_of(dtype), reduce);
+  }
   if (group.world() > 2 && bytes >= two_shot_from_bytes)
     all_reduce_two_shot(call, input, output, bytes, size_of(dtype), reduce);
   else
@@ -92,8 +129,16 @@ void all_reduce(Group& group, const void* input, void* output, size_t count, DTy
 
 void all_gather(Group& group, const void* input, const std::vector<void*>& outputs, const std::vector<size_t>& counts,
                 DType dtype) {
+  const size_t unit = size_of(dtype), own_bytes = counts[group.rank()] * unit;
+  std::vector<std::byte> saved;  // of an input that lies in another rank's output, and would be overwritten
+  for (int rank = 0; rank < group.world(); ++rank) {
+    if (rank == group.rank() || !overlap(input, own_bytes, outputs[rank], counts[rank] * unit)) continue;
+    saved.assign(at(input, 0), at(input, own_bytes));
+    input = saved.data();
+    break;
+  }
   Call call(group, CallHeader{CallKind::all_gather, dtype, ReduceOp::sum, 0, total(counts), hash_of(counts)});
-  const size_t unit = size_of(dtype), chunk_bytes = call.staging_bytes(), longest = most(counts) * unit;
+  const size_t chunk_bytes = call.staging_bytes(), longest = most(counts) * unit;
   size_t offset = 0;
   do {
     copy_bytes(call.next_staging(), at(input, offset), piece(counts[call.rank()] * unit, offset, chunk_bytes));
@@ -111,8 +156,7 @@ void reduce_scatter(Group& group, const std::vector<const void*>& inputs, void* 
   const ReduceFunction reduce = reduce_function(reduce_table(), dtype, op);
   Call call(group, CallHeader{CallKind::reduce_scatter, dtype, op, 0, total(counts), hash_of(counts)});
   const size_t unit = size_of(dtype), longest = most(counts) * unit;
-  // The staging buffer holds one piece for each rank.
-  const size_t chunk_bytes = call.staging_bytes() / call.world() / line_bytes * line_bytes;
+  const size_t chunk_bytes = share_of_staging(call);
   std::vector<const void*> sources(call.world());
   size_t offset = 0;
   do {
@@ -140,6 +184,90 @@ void broadcast(Group& group, void* data, size_t count, DType dtype, int root) {
     if (call.rank() != root) copy_bytes(at(data, offset), call.staged(root), n);
     offset += n;
   } while (offset < bytes);
+}
+
+void reduce(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op, int root) {
+  const ReduceFunction reduce = reduce_function(reduce_table(), dtype, op);
+  Call call(group, CallHeader{CallKind::reduce, dtype, op, static_cast<uint32_t>(root), count});
+  const size_t bytes = count * size_of(dtype), chunk_bytes = call.staging_bytes();
+  std::vector<const void*> sources(call.world());
+  size_t offset = 0;
+  do {
+    const size_t n = piece(bytes, offset, chunk_bytes);
+    if (call.rank() != root) copy_bytes(call.next_staging(), at(input, offset), n);
+    call.exchange();
+    if (call.rank() == root) {
+      for (int rank = 0; rank < call.world(); ++rank) sources[rank] = call.staged(rank);
+      sources[root] = at(input, offset);
+      reduce(sources.data(), sources.size(), at(output, offset), n / size_of(dtype));
+    }
+    offset += n;
+  } while (offset < bytes);
+}
+
+void gather(Group& group, const void* input, const std::vector<void*>& outputs, size_t count, DType dtype, int root) {
+  Call call(group, CallHeader{CallKind::gather, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count});
+  const size_t bytes = count * size_of(dtype), chunk_bytes = call.staging_bytes();
+  size_t offset = 0;
+  do {
+    const size_t n = piece(bytes, offset, chunk_bytes);
+    copy_bytes(call.next_staging(), at(input, offset), n);
+    call.exchange();
+    if (call.rank() == root)
+      for (int rank = 0; rank < call.world(); ++rank) copy_bytes(at(outputs[rank], offset), call.staged(rank), n);
+    offset += n;
+  } while (offset < bytes);
+}
+
+void scatter(Group& group, const std::vector<const void*>& inputs, void* output, size_t count, DType dtype, int root) {
+  Call call(group, CallHeader{CallKind::scatter, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count});
+  const size_t bytes = count * size_of(dtype), chunk_bytes = share_of_staging(call);
+  size_t offset = 0;
+  do {
+    const size_t n = piece(bytes, offset, chunk_bytes);
+    if (call.rank() == root)
+      for (int rank = 0; rank < call.world(); ++rank)
+        copy_bytes(call.next_staging() + rank * chunk_bytes, at(inputs[rank], offset), n);
+    call.exchange();
+    copy_bytes(at(output, offset), call.staged(root) + call.rank() * chunk_bytes, n);
+    offset += n;
+  } while (offset < bytes);
+}
+
+void all_to_all(Group& group, const std::vector<const void*>& inputs, const std::vector<size_t>& input_counts,
+                const std::vector<void*>& outputs, const std::vector<size_t>& output_counts, DType dtype) {
+  Call call(group, CallHeader{CallKind::all_to_all, dtype});
+  const int world = call.world();
+  const size_t unit = size_of(dtype);
+
+  // First the sizes: what each rank sends to each, and what it expects of each.
+  auto* announced = reinterpret_cast<uint64_t*>(call.next_staging());
+  std::copy(input_counts.begin(), input_counts.end(), announced);
+  std::copy(output_counts.begin(), output_counts.end(), announced + world);
+  call.exchange();
+  uint64_t most_elements = 0;
+  for (int from = 0; from < world; ++from) {
+    const auto* sent = reinterpret_cast<const uint64_t*>(call.staged(from));
+    for (int to = 0; to < world; ++to) {
+      const uint64_t expected = reinterpret_cast<const uint64_t*>(call.staged(to))[world + from];
+      if (sent[to] != expected)
+        throw CollectiveMismatchError(call.text() + ": rank " + std::to_string(from) + " sends " +
+                                      std::to_string(sent[to]) + " elements to rank " + std::to_string(to) +
+                                      ", which expects " + std::to_string(expected) + ".");
+      most_elements = std::max(most_elements, sent[to]);
+    }
+  }
+
+  const size_t chunk_bytes = share_of_staging(call), longest = most_elements * unit;
+  for (size_t offset = 0; offset < longest; offset += chunk_bytes) {
+    for (int rank = 0; rank < world; ++rank)
+      copy_bytes(call.next_staging() + rank * chunk_bytes, at(inputs[rank], offset),
+                 piece(input_counts[rank] * unit, offset, chunk_bytes));
+    call.exchange();
+    for (int rank = 0; rank < world; ++rank)
+      copy_bytes(at(outputs[rank], offset), call.staged(rank) + call.rank() * chunk_bytes,
+                 piece(output_counts[rank] * unit, offset, chunk_bytes));
+  }
 }
 
 }  // namespace weft::shm

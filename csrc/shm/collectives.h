@@ -22,4 +22,18 @@ void reduce_scatter(Group& group, const std::vector<const void*>& inputs, void* 
 // data (count elements) = the root's data.
 void broadcast(Group& group, void* data, size_t count, DType dtype, int root);
 
+// At the root, output = op over ranks of input, with the bits of all_reduce; elsewhere output is not touched.
+void reduce(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op, int root);
+
+// At the root, outputs[r] = rank r's input; elsewhere outputs is not looked at.
+void gather(Group& group, const void* input, const std::vector<void*>& outputs, size_t count, DType dtype, int root);
+
+// output = the root's inputs[rank]; elsewhere inputs is not looked at.
+void scatter(Group& group, const std::vector<const void*>& inputs, void* output, size_t count, DType dtype, int root);
+
+// outputs[r] (output_counts[r] elements) = rank r's inputs[rank]. Sizes may differ between any two ranks; every rank's
+// are compared before any data moves.
+void all_to_all(Group& group, const std::vector<const void*>& inputs, const std::vector<size_t>& input_counts,
+                const std::vector<void*>& outputs, const std::vector<size_t>& output_counts, DType dtype);
+
 }  // namespace weft::shm

@@ -5,8 +5,10 @@
 
 #include <csignal>
 #include <cstring>
-#include <new>
+#include <exception>
 #include <stdexcept>
+
+#include "collectives.h"
 
 namespace weft::shm {
 
@@ -14,20 +16,26 @@ namespace {
 
 constexpr auto spin_limit = std::chrono::microseconds(100);
 constexpr auto sleep_slice = std::chrono::milliseconds(10);  // how soon a lost rank is noticed
+constexpr size_t page_bytes = 4096;
 
-constexpr const char* call_names[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast"};
+constexpr const char* call_names[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast",
+                                      "reduce",  "gather",     "scatter",    "all_to_all"};
 static_assert(std::size(call_names) == static_cast<size_t>(CallKind::count));
 
-enum FailureKind : int { rank_lost = 1, timed_out, interrupted };
+// How often this process is a fork: a child has its parent's mappings but is no rank.
+std::atomic<uint32_t> forks{0};
+const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
-[[noreturn]] void raise_as(int kind, const std::string& text) {
+std::exception_ptr failure_of(FailureKind kind, const std::string& text) {
   switch (kind) {
-    case rank_lost:
-      throw RankLostError(text);
-    case timed_out:
-      throw CollectiveTimeoutError(text);
+    case FailureKind::rank_lost:
+      return std::make_exception_ptr(RankLostError(text));
+    case FailureKind::timed_out:
+      return std::make_exception_ptr(CollectiveTimeoutError(text));
+    case FailureKind::mismatched:
+      return std::make_exception_ptr(CollectiveMismatchError(text));
     default:
-      throw CommError(text);
+      return std::make_exception_ptr(CommError(text));
   }
 }
 
@@ -37,10 +45,6 @@ std::string list_of(const std::vector<int>& ranks) {
   return text;
 }
 
-// How often this process is a fork: a child has its parent's mappings but is no rank.
-std::atomic<uint32_t> forks{0};
-const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
-
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
@@ -48,14 +52,14 @@ size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * 
 struct Group::Control {
   Flag arrived;
   alignas(64) CallHeader headers[2];
-  alignas(64) std::atomic<uint32_t> left{0};
+  alignas(64) std::atomic<uint32_t> left;
 };
 
 // The first failure in a group is every rank's failure: a rank that raises will not answer again, so the others must
 // not wait for it.
 struct Group::Failure {
-  alignas(64) std::atomic<uint32_t> state{0};  // 0 none, 1 being written, 2 readable
-  int kind;
+  alignas(64) std::atomic<uint32_t> state;  // 0 none, 1 being written, 2 readable
+  FailureKind kind;
   char text[1008];
 };
 
@@ -67,9 +71,13 @@ bool CallHeader::operator==(const CallHeader& other) const {
 std::string CallHeader::text() const {
   std::string text = call_names[static_cast<size_t>(kind)];
   if (kind == CallKind::barrier) return text + "()";
-  text += std::string("(") + name_of(dtype) + ", " + std::to_string(count) + " elements";
-  if (kind == CallKind::all_reduce || kind == CallKind::reduce_scatter) text += std::string(", ") + name_of(op);
-  if (kind == CallKind::broadcast) text += ", from rank " + std::to_string(root);
+  text += std::string("(") + name_of(dtype);
+  if (kind == CallKind::all_to_all) return text + ")";
+  text += ", " + std::to_string(count) + " elements";
+  if (kind == CallKind::all_reduce || kind == CallKind::reduce_scatter || kind == CallKind::reduce)
+    text += std::string(", ") + name_of(op);
+  if (kind == CallKind::broadcast || kind == CallKind::scatter) text += ", from rank " + std::to_string(root);
+  if (kind == CallKind::reduce || kind == CallKind::gather) text += ", to rank " + std::to_string(root);
   if (layout != 0) {
     char hash[32];
     snprintf(hash, sizeof hash, ", split %08x", static_cast<unsigned>(layout ^ (layout >> 32)));
@@ -78,8 +86,11 @@ std::string CallHeader::text() const {
   return text + ")";
 }
 
+// The segment: failure record and controls, then the messenger's part, then the staging buffers, each on pages of its
+// own. A new segment is all zeros, which is the initial state of everything in it.
 size_t Group::segment_bytes(int world, size_t staging_bytes) {
-  return round_up(sizeof(Failure) + world * sizeof(Control), 4096) + 2 * world * staging_bytes;
+  return round_up(sizeof(Failure) + world * sizeof(Control), page_bytes) +
+         round_up(Messenger::segment_bytes(world), page_bytes) + 2 * world * staging_bytes;
 }
 
 Group::Control& Group::control(int rank) const {
@@ -88,10 +99,7 @@ Group::Control& Group::control(int rank) const {
 
 Group::Failure& Group::failure() const { return *reinterpret_cast<Failure*>(segment_.data()); }
 
-std::byte* Group::staging(int rank, uint32_t step) const {
-  const size_t control_bytes = round_up(sizeof(Failure) + world_ * sizeof(Control), 4096);
-  return segment_.data() + control_bytes + (2 * rank + (step & 1)) * options_.staging_bytes;
-}
+std::byte* Group::staging(int rank, uint32_t step) const { return staging_ + (2 * rank + (step & 1)) * staging_bytes(); }
 
 Group::Group(std::string name, int rank, Segment segment, const std::vector<RankIdentity>& ranks, GroupOptions options)
     : name_(std::move(name)),
@@ -99,13 +107,30 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
       world_(static_cast<int>(ranks.size())),
       forks_(forks.load()),
       segment_(std::move(segment)),
-      options_(std::move(options)) {
-  // A new segment is all zeros, which is the initial state of every flag and of the failure record.
+      options_(std::move(options)),
+      queue_(std::make_unique<Queue>()) {
+  if (options_.staging_bytes % page_bytes != 0 || options_.staging_bytes < 64 * static_cast<size_t>(world_))
+    throw std::invalid_argument("staging buffers of " + std::to_string(options_.staging_bytes) +
+                                " bytes: they must be a multiple of 4096 and at least 64 a rank");
+  std::byte* messages = segment_.data() + round_up(sizeof(Failure) + world_ * sizeof(Control), page_bytes);
+  staging_ = messages + round_up(Messenger::segment_bytes(world_), page_bytes);
+  messenger_ = std::make_unique<Messenger>(*this, messages);
   for (int peer = 0; peer < world_; ++peer)
     peers_.push_back(peer == rank_ ? nullptr : std::make_unique<Peer>(ranks[peer].pid, ranks[peer].start_time));
   Call(*this, CallHeader{CallKind::barrier}).exchange();
   calls_ = 0;  // joining is not a call of the user's
   segment_.close_descriptor();
+}
+
+Group::~Group() {
+  if (forks_ != forks.load()) {  // the threads are the parent's, and so is the place in the group
+    queue_->abandon();
+    messenger_->abandon();
+    queue_.release();
+    messenger_.release();
+    return;
+  }
+  leave();
 }
 
 void Group::rename(std::string name) {
@@ -128,88 +153,209 @@ void Group::fault_point() {
   usleep(static_cast<useconds_t>((faults_.seed >> 33) % (faults_.longest_delay_us + 1)));
 }
 
+void Group::check_usable() const {
+  if (forks_ != forks.load(std::memory_order_relaxed))
+    throw CommError("group \"" + name_ +
+                    "\" belongs to the process that this one was forked from; a forked child cannot take part in its "
+                    "collectives.");
+  if (left_.load()) throw CommError("group \"" + name_ + "\" was destroyed; create it again to use it.");
+  if (const std::exception_ptr failed = recorded_failure()) std::rethrow_exception(failed);
+}
+
+std::shared_ptr<Work> Group::submit(std::function<void()> call) {
+  check_usable();
+  return queue_->submit(std::move(call));
+}
+
+Messenger& Group::messenger() {
+  check_usable();
+  return *messenger_;
+}
+
+void Group::run_behind_the_queue(std::function<void()> call) {
+  const std::shared_ptr<Work> work = submit(std::move(call));
+  try {
+    work->wait(std::nullopt, options_.on_slice);
+  } catch (...) {
+    if (!work->done()) {  // interrupted: the call must end before its memory is let go
+      record_failure(FailureKind::interrupted,
+                     "rank " + std::to_string(rank_) + " was interrupted in a call on group \"" + name_ + "\".");
+      try {
+        work->wait(std::nullopt, nullptr);
+      } catch (const std::exception&) {
+      }
+    }
+    throw;
+  }
+}
+
+bool Group::lost(int peer) const {
+  if (peer == any_rank) return lost_ranks().size() + 1 == static_cast<size_t>(world_);
+  if (peer == rank_) return false;
+  return control(peer).left.load(std::memory_order_acquire) != 0 || !peers_[peer]->alive();
+}
+
+std::string Group::how_it_ended(int peer) const {
+  if (peer == any_rank) return " has ended";
+  if (control(peer).left.load(std::memory_order_acquire) != 0) return " left the group";
+  return " (pid " + std::to_string(peers_[peer]->pid()) + ", exit status: " + peers_[peer]->exit_status() + ") died";
+}
+
 std::vector<int> Group::lost_ranks() const {
-  std::vector<int> lost;
+  std::vector<int> lost_ones;
   for (int peer = 0; peer < world_; ++peer)
-    if (peer != rank_ && (control(peer).left.load(std::memory_order_acquire) != 0 || !peers_[peer]->alive()))
-      lost.push_back(peer);
-  return lost;
+    if (lost(peer)) lost_ones.push_back(peer);
+  return lost_ones;
 }
 
-void Group::leave() {
-  const std::lock_guard<std::mutex> lock(one_call_at_a_time_);
-  if (left_) return;
-  left_ = true;
-  control(rank_).left.store(1, std::memory_order_release);
-  control(rank_).arrived.nudge();
+std::exception_ptr Group::recorded_failure() const {
+  const Failure& record = failure();
+  if (record.state.load(std::memory_order_acquire) != 2) return nullptr;
+  return failure_of(record.kind, record.text);
 }
 
-void Group::raise_recorded_failure() const {
-  if (failure().state.load(std::memory_order_acquire) == 2) raise_as(failure().kind, failure().text);
-}
-
-void Group::fail(int kind, const std::string& text) {
+std::exception_ptr Group::record_failure(FailureKind kind, const std::string& text) {
   uint32_t none = 0;
   Failure& record = failure();
   if (record.state.compare_exchange_strong(none, 1)) {
     record.kind = kind;
     strncpy(record.text, text.c_str(), sizeof record.text - 1);
     record.state.store(2, std::memory_order_release);
-    for (int peer = 0; peer < world_; ++peer) control(peer).arrived.nudge();
+    for (int peer = 0; peer < world_; ++peer) {
+      control(peer).arrived.nudge();
+      messenger_->nudge(peer);
+    }
+    return failure_of(kind, text);
   }
-  raise_as(kind, text);
+  // Somebody was first; in a moment it can be read. (Unless the writer died in that moment.)
+  for (int tries = 0; tries < 1000; ++tries) {
+    if (const std::exception_ptr first = recorded_failure()) return first;
+    usleep(10);
+  }
+  return failure_of(kind, text);
+}
+
+void Group::abort() {
+  record_failure(FailureKind::interrupted, "rank " + std::to_string(rank_) + " aborted group \"" + name_ + "\".");
+}
+
+void Group::leave() {
+  if (forks_ != forks.load() || left_.exchange(true)) return;
+  const std::unique_lock<std::mutex> lock(one_call_at_a_time_, std::try_to_lock);
+  if (!lock.owns_lock() || !queue_->idle()) abort();  // a call is under way, here or on the group's thread
+  control(rank_).left.store(1, std::memory_order_release);
+  control(rank_).arrived.nudge();
+  for (int peer = 0; peer < world_; ++peer) messenger_->nudge(peer);
 }
 
 // Raises where a rank that the call still waits for has died, has left, or was named by another rank's failure.
 void Group::check_peers(const Call& call) {
-  raise_recorded_failure();
+  if (const std::exception_ptr failed = recorded_failure()) std::rethrow_exception(failed);
   for (int peer = 0; peer < world_; ++peer) {
-    if (peer == rank_ || control(peer).arrived.reached(step_)) continue;
-    const bool left = control(peer).left.load(std::memory_order_acquire) != 0;
-    if (!left && peers_[peer]->alive()) continue;
+    if (control(peer).arrived.reached(step_) || !lost(peer)) continue;
     if (control(peer).arrived.reached(step_)) continue;  // it did its part of this exchange before it went
-    const std::string who = "rank " + std::to_string(peer) + " (pid " + std::to_string(peers_[peer]->pid()) + ")";
-    const std::string what = call.text() + " while rank " + std::to_string(rank_) + " waited for it";
-    if (left) fail(rank_lost, who + " left the group before " + what + ".");
-    fail(rank_lost, who + " died in or before " + what + ". Its exit status: " + peers_[peer]->exit_status() + ".");
+    const std::string text = "rank " + std::to_string(peer) + how_it_ended(peer) + " in or before " + call.text() +
+                             " while rank " + std::to_string(rank_) + " waited for it.";
+    std::rethrow_exception(record_failure(FailureKind::rank_lost, text));
   }
 }
 
 void Group::wait_for(int peer, const Call& call) {
   Flag& flag = control(peer).arrived;
-  if (spin(flag, step_, spin_limit, options_.oversubscribed)) return;
+  const bool in_background = queue_->on_thread();  // there the caller computes on this core: do not spin
+  if (spin(flag, step_, spin_limit, options_.oversubscribed || in_background)) return;
   const auto deadline = Clock::now() + options_.timeout;
   while (!flag.sleep(step_, sleep_slice)) {
     check_peers(call);
     try {
-      if (options_.on_slice) options_.on_slice();
+      if (options_.on_slice && !in_background) options_.on_slice();
     } catch (...) {  // the caller is interrupted (Ctrl-C): it will not finish this call, and the others must know
-      try {
-        fail(interrupted, "rank " + std::to_string(rank_) + " was interrupted in " + call.text() + ".");
-      } catch (const CommError&) {
-      }
+      record_failure(FailureKind::interrupted, "rank " + std::to_string(rank_) + " was interrupted in " + call.text() + ".");
       throw;
     }
     if (Clock::now() < deadline || flag.reached(step_)) continue;
     std::vector<int> silent;
     for (int other = 0; other < world_; ++other)
       if (!control(other).arrived.reached(step_)) silent.push_back(other);
-    const auto seconds = std::chrono::duration<double>(options_.timeout).count();
     char after[32];
-    snprintf(after, sizeof after, "%.3g", seconds);
-    fail(timed_out, list_of(silent) + " did not arrive in " + call.text() + " within " + after + " s (rank " +
-                        std::to_string(rank_) + " waited; the process is alive but silent).");
+    snprintf(after, sizeof after, "%.3g", std::chrono::duration<double>(options_.timeout).count());
+    std::rethrow_exception(record_failure(
+        FailureKind::timed_out, list_of(silent) + " did not arrive in " + call.text() + " within " + after +
+                                    " s (rank " + std::to_string(rank_) + " waited; the process is alive but silent)."));
   }
 }
 
-Call::Call(Group& group, const CallHeader& header)
-    : group_(group), lock_(group.one_call_at_a_time_), header_(header) {
-  if (group_.forks_ != forks.load(std::memory_order_relaxed))
-    throw CommError("group \"" + group_.name_ + "\" belongs to the process that this one was forked from; " +
-                    "a forked child cannot take part in its collectives.");
-  if (group_.left_) throw CommError("group \"" + group_.name_ + "\" was destroyed; create it again to use it.");
+uint64_t Group::place_of(const void* data, size_t bytes, std::shared_ptr<Region>* region) const {
+  const auto* address = static_cast<const std::byte*>(data);
+  for (const std::weak_ptr<Region>& known : regions_) {
+    std::shared_ptr<Region> candidate = known.lock();
+    if (!candidate) continue;
+    const std::byte* mine = candidate->part(rank_);
+    if (address < mine || address + bytes > mine + candidate->bytes) continue;
+    *region = candidate;
+    return candidate->first_place + (address - mine);
+  }
+  return 0;
+}
+
+std::shared_ptr<Region> Group::create_region(size_t bytes) {
+  struct Offer {
+    int64_t pid = 0, descriptor = -1;
+    int64_t bytes = 0;
+    int64_t error = 0;
+  } offer;
+  const size_t part_bytes = round_up(std::max<size_t>(bytes, 1), page_bytes);
+  std::unique_ptr<Segment> segment;
+  std::string reason;
+  // 1 every rank asks for the same; 2 rank 0 makes it; 3 the others map it; 4 every rank hears whether all could.
+  int64_t wanted = static_cast<int64_t>(bytes);
+  std::vector<int64_t> all(world_);
+  std::vector<void*> places;
+  for (int64_t& one : all) places.push_back(&one);
+  const std::vector<size_t> ones(world_, 1);
+  shm::all_gather(*this, &wanted, places, ones, DType::int64);
+  for (int peer = 0; peer < world_; ++peer)
+    if (all[peer] != all[0])
+      throw CollectiveMismatchError("empty_symmetric on group \"" + name_ + "\": rank 0 asks for " +
+                                    std::to_string(all[0]) + " bytes, rank " + std::to_string(peer) + " for " +
+                                    std::to_string(all[peer]) + ".");
+  if (rank_ == 0) {
+    try {
+      segment = std::make_unique<Segment>(Segment::create(part_bytes * world_));
+      offer = {getpid(), segment->descriptor(), static_cast<int64_t>(part_bytes), 0};
+    } catch (const std::system_error& error) {
+      offer.error = error.code().value();
+      reason = error.what();
+    }
+  }
+  shm::broadcast(*this, &offer, sizeof offer, DType::uint8, 0);
+  int64_t error = offer.error;
+  if (error == 0 && rank_ != 0) {
+    try {
+      segment = std::make_unique<Segment>(
+          Segment::open(static_cast<pid_t>(offer.pid), static_cast<int>(offer.descriptor), part_bytes * world_));
+    } catch (const std::system_error& failed) {
+      error = failed.code().value();
+      reason = failed.what();
+    }
+  }
+  shm::all_gather(*this, &error, places, ones, DType::int64);
+  for (int peer = 0; peer < world_; ++peer)
+    if (all[peer] != 0)
+      throw_errno(static_cast<int>(all[peer]), "rank " + std::to_string(peer) + " could not get " +
+                                                   std::to_string(part_bytes * world_) +
+                                                   " bytes of symmetric memory on group \"" + name_ + "\" " + reason);
+  segment->close_descriptor();
+  auto region = std::make_shared<Region>(std::move(*segment), part_bytes, rank_, next_place_);
+  next_place_ += part_bytes;
+  regions_.push_back(region);
+  return region;
+}
+
+Call::Call(Group& group, const CallHeader& header) : group_(group), header_(header) {
+  group_.check_usable();  // before the lock: in a forked child nobody may be there to release it
+  lock_ = std::unique_lock<std::mutex>(group_.one_call_at_a_time_);
   ++group_.calls_;
-  group_.raise_recorded_failure();
 }
 
 std::string Call::text() const {
@@ -221,24 +367,33 @@ std::byte* Call::next_staging() { return group_.staging(group_.rank_, group_.ste
 
 const std::byte* Call::staged(int rank) const { return group_.staging(rank, group_.step_); }
 
+const CallHeader& Call::header_of(int rank) const { return group_.control(rank).headers[announced_ & 1]; }
+
 void Call::exchange() {
   Group::Control& mine = group_.control(group_.rank_);
   const uint32_t step = group_.step_ + 1;
-  if (!compared_) mine.headers[step & 1] = header_;  // 1 write
+  const bool first = !announced_known_;
+  if (first) {
+    mine.headers[step & 1] = header_;  // 1 write
+    announced_ = step;
+    announced_known_ = true;
+  }
   group_.fault_point();
   group_.step_ = step;
-  mine.arrived.raise_to(step);  // 2 publish
+  mine.arrived.raise_to(step);                      // 2 publish
   for (int peer = 0; peer < group_.world_; ++peer)  // 3 wait
     if (!group_.control(peer).arrived.reached(step)) group_.wait_for(peer, *this);
   group_.fault_point();
-  if (!compared_) compare_headers();
-  compared_ = true;
+  if (first) compare_headers();
+}
+
+bool Call::same_place() const {
+  for (int rank = 0; rank < group_.world_; ++rank)
+    if (header_of(rank).place != header_.place) return false;
+  return header_.place != 0;
 }
 
 void Call::compare_headers() const {
-  const auto header_of = [this](int rank) -> const CallHeader& {
-    return group_.control(rank).headers[group_.step_ & 1];
-  };
   bool same = true;
   for (int rank = 0; rank < group_.world_; ++rank) same = same && header_of(rank) == header_;
   if (same) return;

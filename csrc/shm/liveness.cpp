@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -73,15 +72,14 @@ Peer::Peer(pid_t pid, uint64_t start_time)
   }
 }
 
-Peer::Peer(Peer&& other) noexcept : pid_(other.pid_), descriptor_(std::exchange(other.descriptor_, -1)) {}
-
 Peer::~Peer() {
   if (descriptor_ >= 0) ::close(descriptor_);
 }
 
 bool Peer::alive() const {
   pollfd poll_descriptor{descriptor_, POLLIN, 0};
-  return poll(&poll_descriptor, 1, 0) == 0;  // readable from the moment the process has ended, reaped or not
+  // Readable from the moment the process has ended, reaped or not. A poll that a signal interrupts says nothing.
+  return poll(&poll_descriptor, 1, 0) != 1;
 }
 
 std::string Peer::exit_status() const {

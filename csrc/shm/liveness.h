@@ -15,8 +15,7 @@ class Peer {
  public:
   // Throws std::system_error where the process is gone, or is another one that got its number.
   Peer(pid_t pid, uint64_t start_time);
-  Peer(Peer&& other) noexcept;
-  Peer& operator=(Peer&&) = delete;
+  Peer(const Peer&) = delete;
   ~Peer();
 
   pid_t pid() const { return pid_; }

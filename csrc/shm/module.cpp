@@ -2,6 +2,9 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <optional>
+
 #include "../families.h"
 #include "collectives.h"
 #include "reduce.h"
@@ -34,6 +37,12 @@ void check_ranks(const Group& group, size_t items) {
                                 std::to_string(items));
 }
 
+void check_rank(const Group& group, int rank, const char* what) {
+  if (rank < 0 || rank >= group.world())
+    throw std::invalid_argument(std::string(what) + " " + std::to_string(rank) + " is not a rank of a group of " +
+                                std::to_string(group.world()));
+}
+
 DType dtype_of(uint32_t code) {
   if (code >= dtype_count) throw std::invalid_argument("no element type has the code " + std::to_string(code));
   return static_cast<DType>(code);
@@ -51,32 +60,85 @@ void raise_pending_signals() {
 }
 
 Clock::duration seconds(double value) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(value));
+  constexpr double longest = 1e9;  // thirty years; the clock counts nanoseconds in 64 bits
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(value, longest)));
 }
 
+// The exceptions as Python knows them.
+struct {
+  py::handle comm, rank_lost, mismatch, timeout;
+} errors;
+
 void register_errors(py::module_& m) {
-  static const py::exception<CommError> comm_error(m, "CommError", PyExc_RuntimeError);
-  static const py::exception<RankLostError> rank_lost(m, "RankLostError", comm_error.ptr());
-  static const py::exception<CollectiveMismatchError> mismatch(m, "CollectiveMismatchError", comm_error.ptr());
-  static const py::exception<CollectiveTimeoutError> timeout(m, "CollectiveTimeoutError", comm_error.ptr());
-  for (const py::handle error : {py::handle(comm_error), py::handle(rank_lost), py::handle(mismatch),
-                                 py::handle(timeout)})
+  static const py::exception<CommError> comm(m, "CommError", PyExc_RuntimeError);
+  static const py::exception<RankLostError> rank_lost(m, "RankLostError", comm.ptr());
+  static const py::exception<CollectiveMismatchError> mismatch(m, "CollectiveMismatchError", comm.ptr());
+  static const py::exception<CollectiveTimeoutError> timeout(m, "CollectiveTimeoutError", comm.ptr());
+  errors = {comm, rank_lost, mismatch, timeout};
+  for (const py::handle error : {errors.comm, errors.rank_lost, errors.mismatch, errors.timeout})
     error.attr("__module__") = "weft";  // the name under which users know them
-  py::register_exception_translator([](std::exception_ptr raised) {
+  py::register_local_exception_translator([](std::exception_ptr raised) {
     try {
       if (raised) std::rethrow_exception(raised);
     } catch (const RankLostError& error) {
-      py::set_error(rank_lost, error.what());
+      py::set_error(errors.rank_lost, error.what());
     } catch (const CollectiveMismatchError& error) {
-      py::set_error(mismatch, error.what());
+      py::set_error(errors.mismatch, error.what());
     } catch (const CollectiveTimeoutError& error) {
-      py::set_error(timeout, error.what());
+      py::set_error(errors.timeout, error.what());
     } catch (const CommError& error) {
-      py::set_error(comm_error, error.what());
+      py::set_error(errors.comm, error.what());
     } catch (const std::system_error& error) {
       PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     }
   });
+}
+
+py::object as_python(const std::exception_ptr& raised) {
+  if (!raised) return py::none();
+  try {
+    std::rethrow_exception(raised);
+  } catch (const RankLostError& error) {
+    return errors.rank_lost(error.what());
+  } catch (const CollectiveMismatchError& error) {
+    return errors.mismatch(error.what());
+  } catch (const CollectiveTimeoutError& error) {
+    return errors.timeout(error.what());
+  } catch (const std::exception& error) {
+    return errors.comm(error.what());
+  }
+}
+
+void register_work(py::module_& m) {
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work", "An operation that runs while its caller goes on.")
+      .def("done", &Work::done)
+      .def(
+          "wait",
+          [](Work& work, std::optional<double> timeout_s) {
+            std::optional<Clock::duration> limit;
+            if (timeout_s) limit = seconds(*timeout_s);
+            return work.wait(limit, raise_pending_signals);
+          },
+          py::arg("timeout_s") = py::none(), NoGil(), "False where the time passed first; raises what the operation did.")
+      .def(
+          "then",
+          [](Work& work, py::function callback) {
+            // Whichever thread lets go of it last must hold the interpreter lock.
+            const std::shared_ptr<py::function> held(new py::function(std::move(callback)), [](py::function* function) {
+              const py::gil_scoped_acquire gil;
+              delete function;
+            });
+            const py::gil_scoped_release no_gil;
+            work.then([held](const std::exception_ptr& raised) {
+              const py::gil_scoped_acquire gil;
+              try {
+                (*held)(as_python(raised));
+              } catch (py::error_already_set& error) {
+                error.discard_as_unraisable("a callback of a weft Work");
+              }
+            });
+          },
+          py::arg("callback"), "callback(error or None), at once or on the thread that finishes the operation.");
 }
 
 void register_reductions(py::module_& m) {
@@ -98,6 +160,151 @@ void register_reductions(py::module_& m) {
       "destination = op over sources, in order, accumulated in fp32 and rounded once; all in this process.");
 }
 
+// Runs a call after those submitted before it. Returns None, or the Work where the caller does not wait.
+template <class Function>
+std::shared_ptr<Work> start(Group& group, bool asynchronous, Function call) {
+  const py::gil_scoped_release no_gil;
+  if (asynchronous) return group.submit(std::move(call));
+  group.run(std::move(call));
+  return nullptr;
+}
+
+// A group joins its threads when it ends, and they may be about to ask for the interpreter lock.
+struct EndWithoutGil {
+  void operator()(Group* group) const {
+    const py::gil_scoped_release no_gil;
+    delete group;
+  }
+};
+using GroupHolder = std::unique_ptr<Group, EndWithoutGil>;
+
+GroupHolder make_group(std::string name, int rank, Segment& segment,
+                       const std::vector<std::pair<pid_t, uint64_t>>& ranks, size_t staging_bytes, double timeout_s,
+                       bool oversubscribed) {
+  std::vector<RankIdentity> identities;
+  for (const auto& [pid, start_time] : ranks) identities.push_back({pid, start_time});
+  GroupOptions options{staging_bytes, seconds(timeout_s), oversubscribed, raise_pending_signals};
+  const py::gil_scoped_release no_gil;
+  return GroupHolder(new Group(std::move(name), rank, std::move(segment), identities, std::move(options)));
+}
+
+void register_collectives(py::class_<Group, GroupHolder>& group) {
+  const auto asynchronous = py::arg("asynchronous") = false;
+  group
+      .def(
+          "barrier", [](Group& g, bool async) { return start(g, async, [&g] { barrier(g); }); }, asynchronous)
+      .def(
+          "all_reduce",
+          [](Group& g, Address input, Address output, size_t count, uint32_t dtype, uint32_t op, bool async) {
+            return start(g, async, [&g, input, output, count, type = dtype_of(dtype), by = op_of(op)] {
+              all_reduce(g, pointer(input), pointer(output), count, type, by);
+            });
+          },
+          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), asynchronous)
+      .def(
+          "all_gather",
+          [](Group& g, Address input, const std::vector<Address>& outputs, const std::vector<size_t>& counts,
+             uint32_t dtype, bool async) {
+            check_ranks(g, outputs.size());
+            check_ranks(g, counts.size());
+            return start(g, async, [&g, input, outputs = pointers(outputs), counts, type = dtype_of(dtype)] {
+              all_gather(g, pointer(input), outputs, counts, type);
+            });
+          },
+          py::arg("input"), py::arg("outputs"), py::arg("counts"), py::arg("dtype"), asynchronous)
+      .def(
+          "reduce_scatter",
+          [](Group& g, const std::vector<Address>& inputs, Address output, const std::vector<size_t>& counts,
+             uint32_t dtype, uint32_t op, bool async) {
+            check_ranks(g, inputs.size());
+            check_ranks(g, counts.size());
+            return start(g, async,
+                         [&g, inputs = const_pointers(inputs), output, counts, type = dtype_of(dtype), by = op_of(op)] {
+                           reduce_scatter(g, inputs, pointer(output), counts, type, by);
+                         });
+          },
+          py::arg("inputs"), py::arg("output"), py::arg("counts"), py::arg("dtype"), py::arg("op"), asynchronous)
+      .def(
+          "broadcast",
+          [](Group& g, Address data, size_t count, uint32_t dtype, int root, bool async) {
+            check_rank(g, root, "root");
+            return start(g, async, [&g, data, count, type = dtype_of(dtype), root] {
+              broadcast(g, pointer(data), count, type, root);
+            });
+          },
+          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"), asynchronous)
+      .def(
+          "reduce",
+          [](Group& g, Address input, Address output, size_t count, uint32_t dtype, uint32_t op, int root, bool async) {
+            check_rank(g, root, "root");
+            return start(g, async, [&g, input, output, count, type = dtype_of(dtype), by = op_of(op), root] {
+              reduce(g, pointer(input), pointer(output), count, type, by, root);
+            });
+          },
+          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), py::arg("root"),
+          asynchronous)
+      .def(
+          "gather",
+          [](Group& g, Address input, const std::vector<Address>& outputs, size_t count, uint32_t dtype, int root,
+             bool async) {
+            check_rank(g, root, "root");
+            if (g.rank() == root) check_ranks(g, outputs.size());
+            return start(g, async, [&g, input, outputs = pointers(outputs), count, type = dtype_of(dtype), root] {
+              gather(g, pointer(input), outputs, count, type, root);
+            });
+          },
+          py::arg("input"), py::arg("outputs"), py::arg("count"), py::arg("dtype"), py::arg("root"), asynchronous)
+      .def(
+          "scatter",
+          [](Group& g, const std::vector<Address>& inputs, Address output, size_t count, uint32_t dtype, int root,
+             bool async) {
+            check_rank(g, root, "root");
+            if (g.rank() == root) check_ranks(g, inputs.size());
+            return start(g, async, [&g, inputs = const_pointers(inputs), output, count, type = dtype_of(dtype), root] {
+              scatter(g, inputs, pointer(output), count, type, root);
+            });
+          },
+          py::arg("inputs"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("root"), asynchronous)
+      .def(
+          "all_to_all",
+          [](Group& g, const std::vector<Address>& inputs, const std::vector<size_t>& input_counts,
+             const std::vector<Address>& outputs, const std::vector<size_t>& output_counts, uint32_t dtype, bool async) {
+            for (const size_t items : {inputs.size(), input_counts.size(), outputs.size(), output_counts.size()})
+              check_ranks(g, items);
+            return start(g, async, [&g, inputs = const_pointers(inputs), input_counts, outputs = pointers(outputs),
+                                    output_counts, type = dtype_of(dtype)] {
+              all_to_all(g, inputs, input_counts, outputs, output_counts, type);
+            });
+          },
+          py::arg("inputs"), py::arg("input_counts"), py::arg("outputs"), py::arg("output_counts"), py::arg("dtype"),
+          asynchronous);
+}
+
+// Where a receive from any rank says whom it heard from; Python keeps it until the work is done.
+struct Source {
+  int rank = any_rank;
+};
+
+void register_messages(py::module_& m, py::class_<Group, GroupHolder>& group) {
+  py::class_<Source, std::shared_ptr<Source>>(m, "Source").def(py::init<>()).def_readonly("rank", &Source::rank);
+  group
+      .def(
+          "send",
+          [](Group& g, int destination, Address data, size_t count, uint32_t dtype, uint32_t tag) {
+            check_rank(g, destination, "destination");
+            return g.messenger().send(destination, pointer(data), MessageHeader{count, dtype_of(dtype), tag});
+          },
+          py::arg("destination"), py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag"), NoGil())
+      .def(
+          "receive",
+          [](Group& g, int source, Address data, size_t count, uint32_t dtype, uint32_t tag, Source& from) {
+            if (source != any_rank) check_rank(g, source, "source");
+            return g.messenger().receive(source, pointer(data), MessageHeader{count, dtype_of(dtype), tag}, &from.rank);
+          },
+          py::arg("source"), py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag"), py::arg("heard_from"),
+          NoGil());
+}
+
 void register_group(py::module_& m) {
   m.def("process_start_time", &process_start_time, py::arg("pid"));
 
@@ -106,67 +313,36 @@ void register_group(py::module_& m) {
       .def_static("open", &Segment::open, py::arg("creator"), py::arg("descriptor"), py::arg("bytes"))
       .def_property_readonly("descriptor", &Segment::descriptor);
 
-  py::class_<Group>(m, "Group", "A group of ranks over one segment. Addresses are integers, counts are elements.")
-      .def(py::init([](std::string name, int rank, Segment& segment,
-                       const std::vector<std::pair<pid_t, uint64_t>>& ranks, size_t staging_bytes, double timeout_s,
-                       bool oversubscribed) {
-             std::vector<RankIdentity> identities;
-             for (const auto& [pid, start_time] : ranks) identities.push_back({pid, start_time});
-             GroupOptions options{staging_bytes, seconds(timeout_s), oversubscribed, raise_pending_signals};
-             const py::gil_scoped_release no_gil;
-             return std::make_unique<Group>(std::move(name), rank, std::move(segment), identities,
-                                            std::move(options));
-           }),
-           py::arg("name"), py::arg("rank"), py::arg("segment"), py::arg("ranks"), py::arg("staging_bytes"),
-           py::arg("timeout_s"), py::arg("oversubscribed"))
+  py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::buffer_protocol(),
+                                              "Symmetric memory; the buffer is this rank's part.")
+      .def_buffer([](Region& region) {
+        return py::buffer_info(region.part(region.rank), 1, "B", 1, {region.bytes}, {1});
+      });
+
+  py::class_<Group, GroupHolder> group(m, "Group", "Ranks over one segment. Addresses are integers, counts elements.");
+  group
+      .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("segment"), py::arg("ranks"),
+           py::arg("staging_bytes"), py::arg("timeout_s"), py::arg("oversubscribed"))
       .def_static("segment_bytes", &Group::segment_bytes, py::arg("world"), py::arg("staging_bytes"))
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("world", &Group::world)
       .def_property_readonly("calls", &Group::calls)
       .def("rename", &Group::rename, py::arg("name"), NoGil())
       .def(
-          "set_timeout", [](Group& group, double timeout_s) { group.set_timeout(seconds(timeout_s)); },
-          py::arg("timeout_s"), NoGil())
+          "set_timeout", [](Group& g, double timeout_s) { g.set_timeout(seconds(timeout_s)); }, py::arg("timeout_s"))
+      .def("create_region", &Group::create_region, py::arg("bytes"), NoGil())
       .def("lost_ranks", &Group::lost_ranks, "Ranks that have died or left.")
+      .def("abort", &Group::abort, NoGil(), "Ends every call under way, on every rank, with an error.")
       .def("leave", &Group::leave, NoGil())
       .def(
           "inject_faults",
-          [](Group& group, uint64_t seed, uint32_t longest_delay_us, uint64_t die_at_point) {
-            group.inject({seed, longest_delay_us, die_at_point});
+          [](Group& g, uint64_t seed, uint32_t longest_delay_us, uint64_t die_at_point) {
+            g.inject({seed, longest_delay_us, die_at_point});
           },
           py::arg("seed") = 0, py::arg("longest_delay_us") = 0, py::arg("die_at_point") = 0, NoGil(),
-          "For tests: random delays wherever ranks meet, and death by SIGKILL at the n-th such point.")
-      .def("barrier", &barrier, NoGil())
-      .def(
-          "all_reduce",
-          [](Group& group, Address input, Address output, size_t count, uint32_t dtype, uint32_t op) {
-            all_reduce(group, pointer(input), pointer(output), count, dtype_of(dtype), op_of(op));
-          },
-          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), NoGil())
-      .def(
-          "all_gather",
-          [](Group& group, Address input, const std::vector<Address>& outputs, const std::vector<size_t>& counts,
-             uint32_t dtype) {
-            check_ranks(group, outputs.size());
-            check_ranks(group, counts.size());
-            all_gather(group, pointer(input), pointers(outputs), counts, dtype_of(dtype));
-          },
-          py::arg("input"), py::arg("outputs"), py::arg("counts"), py::arg("dtype"), NoGil())
-      .def(
-          "reduce_scatter",
-          [](Group& group, const std::vector<Address>& inputs, Address output, const std::vector<size_t>& counts,
-             uint32_t dtype, uint32_t op) {
-            check_ranks(group, inputs.size());
-            check_ranks(group, counts.size());
-            reduce_scatter(group, const_pointers(inputs), pointer(output), counts, dtype_of(dtype), op_of(op));
-          },
-          py::arg("inputs"), py::arg("output"), py::arg("counts"), py::arg("dtype"), py::arg("op"), NoGil())
-      .def(
-          "broadcast",
-          [](Group& group, Address data, size_t count, uint32_t dtype, int root) {
-            broadcast(group, pointer(data), count, dtype_of(dtype), root);
-          },
-          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"), NoGil());
+          "For tests: random delays wherever ranks meet, and death by SIGKILL at the n-th such point.");
+  register_collectives(group);
+  register_messages(m, group);
 }
 
 }  // namespace
@@ -176,6 +352,7 @@ namespace weft {
 void register_shm(py::module_& m) {
   register_errors(m);
   register_reductions(m);
+  register_work(m);
   register_group(m);
 }
 

@@ -41,6 +41,11 @@ void Flag::raise_to(uint32_t target) {
   if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(&value);
 }
 
+void Flag::ring() {
+  value.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(&value);
+}
+
 void Flag::nudge() { futex_wake(&value); }
 
 bool Flag::sleep(uint32_t target, Clock::duration limit) {

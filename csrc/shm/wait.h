@@ -20,6 +20,9 @@ struct alignas(64) Flag {
   // Everything written before is visible to whoever sees the new value.
   void raise_to(uint32_t target);
 
+  // Raises it by one; for a flag of many writers, where that there is news is all that counts.
+  void ring();
+
   // Returns whether the target is reached; false after at most `limit` of sleep. May return early.
   bool sleep(uint32_t target, Clock::duration limit);
 

@@ -1,17 +1,20 @@
 """The "weft" backend of torch.distributed: a ProcessGroup whose ranks share memory.
 
 A subclass in Python of torch's ProcessGroup: it costs a few microseconds a call and links against no libtorch, so one
-build serves every torch. Collectives complete before they return; the Work they hand back is done.
+build serves every torch. What is asked for with async_op=True runs on a thread of the engine's while the caller
+goes on; everything else completes before it returns.
 """
 
 # torch declares these methods with overloads, and some of them twice, under an old name and a new one.
 # mypy: disable-error-code="override, assignment, call-arg"
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
-from weft import _C
-from weft.comm.dtypes import check_cpu, movable, reducible, reduction
+from weft.comm.dtypes import op_code
+from weft.comm.engine import Engine, Pending
 from weft.comm.rendezvous import join
 
 Tensors = list[torch.Tensor]
@@ -20,21 +23,23 @@ Tensors = list[torch.Tensor]
 class WeftProcessGroup(dist.ProcessGroup):
     """Collectives over shared memory between the processes of one machine, on CPU tensors."""
 
-    engine: _C.Group
+    engine: Engine
 
     @classmethod
     def create(cls, options) -> "WeftProcessGroup":
         """From c10d's DistributedBackendOptions; called by init_process_group and new_group."""
         ranks_on_machine = dist.get_world_size() if dist.is_initialized() else options.group_size
         group = cls(options.group_rank, options.group_size)
-        group.engine = join(
-            options.store,
-            options.group_rank,
-            options.group_size,
-            name=str(options.group_id),
-            timeout=options.timeout,
-            ranks_on_machine=ranks_on_machine,
-            lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
+        group.engine = Engine(
+            join(
+                options.store,
+                options.group_rank,
+                options.group_size,
+                name=str(options.group_id),
+                timeout=options.timeout,
+                ranks_on_machine=ranks_on_machine,
+                lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
+            )
         )
         group._name, group._desc = str(options.group_id), "undefined"
         return group
@@ -55,160 +60,228 @@ class WeftProcessGroup(dist.ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
         if desc and desc != "undefined":
-            self.engine.rename(desc)
+            self.engine.group.rename(desc)
 
     group_name = property(getGroupName)
     group_desc = property(lambda self: self._desc)
 
-    def _set_default_timeout(self, timeout) -> None:
-        self.engine.set_timeout(timeout.total_seconds())
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.engine.group.set_timeout(timeout.total_seconds())
 
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
-        self.engine.leave()
+        self.engine.group.leave()
 
-    abort = shutdown
+    def abort(self) -> None:
+        self.engine.group.abort()
 
     # Collectives.
 
     def allreduce(self, tensors: Tensors, opts=None) -> dist.Work:
         opts = opts or dist.AllreduceOptions()
-        for x in _as_list(tensors):
-            check_cpu(x)
-            whole = x if x.is_contiguous() else x.contiguous()
-            address = whole.data_ptr()
-            self.engine.all_reduce(address, address, whole.numel(), reducible(whole), reduction(opts.reduceOp))
-            if whole is not x:
-                x.copy_(whole)
-        return _Done(tensors)
+        op, wait = op_code(opts.reduceOp), not opts.asyncOp
+        return _Work([self.engine.all_reduce(x, op, wait) for x in _as_list(tensors)], tensors)
 
     allreduce_coalesced = allreduce
 
+    def reduce(self, tensors: Tensors, opts=None) -> dist.Work:
+        opts = opts or dist.ReduceOptions()
+        op, wait = op_code(opts.reduceOp), not opts.asyncOp
+        return _Work([self.engine.reduce(x, opts.rootRank, op, wait) for x in _as_list(tensors)], tensors)
+
     def broadcast(self, tensors: Tensors, opts=None) -> dist.Work:
-        root = opts.rootRank if opts is not None else 0
-        for x in _as_list(tensors):
-            check_cpu(x)
-            whole = x if x.is_contiguous() else x.contiguous()
-            code, scale = movable(x)
-            self.engine.broadcast(whole.data_ptr(), whole.numel() * scale, code, root)
-            if whole is not x:
-                x.copy_(whole)
-        return _Done(tensors)
+        opts = opts or dist.BroadcastOptions()
+        return _Work([self.engine.broadcast(x, opts.rootRank, not opts.asyncOp) for x in _as_list(tensors)], tensors)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts=None) -> dist.Work:
+        wait = _waits(opts)
+        pending = []
         for parts, x in zip(outputs, inputs, strict=True):
-            if len(parts) != self.size():
-                raise ValueError(f"all_gather: expected {self.size()} output tensors, one per rank, got {len(parts)}")
-            _check_same(parts[self.rank()], x, "all_gather", "this rank's output", "its input")
-            whole_parts = [part if part.is_contiguous() else torch.empty(part.shape, dtype=x.dtype) for part in parts]
-            self._gather(x, whole_parts)
-            for part, whole in zip(parts, whole_parts, strict=True):
-                if part is not whole:
-                    part.copy_(whole)
-        return _Done(outputs)
+            self._check_one_each("all_gather", "output", parts)
+            _check_same_size("all_gather", parts[self.rank()], "this rank's output", x, "its input")
+            pending.append(self.engine.all_gather(x, parts, wait))
+        return _Work(pending, outputs)
 
-    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts=None) -> dist.Work:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts=None) -> dist.Work:
+        """outputs[i][r] = rank r's inputs[i], in the layout that torch passes here: one list a tensor or one a rank."""
+        if outputs and len(outputs) == self.size() and len(outputs) != len(inputs):
+            outputs = [list(parts) for parts in zip(*outputs, strict=True)]
+        return self.allgather(outputs, inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts=None) -> "_Work":
         if output.numel() != x.numel() * self.size():
             raise ValueError(
                 f"all_gather_into_tensor: the output has {output.numel()} elements; {self.size()} ranks with an input "
                 f"of {x.numel()} need {x.numel() * self.size()}"
             )
-        whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
-        self._gather(x, list(whole.view(-1).split(x.numel())) if x.numel() else [whole] * self.size())
-        if whole is not output:
-            output.copy_(whole)
-        return _Done([output])
+        return _Work([self.engine.all_gather(x, _flat_parts(output, self.size()), _waits(opts))], [output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts=None) -> dist.Work:
-        for output, x in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, x, opts)
-        return _Done(outputs)
+        works = [self.all_gather_single(output, x, opts) for output, x in zip(outputs, inputs, strict=True)]
+        return _Work.all_of(works, outputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts=None) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
+        op, pending = op_code(opts.reduceOp), []
         for output, parts in zip(outputs, inputs, strict=True):
-            if len(parts) != self.size():
-                raise ValueError(
-                    f"reduce_scatter: expected {self.size()} input tensors, one per rank, got {len(parts)}"
-                )
-            _check_same(output, parts[self.rank()], "reduce_scatter", "the output", "this rank's input")
-            self._reduce_scatter(output, [part.contiguous() for part in parts], opts.reduceOp)
-        return _Done(outputs)
+            self._check_one_each("reduce_scatter", "input", parts)
+            _check_same_size("reduce_scatter", output, "the output", parts[self.rank()], "this rank's input")
+            pending.append(self.engine.reduce_scatter(parts, output, op, not opts.asyncOp))
+        return _Work(pending, outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts=None) -> dist.Work:
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts=None) -> "_Work":
         opts = opts or dist.ReduceScatterOptions()
         if x.numel() != output.numel() * self.size():
             raise ValueError(
                 f"reduce_scatter_tensor: the input has {x.numel()} elements; {self.size()} ranks with an output of "
                 f"{output.numel()} need {output.numel() * self.size()}"
             )
-        whole = x.contiguous().view(-1)
-        self._reduce_scatter(
-            output, list(whole.split(output.numel())) if len(whole) else [whole] * self.size(), opts.reduceOp
-        )
-        return _Done([output])
+        parts = _flat_parts(x.contiguous(), self.size())
+        return _Work([self.engine.reduce_scatter(parts, output, op_code(opts.reduceOp), not opts.asyncOp)], [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts=None) -> dist.Work:
-        for output, x in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, x, opts)
-        return _Done(outputs)
+        works = [self.reduce_scatter_single(output, x, opts) for output, x in zip(outputs, inputs, strict=True)]
+        return _Work.all_of(works, outputs)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts=None) -> dist.Work:
+        opts = opts or dist.GatherOptions()
+        (x,), parts = inputs, outputs[0] if outputs else []
+        if self.rank() == opts.rootRank:
+            self._check_one_each("gather", "output", parts)
+            for part in parts:
+                _check_same_size("gather", part, "an output", x, "the input")
+        return _Work([self.engine.gather(x, parts, opts.rootRank, not opts.asyncOp)], outputs)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts=None) -> dist.Work:
+        opts = opts or dist.ScatterOptions()
+        (output,), parts = outputs, inputs[0] if inputs else []
+        if self.rank() == opts.rootRank:
+            self._check_one_each("scatter", "input", parts)
+            for part in parts:
+                _check_same_size("scatter", part, "an input", output, "the output")
+        return _Work([self.engine.scatter(parts, output, opts.rootRank, not opts.asyncOp)], outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts=None) -> dist.Work:
+        self._check_one_each("all_to_all", "input", inputs)
+        self._check_one_each("all_to_all", "output", outputs)
+        return _Work([self.engine.all_to_all(inputs, outputs, _waits(opts))], outputs)
+
+    def all_to_all_single(self, output, x, output_sizes, input_sizes, opts=None) -> dist.Work:
+        whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+        inputs = self._rows("all_to_all_single", x.contiguous(), input_sizes)
+        outputs = self._rows("all_to_all_single", whole, output_sizes)
+        wait = _waits(opts) or whole is not output
+        pending = self.engine.all_to_all(inputs, outputs, wait)
+        if whole is not output:
+            output.detach().copy_(whole)
+        return _Work([pending], [output])
 
     def barrier(self, opts=None) -> dist.Work:
-        self.engine.barrier()
-        return _Done([])
+        return _Work([self.engine.barrier(_waits(opts))], [])
+
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
+        (x,) = tensors
+        return _Work([self.engine.send(x, destination, tag)], tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
+        (x,) = tensors
+        return _Work([self.engine.receive(x, source, tag)], tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        (x,) = tensors
+        return _Work([self.engine.receive(x, None, tag)], tensors)
 
     # The names that torch used before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
-    def _gather(self, x: torch.Tensor, parts: Tensors) -> None:
-        for tensor in (x, *parts):
-            check_cpu(tensor)
-            if tensor.dtype != x.dtype:
-                raise TypeError(f"all_gather: the input is {x.dtype}, an output {tensor.dtype}; they must be the same")
-        code, scale = movable(x)
-        counts = [part.numel() * scale for part in parts]
-        self.engine.all_gather(x.contiguous().data_ptr(), [part.data_ptr() for part in parts], counts, code)
+    def monitored_barrier(self, *args, **kwargs):
+        raise NotImplementedError(
+            "the weft backend has no monitored_barrier: every collective, barrier too, names the ranks that are late"
+        )
 
-    def _reduce_scatter(self, output: torch.Tensor, parts: Tensors, op) -> None:
-        for tensor in (output, *parts):
-            check_cpu(tensor)
-            if tensor.dtype != output.dtype:
-                raise TypeError(
-                    f"reduce_scatter: the output is {output.dtype}, an input {tensor.dtype}; they must be the same"
+    def _check_one_each(self, what: str, kind: str, tensors: Tensors) -> None:
+        if len(tensors) != self.size():
+            raise ValueError(f"{what}: expected {self.size()} {kind} tensors, one per rank, got {len(tensors)}")
+
+    def _rows(self, what: str, x: torch.Tensor, sizes: list[int]) -> Tensors:
+        """x cut along its first dimension; no sizes: in equal parts."""
+        if not sizes:
+            if x.size(0) % self.size():
+                raise ValueError(
+                    f"{what}: {x.size(0)} rows do not divide by {self.size()} ranks; pass the sizes of the splits"
                 )
-        whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
-        addresses, counts = [part.data_ptr() for part in parts], [part.numel() for part in parts]
-        self.engine.reduce_scatter(addresses, whole.data_ptr(), counts, reducible(output), reduction(op))
-        if whole is not output:
-            output.copy_(whole)
+            return list(x.split(x.size(0) // self.size())) if x.size(0) else [x] * self.size()
+        if len(sizes) != self.size() or sum(sizes) != x.size(0):
+            raise ValueError(f"{what}: splits {sizes} must be {self.size()} sizes that add up to {x.size(0)} rows")
+        return list(x.split(sizes))
 
 
-class _Done(dist.Work):
-    """The Work of a collective that completed before it returned."""
+class _Work(dist.Work):
+    """What torch waits for: nothing, where everything is done already, or what the engine still does."""
 
-    def __init__(self, result):
+    def __init__(self, pending: list[Pending | None], result):
         super().__init__()
+        self._pending = [one for one in pending if one is not None]
         self._result = result
 
-    def wait(self, timeout=None) -> bool:
+    @classmethod
+    def all_of(cls, works: list["_Work"], result) -> "_Work":
+        return cls([one for work in works for one in work._pending], result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit_s = timeout.total_seconds() if timeout else None
+        for one in self._pending:
+            if not one.wait(limit_s):
+                raise TimeoutError(f"the operation was not done within {limit_s:.3g} s; it goes on")
         return True
+
+    synchronize = wait
 
     def is_completed(self) -> bool:
-        return True
+        return all(one.done() for one in self._pending)
 
     def is_success(self) -> bool:
-        return True
+        return self.is_completed() and self.exception() is None
+
+    def exception(self):
+        try:
+            if self.is_completed():
+                self.wait()
+        except RuntimeError as error:
+            return error
+        return None
 
     def result(self):
         return self._result
 
+    def _source_rank(self) -> int:
+        return self._pending[0].source
+
+    source_rank = _source_rank
+
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._result)
+        left = len(self._pending)
+
+        def one_is_done(error: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            elif left <= 0:
+                future.set_result(self._result)
+
+        if not self._pending:
+            one_is_done(None)
+        for one in self._pending:
+            one.then(one_is_done)
         return future
 
 
@@ -217,42 +290,30 @@ def _lost_members(members: list[int]) -> list[int]:
     default = dist.group.WORLD
     if not isinstance(default, WeftProcessGroup):
         return []
-    return [members.index(rank) for rank in default.engine.lost_ranks() if rank in members]
+    return [members.index(rank) for rank in default.engine.group.lost_ranks() if rank in members]
 
 
 def _as_list(tensors) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def _check_same(a: torch.Tensor, b: torch.Tensor, what: str, a_name: str, b_name: str) -> None:
+def _waits(opts) -> bool:
+    return opts is None or not opts.asyncOp
+
+
+def _flat_parts(x: torch.Tensor, world: int) -> Tensors:
+    """Equal parts of x in memory order, one per rank. Of an x that is not contiguous there are none: see below."""
+    if x.is_contiguous():
+        flat = x.view(-1)
+        return list(flat.split(flat.numel() // world)) if flat.numel() else [flat] * world
+    if x.size(0) % world:
+        raise ValueError(f"a strided output of shape {tuple(x.shape)} cannot be cut into {world} equal parts of rows")
+    return list(x.split(x.size(0) // world))  # each is copied into when the whole is there
+
+
+def _check_same_size(what: str, a: torch.Tensor, a_name: str, b: torch.Tensor, b_name: str) -> None:
     if a.numel() != b.numel() or a.dtype != b.dtype:
         raise ValueError(
             f"{what}: {a_name} is {a.dtype} with {a.numel()} elements, {b_name} {b.dtype} with {b.numel()}; "
             "they must be alike"
         )
-
-
-def _not_there(operation: str):
-    def raise_not_implemented(self, *args, **kwargs):
-        raise NotImplementedError(
-            f"the weft backend has no {operation} yet; for this operation use a group of the gloo backend "
-            '(torch.distributed.new_group(backend="gloo"))'
-        )
-
-    return raise_not_implemented
-
-
-for _operation in (
-    "reduce",
-    "gather",
-    "scatter",
-    "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
-    "allgather_coalesced",
-    "send",
-    "recv",
-    "recv_anysource",
-    "monitored_barrier",
-):
-    setattr(WeftProcessGroup, _operation, _not_there(_operation))

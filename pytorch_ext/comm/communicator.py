@@ -10,11 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft import _C
 from weft.comm.backend import WeftProcessGroup
-from weft.comm.dtypes import check_cpu, movable, reducible
-
-_SUM = _C.reduce_ops["sum"]
 
 
 def communicator(group=None) -> "Communicator":
@@ -87,18 +83,19 @@ class Communicator:
         """output = the sum over ranks of their parts[this rank]; all contiguous."""
         raise NotImplementedError
 
-    def all_sizes(self, n: int) -> list[int]:
-        """Every rank's n, in rank order."""
-        sizes = torch.empty(self.world, dtype=torch.int64)
-        self.gather_parts(torch.tensor([n]), list(sizes.split(1)))
+    def all_sizes(self, x: torch.Tensor, dim: int) -> list[int]:
+        """The size of every rank's x along `dim`, in rank order."""
+        if self.world == 1:
+            return [x.size(dim)]
+        sizes = torch.empty(self.world, dtype=torch.int64, device=x.device)
+        self.gather_parts(torch.tensor([x.size(dim)], device=x.device), list(sizes.split(1)))
         return sizes.tolist()
 
-    def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """The ranks' x one after another along `dim`. Sizes along it may differ; None asks the ranks for them."""
+    def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        """The ranks' x one after another along `dim`; their sizes along it may differ."""
         if self.world == 1:
             return x
         dim %= x.dim()
-        sizes = self.all_sizes(x.size(dim)) if sizes is None else sizes
         shape = list(x.shape)
         if _leads(x.shape, dim):  # the parts lie one after another in the result itself
             shape[dim] = sum(sizes)
@@ -127,24 +124,15 @@ class EngineCommunicator(Communicator):
         self._engine = group.engine
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        if self.world == 1:
-            return x
-        check_cpu(x)
-        whole = x if x.is_contiguous() else x.contiguous()
-        address = whole.data_ptr()
-        self._engine.all_reduce(address, address, whole.numel(), reducible(whole), _SUM)
-        return x if whole is x else x.copy_(whole)
+        if self.world > 1:
+            self._engine.all_reduce(x)
+        return x
 
     def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        check_cpu(x)
-        code, scale = movable(x)
-        counts = [part.numel() * scale for part in parts]
-        self._engine.all_gather(x.contiguous().data_ptr(), [part.data_ptr() for part in parts], counts, code)
+        self._engine.all_gather(x, parts)
 
     def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
-        check_cpu(output)
-        addresses, counts = [part.data_ptr() for part in parts], [part.numel() for part in parts]
-        self._engine.reduce_scatter(addresses, output.data_ptr(), counts, reducible(output), _SUM)
+        self._engine.reduce_scatter(parts, output)
 
 
 class BackendCommunicator(Communicator):

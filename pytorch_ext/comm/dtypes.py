@@ -1,12 +1,12 @@
-"""torch's element types and reductions by the numbers that weft._C knows them by."""
+"""torch's element types and reductions by the codes that weft._C knows them by."""
 
 import torch
 import torch.distributed as dist
 
 from weft import _C
 
-_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}
-
+SUM = _C.reduce_ops["sum"]
+_DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}
 _OPS: dict[int, int] = {
     int(getattr(dist.ReduceOp, theirs)): _C.reduce_ops[ours]
     for theirs, ours in {
@@ -22,31 +22,24 @@ _OPS: dict[int, int] = {
 }
 
 
-def reduction(op) -> int:
-    """The code of a torch.distributed.ReduceOp (or of its bare enumerator); ValueError where there is none."""
+def op_code(op) -> int:
+    """Of a torch.distributed.ReduceOp (or of its bare enumerator); ValueError where there is none."""
     code = _OPS.get(int(getattr(op, "op", op)))
     if code is None:
         raise ValueError(f"the weft backend does not reduce by {op}; it takes {', '.join(_C.reduce_ops)}")
     return code
 
 
-def reducible(x: torch.Tensor) -> int:
-    """The code of x's type for a reduction; TypeError where there is none."""
-    code = _CODES.get(x.dtype)
+def dtype_code(x: torch.Tensor) -> int:
+    """Of x's type, for a reduction; TypeError where there is none."""
+    code = _DTYPES.get(x.dtype)
     if code is None:
-        names = ", ".join(str(dtype) for dtype in _CODES)
+        names = ", ".join(str(dtype) for dtype in _DTYPES)
         raise TypeError(f"the weft backend cannot reduce {x.dtype}; it reduces {names}")
     return code
 
 
-def movable(x: torch.Tensor) -> tuple[int, int]:
+def byte_code(x: torch.Tensor) -> tuple[int, int]:
     """(code, elements of that code per element of x) for moving x's bytes; every type can be moved."""
-    code = _CODES.get(x.dtype)
+    code = _DTYPES.get(x.dtype)
     return (code, 1) if code is not None else (_C.dtypes["uint8"], x.element_size())
-
-
-def check_cpu(x: torch.Tensor) -> None:
-    if x.device.type != "cpu":
-        raise TypeError(f"the weft backend takes CPU tensors, got one on {x.device}")
-    if x.layout != torch.strided:
-        raise TypeError(f"the weft backend takes dense tensors, got {x.layout}")

@@ -1,10 +1,13 @@
 """How ranks that share only a torch Store become a group that shares memory."""
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+
+import torch.distributed as dist
 
 from weft import _C
 
@@ -33,56 +36,42 @@ def join(
     Raises:
         ValueError: the ranks run on several machines, or different versions.
         OSError: the memory could not be had.
-        RankLostError, CollectiveTimeoutError: a rank died or did not come.
+        RankLostError: a rank died after it announced itself. CollectiveTimeoutError: a rank did not come.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
-
-    def read(key: str, from_rank: int) -> dict:
-        while True:
-            try:
-                store.wait([key], timedelta(milliseconds=100))
-                return json.loads(store.get(key))
-            except RuntimeError as error:  # the store's word for "not yet"
-                if from_rank in lost_ranks():
-                    raise _C.RankLostError(
-                        f'rank {from_rank} was lost before it joined group "{name}" (rank {rank} waited for it).'
-                    ) from error
-                if time.monotonic() > deadline:
-                    raise _C.CollectiveTimeoutError(
-                        f'rank {from_rank} did not join group "{name}" within {timeout.total_seconds():.3g} s '
-                        f"(rank {rank} waited)."
-                    ) from error
-
-    store.set(f"process/{rank}", json.dumps(_describe_process()))
-    processes = [read(f"process/{peer}", peer) for peer in range(world)]
+    meeting = _Meeting(store, name, rank, timeout, lost_ranks)
+    meeting.announce(f"process/{rank}", _describe_process())
+    processes = [meeting.read(f"process/{peer}", peer) for peer in range(world)]
+    meeting.processes = processes
     _check_one_machine(name, processes)
 
-    staging_bytes = int(os.environ.get("WEFT_STAGING_KIB", STAGING_KIB)) * 1024
-    segment_bytes = _C.Group.segment_bytes(world, staging_bytes)
     segment, error = None, None
     try:
-        if staging_bytes % 4096 or staging_bytes < 4096 * max(1, world // 64):
-            raise ValueError(f"WEFT_STAGING_KIB={staging_bytes // 1024} must be a positive multiple of 4")
+        staging_bytes = int(os.environ.get("WEFT_STAGING_KIB", STAGING_KIB)) * 1024
+        if staging_bytes % 4096 or staging_bytes < max(4096, 64 * world):
+            raise ValueError(
+                f"WEFT_STAGING_KIB={staging_bytes // 1024} must be a multiple of 4, and at least 64 bytes a rank"
+            )
+        segment_bytes = _C.Group.segment_bytes(world, staging_bytes)
         if rank == 0:
             segment = _C.Segment.create(segment_bytes)
-            store.set("segment", json.dumps({"pid": os.getpid(), "descriptor": segment.descriptor}))
+            meeting.announce("segment", {"pid": os.getpid(), "descriptor": segment.descriptor})
         else:
-            place = read("segment", 0)
+            place = meeting.read("segment", 0)
             if "error" not in place:
                 segment = _C.Segment.open(place["pid"], place["descriptor"], segment_bytes)
     except (OSError, ValueError) as reason:
         error = reason
         if rank == 0:
-            store.set("segment", json.dumps({"error": str(reason)}))
-    store.set(f"ready/{rank}", json.dumps({"error": str(error)} if error else {}))
+            meeting.announce("segment", {"error": str(reason)})
+    meeting.announce(f"ready/{rank}", {"error": str(error)} if error else {})
     if error:
         raise error
     for peer in range(world):
-        state = read(f"ready/{peer}", peer)
+        state = meeting.read(f"ready/{peer}", peer)
         if "error" in state:
             raise OSError(f'rank {peer} could not join group "{name}": {state["error"]}')
 
-    return _C.Group(
+    group = _C.Group(
         name=name,
         rank=rank,
         segment=segment,
@@ -91,6 +80,64 @@ def join(
         timeout_s=timeout.total_seconds(),
         oversubscribed=max(world, ranks_on_machine) > len(os.sched_getaffinity(0)),
     )
+    meeting.clear()  # every rank has read everything: joining was a barrier
+    return group
+
+
+class _Meeting:
+    """The exchange of a few notes through the store, with an eye on who is still there."""
+
+    def __init__(self, store, name: str, rank: int, timeout: timedelta, lost_ranks: Callable[[], list[int]]):
+        self.store, self.name, self.rank, self.timeout_s = store, name, rank, timeout.total_seconds()
+        self.deadline = time.monotonic() + self.timeout_s
+        self.lost_ranks = lost_ranks
+        self.processes: list[dict] = []  # once they are known, their lives are watched
+        self.announced: list[str] = []
+
+    def announce(self, key: str, note: dict) -> None:
+        self.store.set(key, json.dumps(note))
+        self.announced.append(key)
+
+    def read(self, key: str, from_rank: int) -> dict:
+        pause_s = 0.0005
+        try:
+            while not self.store.check([key]):
+                if self._gone(from_rank):
+                    raise _C.RankLostError(
+                        f'rank {from_rank} was lost before it joined group "{self.name}" (rank {self.rank} waited).'
+                    )
+                if time.monotonic() > self.deadline:
+                    raise _C.CollectiveTimeoutError(
+                        f'rank {from_rank} did not join group "{self.name}" within {self.timeout_s:.3g} s '
+                        f"(rank {self.rank} waited)."
+                    )
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.02)
+            return json.loads(self.store.get(key))
+        except dist.DistError as error:  # the store itself: its host has gone, say
+            raise _C.CommError(
+                f'rank {self.rank} lost the store while it joined group "{self.name}": {error}'
+            ) from error
+
+    def clear(self) -> None:
+        """A later group of the same name at the same store must not read these notes."""
+        for key in self.announced:
+            with contextlib.suppress(RuntimeError):  # a store that cannot delete, or has gone with its host
+                self.store.delete_key(key)
+
+    def _gone(self, rank: int) -> bool:
+        if rank in self.lost_ranks():
+            return True
+        if not self.processes:
+            return False
+        process = self.processes[rank]
+        return _C.process_start_time(process["pid"]) != process["start_time"] or _is_zombie(process["pid"])
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "Z"
+    return False
 
 
 def _describe_process() -> dict:

@@ -2,5 +2,6 @@
 
 from weft.nn.embedding import ParallelEmbedding
 from weft.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from weft.nn.sequence import sum_gradients
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "ParallelLinear", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "ParallelLinear", "RowParallelLinear", "sum_gradients"]

@@ -65,17 +65,9 @@ class ParallelEmbedding(ShardedModule):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return parallel_embedding(tokens, self.weight, self.shards["weight"], self.padding_idx)
 
-    def reset_parameters(self) -> None:
-        """This rank's rows of what nn.Embedding.reset_parameters draws."""
-        whole = nn.Embedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.padding_idx,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
-        )
-        with torch.no_grad():
-            self.weight.copy_(self.shards["weight"].take(whole.weight))
+    def _draw_whole(self) -> nn.Embedding:
+        like = {"device": self.weight.device, "dtype": self.weight.dtype}
+        return nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, **like)
 
     def extra_repr(self) -> str:
         shard = self.shards["weight"]

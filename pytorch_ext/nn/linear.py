@@ -30,7 +30,10 @@ class ParallelLinear(ShardedModule):
         gather_output: column only; every rank gets the whole output.
         split_input: row only; x is whole and each rank takes its part.
         sequence_parallel: between layers the sequence is split instead (Korthikanti et al. 2022): a column layer takes
-            x split along sequence_dim and gathers it, a row layer gives its output split along it.
+            x split along sequence_dim and gathers it, a row layer gives its output split along it. What stands
+            between a row layer and the next column layer (a norm, say) sees this rank's tokens only, so the gradients
+            of its parameters must be summed over the ranks: name it "sequence" in the plan of `weft.parallelize`, or
+            call `weft.nn.sum_gradients(module, group)`.
         sequence_dim: the dimension of x that is the sequence.
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
         unit: the split features are cut at multiples of it (of a head's size, say).
@@ -66,12 +69,12 @@ class ParallelLinear(ShardedModule):
         self.communicator = communicator(group)
         self._op = column_parallel_linear if style == "column" else row_parallel_linear
         self._place = Place(self.communicator, sequence_dim if sequence_parallel else None, activation_of(activation))
-        self._weight_shard = self._shard((out_features, in_features), _SPLIT_DIM[style])
+        self._split = self._shard((out_features, in_features), _SPLIT_DIM[style])
         self._hold(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, style: str, group=None, **options) -> "ParallelLinear":
-        """This rank's part of an existing nn.Linear; options as in the constructor."""
+        """This rank's part of an existing nn.Linear; options as in the constructor, but bias, device and dtype."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
         weight, has_bias = linear.weight, linear.bias is not None
@@ -90,28 +93,19 @@ class ParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:
-            x = split(x, -1, self.communicator, self._weight_shard.sizes)
+            x = split(x, -1, self.communicator, self._split.sizes)
         y = self._op(x, self.weight, self.bias, self._place)
-        return gather(y, -1, self.communicator, self._weight_shard.sizes) if self.gather_output else y
+        return gather(y, -1, self.communicator, self._split.sizes) if self.gather_output else y
 
-    def reset_parameters(self) -> None:
-        """This rank's slice of what nn.Linear.reset_parameters draws."""
-        whole = nn.Linear(
-            self.in_features,
-            self.out_features,
-            self.bias is not None,
-            device=self.weight.device,
-            dtype=self.weight.dtype,
-        )
-        with torch.no_grad():
-            self.weight.copy_(self._weight_shard.take(whole.weight))
-            if self.bias is not None:
-                self.bias.copy_(self.shards["bias"].take(whole.bias) if "bias" in self.shards else whole.bias)
+    def _draw_whole(self) -> nn.Linear:
+        has_bias = self.bias is not None
+        like = {"device": self.weight.device, "dtype": self.weight.dtype}
+        return nn.Linear(self.in_features, self.out_features, has_bias, **like)
 
     def extra_repr(self) -> str:
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, style={self.style!r}, "
-            f"rank {self.communicator.rank} of {self.communicator.world}, weight {tuple(self._weight_shard.shape)}"
+            f"rank {self.communicator.rank} of {self.communicator.world}, weight {tuple(self._split.shape)}"
         )
 
     def _shard(self, shape, dim: int) -> Shard:
@@ -125,7 +119,7 @@ class ParallelLinear(ShardedModule):
             ) from None
 
     def _hold(self, linear: nn.Linear) -> None:
-        self.adopt("weight", linear.weight, self._weight_shard)
+        self.adopt("weight", linear.weight, self._split)
         if linear.bias is None:
             self.register_parameter("bias", None)
         elif self.style == "column":

@@ -22,24 +22,52 @@ class ShardedModule(nn.Module):
         self.shards[name] = shard
         self.register_parameter(name, shard.parameter(whole))
 
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        for name, shard in self.shards.items():  # a copied Parameter has lost its attributes
+    def reset_parameters(self) -> None:
+        """This rank's part of what the whole layer's constructor draws."""
+        whole = self._draw_whole()
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if parameter is not None:
+                    shard = self.shards.get(name)
+                    parameter.copy_(shard.take(getattr(whole, name)) if shard else getattr(whole, name))
+
+    def _draw_whole(self) -> nn.Module:
+        """A whole layer like this one, with parameters drawn as torch draws them."""
+        raise NotImplementedError
+
+    def _mark(self) -> None:
+        for name, shard in self.shards.items():
             shard.mark(self._parameters[name])
 
+    # What replaces a Parameter loses what it knew: copies, moves between devices, and assigning loads.
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark()
+
+    def _apply(self, function, recurse=True):
+        super()._apply(function, recurse)
+        self._mark()
+        return self
+
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        wrong = []
         for name, shard in self.shards.items():
             key = prefix + name
             value = state_dict.get(key)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) == shard.shape:
                 continue
             if tuple(value.shape) == shard.global_shape:
-                state_dict[key] = shard.take(value)
+                state_dict[key] = shard.take(value).clone(memory_format=torch.contiguous_format)
                 continue
             errors.append(
                 f"{key} has shape {tuple(value.shape)}; expected {shard.shape}, the shard of rank "
                 f"{shard.communicator.rank} of {shard.communicator.world}, or the whole {shard.global_shape}"
             )
             del state_dict[key]
-            strict = False  # it is not missing: it is wrong, and that is said
+            wrong.append(key)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        for key in wrong:  # it is not missing: it is wrong, and that is said
+            if key in missing:
+                missing.remove(key)
+        self._mark()

@@ -20,6 +20,6 @@ def first_order(backward):
     return wrapper
 
 
-def tokens(x: torch.Tensor) -> torch.Tensor:
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """[..., F] to [M, F]."""
     return x if x.dim() == 2 else x.reshape(-1, x.size(-1))

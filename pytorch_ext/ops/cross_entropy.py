@@ -75,7 +75,7 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, communicator: Communicator, ignore_index, smoothing):
-        sizes = communicator.all_sizes(logits.size(-1))
+        sizes = communicator.all_sizes(logits, -1)
         vocabulary, offset = sum(sizes), sum(sizes[: communicator.rank])
         ignored = target == ignore_index
         _check_targets(target.masked_select(~ignored), vocabulary)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from weft.comm.communicator import Communicator
 from weft.ops.activation import Activation
-from weft.ops.backward import first_order, tokens
+from weft.ops.backward import as_matrix, first_order
 from weft.split import split_sizes
 
 
@@ -69,7 +69,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         ctx.place = communicator, sequence_dim, activation = place
         whole = x
         if sequence_dim is not None:
-            ctx.sizes = communicator.all_sizes(x.size(sequence_dim))
+            ctx.sizes = communicator.all_sizes(x, sequence_dim)
             whole = communicator.all_gather(x, sequence_dim, ctx.sizes)
         z = F.linear(whole, weight, bias)
         if activation is None:
@@ -95,9 +95,9 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         if needs_weight:
             if sequence_dim is not None:
                 x = communicator.all_gather(x, sequence_dim, ctx.sizes)
-            dw = tokens(dz).t() @ tokens(x)
+            dw = as_matrix(dz).t() @ as_matrix(x)
         if needs_bias:
-            db = tokens(dz).sum(0)
+            db = as_matrix(dz).sum(0)
         return dx, dw, db, None
 
 
@@ -144,7 +144,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_bias:
-            db = tokens(dz).sum(0)
+            db = as_matrix(dz).sum(0)
             if sequence_dim is not None:
                 communicator.all_reduce_(db)
         if sequence_dim is not None and (needs_x or needs_weight):
@@ -152,21 +152,27 @@ class RowParallelLinearFunction(torch.autograd.Function):
         if needs_x:
             dx = dz @ weight
         if needs_weight:
-            dw = tokens(dz).t() @ tokens(x)
+            dw = as_matrix(dz).t() @ as_matrix(x)
         return dx, dw, db, None
 
 
 def _apply(function, x, weight, bias, place):
     """The function, after autocast's casts and every check that must come before a rank communicates."""
     device = weight.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         _check(x, weight)
         return function.apply(x, weight, bias, place)
-    dtype = torch.get_autocast_dtype(device)
-    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = (_autocast(t, device) for t in (x, weight, bias))
     _check(x, weight)
     with torch.autocast(device, enabled=False):
         return function.apply(x, weight, bias, place)
+
+
+def _autocast(t, device):
+    """As autocast does for torch's linear: fp64 and what is not floating point stay."""
+    if t is None or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    return t.to(torch.get_autocast_dtype(device))
 
 
 def _check(x, weight):

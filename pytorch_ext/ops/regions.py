@@ -6,8 +6,8 @@ from weft.comm.communicator import Communicator
 from weft.ops.backward import first_order
 
 
-def gather(x: torch.Tensor, dim: int, communicator: Communicator, sizes=None) -> torch.Tensor:
-    """Shards along `dim` to the whole, which every rank then uses in the same way. Sizes None: asked of the ranks."""
+def gather(x: torch.Tensor, dim: int, communicator: Communicator, sizes) -> torch.Tensor:
+    """Shards along `dim` to the whole, which every rank then uses in the same way."""
     return x if communicator.world == 1 else _Gather.apply(x, dim, communicator, sizes)
 
 
@@ -25,8 +25,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dim, communicator, sizes):
-        ctx.dim, ctx.communicator = dim, communicator
-        ctx.sizes = communicator.all_sizes(x.size(dim)) if sizes is None else list(sizes)
+        ctx.dim, ctx.communicator, ctx.sizes = dim, communicator, list(sizes)
         return communicator.all_gather(x, dim, ctx.sizes)
 
     @staticmethod

@@ -1,0 +1,365 @@
+#include "messenger.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "errors.h"
+#include "group.h"
+
+namespace weft::shm {
+
+namespace {
+
+constexpr size_t line_bytes = 64;
+constexpr size_t largest_ring_bytes = 64 << 10;
+constexpr size_t smallest_ring_bytes = 4 << 10;
+constexpr size_t rings_together_bytes = 8 << 20;
+constexpr auto sleep_slice = std::chrono::milliseconds(10);
+constexpr auto spin_limit = std::chrono::microseconds(50);
+
+size_t padded(size_t bytes) { return (bytes + line_bytes - 1) / line_bytes * line_bytes; }
+
+size_t ring_bytes_for(int world) {
+  const size_t share = rings_together_bytes / (static_cast<size_t>(world) * world);
+  return std::clamp(share / line_bytes * line_bytes, smallest_ring_bytes, largest_ring_bytes);
+}
+
+std::string text_of(const MessageHeader& header) {
+  return std::string(name_of(header.dtype)) + ", " + std::to_string(header.count) + " elements, tag " +
+         std::to_string(header.tag);
+}
+
+template <class Error>
+std::exception_ptr error(const std::string& text) {
+  return std::make_exception_ptr(Error(text));
+}
+
+}  // namespace
+
+struct Channel {
+  alignas(64) std::atomic<uint64_t> written;  // by the sender
+  alignas(64) std::atomic<uint64_t> read;     // by the receiver
+
+  std::byte* ring() { return reinterpret_cast<std::byte*>(this + 1); }
+
+  void put(uint64_t offset, const void* source, size_t bytes, size_t ring_bytes) {
+    const size_t begin = offset % ring_bytes, first = std::min(bytes, ring_bytes - begin);
+    memcpy(ring() + begin, source, first);
+    memcpy(ring(), static_cast<const std::byte*>(source) + first, bytes - first);
+  }
+  void get(uint64_t offset, void* target, size_t bytes, size_t ring_bytes) {
+    const size_t begin = offset % ring_bytes, first = std::min(bytes, ring_bytes - begin);
+    memcpy(target, ring() + begin, first);
+    memcpy(static_cast<std::byte*>(target) + first, ring(), bytes - first);
+  }
+};
+
+size_t Messenger::segment_bytes(int world) {
+  return world * sizeof(Flag) + static_cast<size_t>(world) * world * (sizeof(Channel) + ring_bytes_for(world));
+}
+
+Messenger::Messenger(Group& group, std::byte* memory)
+    : group_(group),
+      memory_(memory),
+      ring_bytes_(ring_bytes_for(group.world())),
+      sends_(group.world()),
+      incoming_(group.world()) {}
+
+Messenger::~Messenger() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  nudge(group_.rank());
+  if (thread_.joinable()) thread_.join();
+  for (auto& queue : sends_)
+    for (Send& send : queue) send.work->finish(error<CommError>("the group was destroyed before this send was done."));
+  for (Receive& receive : receives_)
+    receive.work->finish(error<CommError>("the group was destroyed before this receive was done."));
+}
+
+void Messenger::abandon() {
+  if (thread_.joinable()) thread_.detach();
+}
+
+Channel& Messenger::channel(int from, int to) const {
+  std::byte* channels = memory_ + group_.world() * sizeof(Flag);
+  const size_t index = static_cast<size_t>(from) * group_.world() + to;
+  return *reinterpret_cast<Channel*>(channels + index * (sizeof(Channel) + ring_bytes_));
+}
+
+Flag& Messenger::bell(int rank) const { return reinterpret_cast<Flag*>(memory_)[rank]; }
+
+void Messenger::nudge(int rank) { bell(rank).ring(); }
+
+std::shared_ptr<Work> Messenger::send(int destination, const void* data, const MessageHeader& header) {
+  auto work = std::make_shared<Work>([this](Clock::duration patience) { help(patience); });
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sends_[destination].push_back(
+        {work, header, static_cast<const std::byte*>(data), 0, Clock::now() + group_.timeout()});
+  }
+  post();
+  return work;
+}
+
+std::shared_ptr<Work> Messenger::receive(int source, void* data, const MessageHeader& header, int* from) {
+  auto work = std::make_shared<Work>([this](Clock::duration patience) { help(patience); });
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    receives_.push_back({work, header, static_cast<std::byte*>(data), source, from, false,
+                         Clock::now() + group_.timeout()});
+    const auto posted = std::prev(receives_.end());
+    for (auto arrival = arrivals_.begin(); arrival != arrivals_.end(); ++arrival) {
+      if (!arrival->whole || arrival->header.tag != header.tag) continue;
+      if (source != any_rank && arrival->source != source) continue;
+      if (arrival->header.bytes() == header.bytes()) memcpy(data, arrival->payload.data(), arrival->payload.size());
+      deliver(posted, arrival->header, arrival->source);
+      arrivals_.erase(arrival);
+      break;
+    }
+  }
+  post();
+  return work;
+}
+
+// Moves what was just posted as far as it goes; the thread takes over what is left.
+void Messenger::post() {
+  decltype(finished_) finished;
+  bool left = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    advance();
+    finished.swap(finished_);
+    left = busy();
+    if (left && !thread_.joinable()) thread_ = std::thread([this] { run(); });
+  }
+  for (auto& [work, failure] : finished) work->finish(failure);
+  if (left) nudge(group_.rank());
+}
+
+void Messenger::help(Clock::duration patience) {
+  Flag& mine = bell(group_.rank());
+  const uint32_t seen = mine.value.load(std::memory_order_seq_cst);
+  decltype(finished_) finished;
+  bool moved = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    moved = advance();
+    if (!moved) give_up_on_the_lost();
+    finished.swap(finished_);
+  }
+  for (auto& [work, failure] : finished) work->finish(failure);
+  if (moved || !finished.empty()) return;
+  if (spin(mine, seen + 1, spin_limit, group_.oversubscribed())) return;
+  mine.sleep(seen + 1, std::min<Clock::duration>(patience, sleep_slice));
+}
+
+void Messenger::run() {
+  while (true) {
+    const uint32_t seen = bell(group_.rank()).value.load(std::memory_order_seq_cst);
+    decltype(finished_) finished;
+    bool moved = false, waiting = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (closing_) return;
+      moved = advance();
+      if (!moved) give_up_on_the_lost();
+      finished.swap(finished_);
+      waiting = busy();
+    }
+    for (auto& [work, failure] : finished) work->finish(failure);
+    if (!finished.empty()) nudge(group_.rank());  // who waits for one of them may sleep at the bell
+    if (moved || !finished.empty()) continue;
+    // Idle, it sleeps until something is posted; busy, it also looks for lost ranks.
+    bell(group_.rank()).sleep(seen + 1, waiting ? Clock::duration(sleep_slice) : std::chrono::seconds(1));
+  }
+}
+
+bool Messenger::busy() const {
+  return !receives_.empty() ||
+         std::any_of(sends_.begin(), sends_.end(), [](const auto& queue) { return !queue.empty(); });
+}
+
+bool Messenger::advance() {
+  bool moved = false;
+  for (int rank = 0; rank < group_.world(); ++rank) {
+    moved |= advance_sends(rank);
+    moved |= advance_receives(rank);
+  }
+  return moved;
+}
+
+bool Messenger::advance_sends(int destination) {
+  auto& queue = sends_[destination];
+  if (queue.empty()) return false;
+  Channel& out = channel(group_.rank(), destination);
+  uint64_t written = out.written.load(std::memory_order_relaxed);
+  bool moved = false;
+  while (!queue.empty()) {
+    Send& send = queue.front();
+    const uint64_t end = sizeof(MessageHeader) + padded(send.header.bytes());
+    const size_t space = ring_bytes_ - (written - out.read.load(std::memory_order_acquire));
+    if (space == 0) break;
+    size_t bytes = 0;
+    if (send.position == 0) {
+      out.put(written, &send.header, sizeof send.header, ring_bytes_);
+      bytes = sizeof send.header;
+    } else {
+      const uint64_t offset = send.position - sizeof(MessageHeader);
+      bytes = std::min<uint64_t>(space, end - send.position);
+      out.put(written, send.data + offset, std::min<uint64_t>(bytes, send.header.bytes() - offset), ring_bytes_);
+    }
+    send.position += bytes;
+    written += bytes;
+    out.written.store(written, std::memory_order_release);
+    moved = true;
+    if (send.position == end) {
+      finished_.emplace_back(send.work, nullptr);
+      queue.pop_front();
+    }
+  }
+  if (moved) nudge(destination);
+  return moved;
+}
+
+// Whether a rank (or any) has sent bytes that have not been read: it may be gone, but its message is there.
+bool Messenger::unread(int source) const {
+  for (int peer = 0; peer < group_.world(); ++peer) {
+    const Channel& in = channel(peer, group_.rank());
+    if ((source == any_rank || source == peer) && in.written.load(std::memory_order_acquire) != in.read.load())
+      return true;
+  }
+  return false;
+}
+
+bool Messenger::wanted(int source) const {
+  return std::any_of(receives_.begin(), receives_.end(), [source](const Receive& receive) {
+    return !receive.claimed && (receive.source == any_rank || receive.source == source);
+  });
+}
+
+bool Messenger::advance_receives(int source) {
+  Incoming& message = incoming_[source];
+  if (!message.active && !wanted(source)) return false;
+  Channel& in = channel(source, group_.rank());
+  uint64_t read = in.read.load(std::memory_order_relaxed);
+  bool moved = false;
+  while (true) {
+    const uint64_t available = in.written.load(std::memory_order_acquire) - read;
+    if (available == 0) break;
+    size_t bytes = 0;
+    if (!message.active) {
+      if (!wanted(source)) break;
+      in.get(read, &message.header, sizeof message.header, ring_bytes_);
+      bytes = sizeof message.header;
+      start_message(source);
+    } else {
+      const uint64_t payload = message.header.bytes();
+      bytes = std::min<uint64_t>(available, padded(payload) - message.position);
+      in.get(read, message.target + message.position, std::min<uint64_t>(bytes, payload - message.position),
+             ring_bytes_);
+      message.position += bytes;
+    }
+    read += bytes;
+    in.read.store(read, std::memory_order_release);
+    moved = true;
+    if (message.position == padded(message.header.bytes())) finish_message(source);
+  }
+  if (moved) nudge(source);
+  return moved;
+}
+
+void Messenger::start_message(int source) {
+  Incoming& message = incoming_[source];
+  message.active = true;
+  message.position = 0;
+  message.receive = std::find_if(receives_.begin(), receives_.end(), [&](const Receive& receive) {
+    return !receive.claimed && receive.header.tag == message.header.tag &&
+           (receive.source == any_rank || receive.source == source);
+  });
+  message.expected = message.receive != receives_.end();
+  if (message.expected) message.receive->claimed = true;
+  if (message.expected && message.receive->header.bytes() == message.header.bytes()) {
+    message.target = message.receive->data;
+    message.arrival = arrivals_.end();
+    return;
+  }
+  arrivals_.push_back({message.header, source, std::vector<std::byte>(message.header.bytes()), false});
+  message.arrival = std::prev(arrivals_.end());
+  message.target = message.arrival->payload.data();
+}
+
+void Messenger::finish_message(int source) {
+  Incoming& message = incoming_[source];
+  message.active = false;
+  if (message.expected) {
+    deliver(message.receive, message.header, source);
+    if (message.arrival != arrivals_.end()) arrivals_.erase(message.arrival);  // fitted no receive; an error by now
+    return;
+  }
+  message.arrival->whole = true;
+  // A receive may have been posted while the message was still coming in.
+  const auto receive = std::find_if(receives_.begin(), receives_.end(), [&](const Receive& posted) {
+    return !posted.claimed && posted.header.tag == message.header.tag &&
+           (posted.source == any_rank || posted.source == source);
+  });
+  if (receive == receives_.end()) return;
+  if (receive->header.bytes() == message.header.bytes())
+    memcpy(receive->data, message.arrival->payload.data(), message.arrival->payload.size());
+  deliver(receive, message.header, source);
+  arrivals_.erase(message.arrival);
+}
+
+// The payload is in place, or does not fit.
+void Messenger::deliver(std::list<Receive>::iterator receive, const MessageHeader& header, int source) {
+  if (receive->from != nullptr) *receive->from = source;
+  std::exception_ptr failure;
+  if (header.dtype != receive->header.dtype || header.count != receive->header.count) {
+    const std::string text = "rank " + std::to_string(source) + " sent (" + text_of(header) + ") to rank " +
+                             std::to_string(group_.rank()) + " on group \"" + group_.name() + "\", which receives (" +
+                             text_of(receive->header) + ").";
+    failure = group_.record_failure(FailureKind::mismatched, text);
+  }
+  finished_.emplace_back(receive->work, failure);
+  receives_.erase(receive);
+}
+
+// Ends what cannot be done any more: with a rank that is gone, in a group that has failed, past its time.
+void Messenger::give_up_on_the_lost() {
+  const std::exception_ptr failed = group_.recorded_failure();
+  const auto now = Clock::now();
+  const auto verdict = [&](int peer, bool sending, Clock::time_point deadline) -> std::exception_ptr {
+    if (failed) return failed;
+    const std::string who = peer == any_rank ? "every other rank" : "rank " + std::to_string(peer);
+    const std::string what = std::string(sending ? "a send to" : "a receive from") + " it by rank " +
+                             std::to_string(group_.rank()) + " on group \"" + group_.name() + "\"";
+    if (group_.lost(peer) && !(!sending && unread(peer)))
+      return group_.record_failure(FailureKind::rank_lost, who + group_.how_it_ended(peer) + " before " + what + ".");
+    if (now >= deadline)
+      return group_.record_failure(FailureKind::timed_out, who + " did not take part in " + what + " in time.");
+    return nullptr;
+  };
+  for (int peer = 0; peer < group_.world(); ++peer) {
+    auto& queue = sends_[peer];
+    while (!queue.empty()) {
+      const std::exception_ptr end = verdict(peer, true, queue.front().deadline);
+      if (!end) break;
+      finished_.emplace_back(queue.front().work, end);
+      queue.pop_front();
+    }
+  }
+  for (auto receive = receives_.begin(); receive != receives_.end();) {
+    const std::exception_ptr end = verdict(receive->source, false, receive->deadline);
+    const auto next = std::next(receive);
+    if (end) {
+      for (Incoming& message : incoming_)
+        if (message.active && message.expected && message.receive == receive) message.active = false;
+      finished_.emplace_back(receive->work, end);
+      receives_.erase(receive);
+    }
+    receive = next;
+  }
+}
+
+}  // namespace weft::shm
