@@ -22,6 +22,8 @@ _HOMES = {
     "weft.mesh": ["init_mesh"],
     "weft.nn": ["ParallelLinear", "ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding"],
     "weft.ops": ["parallel_cross_entropy"],
+    "weft.ops.collectives": ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"],
+    "weft.comm.symmetric": ["empty_symmetric"],
     "weft.parallelize": ["parallelize"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

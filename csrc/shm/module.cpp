@@ -138,7 +138,7 @@ void register_work(py::module_& m) {
               }
             });
           },
-          py::arg("callback"), "callback(error or None), at once or on the thread that finishes the operation.");
+          py::arg("callback"), "callback(error or None), at once or on a thread of its own.");
 }
 
 void register_reductions(py::module_& m) {

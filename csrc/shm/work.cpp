@@ -1,5 +1,7 @@
 #include "work.h"
 
+#include "callbacks.h"
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -60,7 +62,8 @@ void Work::finish(std::exception_ptr error) {
     callbacks = std::move(callbacks_);
   }
   finished_.notify_all();
-  for (const Callback& callback : callbacks) callback(error_);
+  for (Callback& callback : callbacks)
+    run_on_a_thread([callback = std::move(callback), error = error_] { callback(error); });
 }
 
 }  // namespace weft::shm

@@ -23,7 +23,7 @@ class Work {
   // Returns false where `limit` passed first.
   bool wait(std::optional<Clock::duration> limit, const std::function<void()>& on_slice);
 
-  // Calls back once it is done, with its error if it has one: at once, or on the thread that finishes it.
+  // Calls back once it is done, with its error if it has one: at once, or on a thread of its own.
   using Callback = std::function<void(std::exception_ptr)>;
   void then(Callback callback);
 

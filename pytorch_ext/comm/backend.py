@@ -24,6 +24,7 @@ class WeftProcessGroup(dist.ProcessGroup):
     """Collectives over shared memory between the processes of one machine, on CPU tensors."""
 
     engine: Engine
+    communicator = None  # what the ops use of this group; made when first asked for
 
     @classmethod
     def create(cls, options) -> "WeftProcessGroup":

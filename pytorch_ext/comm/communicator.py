@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backend import WeftProcessGroup
+from weft.comm.dtypes import SUM, op_code
 
 
 def communicator(group=None) -> "Communicator":
@@ -22,8 +23,11 @@ def communicator(group=None) -> "Communicator":
     if isinstance(group, Communicator):
         return group
     group = _process_group(group)
-    kind = EngineCommunicator if isinstance(group, WeftProcessGroup) else BackendCommunicator
-    return kind(group)
+    if not isinstance(group, WeftProcessGroup):
+        return BackendCommunicator(group)
+    if group.communicator is None:
+        group.communicator = EngineCommunicator(group)
+    return group.communicator
 
 
 def _process_group(group) -> dist.ProcessGroup:
@@ -71,8 +75,12 @@ class Communicator:
     def __reduce__(self):
         raise TypeError("a layer that is split over ranks cannot be pickled: save its state_dict instead")
 
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
+    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+        """The sum over ranks (or what `op` says), in place."""
+        raise NotImplementedError
+
+    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        """The root's x, in place."""
         raise NotImplementedError
 
     def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
@@ -82,6 +90,18 @@ class Communicator:
     def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
         """output = the sum over ranks of their parts[this rank]; all contiguous."""
         raise NotImplementedError
+
+    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """outputs[r] = rank r's parts[this rank]; outputs are contiguous and of the right size."""
+        raise NotImplementedError
+
+    def all_to_all(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the ranks have for this one, in rank order; parts may differ in the size of their first dimension."""
+        rows = torch.tensor([[part.size(0) for part in parts]], device=parts[0].device)
+        told = self.all_gather(rows, 0, [1] * self.world)[:, self.rank].tolist()
+        outputs = [parts[0].new_empty([count, *parts[0].shape[1:]]) for count in told]
+        self.exchange(parts, outputs)
+        return outputs
 
     def all_sizes(self, x: torch.Tensor, dim: int) -> list[int]:
         """The size of every rank's x along `dim`, in rank order."""
@@ -121,29 +141,49 @@ class EngineCommunicator(Communicator):
 
     def __init__(self, group: WeftProcessGroup):
         super().__init__(group)
-        self._engine = group.engine
+        self.engine = group.engine
 
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
         if self.world > 1:
-            self._engine.all_reduce(x)
+            self.engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op))
+        return x
+
+    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        self.engine.broadcast(x, root)
         return x
 
     def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        self._engine.all_gather(x, parts)
+        self.engine.all_gather(x, parts)
 
     def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
-        self._engine.reduce_scatter(parts, output)
+        self.engine.reduce_scatter(parts, output)
+
+    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self.engine.all_to_all(parts, outputs)
 
 
 class BackendCommunicator(Communicator):
     """Over another backend of torch.distributed: uneven shards are padded, and sums are in that backend's order."""
 
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
         if self.world == 1:
             return x
         whole = x.contiguous()
-        dist.all_reduce(whole, group=self.group)
+        dist.all_reduce(whole, op, group=self.group)
         return x if whole is x else x.copy_(whole)
+
+    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        whole = x.contiguous()
+        dist.broadcast(whole, group=self.group, group_src=root)
+        return x if whole is x else x.copy_(whole)
+
+    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        received = flat.new_empty(sum(output.numel() for output in outputs))
+        sizes = [output.numel() for output in outputs]
+        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=self.group)
+        for output, part in zip(outputs, received.split(sizes), strict=True):
+            output.view(-1).copy_(part)
 
     def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         longest = max(part.numel() for part in parts)

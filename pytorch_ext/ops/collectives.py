@@ -1,0 +1,152 @@
+"""The collectives as functions of tensors, differentiable: each rank's result is differentiated for each rank's input.
+
+In place where nothing is differentiated, as in torch.distributed; a tensor that takes part in autograd is left as it is
+and the result is a new one. Either way the result is returned.
+"""
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.communicator import Communicator, communicator
+from weft.ops.backward import first_order
+from weft.split import split_sizes
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def all_reduce(x: torch.Tensor, *, op: str = "sum", group=None, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The sum ("sum"), average ("avg"), minimum or maximum over the ranks, the same bits on every rank.
+
+    Args:
+        x: any shape, the same on every rank. In symmetric memory (`weft.empty_symmetric`) nothing is copied.
+        wire_dtype: x is rounded to this type before it travels, and the result to it before it is widened again; the
+            sum is in fp32 all the same.
+
+    Raises:
+        ValueError: another op, or a gradient of a minimum or maximum. CommError: see the README.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, _OPS))}")
+    ranks = communicator(group)
+    if torch.is_grad_enabled() and x.requires_grad:
+        if op not in ("sum", "avg"):
+            raise ValueError(f"all_reduce by {op!r} has no gradient here; detach the tensor first")
+        return _AllReduce.apply(x, op, ranks, wire_dtype)
+    return _reduce_in_place(x, op, ranks, wire_dtype)
+
+
+def all_gather(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
+    """The ranks' x one after another along `dim`; their sizes along it may differ. Backward is a reduce_scatter."""
+    ranks = communicator(group)
+    return _AllGather.apply(x, dim, ranks, ranks.all_sizes(x, dim))
+
+
+def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
+    """This rank's shard along `dim` (see `weft.split_sizes`) of the sum of the ranks' x. Backward is an all_gather."""
+    ranks = communicator(group)
+    return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world))
+
+
+def broadcast(x: torch.Tensor, *, src: int = 0, group=None) -> torch.Tensor:
+    """The x of rank `src` of the group. In place where nothing is differentiated; backward sums at `src`."""
+    ranks = communicator(group)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Broadcast.apply(x, src, ranks)
+    return ranks.broadcast_(x, src)
+
+
+def all_to_all(parts: list[torch.Tensor], *, group=None) -> list[torch.Tensor]:
+    """result[r] = rank r's parts[this rank]. Parts are alike but for their first dimension, any of whose sizes may
+    differ. Backward sends the gradients back."""
+    ranks = communicator(group)
+    if len(parts) != ranks.world:
+        raise ValueError(f"all_to_all: expected {ranks.world} parts, one per rank, got {len(parts)}")
+    return list(_AllToAll.apply(ranks, *parts))
+
+
+def barrier(*, group=None) -> None:
+    """Returns once every rank of the group has called it."""
+    dist.barrier(group=communicator(group).group)
+
+
+def _reduce_in_place(x, op, ranks: Communicator, wire_dtype):
+    if wire_dtype is None or wire_dtype == x.dtype:
+        return ranks.all_reduce_(x, _OPS[op])
+    return x.copy_(ranks.all_reduce_(x.to(wire_dtype), _OPS[op]))
+
+
+class _AllReduce(torch.autograd.Function):
+    """y = sum over ranks of x (or their average).
+
+    forward   y = all_reduce(x)
+    backward  dx = all_reduce(dy), averaged where y is
+    """
+
+    @staticmethod
+    def forward(ctx, x, op, ranks, wire_dtype):
+        ctx.arguments = op, ranks, wire_dtype
+        return _reduce_in_place(x.clone(), op, ranks, wire_dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return _reduce_in_place(dy.clone(), *ctx.arguments), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """y = all_gather(x_shard); backward  dx_shard = reduce_scatter(dy)."""
+
+    @staticmethod
+    def forward(ctx, x, dim, ranks, sizes):
+        ctx.arguments = dim, ranks, sizes
+        return ranks.all_gather(x, dim, sizes) if ranks.world > 1 else x.clone()
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        dim, ranks, sizes = ctx.arguments
+        return ranks.reduce_scatter(dy, dim, sizes), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """y_shard = reduce_scatter(x); backward  dx = all_gather(dy_shard)."""
+
+    @staticmethod
+    def forward(ctx, x, dim, ranks, sizes):
+        ctx.arguments = dim, ranks, sizes
+        return ranks.reduce_scatter(x, dim, sizes) if ranks.world > 1 else x.clone()
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        dim, ranks, sizes = ctx.arguments
+        return ranks.all_gather(dy, dim, sizes), None, None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    """y = the root's x; backward  dx = the sum over ranks of dy at the root, 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x, root, ranks):
+        ctx.root, ctx.ranks = root, ranks
+        return ranks.broadcast_(x.clone(), root)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        dx = ctx.ranks.all_reduce_(dy.clone())
+        return dx if ctx.ranks.rank == ctx.root else torch.zeros_like(dx), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """y_r = rank r's x_rank; backward  dx_r = rank r's dy_rank."""
+
+    @staticmethod
+    def forward(ctx, ranks, *parts):
+        ctx.ranks = ranks
+        return tuple(ranks.all_to_all(list(parts)))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, *gradients):
+        return None, *ctx.ranks.all_to_all(list(gradients))

@@ -1,0 +1,98 @@
+"""Symmetric memory: zero copy where every rank's tensor is at the same place, the same bits everywhere."""
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.testing import reference
+from weft.testing.ranks import run_ranks, try_ranks
+
+
+def check_bits(rank):
+    world = dist.get_world_size()
+    dist.group.WORLD.engine.group.inject_faults(seed=rank + 1, longest_delay_us=200)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32):
+        for count in (1, 1000, 16_384, 100_003, 1_000_001):
+            torch.manual_seed(count)
+            parts = [(torch.randn(count, dtype=torch.float64) * 9).to(dtype) for _ in range(world)]
+            x = weft.empty_symmetric(count, dtype=dtype)
+            assert x.shape == (count,) and x.dtype == dtype
+            x.copy_(parts[rank])
+            assert weft.all_reduce(x) is x
+            assert torch.equal(x, reference.reduce(parts)), (dtype, count)
+            ordinary = parts[rank].clone()
+            dist.all_reduce(ordinary)
+            assert torch.equal(ordinary, x), "copied or not, the bits are the same"
+            offset = count // 3
+            x.copy_(parts[rank])
+            weft.all_reduce(x[offset:])
+            assert torch.equal(x[offset:], reference.reduce([part[offset:] for part in parts]))
+            assert torch.equal(x[:offset], parts[rank][:offset])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_zero_copy_has_the_bits_of_a_copy(world):
+    run_ranks(check_bits, world)
+
+
+def check_mixed(rank):
+    """One rank's tensor is ordinary, or at another place: the ranks agree to copy."""
+    count = 50_000
+    shared = weft.empty_symmetric(2, count)
+    other = weft.empty_symmetric(count)
+    for x in (shared[0] if rank else torch.empty(count), shared[rank % 2], other if rank == 1 else shared[0]):
+        x.fill_(rank + 1)
+        dist.all_reduce(x)
+        assert (x == 6).all()
+    del shared, x
+    gc.collect()
+    plain = torch.full((count,), 1.0)  # its address may be the freed one's
+    dist.all_reduce(plain)
+    assert (plain == 3).all()
+    other.fill_(1)
+    dist.all_reduce(other, op=dist.ReduceOp.MAX)
+    assert (other == 1).all()
+    assert weft.empty_symmetric(0).numel() == 0 and weft.empty_symmetric((2, 3)).shape == (2, 3)
+    gone = [name for name in os.listdir("/dev/shm") if "weft" in name]
+    assert gone == []
+
+
+def test_ranks_agree_when_one_tensor_is_elsewhere():
+    run_ranks(check_mixed, 3)
+
+
+def ask_differently(rank):
+    with pytest.raises(weft.CollectiveMismatchError, match="rank 0 asks for 400 bytes, rank 1 for 404"):
+        weft.empty_symmetric(100 + rank)
+    with pytest.raises(NotImplementedError, match="not memory on cuda"):
+        weft.empty_symmetric(4, device="cuda")
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    with pytest.raises(OSError, match="rank 0 could not get .* bytes of symmetric memory"):
+        weft.empty_symmetric(100_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert weft.all_reduce(weft.empty_symmetric(30_000).fill_(1))[0] == 2
+
+
+def test_what_cannot_be_had_is_said_on_every_rank():
+    run_ranks(ask_differently, 2)
+
+
+def die_in_zero_copy(rank):
+    x = weft.empty_symmetric(500_000).fill_(1)
+    if rank == 1:
+        dist.group.WORLD.engine.group.inject_faults(die_at_point=2)
+    weft.all_reduce(x)
+
+
+def test_a_rank_that_dies_in_a_zero_copy_call_is_named():
+    outcomes = try_ranks(die_in_zero_copy, 3)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.RankLostError) and "rank 1" in str(survivor.error)
