@@ -8,13 +8,17 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup
 # The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test lint wheel gpu clean
+.PHONY: demo test soak lint wheel gpu clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/built
 	$(BIN)/pytest -m "not gpu"
+
+# A thousand rounds of random calls, delays and deaths; `make test` runs thirty.
+soak: $(VENV)/built
+	WEFT_SOAK_ROUNDS=1000 $(BIN)/pytest --timeout 3600 tests/test_soak.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -17,31 +17,6 @@ class Quantiles:
     def of(cls, samples_us: list[float]) -> "Quantiles":
         ordered = sorted(samples_us)
         return cls(*(ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8)))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a bench: ours beside a peer, with the limit that this machine sets."""
-
-    op: str
-    shape: str
-    ours: Quantiles
-    peer: Quantiles | None  # None where the peer does not take the case; peer_name says so
-    peer_name: str
-    limit: Quantiles
-    limit_name: str
-    error: float  # of ours against the reference, as a multiple of the tolerance; at most 1
-
-    @property
-    def ratio(self) -> float | None:
-        return self.peer.p50_us / self.ours.p50_us if self.peer else None
-
-    @property
-    def share_of_limit(self) -> float:
-        return self.limit.p50_us / self.ours.p50_us
-
-    def as_dict(self) -> dict:
-        return {**asdict(self), "ratio": self.ratio, "share_of_limit": self.share_of_limit}
 
 
 def alternate(

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 import weft
-from weft.bench.measure import Quantiles, Row
 
 
 def environment() -> dict:
@@ -33,36 +33,17 @@ def processor() -> str:
     return platform.machine()
 
 
-def _cells(times: Quantiles | None) -> tuple[str, str]:
-    return (f"{times.p50_us:.0f}", f"{times.p20_us:.0f}-{times.p80_us:.0f}") if times else ("-", "-")
-
-
-def report(rows: list[Row], command: str, save_to: str | None) -> None:
-    """The table to the terminal and, where asked, everything to a JSON file."""
+def report(suite, rows: Sequence, command: str, save_to: str | None) -> None:
+    """The suite's table to the terminal and, where asked, everything to a JSON file."""
     where = environment()
     table = Table(title=command, caption=", ".join(f"{key} {value}" for key, value in where.items()))
-    for heading in ("op", "shape"):
-        table.add_column(heading)
-    for heading in ("ours us", "p20-p80", "peer us", "p20-p80"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("(which)")
-    for heading in ("ratio", "limit us", "of limit"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for number, heading in enumerate(suite.columns()):
+        table.add_column(heading, justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(
-            row.op,
-            row.shape,
-            *_cells(row.ours),
-            *_cells(row.peer),
-            row.peer_name,
-            f"{row.ratio:.1f}x" if row.ratio else "-",
-            f"{row.limit.p50_us:.0f}",
-            f"{row.share_of_limit:.0%}",
-        )
-    console = Console(width=None if Console().is_terminal else 140)
+        table.add_row(*suite.cells(row))
+    console = Console(width=None if Console().is_terminal else 160)
     console.print(table)
-    for limit in sorted({row.limit_name for row in rows}):
-        console.print(f"limit: {limit}")
+    console.print(f"limit: {suite.LIMIT}")
     if save_to:
         results = {
             "command": command,

@@ -1,0 +1,231 @@
+"""weft bench collectives: nccl-tests' flags and columns, gloo beside it in the same run, and the limit of the machine.
+
+The limit: for W ranks and N bytes in place no all_reduce can read less than W N bytes nor write less, which is what W
+ranks do that each copy N bytes at the same time.
+"""
+
+import argparse
+import warnings
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.testing.ranks import run_ranks
+
+OPERATIONS = {  # name: share of the bytes that cross a rank's link, for W ranks (nccl-tests' bus bandwidth)
+    "all_reduce": lambda world: 2 * (world - 1) / world,
+    "all_gather": lambda world: (world - 1) / world,
+    "reduce_scatter": lambda world: (world - 1) / world,
+    "all_to_all": lambda world: (world - 1) / world,
+    "broadcast": lambda world: 1.0,
+}
+LIMIT = "W ranks that each copy that many bytes at the same time (y.copy_(x))"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One size of one operation. Times in microseconds; `wrong` counts elements."""
+
+    operation: str
+    bytes: int
+    count: int
+    dtype: str
+    world: int
+    ordinary: Quantiles
+    symmetric: Quantiles | None
+    gloo: Quantiles
+    limit: Quantiles
+    wrong: int
+
+    @property
+    def best(self) -> Quantiles:
+        return self.symmetric or self.ordinary
+
+    def algbw_gb_s(self, times: Quantiles) -> float:
+        return self.bytes / times.p50_us / 1e3
+
+    def busbw_gb_s(self, times: Quantiles) -> float:
+        return self.algbw_gb_s(times) * OPERATIONS[self.operation](self.world)
+
+    def as_dict(self) -> dict:
+        return {
+            **asdict(self),
+            "ratio_to_gloo": self.gloo.p50_us / self.best.p50_us,
+            "ordinary_ratio_to_gloo": self.gloo.p50_us / self.ordinary.p50_us,
+            "share_of_limit": self.limit.p50_us / self.best.p50_us,
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-b", "--minbytes", type=_bytes, default=4096, help="smallest size (default 4K)")
+    parser.add_argument("-e", "--maxbytes", type=_bytes, default=25 << 20, help="largest size (default 25M)")
+    parser.add_argument("-f", "--stepfactor", type=int, default=0, help="factor between sizes (default: 4K, 1M, 25M)")
+    parser.add_argument("-d", "--datatype", default="float32", help="float32, bfloat16, float16, float64, int32, ...")
+    parser.add_argument("-n", "--iters", type=int, default=0, help="calls a measurement (default: by size)")
+    parser.add_argument("--op", nargs="*", choices=OPERATIONS, default=list(OPERATIONS), help="operations to run")
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 10, "M": 20, "G": 30}
+    return int(text[:-1]) << units[text[-1].upper()] if text[-1].upper() in units else int(text)
+
+
+def sizes(options: argparse.Namespace) -> list[int]:
+    if options.stepfactor < 2:
+        return [size for size in (4096, 1 << 20, 25 << 20) if options.minbytes <= size <= options.maxbytes]
+    found, size = [], options.minbytes
+    while size <= options.maxbytes:
+        found.append(size)
+        size *= options.stepfactor
+    return found
+
+
+def run(options: argparse.Namespace) -> list[Line]:
+    dtype = getattr(torch, options.datatype)
+    lines = []
+    for operation in options.op:
+        for size in sizes(options):
+            count = max(1, size // dtype.itemsize)
+            calls = options.iters or max(2, min(300, (64 << 20) // max(size, 1)))
+            arguments = (operation, count, dtype, options.rounds, calls)
+            per_rank = run_ranks(_measure, options.world, *arguments, timeout_s=600, group_timeout_s=120)
+            times = slowest_rank([samples for samples, _ in per_rank])
+            wrong = sum(wrong for _, wrong in per_rank)
+            if wrong:
+                raise AssertionError(f"{operation} of {size} bytes: {wrong} elements are wrong; not measured")
+            lines.append(
+                Line(
+                    operation,
+                    count * dtype.itemsize,
+                    count,
+                    options.datatype,
+                    options.world,
+                    times["ordinary"],
+                    times.get("symmetric"),
+                    times["gloo"],
+                    times["limit"],
+                    wrong,
+                )
+            )
+    return lines
+
+
+def _measure(rank: int, operation: str, count: int, dtype: torch.dtype, rounds: int, calls: int):
+    warnings.simplefilter("ignore", FutureWarning)  # torch is renaming what it had renamed
+    world = dist.get_world_size()
+    gloo = dist.new_group(backend="gloo")
+    per_rank = max(1, count // world)
+    source = torch.zeros(per_rank * world if operation != "all_reduce" else count, dtype=dtype)
+    shard = torch.zeros(per_rank, dtype=dtype)
+    whole = torch.zeros(per_rank * world, dtype=dtype)
+
+    def call_on(group):
+        return {
+            "all_reduce": lambda: dist.all_reduce(source, group=group),
+            "all_gather": lambda: dist.all_gather_into_tensor(whole, shard, group=group),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(whole, source, group=group),
+            "broadcast": lambda: dist.broadcast(source, 0, group=group),
+        }[operation]
+
+    contenders = {"ordinary": call_on(None)}
+    wrong = _wrong_elements(rank, operation, source, shard, whole, contenders["ordinary"])
+    if operation == "all_reduce":
+        shared = weft.empty_symmetric(count, dtype=dtype).fill_(rank + 1)
+        contenders["symmetric"] = lambda: weft.all_reduce(shared)
+        contenders["symmetric"]()
+        wrong += int((shared != world * (world + 1) // 2).sum())
+        shared.zero_()
+    contenders["gloo"] = call_on(gloo)
+    copied_from, copied_to = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
+    contenders["limit"] = lambda: copied_to.copy_(copied_from)
+    samples = alternate(contenders, meet=dist.barrier, rounds=rounds, calls=calls)
+    return samples, wrong
+
+
+def _wrong_elements(rank, operation, source, shard, whole, call) -> int:
+    """Elements that differ from what the operation should give of small whole numbers; leaves zeros behind."""
+    world = dist.get_world_size()
+    source.fill_(rank + 1)
+    shard.fill_(rank + 1)
+    whole.fill_(rank + 1)
+    call()
+    total = world * (world + 1) // 2
+    each = torch.arange(1, world + 1, dtype=source.dtype).repeat_interleave(len(shard))
+    got, expected = {
+        "all_reduce": (source, total),
+        "all_gather": (whole, each),
+        "reduce_scatter": (shard, total),
+        "all_to_all": (whole, each),
+        "broadcast": (source, 1),
+    }[operation]
+    wrong = int((got != expected).sum())
+    for tensor in (source, shard, whole):
+        tensor.zero_()
+    return wrong
+
+
+def columns() -> list[str]:
+    return [
+        "op",
+        "size B",
+        "count",
+        "type",
+        "in place us",
+        "algbw GB/s",
+        "busbw GB/s",
+        "ordinary us",
+        "algbw GB/s",
+        "busbw GB/s",
+        "#wrong",
+        "gloo us",
+        "in place / ordinary to gloo",
+        "limit us",
+        "of limit",
+    ]
+
+
+def cells(line: Line) -> list[str]:
+    symmetric = line.symmetric
+    return [
+        line.operation,
+        str(line.bytes),
+        str(line.count),
+        line.dtype,
+        f"{symmetric.p50_us:.1f}" if symmetric else "-",
+        f"{line.algbw_gb_s(symmetric):.2f}" if symmetric else "-",
+        f"{line.busbw_gb_s(symmetric):.2f}" if symmetric else "-",
+        f"{line.ordinary.p50_us:.1f}",
+        f"{line.algbw_gb_s(line.ordinary):.2f}",
+        f"{line.busbw_gb_s(line.ordinary):.2f}",
+        str(line.wrong),
+        f"{line.gloo.p50_us:.0f}",
+        (f"{line.gloo.p50_us / symmetric.p50_us:.0f}x / " if symmetric else "")
+        + f"{line.gloo.p50_us / line.ordinary.p50_us:.1f}x",
+        f"{line.limit.p50_us:.1f}",
+        f"{line.limit.p50_us / line.best.p50_us:.0%}",
+    ]
+
+
+def plot(lines: list[Line], path: str) -> None:
+    """Time against size, one panel an operation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    operations = list(dict.fromkeys(line.operation for line in lines))
+    canvas, panels = pyplot.subplots(1, len(operations), figsize=(4 * len(operations), 4), layout="constrained")
+    for panel, operation in zip([panels] if len(operations) == 1 else panels, operations, strict=True):
+        rows = [line for line in lines if line.operation == operation]
+        for name in ("gloo", "ordinary", "symmetric", "limit"):
+            points = [(line.bytes, getattr(line, name).p50_us) for line in rows if getattr(line, name)]
+            if points:
+                panel.loglog(*zip(*points, strict=True), "o-", label=name)
+        panel.set(title=f"{operation}, {rows[0].world} ranks", xlabel="bytes", ylabel="us")
+        panel.legend()
+        panel.grid(alpha=0.3)
+    canvas.savefig(path, dpi=110)
