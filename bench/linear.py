@@ -107,7 +107,7 @@ def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]],
         contenders,
         meet=lambda: dist.barrier(group),
         rounds=rounds,
-        calls=max(2, min(40, 10**10 // operations)),
+        calls=max(3, min(40, 10**10 // operations)),
     )
     return samples, error
 

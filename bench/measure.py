@@ -22,10 +22,15 @@ class Quantiles:
 def alternate(
     contenders: dict[str, Callable[[], object]], *, meet: Callable[[], object], rounds: int, calls: int
 ) -> dict[str, list[float]]:
-    """Microseconds a call of each contender in each round. Ranks `meet` before each measurement; one round warms up."""
+    """Microseconds a call of each contender in each round. Ranks `meet` before each measurement; one round warms up.
+
+    Each round starts with another contender, so that none always follows the same one.
+    """
     samples: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders.items())
     for round_number in range(rounds + 1):
-        for name, call in contenders.items():
+        order.append(order.pop(0))
+        for name, call in order:
             meet()
             start = time.perf_counter()
             for _ in range(calls):

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import weft
+from weft.bench.environment import environment
 from weft.bench.rank_order_sum import measure
-from weft.bench.report import environment
 
 
 def main(out: str) -> int:

@@ -1,36 +1,14 @@
 """Prints and saves what a bench found, with the machine and versions it was found on."""
 
 import json
-import os
-import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-import weft
-
-
-def environment() -> dict:
-    return {
-        "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "weft": weft.__version__,
-        "instruction_set": os.environ.get("WEFT_ISA") or weft.build_info()["instruction_sets"][0],
-    }
-
-
-def processor() -> str:
-    with open("/proc/cpuinfo") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
+from weft.bench.environment import environment
 
 
 def report(suite, rows: Sequence, command: str, save_to: str | None) -> None:

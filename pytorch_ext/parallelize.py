@@ -3,14 +3,16 @@
 import re
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.communicator import communicator
+from weft.comm.communicator import Communicator, communicator
 from weft.nn import ParallelEmbedding, ParallelLinear, sum_gradients
 from weft.shard import shard_of
 
 Plan = Mapping[str, str | Mapping]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 def parallelize(model: nn.Module, mesh=None, *, plan: Plan) -> nn.Module:
@@ -37,8 +39,8 @@ def parallelize(model: nn.Module, mesh=None, *, plan: Plan) -> nn.Module:
 
     Raises:
         ValueError: a pattern that matches nothing (with the names there are), a layer that cannot be split over these
-            ranks, a tied weight that only one of its layers splits. TypeError: a layer of a kind that the style does
-            not take. The model is unchanged then, and nothing has been communicated.
+            ranks, a tied weight that only one of its layers splits, ranks whose models differ. TypeError: a layer of a
+            kind that the style does not take. The model is unchanged then.
     """
     group = communicator(_tensor_parallel(mesh))
     layers: dict[str, nn.Module] = {
@@ -52,12 +54,34 @@ def parallelize(model: nn.Module, mesh=None, *, plan: Plan) -> nn.Module:
         if name not in between
     }
     _tie(model, replacements)
+    _check_same_model(model, group)
     for name in between:
         sum_gradients(model.get_submodule(name), group)
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     return model
+
+
+def _check_same_model(model: nn.Module, group: Communicator) -> None:
+    """Ranks that drew different weights would train a model that is none of theirs, and nothing else would tell."""
+    names, sums = [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
+            names.append(name)
+            sums.append(bits.sum(dtype=torch.int64))  # of integers, so in any order the same
+    if not sums or group.world == 1:
+        return
+    ranks = group.all_gather(torch.stack(sums).unsqueeze(0), 0, [1] * group.world)
+    for rank in range(1, group.world):
+        different = (ranks[rank] != ranks[0]).nonzero()
+        if len(different):
+            raise ValueError(
+                f"parallelize: {names[int(different[0])]} differs between rank 0 and rank {rank} ({len(different)} of "
+                f"{len(names)} parameters do). Every rank must have the same whole model: seed all ranks alike "
+                "(torch.manual_seed), or load the same weights, before you build it"
+            )
 
 
 def _tensor_parallel(mesh):

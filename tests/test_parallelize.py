@@ -192,3 +192,17 @@ def check_meta(rank):
 
 def test_a_model_larger_than_a_rank_is_built_on_meta_and_loaded_in_parts():
     run_ranks(check_meta, 2)
+
+
+def check_unseeded(rank):
+    torch.manual_seed(rank // 2)
+    model = Model()
+    with pytest.raises(
+        ValueError, match=r"embedding.weight differs between rank 0 and rank 2 \(\d+ of \d+ parameters do\)"
+    ):
+        weft.parallelize(model, plan=PLAN)
+    assert type(model.head) is nn.Linear
+
+
+def test_ranks_that_drew_different_weights_are_told():
+    run_ranks(check_unseeded, 3)

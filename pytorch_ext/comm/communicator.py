@@ -20,9 +20,17 @@ def communicator(group=None) -> "Communicator":
     Raises:
         ValueError: this rank is not in the group, the mesh has several dimensions, or there is no default group.
     """
-    if isinstance(group, Communicator):
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError(
+                "group=None means the default process group, and there is none: call weft.init_mesh() or "
+                "torch.distributed.init_process_group() first"
+            )
+    elif isinstance(group, Communicator):
         return group
-    group = _process_group(group)
+    else:
+        group = _process_group(group)
     if not isinstance(group, WeftProcessGroup):
         return BackendCommunicator(group)
     if group.communicator is None:
@@ -31,13 +39,6 @@ def communicator(group=None) -> "Communicator":
 
 
 def _process_group(group) -> dist.ProcessGroup:
-    if group is None:
-        if dist.group.WORLD is None:
-            raise ValueError(
-                "group=None means the default process group, and there is none: call weft.init_mesh() or "
-                "torch.distributed.init_process_group() first"
-            )
-        return dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):

@@ -36,7 +36,8 @@ def explore(
             done.
     """
     start = (state, tuple(0 for _ in processes))
-    seen, came_from = {start}, {}
+    seen = {start}
+    came_from: dict[Hashable, tuple[int, Hashable]] = {}
     frontier = [start]
     while frontier:
         here = frontier.pop()
