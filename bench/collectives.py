@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> list[Line]:
     for operation in options.op:
         for size in sizes(options):
             count = max(1, size // dtype.itemsize)
-            calls = options.iters or max(2, min(1000, (64 << 20) // max(size, 1)))
+            calls = options.iters or max(8, min(1000, (64 << 20) // max(size, 1)))
             arguments = (operation, count, dtype, options.rounds, calls)
             per_rank = run_ranks(_measure, options.world, *arguments, timeout_s=600, group_timeout_s=120)
             times = slowest_rank([samples for samples, _ in per_rank])
