@@ -65,10 +65,6 @@ class Engine:
     def all_reduce(self, x: torch.Tensor, op: int = SUM, wait: bool = True) -> Pending | None:
         """x = op over ranks of x, in place."""
         _check(x)
-        if x.is_contiguous():
-            address = x.data_ptr()
-            work = self.group.all_reduce(address, address, x.numel(), dtype_code(x), op, not wait)
-            return self._pending(work, x) if work is not None else None
         whole = x.contiguous()
         address = whole.data_ptr()
         work = self.group.all_reduce(address, address, whole.numel(), dtype_code(whole), op, not wait)
