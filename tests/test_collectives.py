@@ -240,6 +240,55 @@ def test_bad_input_is_refused_before_anything_is_communicated():
     run_ranks(refusals, 2)
 
 
+def coalesced(rank):
+    """Several tensors in one call, in the three ways that torch has."""
+    world = dist.get_world_size()
+    inputs = [torch.full((3 + i,), 10.0 * rank + i) for i in range(world)]
+    outputs = [[torch.empty(3 + i) for i in range(world)] for _ in range(world)]
+    dist.group.WORLD.allgather_coalesced(outputs, inputs).wait()
+    assert all((outputs[r][i] == 10.0 * r + i).all() for r in range(world) for i in range(world))
+    tensors = [torch.ones(4), torch.ones(5)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for x in tensors:
+            dist.all_reduce(x)
+    manager.wait()
+    assert all((x == world).all() for x in tensors)
+    outputs = [torch.empty(2 * world), torch.empty(3 * world)]
+    with dist._coalescing_manager():
+        for output, size in zip(outputs, (2, 3), strict=True):
+            dist.all_gather_into_tensor(output, torch.full((size,), float(rank)))
+    assert [output[-1].item() for output in outputs] == [world - 1.0] * 2
+
+
+def test_coalesced_calls():
+    run_ranks(coalesced, 3)
+
+
+def on_threads(rank):
+    """Each thread has a group of its own; all go on at once."""
+    import threading
+
+    groups = [dist.new_group() for _ in range(3)]
+    results = [None] * 3
+
+    def work(number):
+        x = torch.full((1000,), float(number))
+        for _ in range(50):
+            dist.all_reduce(x, dist.ReduceOp.AVG, group=groups[number])
+        results[number] = x[0].item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [0.0, 1.0, 2.0]
+
+
+def test_several_threads_and_groups_at_once():
+    run_ranks(on_threads, 2)
+
+
 def rooted(rank):
     world = dist.get_world_size()
     delay_wherever_ranks_meet(rank)

@@ -2,6 +2,7 @@
 nothing behind."""
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -271,23 +272,36 @@ def count_what_is_open(rank):
                 descriptors.append(os.readlink(f"/proc/self/fd/{number}"))
         return len(descriptors), [name for name in descriptors if "weft" in name]
 
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
     before, _ = opened()
+    threads_before = threads()
     for _ in range(10):
         group = dist.new_group([0, 1])
-        dist.all_reduce(torch.ones(10), group=group)
+        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, torch.ones(100_000), 1 - rank, group),
+                dist.P2POp(dist.irecv, torch.empty(100_000), 1 - rank, group),
+            ]
+        )
+        for work in works:
+            work.wait()
+        dist.barrier(group=group)
         dist.destroy_process_group(group)
-        del group
+        del group, works, work
+    gc.collect()
     after, ours = opened()
-    return after - before, ours
+    return after - before, ours, threads() - threads_before
 
 
-def test_groups_leave_no_descriptors_and_no_names_behind():
+def test_groups_leave_no_descriptors_threads_or_names_behind():
     listing = set(os.listdir("/dev/shm"))
     outcomes = try_ranks(count_what_is_open, 2)
     for outcome in outcomes:
         assert outcome.error is None, outcome.traceback
-        more, ours = outcome.value
-        assert more == 0 and ours == []
+        assert outcome.value == (0, [], 0)
     outcomes = try_ranks(run_until_it_fails, 2, 1, 2, "all_reduce")
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert set(os.listdir("/dev/shm")) == listing

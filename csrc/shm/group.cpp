@@ -246,6 +246,8 @@ void Group::leave() {
   control(rank_).left.store(1, std::memory_order_release);
   control(rank_).arrived.nudge();
   for (int peer = 0; peer < world_; ++peer) messenger_->nudge(peer);
+  queue_->close();  // soon, where it is in a call: the call has been aborted
+  messenger_->close();
 }
 
 // Raises where a rank that the call still waits for has died, has left, or was named by another rank's failure.

@@ -65,17 +65,23 @@ Messenger::Messenger(Group& group, std::byte* memory)
       sends_(group.world()),
       incoming_(group.world()) {}
 
-Messenger::~Messenger() {
+void Messenger::close() {
+  decltype(finished_) ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
+    const auto destroyed = error<CommError>("the group was destroyed before this message had gone through.");
+    for (auto& queue : sends_) {
+      for (Send& send : queue) ended.emplace_back(send.work, destroyed);
+      queue.clear();
+    }
+    for (Receive& receive : receives_) ended.emplace_back(receive.work, destroyed);
+    receives_.clear();
+    for (Incoming& message : incoming_) message.active = false;
   }
   nudge(group_.rank());
   if (thread_.joinable()) thread_.join();
-  for (auto& queue : sends_)
-    for (Send& send : queue) send.work->finish(error<CommError>("the group was destroyed before this send was done."));
-  for (Receive& receive : receives_)
-    receive.work->finish(error<CommError>("the group was destroyed before this receive was done."));
+  for (auto& [work, failure] : ended) work->finish(failure);
 }
 
 void Messenger::abandon() {
@@ -96,6 +102,7 @@ std::shared_ptr<Work> Messenger::send(int destination, const void* data, const M
   auto work = std::make_shared<Work>([this](Clock::duration patience) { help(patience); });
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
     sends_[destination].push_back(
         {work, header, static_cast<const std::byte*>(data), 0, Clock::now() + group_.timeout()});
   }
@@ -107,6 +114,7 @@ std::shared_ptr<Work> Messenger::receive(int source, void* data, const MessageHe
   auto work = std::make_shared<Work>([this](Clock::duration patience) { help(patience); });
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    check_open();
     receives_.push_back({work, header, static_cast<std::byte*>(data), source, from, false,
                          Clock::now() + group_.timeout()});
     const auto posted = std::prev(receives_.end());
@@ -121,6 +129,10 @@ std::shared_ptr<Work> Messenger::receive(int source, void* data, const MessageHe
   }
   post();
   return work;
+}
+
+void Messenger::check_open() const {
+  if (closing_) throw CommError("the group was destroyed; create it again to use it.");
 }
 
 // Moves what was just posted as far as it goes; the thread takes over what is left.

@@ -44,7 +44,7 @@ class Messenger {
 
   // `memory` (shared, zero at first): a bell for each rank, then the channels in order of (from, to).
   Messenger(Group& group, std::byte* memory);
-  ~Messenger();
+  ~Messenger() { close(); }
 
   // Data must stay where it is until the work is done.
   std::shared_ptr<Work> send(int destination, const void* data, const MessageHeader& header);
@@ -52,6 +52,7 @@ class Messenger {
   std::shared_ptr<Work> receive(int source, void* data, const MessageHeader& header, int* from);
 
   void nudge(int rank);  // makes whoever waits at that rank look at the group again
+  void close();          // what is not done ends with an error; later operations are refused
   void abandon();        // after a fork
 
  private:
@@ -89,6 +90,7 @@ class Messenger {
 
   Channel& channel(int from, int to) const;
   Flag& bell(int rank) const;
+  void check_open() const;
   void post();
   void help(Clock::duration patience);
   void run();

@@ -2,9 +2,11 @@
 
 #include <exception>
 
+#include "errors.h"
+
 namespace weft::shm {
 
-Queue::~Queue() {
+void Queue::close() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
@@ -17,6 +19,7 @@ std::shared_ptr<Work> Queue::submit(std::function<void()> call) {
   auto work = std::make_shared<Work>();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_) throw CommError("the group was destroyed; create it again to use it.");
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     calls_.emplace_back(std::move(call), work);
   }

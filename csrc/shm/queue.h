@@ -16,12 +16,14 @@ class Queue {
  public:
   Queue() = default;
   Queue(const Queue&) = delete;
-  ~Queue();  // after the calls that are in it
+  ~Queue() { close(); }
 
   // The thread starts with the first call.
   std::shared_ptr<Work> submit(std::function<void()> call);
   bool idle() const;       // nothing is waiting or running
   bool on_thread() const;  // the caller is one of the calls
+
+  void close();  // returns when the calls that are in it are done; later ones are refused
 
   // After a fork the thread is in the parent; the child must let go of what it cannot join.
   void abandon();

@@ -105,10 +105,8 @@ class WeftProcessGroup(dist.ProcessGroup):
         return _Work(pending, outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts=None) -> dist.Work:
-        """outputs[i][r] = rank r's inputs[i], in the layout that torch passes here: one list a tensor or one a rank."""
-        if outputs and len(outputs) == self.size() and len(outputs) != len(inputs):
-            outputs = [list(parts) for parts in zip(*outputs, strict=True)]
-        return self.allgather(outputs, inputs, opts)
+        """outputs[r][i] = rank r's inputs[i]: here torch has one list a rank, where allgather has one a tensor."""
+        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts=None) -> "_Work":
         if output.numel() != x.numel() * self.size():
