@@ -1,5 +1,8 @@
 """The collectives of the shared-memory engine, through torch.distributed: right, and the same bits everywhere."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -287,6 +290,30 @@ def on_threads(rank):
 
 def test_several_threads_and_groups_at_once():
     run_ranks(on_threads, 2)
+
+
+SPAWNED = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing, weft
+
+def main(rank, path):
+    dist.init_process_group("weft", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+    x = torch.ones(5)
+    dist.all_reduce(x)
+    assert (x == 3).all()
+    work = dist.all_reduce(torch.ones(1_000_000), async_op=True)  # nobody waits for it, and nobody says good-bye
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, (sys.argv[1],), nprocs=3)
+    print("done")
+"""
+
+
+def test_spawned_ranks_that_just_end(tmp_path):
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED)
+    command = [sys.executable, script, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
 
 
 def rooted(rank):
