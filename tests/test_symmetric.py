@@ -65,6 +65,23 @@ def test_ranks_agree_when_one_tensor_is_elsewhere():
     run_ranks(check_mixed, 3)
 
 
+def behind_the_queue(rank):
+    """Memory asked for while calls are under way comes after them, on every rank."""
+    dist.group.WORLD.engine.group.inject_faults(seed=rank + 1, longest_delay_us=500)
+    tensors = [torch.full((200_000,), float(i)) for i in range(6)]
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    shared = weft.empty_symmetric(100_000).fill_(rank)
+    dist.all_reduce(shared)
+    assert (shared == 3).all()
+    for i, (work, x) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        assert (x == 3 * i).all()
+
+
+def test_memory_is_asked_for_in_the_order_of_calls():
+    run_ranks(behind_the_queue, 3)
+
+
 def ask_differently(rank):
     with pytest.raises(weft.CollectiveMismatchError, match="rank 0 asks for 400 bytes, rank 1 for 404"):
         weft.empty_symmetric(100 + rank)

@@ -112,7 +112,7 @@ class Group {
   std::shared_ptr<Work> submit(std::function<void()> call);
   Messenger& messenger();
 
-  // Memory for `bytes` a rank that all ranks reach; a collective call.
+  // Memory for `bytes` a rank that all ranks reach; a collective call, made of several, so to be given to `run`.
   std::shared_ptr<Region> create_region(size_t bytes);
   // The place of memory in symmetric memory, and the region; 0 where it is elsewhere.
   uint64_t place_of(const void* data, size_t bytes, std::shared_ptr<Region>* region) const;

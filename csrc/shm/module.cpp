@@ -330,7 +330,14 @@ void register_group(py::module_& m) {
       .def("rename", &Group::rename, py::arg("name"), NoGil())
       .def(
           "set_timeout", [](Group& g, double timeout_s) { g.set_timeout(seconds(timeout_s)); }, py::arg("timeout_s"))
-      .def("create_region", &Group::create_region, py::arg("bytes"), NoGil())
+      .def(
+          "create_region",
+          [](Group& g, size_t bytes) {
+            std::shared_ptr<Region> region;
+            g.run([&] { region = g.create_region(bytes); });
+            return region;
+          },
+          py::arg("bytes"), NoGil())
       .def("lost_ranks", &Group::lost_ranks, "Ranks that have died or left.")
       .def("abort", &Group::abort, NoGil(), "Ends every call under way, on every rank, with an error.")
       .def("leave", &Group::leave, NoGil())
