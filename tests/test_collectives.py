@@ -1,5 +1,6 @@
 """The collectives of the shared-memory engine, through torch.distributed: right, and the same bits everywhere."""
 
+import random
 import subprocess
 import sys
 
@@ -241,6 +242,42 @@ def refusals(rank):
 
 def test_bad_input_is_refused_before_anything_is_communicated():
     run_ranks(refusals, 2)
+
+
+def random_messages(rank, seed):
+    """Messages of random sizes and tags between random pairs, posted and waited for in random orders."""
+    world = dist.get_world_size()
+    common, own = random.Random(seed), random.Random(100 * seed + rank)
+    planned = []  # source, destination, tag, count, value
+    for number in range(60):
+        source, destination = common.sample(range(world), 2)
+        planned.append((source, destination, common.randrange(4), common.choice([0, 1, 100, 5000, 120_000]), number))
+    sends = [message for message in planned if message[0] == rank]
+    receives: dict[tuple, list] = {}  # by source and tag, within which they come in order
+    for message in planned:
+        if message[1] == rank:
+            receives.setdefault((message[0], message[2]), []).append(message)
+    works, received = [], []
+    while sends or receives:
+        if sends and (not receives or own.random() < 0.5):
+            _, destination, tag, count, value = sends.pop(0)
+            works.append(dist.isend(torch.full((count,), float(value)), destination, tag=tag))
+            continue
+        key = own.choice(list(receives))
+        source, _, tag, count, value = receives[key].pop(0)
+        if not receives[key]:
+            del receives[key]
+        received.append((torch.empty(count), value))
+        works.append(dist.irecv(received[-1][0], source, tag=tag))
+    own.shuffle(works)
+    for work in works:
+        work.wait()
+    assert all((y == value).all() for y, value in received)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_messages_of_one_tag_between_two_ranks_keep_their_order(seed):
+    run_ranks(random_messages, 2 + seed % 3, seed)
 
 
 def coalesced(rank):
