@@ -68,7 +68,8 @@ def _check_same_model(model: nn.Module, group: Communicator) -> None:
     names, sums = [], []
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
-            bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
+            numbers = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            bits = numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()])
             names.append(name)
             sums.append(bits.sum(dtype=torch.int64))  # of integers, so in any order the same
     if not sums or group.world == 1:

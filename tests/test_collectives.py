@@ -419,6 +419,13 @@ def many_at_once(rank):
     dist.all_reduce(torch.ones(3))  # waits behind what was submitted before it
     for i, (work, x) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() and (x == 3 * i + 3).all()
+    for _ in range(5):  # whoever waits finds a strided result complete, though a future completes it too
+        large = torch.ones(1000, 1000).t()
+        work = dist.all_reduce(large, async_op=True)
+        future = work.get_future()
+        work.wait()
+        assert (large == 3).all()
+        future.wait()
     strided = torch.ones(6, 4).t()
     future = dist.all_reduce(strided, async_op=True).get_future()
     assert future.then(lambda done: done.value()[0].sum().item()).wait() == 72

@@ -53,6 +53,24 @@ def test_a_dead_rank_is_named(collective, point):
         assert survivor.seconds < NOTICED_WITHIN_S
 
 
+def die_in_a_message(rank):
+    x = torch.ones(1_000_000)
+    if rank == 1:
+        dist.isend(x, 0)  # more than the ring holds
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        time.sleep(0.6)
+        dist.recv(x)  # from anyone: finds the start of a message that has no end; rank 2 lives
+    time.sleep(1)
+
+
+def test_a_rank_that_dies_in_a_message_to_anyone_is_named():
+    outcomes = try_ranks(die_in_a_message, 3)
+    assert isinstance(outcomes[0].error, weft.RankLostError) and "rank 1" in str(outcomes[0].error), outcomes[0]
+    assert outcomes[0].seconds < NOTICED_WITHIN_S
+
+
 def raise_in_one_rank(rank):
     if rank == 1:
         raise RuntimeError("out of luck")

@@ -139,7 +139,8 @@ class Region(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 7)
+        self.norm, self.head = nn.Sequential(), nn.Linear(6, 7)
+        self.norm.inner_norm = nn.LayerNorm(6)
 
     def forward(self, x):
         return self.head(self.norm(self.down(self.up(x).relu())))
@@ -153,10 +154,11 @@ def check_region(rank):
         plan={
             "up": "column",
             "**.down": {"style": "row", "sequence_parallel": True, "sequence_dim": 1},
-            "norm": "sequence",
+            "**norm": "sequence",  # also the norm inside the norm's container: summed once all the same
             "head": {"style": "column", "sequence_parallel": True, "sequence_dim": 1, "gather_output": True},
         },
     )
+    model = copy.deepcopy(model)  # which loses the hooks of tensors
     for _ in range(2):  # gradients of two backwards add up
         x = torch.randn(2, 5, 6, dtype=torch.float64)
         model(x).square().sum().backward()

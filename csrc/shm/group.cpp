@@ -123,7 +123,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
 }
 
 Group::~Group() {
-  if (forks_ != forks.load()) {  // the threads are the parent's, and so is the place in the group
+  if (forked()) {  // the threads are the parent's, and so is the place in the group
     queue_->abandon();
     messenger_->abandon();
     queue_.release();
@@ -154,7 +154,7 @@ void Group::fault_point() {
 }
 
 void Group::check_usable() const {
-  if (forks_ != forks.load(std::memory_order_relaxed))
+  if (forked())
     throw CommError("group \"" + name_ +
                     "\" belongs to the process that this one was forked from; a forked child cannot take part in its "
                     "collectives.");
@@ -235,14 +235,20 @@ std::exception_ptr Group::record_failure(FailureKind kind, const std::string& te
   return failure_of(kind, text);
 }
 
+bool Group::forked() const { return forks_ != forks.load(std::memory_order_relaxed); }
+
 void Group::abort() {
+  if (forked()) return;
   record_failure(FailureKind::interrupted, "rank " + std::to_string(rank_) + " aborted group \"" + name_ + "\".");
 }
 
 void Group::leave() {
-  if (forks_ != forks.load() || left_.exchange(true)) return;
-  const std::unique_lock<std::mutex> lock(one_call_at_a_time_, std::try_to_lock);
-  if (!lock.owns_lock() || !queue_->idle()) abort();  // a call is under way, here or on the group's thread
+  if (forked() || left_.exchange(true)) return;
+  if (!one_call_at_a_time_.try_lock())
+    abort();  // a call is under way
+  else
+    one_call_at_a_time_.unlock();
+  if (!queue_->idle()) abort();
   control(rank_).left.store(1, std::memory_order_release);
   control(rank_).arrived.nudge();
   for (int peer = 0; peer < world_; ++peer) messenger_->nudge(peer);
@@ -357,6 +363,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
 Call::Call(Group& group, const CallHeader& header) : group_(group), header_(header) {
   group_.check_usable();  // before the lock: in a forked child nobody may be there to release it
   lock_ = std::unique_lock<std::mutex>(group_.one_call_at_a_time_);
+  group_.check_usable();  // again: it may have been left while this call waited for its turn
   ++group_.calls_;
 }
 

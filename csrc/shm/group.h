@@ -104,6 +104,7 @@ class Group {
   // Runs a call (a function of collectives.h) after those submitted before it, and waits for it.
   template <class Function>
   void run(Function&& call) {
+    check_usable();
     if (queue_->idle())
       call();
     else
@@ -124,6 +125,8 @@ class Group {
   std::exception_ptr recorded_failure() const;
   // The first failure of the group is every rank's; returns it.
   std::exception_ptr record_failure(FailureKind kind, const std::string& text);
+
+  bool forked() const;  // this process is a child of the one that joined, and has no place in the group
 
   // Ends every call that is under way, on every rank.
   void abort();

@@ -147,10 +147,11 @@ void Messenger::post() {
     if (left && !thread_.joinable()) thread_ = std::thread([this] { run(); });
   }
   for (auto& [work, failure] : finished) work->finish(failure);
-  if (left) nudge(group_.rank());
+  if (left || !finished.empty()) nudge(group_.rank());
 }
 
 void Messenger::help(Clock::duration patience) {
+  if (group_.forked()) throw CommError("a forked child cannot take part in its parent's messages.");
   Flag& mine = bell(group_.rank());
   const uint32_t seen = mine.value.load(std::memory_order_seq_cst);
   decltype(finished_) finished;
@@ -162,6 +163,7 @@ void Messenger::help(Clock::duration patience) {
     finished.swap(finished_);
   }
   for (auto& [work, failure] : finished) work->finish(failure);
+  if (!finished.empty()) nudge(group_.rank());  // who waits for one of them may sleep at the bell
   if (moved || !finished.empty()) return;
   if (spin(mine, seen + 1, spin_limit, group_.oversubscribed())) return;
   mine.sleep(seen + 1, std::min<Clock::duration>(patience, sleep_slice));
@@ -194,6 +196,7 @@ bool Messenger::busy() const {
 }
 
 bool Messenger::advance() {
+  if (group_.recorded_failure()) return false;  // a message that was given up half-way leaves its ring unreadable
   bool moved = false;
   for (int rank = 0; rank < group_.world(); ++rank) {
     moved |= advance_sends(rank);
@@ -291,7 +294,10 @@ void Messenger::start_message(int source) {
            (receive.source == any_rank || receive.source == source);
   });
   message.expected = message.receive != receives_.end();
-  if (message.expected) message.receive->claimed = true;
+  if (message.expected) {
+    message.receive->claimed = true;
+    message.receive->source = source;  // from here on it depends on that rank alone
+  }
   if (message.expected && message.receive->header.bytes() == message.header.bytes()) {
     message.target = message.receive->data;
     message.arrival = arrivals_.end();

@@ -3,7 +3,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
+#include <thread>
 
 #include "../families.h"
 #include "collectives.h"
@@ -53,8 +55,30 @@ ReduceOp op_of(uint32_t code) {
   return static_cast<ReduceOp>(code);
 }
 
-// Ctrl-C must end a wait.
+// Threads of ours must not ask for the interpreter lock once the interpreter is ending: they would be torn down in the
+// middle of a destructor. From then on callbacks are dropped, and what they hold is never released.
+std::atomic<bool> interpreter_is_ending{false};
+std::atomic<int> threads_in_python{0};
+
+class MayUsePython {
+ public:
+  MayUsePython() { threads_in_python.fetch_add(1); }
+  MayUsePython(const MayUsePython&) = delete;
+  ~MayUsePython() { threads_in_python.fetch_sub(1); }
+  explicit operator bool() const { return !interpreter_is_ending.load(); }
+};
+
+void wait_for_callbacks_at_exit() {
+  interpreter_is_ending.store(true);
+  const py::gil_scoped_release no_gil;
+  for (int ms = 0; ms < 5000 && threads_in_python.load() > 0; ++ms) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+const std::thread::id importing_thread = std::this_thread::get_id();
+
+// Ctrl-C must end a wait. Python delivers signals on the main thread alone.
 void raise_pending_signals() {
+  if (std::this_thread::get_id() != importing_thread || interpreter_is_ending.load()) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
@@ -110,6 +134,7 @@ py::object as_python(const std::exception_ptr& raised) {
 }
 
 void register_work(py::module_& m) {
+  py::module_::import("atexit").attr("register")(py::cpp_function(&wait_for_callbacks_at_exit));
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", "An operation that runs while its caller goes on.")
       .def("done", &Work::done)
       .def(
@@ -125,11 +150,15 @@ void register_work(py::module_& m) {
           [](Work& work, py::function callback) {
             // Whichever thread lets go of it last must hold the interpreter lock.
             const std::shared_ptr<py::function> held(new py::function(std::move(callback)), [](py::function* function) {
+              const MayUsePython may;
+              if (!may) return;
               const py::gil_scoped_acquire gil;
               delete function;
             });
             const py::gil_scoped_release no_gil;
             work.then([held](const std::exception_ptr& raised) {
+              const MayUsePython may;
+              if (!may) return;
               const py::gil_scoped_acquire gil;
               try {
                 (*held)(as_python(raised));
@@ -294,7 +323,8 @@ void register_messages(py::module_& m, py::class_<Group, GroupHolder>& group) {
             check_rank(g, destination, "destination");
             return g.messenger().send(destination, pointer(data), MessageHeader{count, dtype_of(dtype), tag});
           },
-          py::arg("destination"), py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag"), NoGil())
+          py::arg("destination"), py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag"), NoGil(),
+          py::keep_alive<0, 1>())
       .def(
           "receive",
           [](Group& g, int source, Address data, size_t count, uint32_t dtype, uint32_t tag, Source& from) {
@@ -302,7 +332,7 @@ void register_messages(py::module_& m, py::class_<Group, GroupHolder>& group) {
             return g.messenger().receive(source, pointer(data), MessageHeader{count, dtype_of(dtype), tag}, &from.rank);
           },
           py::arg("source"), py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("tag"), py::arg("heard_from"),
-          NoGil());
+          NoGil(), py::keep_alive<0, 1>());
 }
 
 void register_group(py::module_& m) {

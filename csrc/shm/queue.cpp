@@ -32,7 +32,10 @@ bool Queue::idle() const {
   return calls_.empty() && !running_;
 }
 
-bool Queue::on_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+bool Queue::on_thread() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::this_thread::get_id() == thread_.get_id();
+}
 
 void Queue::abandon() {
   if (thread_.joinable()) thread_.detach();

@@ -72,6 +72,7 @@ class WeftProcessGroup(dist.ProcessGroup):
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
+        self.communicator = None  # it knows this group: without it, the last reference is the last
         self.engine.group.leave()
 
     def abort(self) -> None:

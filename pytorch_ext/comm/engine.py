@@ -4,7 +4,7 @@ Every method takes `wait`: True completes before it returns; False returns at on
 before the Pending that it returns is done.
 """
 
-from collections import deque
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -19,9 +19,13 @@ class Pending:
 
     def __init__(self, works: list[_C.Work], finish: list[Callable[[], object]], source: _C.Source | None = None):
         self._works, self._finish, self._source = works, finish, source
+        self._completing = threading.Lock()
 
     def done(self) -> bool:
-        return all(work.done() for work in self._works)
+        if not all(work.done() for work in self._works):
+            return False
+        self._complete()
+        return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """False where the time passed first; raises what the operations did."""
@@ -49,8 +53,10 @@ class Pending:
         return self._source.rank if self._source is not None else -1
 
     def _complete(self) -> None:
-        while self._finish:
-            self._finish.pop()()
+        with self._completing:  # whoever waits and whoever calls back: both find it complete
+            for finish in self._finish:
+                finish()
+            self._finish = []
 
 
 class Engine:
@@ -60,7 +66,8 @@ class Engine:
         self.group = group
         self.rank: int = group.rank
         self.world: int = group.world
-        self._in_flight: deque[tuple[_C.Work, object]] = deque()  # tensors that must not be freed yet
+        self._in_flight: list[tuple[_C.Work, object]] = []  # tensors that must not be freed yet
+        self._submitting = threading.Lock()
 
     def all_reduce(self, x: torch.Tensor, op: int = SUM, wait: bool = True) -> Pending | None:
         """x = op over ranks of x, in place."""
@@ -174,9 +181,9 @@ class Engine:
         return None
 
     def _pending(self, work: _C.Work, keep, copy_backs=()) -> Pending:
-        while self._in_flight and self._in_flight[0][0].done():
-            self._in_flight.popleft()
-        self._in_flight.append((work, keep))
+        with self._submitting:
+            self._in_flight = [pair for pair in self._in_flight if not pair[0].done()]
+            self._in_flight.append((work, keep))
         return Pending([work], [partial(_copy_back, *pair) for pair in copy_backs])
 
 
@@ -199,6 +206,10 @@ def _check(*tensors: torch.Tensor) -> None:
             raise TypeError(f"the weft backend takes CPU tensors, got one on {x.device}")
         if x.layout != torch.strided:
             raise TypeError(f"the weft backend takes dense tensors, got {x.layout}")
+        if x.is_conj() or x.is_neg():
+            raise TypeError(
+                "the weft backend takes no conjugate or negative views: resolve_conj() or resolve_neg() them"
+            )
 
 
 def _check_same_dtype(what: str, x: torch.Tensor, others: list[torch.Tensor]) -> None:

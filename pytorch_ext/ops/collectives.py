@@ -15,7 +15,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp
 
 
 def all_reduce(x: torch.Tensor, *, op: str = "sum", group=None, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sum ("sum"), average ("avg"), minimum or maximum over the ranks, the same bits on every rank.
+    """The sum ("sum"), average ("avg"), minimum or maximum over the ranks.
+
+    On a group of the weft backend summed in fp32 in rank order, the same bits on every rank; on another, in its way.
 
     Args:
         x: any shape, the same on every rank. In symmetric memory (`weft.empty_symmetric`) nothing is copied.
@@ -48,7 +50,8 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor
 
 
 def broadcast(x: torch.Tensor, *, src: int = 0, group=None) -> torch.Tensor:
-    """The x of rank `src` of the group. In place where nothing is differentiated; backward sums at `src`."""
+    """The x of rank `src` of the group. In place where nothing is differentiated; backward sums at `src`, for which the
+    x of every rank must require a gradient, or of none."""
     ranks = communicator(group)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Broadcast.apply(x, src, ranks)
