@@ -11,6 +11,11 @@ void barrier(Group& group);
 // output[i] = op over ranks of input[i], the same bits on every rank. Input and output may be the same memory.
 void all_reduce(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op);
 
+// The same for a sum or an average of floating-point numbers, with what else is to be done in its pass. Where
+// squared_norm is given, it becomes the sum of squares of the outputs, the same bits on every rank.
+void all_reduce_fused(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op, DType wire,
+                      double scale, double* squared_norm);
+
 // outputs[r] (counts[r] elements) = rank r's input. outputs[rank] may be the input itself.
 void all_gather(Group& group, const void* input, const std::vector<void*>& outputs, const std::vector<size_t>& counts,
                 DType dtype);

@@ -65,7 +65,7 @@ struct Group::Failure {
 
 bool CallHeader::operator==(const CallHeader& other) const {
   return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root && count == other.count &&
-         layout == other.layout;
+         layout == other.layout && fusion == other.fusion;
 }
 
 std::string CallHeader::text() const {
@@ -78,6 +78,12 @@ std::string CallHeader::text() const {
     text += std::string(", ") + name_of(op);
   if (kind == CallKind::broadcast || kind == CallKind::scatter) text += ", from rank " + std::to_string(root);
   if (kind == CallKind::reduce || kind == CallKind::gather) text += ", to rank " + std::to_string(root);
+  if (fusion.used) {
+    char fused[64];
+    snprintf(fused, sizeof fused, ", as %s, scaled by %.6g%s", name_of(fusion.wire), fusion.scale,
+             fusion.measured ? ", measured" : "");
+    text += fused;
+  }
   if (layout != 0) {
     char hash[32];
     snprintf(hash, sizeof hash, ", split %08x", static_cast<unsigned>(layout ^ (layout >> 32)));

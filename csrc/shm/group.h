@@ -33,6 +33,18 @@ enum class CallKind : uint32_t {
   count
 };
 
+// What an all_reduce of floating-point numbers does in the same pass, besides.
+struct Fusion {
+  bool used = false;
+  DType wire = DType::float32;  // the type that travels: inputs are rounded to it, and so is the result
+  double scale = 1;             // of the result, before it is rounded
+  bool measured = false;        // the squared norm of the result is wanted
+
+  bool operator==(const Fusion& other) const {
+    return used == other.used && wire == other.wire && scale == other.scale && measured == other.measured;
+  }
+};
+
 // What a rank believes it is calling. Ranks compare all of it but the place before any data moves.
 struct CallHeader {
   CallKind kind;
@@ -42,6 +54,7 @@ struct CallHeader {
   uint64_t count = 0;   // elements
   uint64_t layout = 0;  // hash of the split over ranks; 0 where there is none
   uint64_t place = 0;   // of the data in symmetric memory; 0 elsewhere
+  Fusion fusion = {};   // of an all_reduce
 
   bool operator==(const CallHeader& other) const;
   std::string text() const;

@@ -231,6 +231,18 @@ void register_collectives(py::class_<Group, GroupHolder>& group) {
           },
           py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), asynchronous)
       .def(
+          "all_reduce_fused",
+          [](Group& g, Address input, Address output, size_t count, uint32_t dtype, uint32_t op, uint32_t wire,
+             double scale, Address squared_norm, bool async) {
+            return start(g, async, [&g, input, output, count, type = dtype_of(dtype), by = op_of(op),
+                                    wire = dtype_of(wire), scale, norm = static_cast<double*>(pointer(squared_norm))] {
+              all_reduce_fused(g, pointer(input), pointer(output), count, type, by, wire, scale, norm);
+            });
+          },
+          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), py::arg("wire"),
+          py::arg("scale"), py::arg("squared_norm"), asynchronous,
+          "A sum or average that also casts, scales and measures; squared_norm: of one double, or 0.")
+      .def(
           "all_gather",
           [](Group& g, Address input, const std::vector<Address>& outputs, const std::vector<size_t>& counts,
              uint32_t dtype, bool async) {

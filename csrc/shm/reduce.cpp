@@ -61,4 +61,19 @@ ReduceFunction reduce_function(const ReduceTable& table, DType dtype, ReduceOp o
   return function;
 }
 
+SumFunction sum_function(const ReduceTable& table, DType from, DType to) {
+  const SumFunction function = table.sums[static_cast<size_t>(from)][static_cast<size_t>(to)];
+  if (function == nullptr)
+    throw std::invalid_argument(std::string("no sum of ") + name_of(to) + " elements travels as " + name_of(from) +
+                                ": float32 travels as itself, bfloat16 or float16, other floating-point types as they are");
+  return function;
+}
+
+ConvertFunction convert_function(const ReduceTable& table, DType from, DType to) {
+  const ConvertFunction function = table.conversions[static_cast<size_t>(from)][static_cast<size_t>(to)];
+  if (function == nullptr)
+    throw std::invalid_argument(std::string("no conversion from ") + name_of(from) + " to " + name_of(to));
+  return function;
+}
+
 }  // namespace weft::shm

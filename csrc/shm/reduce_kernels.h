@@ -115,28 +115,36 @@ struct Xor {
     return static_cast<S>(a ^ b);
   }
 };
+
+constexpr size_t block = 2048;  // elements; the accumulators of one block stay in the first-level cache
+
+// sums[0 .. n) = op over the sources' elements from `begin` on.
+template <class Type, class Op>
+inline void accumulate(const void* const* sources, size_t source_count, size_t begin, size_t n,
+                       typename Type::Sum* sums) {
+  using Stored = typename Type::Stored;
+  const Stored* first = static_cast<const Stored*>(sources[0]) + begin;
+  if (source_count == 1) {
+    for (size_t i = 0; i < n; ++i) sums[i] = Type::load(first[i]);
+  } else {
+    const Stored* second = static_cast<const Stored*>(sources[1]) + begin;
+    for (size_t i = 0; i < n; ++i) sums[i] = Op::combine(Type::load(first[i]), Type::load(second[i]));
+  }
+  for (size_t source = 2; source < source_count; ++source) {
+    const Stored* next = static_cast<const Stored*>(sources[source]) + begin;
+    for (size_t i = 0; i < n; ++i) sums[i] = Op::combine(sums[i], Type::load(next[i]));
+  }
+}
+
 template <class Type, class Op, bool averaged>
 void reduce(const void* const* sources, size_t source_count, void* destination, size_t count) {
-  using Stored = typename Type::Stored;
   using S = typename Type::Sum;
-  constexpr size_t block = 2048;  // accumulators of one block stay in the first-level cache
   S sums[block];
   const S divisor = static_cast<S>(source_count);
-  Stored* out = static_cast<Stored*>(destination);
-
+  auto* out = static_cast<typename Type::Stored*>(destination);
   for (size_t begin = 0; begin < count; begin += block) {
     const size_t n = count - begin < block ? count - begin : block;
-    const Stored* first = static_cast<const Stored*>(sources[0]) + begin;
-    if (source_count == 1) {
-      for (size_t i = 0; i < n; ++i) sums[i] = Type::load(first[i]);
-    } else {
-      const Stored* second = static_cast<const Stored*>(sources[1]) + begin;
-      for (size_t i = 0; i < n; ++i) sums[i] = Op::combine(Type::load(first[i]), Type::load(second[i]));
-    }
-    for (size_t source = 2; source < source_count; ++source) {
-      const Stored* next = static_cast<const Stored*>(sources[source]) + begin;
-      for (size_t i = 0; i < n; ++i) sums[i] = Op::combine(sums[i], Type::load(next[i]));
-    }
+    accumulate<Type, Op>(sources, source_count, begin, n, sums);
     for (size_t i = 0; i < n; ++i) {
       if constexpr (averaged)
         out[begin + i] = Type::store(sums[i] / divisor);
@@ -144,6 +152,43 @@ void reduce(const void* const* sources, size_t source_count, void* destination, 
         out[begin + i] = Type::store(sums[i]);
     }
   }
+}
+
+// Eight lanes in a fixed order, so that every instruction set gives the same bits.
+template <class S>
+inline double sum_of_squares(const S* values, size_t n) {
+  constexpr size_t lanes = 8;
+  double sums[lanes] = {};
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes)
+    for (size_t lane = 0; lane < lanes; ++lane)
+      sums[lane] += static_cast<double>(values[i + lane]) * static_cast<double>(values[i + lane]);
+  for (size_t lane = 0; i < n; ++i, ++lane) sums[lane] += static_cast<double>(values[i]) * static_cast<double>(values[i]);
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+template <class From, class To>
+void sum(const void* const* sources, size_t source_count, void* destination, size_t count, const Epilogue& epilogue) {
+  using S = typename From::Sum;
+  S sums[block];
+  const S divisor = epilogue.average ? static_cast<S>(source_count) : S{1}, scale = static_cast<S>(epilogue.scale);
+  auto* out = static_cast<typename To::Stored*>(destination);
+  for (size_t begin = 0; begin < count; begin += block) {
+    const size_t n = count - begin < block ? count - begin : block;
+    accumulate<From, Add>(sources, source_count, begin, n, sums);
+    for (size_t i = 0; i < n; ++i) sums[i] = From::load(From::store(sums[i] / divisor * scale));
+    for (size_t i = 0; i < n; ++i) out[begin + i] = To::store(sums[i]);
+    if (epilogue.squared_norm != nullptr) *epilogue.squared_norm += sum_of_squares(sums, n);
+  }
+}
+
+template <class From, class To>
+void convert(const void* source, void* destination, size_t count) {
+  const auto* in = static_cast<const typename From::Stored*>(source);
+  auto* out = static_cast<typename To::Stored*>(destination);
+  for (size_t i = 0; i < count; ++i) out[i] = To::store(From::load(in[i]));
 }
 
 template <class Type>
@@ -181,6 +226,24 @@ constexpr ReduceTable make_table() {
   fill_row<Native<int32_t>>(row(DType::int32));
   fill_row<Native<int64_t>>(row(DType::int64));
   fill_row<Boolean>(row(DType::boolean));
+
+  const auto sum_from = [&table](DType from, DType to) -> SumFunction& {
+    return table.sums[static_cast<size_t>(from)][static_cast<size_t>(to)];
+  };
+  sum_from(DType::float32, DType::float32) = sum<Native<float>, Native<float>>;
+  sum_from(DType::float64, DType::float64) = sum<Native<double>, Native<double>>;
+  sum_from(DType::float16, DType::float16) = sum<Float16, Float16>;
+  sum_from(DType::bfloat16, DType::bfloat16) = sum<BFloat16, BFloat16>;
+  sum_from(DType::float16, DType::float32) = sum<Float16, Native<float>>;
+  sum_from(DType::bfloat16, DType::float32) = sum<BFloat16, Native<float>>;
+
+  const auto conversion = [&table](DType from, DType to) -> ConvertFunction& {
+    return table.conversions[static_cast<size_t>(from)][static_cast<size_t>(to)];
+  };
+  conversion(DType::float32, DType::float16) = convert<Native<float>, Float16>;
+  conversion(DType::float32, DType::bfloat16) = convert<Native<float>, BFloat16>;
+  conversion(DType::float16, DType::float32) = convert<Float16, Native<float>>;
+  conversion(DType::bfloat16, DType::float32) = convert<BFloat16, Native<float>>;
   return table;
 }
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backend import WeftProcessGroup
 from weft.comm.dtypes import SUM, op_code
+from weft.comm.fusion import Fusion
 
 
 def communicator(group=None) -> "Communicator":
@@ -76,7 +77,7 @@ class Communicator:
     def __reduce__(self):
         raise TypeError("a layer that is split over ranks cannot be pickled: save its state_dict instead")
 
-    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None) -> torch.Tensor:
         """The sum over ranks (or what `op` says), in place."""
         raise NotImplementedError
 
@@ -144,9 +145,9 @@ class EngineCommunicator(Communicator):
         super().__init__(group)
         self.engine = group.engine
 
-    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
-        if self.world > 1:
-            self.engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op))
+    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None) -> torch.Tensor:
+        if self.world > 1 or fusion is not None:
+            self.engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op), fusion=fusion)
         return x
 
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
@@ -166,7 +167,10 @@ class EngineCommunicator(Communicator):
 class BackendCommunicator(Communicator):
     """Over another backend of torch.distributed: uneven shards are padded, and sums are in that backend's order."""
 
-    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None) -> torch.Tensor:
+        if fusion is not None:
+            fusion.around(lambda sent: self.all_reduce_(sent, op), x)
+            return x
         if self.world == 1:
             return x
         whole = x.contiguous()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from weft import _C
 
 SUM = _C.reduce_ops["sum"]
-_DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}
 _OPS: dict[int, int] = {
     int(getattr(dist.ReduceOp, theirs)): _C.reduce_ops[ours]
     for theirs, ours in {
@@ -32,14 +32,14 @@ def op_code(op) -> int:
 
 def dtype_code(x: torch.Tensor) -> int:
     """Of x's type, for a reduction; TypeError where there is none."""
-    code = _DTYPES.get(x.dtype)
+    code = DTYPES.get(x.dtype)
     if code is None:
-        names = ", ".join(str(dtype) for dtype in _DTYPES)
+        names = ", ".join(str(dtype) for dtype in DTYPES)
         raise TypeError(f"the weft backend cannot reduce {x.dtype}; it reduces {names}")
     return code
 
 
 def byte_code(x: torch.Tensor) -> tuple[int, int]:
     """(code, elements of that code per element of x) for moving x's bytes; every type can be moved."""
-    code = _DTYPES.get(x.dtype)
+    code = DTYPES.get(x.dtype)
     return (code, 1) if code is not None else (_C.dtypes["uint8"], x.element_size())

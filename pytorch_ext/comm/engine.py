@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from weft import _C
-from weft.comm.dtypes import SUM, byte_code, dtype_code
+from weft.comm.dtypes import DTYPES, SUM, byte_code, dtype_code
+from weft.comm.fusion import Fusion
 
 
 class Pending:
@@ -69,13 +70,20 @@ class Engine:
         self._in_flight: list[tuple[_C.Work, object]] = []  # tensors that must not be freed yet
         self._submitting = threading.Lock()
 
-    def all_reduce(self, x: torch.Tensor, op: int = SUM, wait: bool = True) -> Pending | None:
+    def all_reduce(
+        self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None
+    ) -> Pending | None:
         """x = op over ranks of x, in place."""
         _check(x)
         whole = x.contiguous()
-        address = whole.data_ptr()
-        work = self.group.all_reduce(address, address, whole.numel(), dtype_code(whole), op, not wait)
-        return self._after(work, whole, copy_backs=[(x, whole)])
+        address, count, code = whole.data_ptr(), whole.numel(), dtype_code(whole)
+        if fusion is None:
+            work = self.group.all_reduce(address, address, count, code, op, not wait)
+            return self._after(work, whole, copy_backs=[(x, whole)])
+        wire = code if fusion.wire_dtype is None else DTYPES[fusion.wire_dtype]
+        norm = 0 if fusion.squared_norm is None else fusion.squared_norm.data_ptr()
+        work = self.group.all_reduce_fused(address, address, count, code, op, wire, fusion.scale, norm, not wait)
+        return self._after(work, (whole, fusion), copy_backs=[(x, whole)])
 
     def broadcast(self, x: torch.Tensor, root: int, wait: bool = True) -> Pending | None:
         """x = the root's x, in place."""

@@ -8,33 +8,52 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.communicator import Communicator, communicator
+from weft.comm.fusion import Fusion
 from weft.ops.backward import first_order
 from weft.split import split_sizes
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-def all_reduce(x: torch.Tensor, *, op: str = "sum", group=None, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor,
+    *,
+    op: str = "sum",
+    group=None,
+    wire_dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    squared_norm: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The sum ("sum"), average ("avg"), minimum or maximum over the ranks.
 
     On a group of the weft backend summed in fp32 in rank order, the same bits on every rank; on another, in its way.
 
     Args:
         x: any shape, the same on every rank. In symmetric memory (`weft.empty_symmetric`) nothing is copied.
-        wire_dtype: x is rounded to this type before it travels, and the result to it before it is widened again; the
-            sum is in fp32 all the same.
+        wire_dtype: bfloat16 or float16, for float32: x is rounded to it before it travels, and the result before it is
+            widened again; the sum is in fp32 all the same.
+        scale: multiplies the result before it is rounded.
+        squared_norm: a float64 tensor of one element that becomes the sum of squares of the result, the same on every
+            rank. It is finite exactly where every element is. On the weft backend all of this is done in the pass of
+            the reduction.
 
     Raises:
-        ValueError: another op, or a gradient of a minimum or maximum. CommError: see the README.
+        ValueError: another op; a gradient, a wire type, a scale or a norm of a minimum or maximum; a gradient and a norm.
+        CommError: see the README.
     """
     if op not in _OPS:
         raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, _OPS))}")
     ranks = communicator(group)
+    fusion = Fusion.of(x, wire_dtype, scale, squared_norm)
+    if fusion is not None and op not in ("sum", "avg"):
+        raise ValueError(f"all_reduce by {op!r} takes no wire_dtype, scale or squared_norm; sums and averages do")
     if torch.is_grad_enabled() and x.requires_grad:
         if op not in ("sum", "avg"):
             raise ValueError(f"all_reduce by {op!r} has no gradient here; detach the tensor first")
-        return _AllReduce.apply(x, op, ranks, wire_dtype)
-    return _reduce_in_place(x, op, ranks, wire_dtype)
+        if squared_norm is not None:
+            raise ValueError("squared_norm is not differentiable; detach the tensor first")
+        return _AllReduce.apply(x, op, ranks, fusion)
+    return ranks.all_reduce_(x, _OPS[op], fusion)
 
 
 def all_gather(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
@@ -72,28 +91,23 @@ def barrier(*, group=None) -> None:
     dist.barrier(group=communicator(group).group)
 
 
-def _reduce_in_place(x, op, ranks: Communicator, wire_dtype):
-    if wire_dtype is None or wire_dtype == x.dtype:
-        return ranks.all_reduce_(x, _OPS[op])
-    return x.copy_(ranks.all_reduce_(x.to(wire_dtype), _OPS[op]))
-
-
 class _AllReduce(torch.autograd.Function):
-    """y = sum over ranks of x (or their average).
+    """y = scale * sum over ranks of x (or their average).
 
-    forward   y = all_reduce(x)
-    backward  dx = all_reduce(dy), averaged where y is
+    forward   y = scale * all_reduce(x)
+    backward  dx = scale * all_reduce(dy), averaged where y is
     """
 
     @staticmethod
-    def forward(ctx, x, op, ranks, wire_dtype):
-        ctx.arguments = op, ranks, wire_dtype
-        return _reduce_in_place(x.clone(), op, ranks, wire_dtype)
+    def forward(ctx, x, op, ranks: Communicator, fusion):
+        ctx.arguments = _OPS[op], fusion
+        ctx.ranks = ranks
+        return ranks.all_reduce_(x.clone(), *ctx.arguments)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return _reduce_in_place(dy.clone(), *ctx.arguments), None, None, None
+        return ctx.ranks.all_reduce_(dy.clone(), *ctx.arguments), None, None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -35,6 +35,15 @@ def cross_entropy(logits, target, **options) -> torch.Tensor:
     return loss.view(target.shape) if loss.dim() else loss
 
 
+def fused_sum(parts: list[torch.Tensor], wire_dtype=None, scale: float = 1.0, average: bool = False) -> torch.Tensor:
+    """Sum, average and scale in the accumulator's type; what travels is rounded to wire_dtype."""
+    dtype = parts[0].dtype
+    wire = wire_dtype or dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = reduce([part.to(wire).to(wide) for part in parts], "avg" if average else "sum")
+    return (total * torch.tensor(scale, dtype=wide)).to(wire).to(dtype)
+
+
 def reduce(parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
     """The reduction contract: in order, 16-bit floating point accumulated in fp32, rounded once."""
     dtype = parts[0].dtype
