@@ -5,6 +5,7 @@ ranks do that each copy N bytes at the same time.
 """
 
 import argparse
+import os
 import warnings
 from dataclasses import asdict, dataclass
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import weft
 from weft.bench.measure import Quantiles, alternate, slowest_rank
-from weft.testing.ranks import run_ranks
+from weft.testing.ranks import on_machines, run_ranks
 
 OPERATIONS = {  # name: share of the bytes that cross a rank's link, for W ranks (nccl-tests' bus bandwidth)
     "all_reduce": lambda world: 2 * (world - 1) / world,
@@ -65,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--stepfactor", type=int, default=0, help="factor between sizes (default: 4K, 1M, 25M)")
     parser.add_argument("-d", "--datatype", default="float32", help="float32, bfloat16, float16, float64, int32, ...")
     parser.add_argument("-n", "--iters", type=int, default=0, help="calls a measurement (default: by size)")
+    parser.add_argument(
+        "--machines",
+        metavar="NAMES",
+        help="a letter a rank: pretend that ranks run on these machines, joined over loopback (aabb)",
+    )
     parser.add_argument("--op", nargs="*", choices=OPERATIONS, default=list(OPERATIONS), help="operations to run")
 
 
@@ -85,13 +91,22 @@ def sizes(options: argparse.Namespace) -> list[int]:
 
 def run(options: argparse.Namespace) -> list[Line]:
     dtype = getattr(torch, options.datatype)
+    machines = options.machines
+    world = len(machines) if machines else options.world
     lines = []
     for operation in options.op:
         for size in sizes(options):
             count = max(1, size // dtype.itemsize)
             calls = options.iters or max(8, min(1000, (64 << 20) // max(size, 1)))
             arguments = (operation, count, dtype, options.rounds, calls)
-            per_rank = run_ranks(_measure, options.world, *arguments, timeout_s=600, group_timeout_s=120)
+            per_rank = run_ranks(
+                _measure,
+                world,
+                *arguments,
+                timeout_s=600,
+                group_timeout_s=120,
+                before=machines and on_machines(machines),
+            )
             times = slowest_rank([samples for samples, _ in per_rank])
             wrong = sum(wrong for _, wrong in per_rank)
             if wrong:
@@ -102,7 +117,7 @@ def run(options: argparse.Namespace) -> list[Line]:
                     count * dtype.itemsize,
                     count,
                     options.datatype,
-                    options.world,
+                    world,
                     times["ordinary"],
                     times.get("symmetric"),
                     times["gloo"],
@@ -133,7 +148,7 @@ def _measure(rank: int, operation: str, count: int, dtype: torch.dtype, rounds: 
 
     contenders = {"ordinary": call_on(None)}
     wrong = _wrong_elements(rank, operation, source, shard, whole, contenders["ordinary"])
-    if operation == "all_reduce":
+    if operation == "all_reduce" and not os.environ.get("WEFT_HOST"):
         shared = weft.empty_symmetric(count, dtype=dtype).fill_(rank + 1)
         contenders["symmetric"] = lambda: weft.all_reduce(shared)
         contenders["symmetric"]()

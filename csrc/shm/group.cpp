@@ -185,7 +185,7 @@ void Group::run_behind_the_queue(std::function<void()> call) {
   } catch (...) {
     if (!work->done()) {  // interrupted: the call must end before its memory is let go
       record_failure(FailureKind::interrupted,
-                     "rank " + std::to_string(rank_) + " was interrupted in a call on group \"" + name_ + "\".");
+                     "rank " + std::to_string(label(rank_)) + " was interrupted in a call on group \"" + name_ + "\".");
       try {
         work->wait(std::nullopt, nullptr);
       } catch (const std::exception&) {
@@ -245,7 +245,7 @@ bool Group::forked() const { return forks_ != forks.load(std::memory_order_relax
 
 void Group::abort() {
   if (forked()) return;
-  record_failure(FailureKind::interrupted, "rank " + std::to_string(rank_) + " aborted group \"" + name_ + "\".");
+  record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " aborted group \"" + name_ + "\".");
 }
 
 void Group::leave() {
@@ -268,8 +268,8 @@ void Group::check_peers(const Call& call) {
   for (int peer = 0; peer < world_; ++peer) {
     if (control(peer).arrived.reached(step_) || !lost(peer)) continue;
     if (control(peer).arrived.reached(step_)) continue;  // it did its part of this exchange before it went
-    const std::string text = "rank " + std::to_string(peer) + how_it_ended(peer) + " in or before " + call.text() +
-                             " while rank " + std::to_string(rank_) + " waited for it.";
+    const std::string text = "rank " + std::to_string(label(peer)) + how_it_ended(peer) + " in or before " +
+                             call.text() + " while rank " + std::to_string(label(rank_)) + " waited for it.";
     std::rethrow_exception(record_failure(FailureKind::rank_lost, text));
   }
 }
@@ -284,18 +284,18 @@ void Group::wait_for(int peer, const Call& call) {
     try {
       if (options_.on_slice && !in_background) options_.on_slice();
     } catch (...) {  // the caller is interrupted (Ctrl-C): it will not finish this call, and the others must know
-      record_failure(FailureKind::interrupted, "rank " + std::to_string(rank_) + " was interrupted in " + call.text() + ".");
+      record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " was interrupted in " + call.text() + ".");
       throw;
     }
     if (Clock::now() < deadline || flag.reached(step_)) continue;
     std::vector<int> silent;
     for (int other = 0; other < world_; ++other)
-      if (!control(other).arrived.reached(step_)) silent.push_back(other);
+      if (!control(other).arrived.reached(step_)) silent.push_back(label(other));
     char after[32];
     snprintf(after, sizeof after, "%.3g", std::chrono::duration<double>(options_.timeout).count());
     std::rethrow_exception(record_failure(
         FailureKind::timed_out, list_of(silent) + " did not arrive in " + call.text() + " within " + after +
-                                    " s (rank " + std::to_string(rank_) + " waited; the process is alive but silent)."));
+                                    " s (rank " + std::to_string(label(rank_)) + " waited; the process is alive but silent)."));
   }
 }
 

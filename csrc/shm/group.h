@@ -85,6 +85,7 @@ struct GroupOptions {
   Clock::duration timeout{};       // of one wait
   bool oversubscribed = false;     // more ranks on this machine than cores: do not spin
   std::function<void()> on_slice;  // called now and then during long waits; may throw to interrupt
+  std::vector<int> labels = {};    // what errors call the ranks; empty: their numbers
 };
 
 // Faults on purpose, for tests: random delays wherever ranks meet, and death at the n-th such point.
@@ -106,6 +107,7 @@ class Group {
   int world() const { return world_; }
   size_t staging_bytes() const { return options_.staging_bytes; }
   const std::string& name() const { return name_; }
+  int label(int rank) const { return options_.labels.empty() ? rank : options_.labels[rank]; }
   void rename(std::string name);
   Clock::duration timeout() const { return options_.timeout; }
   void set_timeout(Clock::duration timeout) { options_.timeout = timeout; }

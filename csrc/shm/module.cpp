@@ -178,6 +178,10 @@ void register_reductions(py::module_& m) {
   m.attr("reduce_ops") = ops;
   m.def("instruction_sets", &supported_instruction_sets, "Instruction sets that run on this machine, fastest first.");
   m.def(
+      "check_reduction",
+      [](uint32_t dtype, uint32_t op) { reduce_function(reduce_table(), dtype_of(dtype), op_of(op)); },
+      py::arg("dtype"), py::arg("op"), "ValueError where the operator means nothing for the type.");
+  m.def(
       "reduce",
       [](const std::vector<Address>& sources, Address destination, size_t count, uint32_t dtype, uint32_t op,
          const std::string& instruction_set) {
@@ -209,10 +213,12 @@ using GroupHolder = std::unique_ptr<Group, EndWithoutGil>;
 
 GroupHolder make_group(std::string name, int rank, Segment& segment,
                        const std::vector<std::pair<pid_t, uint64_t>>& ranks, size_t staging_bytes, double timeout_s,
-                       bool oversubscribed) {
+                       bool oversubscribed, std::vector<int> labels) {
   std::vector<RankIdentity> identities;
   for (const auto& [pid, start_time] : ranks) identities.push_back({pid, start_time});
-  GroupOptions options{staging_bytes, seconds(timeout_s), oversubscribed, raise_pending_signals};
+  GroupOptions options{staging_bytes, seconds(timeout_s), oversubscribed, raise_pending_signals, std::move(labels)};
+  if (!options.labels.empty() && options.labels.size() != identities.size())
+    throw std::invalid_argument("labels: one a rank, or none");
   const py::gil_scoped_release no_gil;
   return GroupHolder(new Group(std::move(name), rank, std::move(segment), identities, std::move(options)));
 }
@@ -364,7 +370,7 @@ void register_group(py::module_& m) {
   py::class_<Group, GroupHolder> group(m, "Group", "Ranks over one segment. Addresses are integers, counts elements.");
   group
       .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("segment"), py::arg("ranks"),
-           py::arg("staging_bytes"), py::arg("timeout_s"), py::arg("oversubscribed"))
+           py::arg("staging_bytes"), py::arg("timeout_s"), py::arg("oversubscribed"), py::arg("labels"))
       .def_static("segment_bytes", &Group::segment_bytes, py::arg("world"), py::arg("staging_bytes"))
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("world", &Group::world)

@@ -173,12 +173,16 @@ template <class From, class To>
 void sum(const void* const* sources, size_t source_count, void* destination, size_t count, const Epilogue& epilogue) {
   using S = typename From::Sum;
   S sums[block];
-  const S divisor = epilogue.average ? static_cast<S>(source_count) : S{1}, scale = static_cast<S>(epilogue.scale);
+  const S divisor = static_cast<S>(source_count), scale = static_cast<S>(epilogue.scale);
   auto* out = static_cast<typename To::Stored*>(destination);
   for (size_t begin = 0; begin < count; begin += block) {
     const size_t n = count - begin < block ? count - begin : block;
     accumulate<From, Add>(sources, source_count, begin, n, sums);
-    for (size_t i = 0; i < n; ++i) sums[i] = From::load(From::store(sums[i] / divisor * scale));
+    if (epilogue.average)
+      for (size_t i = 0; i < n; ++i) sums[i] = sums[i] / divisor;
+    if (scale != S{1})
+      for (size_t i = 0; i < n; ++i) sums[i] = sums[i] * scale;
+    for (size_t i = 0; i < n; ++i) sums[i] = From::load(From::store(sums[i]));
     for (size_t i = 0; i < n; ++i) out[begin + i] = To::store(sums[i]);
     if (epilogue.squared_norm != nullptr) *epilogue.squared_norm += sum_of_squares(sums, n);
   }

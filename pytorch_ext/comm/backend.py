@@ -16,14 +16,15 @@ import torch.distributed as dist
 from weft.comm.dtypes import op_code
 from weft.comm.engine import Engine, Pending
 from weft.comm.rendezvous import join
+from weft.comm.spanning import SpanningEngine
 
 Tensors = list[torch.Tensor]
 
 
 class WeftProcessGroup(dist.ProcessGroup):
-    """Collectives over shared memory between the processes of one machine, on CPU tensors."""
+    """Collectives on CPU tensors: over shared memory inside a machine, over gloo between machines."""
 
-    engine: Engine
+    engine: Engine | SpanningEngine
     communicator = None  # what the ops use of this group; made when first asked for
 
     @classmethod
@@ -31,16 +32,14 @@ class WeftProcessGroup(dist.ProcessGroup):
         """From c10d's DistributedBackendOptions; called by init_process_group and new_group."""
         ranks_on_machine = dist.get_world_size() if dist.is_initialized() else options.group_size
         group = cls(options.group_rank, options.group_size)
-        group.engine = Engine(
-            join(
-                options.store,
-                options.group_rank,
-                options.group_size,
-                name=str(options.group_id),
-                timeout=options.timeout,
-                ranks_on_machine=ranks_on_machine,
-                lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
-            )
+        group.engine = join(
+            options.store,
+            options.group_rank,
+            options.group_size,
+            name=str(options.group_id),
+            timeout=options.timeout,
+            ranks_on_machine=ranks_on_machine,
+            lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
         )
         group._name, group._desc = str(options.group_id), "undefined"
         return group
@@ -61,22 +60,22 @@ class WeftProcessGroup(dist.ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
         if desc and desc != "undefined":
-            self.engine.group.rename(desc)
+            self.engine.rename(desc)
 
     group_name = property(getGroupName)
     group_desc = property(lambda self: self._desc)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.engine.group.set_timeout(timeout.total_seconds())
+        self.engine.set_timeout(timeout)
 
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
         self.communicator = None  # it knows this group: without it, the last reference is the last
-        self.engine.group.leave()
+        self.engine.leave()
 
     def abort(self) -> None:
-        self.engine.group.abort()
+        self.engine.abort()
 
     # Collectives.
 
@@ -290,7 +289,7 @@ def _lost_members(members: list[int]) -> list[int]:
     default = dist.group.WORLD
     if not isinstance(default, WeftProcessGroup):
         return []
-    return [members.index(rank) for rank in default.engine.group.lost_ranks() if rank in members]
+    return [members.index(rank) for rank in default.engine.lost_ranks() if rank in members]
 
 
 def _as_list(tensors) -> Tensors:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from weft import _C
 
 SUM = _C.reduce_ops["sum"]
+OP_NAMES = {code: name for name, code in _C.reduce_ops.items()}
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}
 _OPS: dict[int, int] = {
     int(getattr(dist.ReduceOp, theirs)): _C.reduce_ops[ours]

@@ -6,6 +6,7 @@ before the Pending that it returns is done.
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -74,7 +75,7 @@ class Engine:
         self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None
     ) -> Pending | None:
         """x = op over ranks of x, in place."""
-        _check(x)
+        check(x)
         whole = x.contiguous()
         address, count, code = whole.data_ptr(), whole.numel(), dtype_code(whole)
         if fusion is None:
@@ -87,7 +88,7 @@ class Engine:
 
     def broadcast(self, x: torch.Tensor, root: int, wait: bool = True) -> Pending | None:
         """x = the root's x, in place."""
-        _check(x)
+        check(x)
         code, scale = byte_code(x)
         whole = x.contiguous()
         work = self.group.broadcast(whole.data_ptr(), whole.numel() * scale, code, root, not wait)
@@ -95,10 +96,10 @@ class Engine:
 
     def all_gather(self, x: torch.Tensor, parts: list[torch.Tensor], wait: bool = True) -> Pending | None:
         """parts[r] = rank r's x; sizes may differ between ranks."""
-        _check(x, *parts)
-        _check_same_dtype("all_gather", x, parts)
+        check(x, *parts)
+        check_same_dtype("all_gather", x, parts)
         code, scale = byte_code(x)
-        source, targets = x.contiguous(), _contiguous_outputs(parts)
+        source, targets = x.contiguous(), contiguous_outputs(parts)
         counts = [part.numel() * scale for part in parts]
         work = self.group.all_gather(source.data_ptr(), _addresses(targets), counts, code, not wait)
         return self._after(work, (source, targets), copy_backs=zip(parts, targets, strict=True))
@@ -107,9 +108,9 @@ class Engine:
         self, parts: list[torch.Tensor], output: torch.Tensor, op: int = SUM, wait: bool = True
     ) -> Pending | None:
         """output = op over ranks of their parts[this rank]; sizes may differ between ranks."""
-        _check(output, *parts)
-        _check_same_dtype("reduce_scatter", output, parts)
-        sources, (target,) = [part.contiguous() for part in parts], _contiguous_outputs([output])
+        check(output, *parts)
+        check_same_dtype("reduce_scatter", output, parts)
+        sources, (target,) = [part.contiguous() for part in parts], contiguous_outputs([output])
         counts = [part.numel() for part in parts]
         work = self.group.reduce_scatter(
             _addresses(sources), target.data_ptr(), counts, dtype_code(output), op, not wait
@@ -118,7 +119,7 @@ class Engine:
 
     def reduce(self, x: torch.Tensor, root: int, op: int = SUM, wait: bool = True) -> Pending | None:
         """At the root, x = op over ranks of x; elsewhere x stays."""
-        _check(x)
+        check(x)
         whole = x.contiguous()
         address = whole.data_ptr()
         work = self.group.reduce(address, address, whole.numel(), dtype_code(whole), op, root, not wait)
@@ -126,28 +127,28 @@ class Engine:
 
     def gather(self, x: torch.Tensor, parts: list[torch.Tensor], root: int, wait: bool = True) -> Pending | None:
         """At the root, parts[r] = rank r's x; elsewhere parts is empty."""
-        _check(x, *parts)
-        _check_same_dtype("gather", x, parts)
+        check(x, *parts)
+        check_same_dtype("gather", x, parts)
         code, scale = byte_code(x)
-        source, targets = x.contiguous(), _contiguous_outputs(parts)
+        source, targets = x.contiguous(), contiguous_outputs(parts)
         work = self.group.gather(source.data_ptr(), _addresses(targets), x.numel() * scale, code, root, not wait)
         return self._after(work, (source, targets), copy_backs=zip(parts, targets, strict=True))
 
     def scatter(self, parts: list[torch.Tensor], output: torch.Tensor, root: int, wait: bool = True) -> Pending | None:
         """output = the root's parts[this rank]; parts is empty elsewhere."""
-        _check(output, *parts)
-        _check_same_dtype("scatter", output, parts)
+        check(output, *parts)
+        check_same_dtype("scatter", output, parts)
         code, scale = byte_code(output)
-        sources, (target,) = [part.contiguous() for part in parts], _contiguous_outputs([output])
+        sources, (target,) = [part.contiguous() for part in parts], contiguous_outputs([output])
         work = self.group.scatter(_addresses(sources), target.data_ptr(), output.numel() * scale, code, root, not wait)
         return self._after(work, (sources, target), copy_backs=[(output, target)])
 
     def all_to_all(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], wait: bool = True) -> Pending | None:
         """outputs[r] = rank r's inputs[this rank]; any sizes on which the two ranks agree."""
-        _check(*inputs, *outputs)
-        _check_same_dtype("all_to_all", inputs[0], [*inputs, *outputs])
+        check(*inputs, *outputs)
+        check_same_dtype("all_to_all", inputs[0], [*inputs, *outputs])
         code, scale = byte_code(inputs[0])
-        sources, targets = [part.contiguous() for part in inputs], _contiguous_outputs(outputs)
+        sources, targets = [part.contiguous() for part in inputs], contiguous_outputs(outputs)
         work = self.group.all_to_all(
             _addresses(sources),
             [part.numel() * scale for part in inputs],
@@ -162,7 +163,7 @@ class Engine:
         return self._after(self.group.barrier(not wait), None)
 
     def send(self, x: torch.Tensor, destination: int, tag: int) -> Pending:
-        _check(x)
+        check(x)
         code, scale = byte_code(x)
         whole = x.contiguous()
         work = self.group.send(destination, whole.data_ptr(), whole.numel() * scale, code, tag)
@@ -170,9 +171,9 @@ class Engine:
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> Pending:
         """source=None: from whichever rank sends that tag first; `Pending.source` says which."""
-        _check(x)
+        check(x)
         code, scale = byte_code(x)
-        (whole,) = _contiguous_outputs([x])
+        (whole,) = contiguous_outputs([x])
         heard_from = _C.Source()
         work = self.group.receive(
             -1 if source is None else source, whole.data_ptr(), whole.numel() * scale, code, tag, heard_from
@@ -181,26 +182,45 @@ class Engine:
         pending._source = heard_from
         return pending
 
+    # The group's life.
+
+    def rename(self, name: str) -> None:
+        self.group.rename(name)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.group.set_timeout(timeout.total_seconds())
+
+    def lost_ranks(self) -> list[int]:
+        """Ranks that are known to have died or left."""
+        return self.group.lost_ranks()
+
+    def abort(self) -> None:
+        """Ends every call under way, on every rank, with an error."""
+        self.group.abort()
+
+    def leave(self) -> None:
+        self.group.leave()
+
     def _after(self, work: _C.Work | None, keep, copy_backs=()) -> Pending | None:
         if work is not None:
             return self._pending(work, keep, copy_backs)
         for target, whole in copy_backs:
-            _copy_back(target, whole)
+            copy_back(target, whole)
         return None
 
     def _pending(self, work: _C.Work, keep, copy_backs=()) -> Pending:
         with self._submitting:
             self._in_flight = [pair for pair in self._in_flight if not pair[0].done()]
             self._in_flight.append((work, keep))
-        return Pending([work], [partial(_copy_back, *pair) for pair in copy_backs])
+        return Pending([work], [partial(copy_back, *pair) for pair in copy_backs])
 
 
-def _copy_back(target: torch.Tensor, whole: torch.Tensor) -> None:
+def copy_back(target: torch.Tensor, whole: torch.Tensor) -> None:
     if target is not whole:
         target.detach().copy_(whole.detach())  # what a collective does is not for autograd to see
 
 
-def _contiguous_outputs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def contiguous_outputs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype) for x in tensors]
 
 
@@ -208,7 +228,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
     return [x.data_ptr() for x in tensors]
 
 
-def _check(*tensors: torch.Tensor) -> None:
+def check(*tensors: torch.Tensor) -> None:
     for x in tensors:
         if not x.is_cpu:
             raise TypeError(f"the weft backend takes CPU tensors, got one on {x.device}")
@@ -220,7 +240,7 @@ def _check(*tensors: torch.Tensor) -> None:
             )
 
 
-def _check_same_dtype(what: str, x: torch.Tensor, others: list[torch.Tensor]) -> None:
+def check_same_dtype(what: str, x: torch.Tensor, others: list[torch.Tensor]) -> None:
     for other in others:
         if other.dtype != x.dtype:
             raise TypeError(f"{what}: tensors of {x.dtype} and of {other.dtype}; they must be of one type")

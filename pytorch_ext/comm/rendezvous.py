@@ -1,8 +1,9 @@
-"""How ranks that share only a torch Store become a group that shares memory."""
+"""How ranks that share only a torch Store become a group: of shared memory, or of several machines."""
 
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from weft import _C
+from weft.comm.engine import Engine
+from weft.comm.spanning import SpanningEngine
 
 STAGING_KIB = 256  # of one buffer; two a rank. Chosen so that what two ranks exchange stays in the caches.
 
@@ -23,27 +26,53 @@ def join(
     timeout: timedelta,
     ranks_on_machine: int,
     lost_ranks: Callable[[], list[int]] = list,
-) -> _C.Group:
-    """Joins the group that meets at `store`; returns once every rank has mapped its memory.
+) -> Engine | SpanningEngine:
+    """Joins the group that meets at `store`; returns once every rank has mapped the memory of its machine.
 
-    Each rank announces its process, rank 0 creates the segment, each rank opens it and says so. A rank that cannot
-    says why, and every rank raises that.
+    Each rank announces its process and machine. On each machine the first rank creates a segment, the others open it
+    and say so; a rank that cannot says why, and all on that machine raise it. Machines are then joined over gloo.
 
     Args:
         ranks_on_machine: all ranks that compete for this machine's cores, of this group or not.
         lost_ranks: ranks of this group that are known to be gone already, looked at while waiting.
 
     Raises:
-        ValueError: the ranks run on several machines, or different versions.
-        OSError: the memory could not be had.
+        ValueError: the ranks run different versions. OSError: the memory could not be had.
         RankLostError: a rank died after it announced itself. CollectiveTimeoutError: a rank did not come.
     """
-    meeting = _Meeting(store, name, rank, timeout, lost_ranks)
+    meeting = _Meeting(store, name, rank, timeout, lost_ranks, labels=list(range(world)))
     meeting.announce(f"process/{rank}", _describe_process())
     processes = [meeting.read(f"process/{peer}", peer) for peer in range(world)]
-    meeting.processes = processes
-    _check_one_machine(name, processes)
+    _check_one_version(name, processes)
+    hosts = _hosts(processes)
+    if len(hosts) == 1:
+        meeting.processes = processes
+        engine = Engine(_share_memory(meeting, ranks_on_machine))
+    else:
+        neighbours = next(host for host in hosts if rank in host)
+        inside = _Meeting(
+            dist.PrefixStore(f"host of {neighbours[0]}", store),
+            name,
+            neighbours.index(rank),
+            timeout,
+            lambda: [neighbours.index(lost) for lost in lost_ranks() if lost in neighbours],
+            labels=neighbours,
+        )
+        inside.processes = [processes[neighbour] for neighbour in neighbours]
+        local = Engine(_share_memory(inside, min(ranks_on_machine, len(neighbours))))
+        if rank == 0:  # its own place in the store, which no earlier group of this name has used
+            meeting.announce("token", {"token": secrets.token_hex(8)})
+        token = meeting.read("token", 0)["token"]
+        engine = SpanningEngine(local, hosts, rank, dist.PrefixStore(token, store), name, timeout)
+        inside.clear()
+    meeting.clear()  # every rank has read everything: joining was a barrier
+    return engine
 
+
+def _share_memory(meeting: "_Meeting", ranks_on_machine: int) -> _C.Group:
+    """The group of the ranks of one machine, whose processes the meeting knows."""
+    rank, processes = meeting.rank, meeting.processes
+    world = len(processes)
     segment, error = None, None
     try:
         staging_bytes = int(os.environ.get("WEFT_STAGING_KIB", STAGING_KIB)) * 1024
@@ -69,26 +98,34 @@ def join(
     for peer in range(world):
         state = meeting.read(f"ready/{peer}", peer)
         if "error" in state:
-            raise OSError(f'rank {peer} could not join group "{name}": {state["error"]}')
+            raise OSError(f'rank {meeting.labels[peer]} could not join group "{meeting.name}": {state["error"]}')
 
-    group = _C.Group(
-        name=name,
+    return _C.Group(
+        name=meeting.name,
         rank=rank,
         segment=segment,
         ranks=[(process["pid"], process["start_time"]) for process in processes],
         staging_bytes=staging_bytes,
-        timeout_s=timeout.total_seconds(),
+        timeout_s=meeting.timeout_s,
         oversubscribed=max(world, ranks_on_machine) > len(os.sched_getaffinity(0)),
+        labels=meeting.labels,
     )
-    meeting.clear()  # every rank has read everything: joining was a barrier
-    return group
+
+
+def _hosts(processes: list[dict]) -> list[list[int]]:
+    """The ranks of each machine, machines in the order of their first ranks."""
+    machines = list(dict.fromkeys(process["machine"] for process in processes))
+    return [[rank for rank, process in enumerate(processes) if process["machine"] == machine] for machine in machines]
 
 
 class _Meeting:
     """The exchange of a few notes through the store, with an eye on who is still there."""
 
-    def __init__(self, store, name: str, rank: int, timeout: timedelta, lost_ranks: Callable[[], list[int]]):
+    def __init__(
+        self, store, name: str, rank: int, timeout: timedelta, lost_ranks: Callable[[], list[int]], labels: list[int]
+    ):
         self.store, self.name, self.rank, self.timeout_s = store, name, rank, timeout.total_seconds()
+        self.labels = labels  # what errors call the ranks
         self.deadline = time.monotonic() + self.timeout_s
         self.lost_ranks = lost_ranks
         self.processes: list[dict] = []  # once they are known, their lives are watched
@@ -104,19 +141,20 @@ class _Meeting:
             while not self.store.check([key]):
                 if self._gone(from_rank):
                     raise _C.RankLostError(
-                        f'rank {from_rank} was lost before it joined group "{self.name}" (rank {self.rank} waited).'
+                        f'rank {self.labels[from_rank]} was lost before it joined group "{self.name}" '
+                        f"(rank {self.labels[self.rank]} waited)."
                     )
                 if time.monotonic() > self.deadline:
                     raise _C.CollectiveTimeoutError(
-                        f'rank {from_rank} did not join group "{self.name}" within {self.timeout_s:.3g} s '
-                        f"(rank {self.rank} waited)."
+                        f'rank {self.labels[from_rank]} did not join group "{self.name}" within '
+                        f"{self.timeout_s:.3g} s (rank {self.labels[self.rank]} waited)."
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.02)
             return json.loads(self.store.get(key))
         except dist.DistError as error:  # the store itself: its host has gone, say
             raise _C.CommError(
-                f'rank {self.rank} lost the store while it joined group "{self.name}": {error}'
+                f'rank {self.labels[self.rank]} lost the store while it joined group "{self.name}": {error}'
             ) from error
 
     def clear(self) -> None:
@@ -147,16 +185,15 @@ def _describe_process() -> dict:
     return {
         "pid": pid,
         "start_time": _C.process_start_time(pid),
-        "machine": machine,
+        "machine": os.environ.get("WEFT_HOST", machine),
         "version": _C.build["version"],
     }
 
 
-def _check_one_machine(name: str, processes: list[dict]) -> None:
-    for what in ("machine", "version"):
-        places = {process[what] for process in processes}
-        if len(places) > 1:
-            raise ValueError(
-                f'the ranks of group "{name}" differ in {what}: {"; ".join(sorted(places))}. The weft backend joins '
-                "processes of one machine and one process namespace that run one version of weft."
-            )
+def _check_one_version(name: str, processes: list[dict]) -> None:
+    versions = {process["version"] for process in processes}
+    if len(versions) > 1:
+        raise ValueError(
+            f'the ranks of group "{name}" run different versions of weft: {", ".join(sorted(versions))}; '
+            "install the same everywhere"
+        )

@@ -5,6 +5,7 @@ import math
 import torch
 
 from weft.comm.communicator import EngineCommunicator, communicator
+from weft.comm.engine import Engine
 
 
 def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device=None) -> torch.Tensor:
@@ -28,8 +29,8 @@ def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device
     if device is not None and torch.device(device).type != "cpu":
         raise NotImplementedError(f"empty_symmetric gives CPU memory for now, not memory on {device}")
     ranks = communicator(group)
-    if not isinstance(ranks, EngineCommunicator):
-        raise ValueError('empty_symmetric needs a group of the "weft" backend')
+    if not isinstance(ranks, EngineCommunicator) or not isinstance(ranks.engine, Engine):
+        raise ValueError('empty_symmetric needs a group of the "weft" backend whose ranks are on one machine')
     count = math.prod(sizes)
     region = ranks.engine.group.create_region(count * dtype.itemsize)
     if count == 0:

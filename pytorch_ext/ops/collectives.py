@@ -38,7 +38,8 @@ def all_reduce(
             the reduction.
 
     Raises:
-        ValueError: another op; a gradient, a wire type, a scale or a norm of a minimum or maximum; a gradient and a norm.
+        ValueError: another op; a gradient, a wire type, a scale or a norm of a minimum or maximum; a gradient and a
+            norm.
         CommError: see the README.
     """
     if op not in _OPS:

@@ -57,12 +57,14 @@ def try_ranks(
     backend: str | None = "weft",
     timeout_s: float = 60,
     group_timeout_s: float = 30,
+    before: Callable[[int], object] | None = None,
 ) -> list[Outcome]:
     """Like run_ranks, for ranks that are meant to fail: an Outcome of each, nothing raised.
 
     Args:
         backend: None leaves torch.distributed uninitialised in the ranks.
         group_timeout_s: the process group's own timeout.
+        before: before(rank) runs in each rank before it joins the process group.
     """
     context = multiprocessing.get_context("fork")
     store_folder = tempfile.mkdtemp(prefix="weft-ranks-")
@@ -72,7 +74,7 @@ def try_ranks(
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
             target=_rank_main,
-            args=(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, sender),
+            args=(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, before, sender),
         )
         process.start()
         sender.close()
@@ -98,13 +100,26 @@ def try_ranks(
     return outcomes
 
 
-def _rank_main(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, sender):
+def on_machines(names: str) -> Callable[[int], None]:
+    """For `before`: ranks go by machines of these one-letter names, so that a group spans them ("aab": three ranks on
+    two machines), and reach each other over loopback."""
+
+    def go_by(rank: int) -> None:
+        os.environ["WEFT_HOST"] = names[rank]
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    return go_by
+
+
+def _rank_main(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, before, sender):
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     torch.set_num_threads(1)  # one rank a core; and the parent's OpenMP pool did not survive the fork
     start = time.monotonic()
     value, error, text = None, None, ""
     try:
+        if before is not None:
+            before(rank)
         if backend is not None:
             store = dist.FileStore(store_path, world)
             dist.init_process_group(
