@@ -61,7 +61,7 @@ class SpanningEngine:
         _C.check_reduction(dtype_code(x), op)
 
         def body() -> None:
-            x.copy_(self._all_reduced(x, op, fusion))
+            self._all_reduce(x, op, fusion)
             if fusion is not None and fusion.squared_norm is not None:
                 fusion.squared_norm.fill_(x.double().square().sum())
 
@@ -73,7 +73,8 @@ class SpanningEngine:
         _C.check_reduction(dtype_code(x), op)
 
         def body() -> None:
-            total = self._all_reduced(x, op, None)
+            total = x.clone()
+            self._all_reduce(total, op, None)
             if self.rank == root:
                 x.copy_(total)
 
@@ -338,44 +339,62 @@ class SpanningEngine:
         """How many of `count` elements each neighbour holds: all of them in the lanes."""
         return _even(count, self.lanes) + [0] * (len(self._neighbours) - self.lanes)
 
-    def _all_reduced(self, x: torch.Tensor, op: int, fusion: Fusion | None) -> torch.Tensor:
-        flat = x.reshape(-1)
-        wire = x.dtype
-        if fusion is not None and fusion.wire_dtype is not None:
-            wire = fusion.wire_dtype
-            flat = flat.to(wire)
-        sizes = _even(flat.numel(), len(self.hosts))
-        piece = self._reduced_piece(flat, sizes, op)
-        if fusion is not None and fusion.scale != 1.0:
-            piece = piece * fusion.scale
-        whole = self._from_all_machines(piece.to(wire) if self._in_lane else None, flat, sizes)
-        return whole.view(x.shape).to(x.dtype)
+    def _all_reduce(self, x: torch.Tensor, op: int, fusion: Fusion | None) -> None:
+        """In place, by the steps at the top of this file. A lane's part of x lies in one piece, and so does each
+        machine's of that."""
+        wire = x.dtype if fusion is None or fusion.wire_dtype is None else fusion.wire_dtype
+        flat = x.reshape(-1).to(wire)  # x's own memory, where that can be
+        wide = _widened(flat)
+        lane_sizes = self._lane_sizes(flat.numel())
+        if len(self._neighbours) == 1:
+            mine = wide
+        else:
+            mine = wide.new_empty(lane_sizes[self._lane])
+            self.local.reduce_scatter(list(wide.split(lane_sizes)), mine, _inner(op))
+        column = flat.new_empty(0)
+        if len(mine):
+            machines = len(self.hosts)
+            step = -(-len(mine) // machines)  # the last machines may have less
+            summed = self._summed_between(mine, [min(step, max(0, len(mine) - step * h)) for h in range(machines)], op)
+            if fusion is not None and fusion.scale != 1.0:
+                summed *= fusion.scale
+            rows = column.new_empty([machines, step])
+            row = column.new_empty(step)
+            row[: len(summed)] = summed
+            self.between.finish(self.between.lane.allgather([[_bytes(one) for one in rows]], [_bytes(row)]))
+            column = rows.view(-1)[: len(mine)]
+        if len(self._neighbours) == 1:
+            flat = column
+        else:
+            self.local.all_gather(column, list(flat.split(lane_sizes)))
+        if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
+            x.copy_(flat.view(x.shape))
 
     def _reduced_piece(self, flat: torch.Tensor, sizes: Sequence[int], op: int) -> torch.Tensor:
         """This lane's piece of this machine's range of op over all ranks of flat, not yet rounded; sizes are the
         ranges'. A rank that is in no lane gets nothing."""
-        wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat.contiguous()
-        inside, between = (SUM, SUM) if op == AVERAGE else (op, op)
+        wide = _widened(flat)
         pieces = [part.split(_even(part.numel(), self.lanes)) for part in wide.split(list(sizes))]
         parts = [torch.cat([of_host[lane] for of_host in pieces]) for lane in range(self.lanes)]
         parts += [wide.new_empty(0)] * (len(self._neighbours) - self.lanes)
         mine = torch.empty_like(parts[self._lane])
-        self.local.reduce_scatter(parts, mine, inside)
-        if not self._in_lane:
+        self.local.reduce_scatter(parts, mine, _inner(op))
+        if not len(mine):
             return mine
-        sent = [of_host[self._lane].numel() for of_host in pieces]
-        count, unit = sent[self.host], wide.element_size()
-        received = wide.new_empty([len(self.hosts), count])
-        if sum(sent):
-            self.between.finish(
-                self.between.lane.alltoall_base(
-                    _bytes(received), _bytes(mine), [count * unit] * len(self.hosts), [n * unit for n in sent]
-                )
-            )
-        total = wide.new_empty(count)
+        return self._summed_between(mine, [of_host[self._lane].numel() for of_host in pieces], op)
+
+    def _summed_between(self, x: torch.Tensor, sizes: Sequence[int], op: int) -> torch.Tensor:
+        """This machine's piece of op over the machines of x, in their order; x holds one of these sizes for each."""
+        count, unit = sizes[self.host], x.element_size()
+        received = x.new_empty([len(self.hosts), count])
+        work = self.between.lane.alltoall_base(
+            _bytes(received), _bytes(x), [count * unit] * len(self.hosts), [size * unit for size in sizes]
+        )
+        self.between.finish(work)
+        total = x.new_empty(count)
         addresses = [row.data_ptr() for row in received]
-        _C.reduce(addresses, total.data_ptr(), count, dtype_code(wide), between, _C.instruction_sets()[0])
-        return total / self.world if op == AVERAGE else total
+        _C.reduce(addresses, total.data_ptr(), count, dtype_code(x), _inner(op), _C.instruction_sets()[0])
+        return total.div_(self.world) if op == AVERAGE else total
 
     def _from_all_machines(self, piece: torch.Tensor | None, like: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The machines' ranges one after another, of which each lane has its piece of its machine's."""
@@ -431,6 +450,15 @@ class _Later:
         self._future.add_done_callback(
             lambda future: threading.Thread(target=callback, args=(future.exception(),), daemon=True).start()
         )
+
+
+def _inner(op: int) -> int:
+    """What the steps of a reduction reduce by: an average divides at the end."""
+    return SUM if op == AVERAGE else op
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _even(count: int, parts: int) -> list[int]:
