@@ -15,6 +15,8 @@ from weft import _C
 from weft.comm.dtypes import DTYPES, SUM, byte_code, dtype_code
 from weft.comm.fusion import Fusion
 
+_STRIDED = torch.strided
+
 
 class Pending:
     """Operations that run while their caller goes on, and what is left to do when they are done."""
@@ -80,6 +82,8 @@ class Engine:
         address, count, code = whole.data_ptr(), whole.numel(), dtype_code(whole)
         if fusion is None:
             work = self.group.all_reduce(address, address, count, code, op, not wait)
+            if work is None and whole is x:  # most calls: nothing is left to do
+                return None
             return self._after(work, whole, copy_backs=[(x, whole)])
         wire = code if fusion.wire_dtype is None else DTYPES[fusion.wire_dtype]
         norm = 0 if fusion.squared_norm is None else fusion.squared_norm.data_ptr()
@@ -230,14 +234,16 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 def check(*tensors: torch.Tensor) -> None:
     for x in tensors:
-        if not x.is_cpu:
-            raise TypeError(f"the weft backend takes CPU tensors, got one on {x.device}")
-        if x.layout != torch.strided:
-            raise TypeError(f"the weft backend takes dense tensors, got {x.layout}")
-        if x.is_conj() or x.is_neg():
-            raise TypeError(
-                "the weft backend takes no conjugate or negative views: resolve_conj() or resolve_neg() them"
-            )
+        if not (x.is_cpu and x.layout is _STRIDED) or x.is_conj() or x.is_neg():
+            _refuse(x)
+
+
+def _refuse(x: torch.Tensor) -> None:
+    if not x.is_cpu:
+        raise TypeError(f"the weft backend takes CPU tensors, got one on {x.device}")
+    if x.layout is not _STRIDED:
+        raise TypeError(f"the weft backend takes dense tensors, got {x.layout}")
+    raise TypeError("the weft backend takes no conjugate or negative views: resolve_conj() or resolve_neg() them")
 
 
 def check_same_dtype(what: str, x: torch.Tensor, others: list[torch.Tensor]) -> None:

@@ -45,7 +45,8 @@ def all_reduce(
     if op not in _OPS:
         raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, _OPS))}")
     ranks = communicator(group)
-    fusion = Fusion.of(x, wire_dtype, scale, squared_norm)
+    plain = wire_dtype is None and scale == 1.0 and squared_norm is None
+    fusion = None if plain else Fusion.of(x, wire_dtype, scale, squared_norm)
     if fusion is not None and op not in ("sum", "avg"):
         raise ValueError(f"all_reduce by {op!r} takes no wire_dtype, scale or squared_norm; sums and averages do")
     if torch.is_grad_enabled() and x.requires_grad:
