@@ -13,17 +13,20 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.bench import ddp
 from weft.bench.measure import Quantiles, alternate, slowest_rank
 from weft.testing.ranks import on_machines, run_ranks
 
+DDP_STEP = "ddp_step"  # forward, backward and reduction of gradients; its bytes are the gradients'
 OPERATIONS = {  # name: share of the bytes that cross a rank's link, for W ranks (nccl-tests' bus bandwidth)
     "all_reduce": lambda world: 2 * (world - 1) / world,
     "all_gather": lambda world: (world - 1) / world,
     "reduce_scatter": lambda world: (world - 1) / world,
     "all_to_all": lambda world: (world - 1) / world,
     "broadcast": lambda world: 1.0,
+    DDP_STEP: lambda world: 2 * (world - 1) / world,
 }
-LIMIT = "W ranks that each copy that many bytes at the same time (y.copy_(x))"
+LIMIT = "W ranks that each copy that many bytes at the same time (y.copy_(x)); of a ddp_step: the step by itself"
 
 
 @dataclass(frozen=True)
@@ -91,44 +94,43 @@ def sizes(options: argparse.Namespace) -> list[int]:
 
 def run(options: argparse.Namespace) -> list[Line]:
     dtype = getattr(torch, options.datatype)
-    machines = options.machines
-    world = len(machines) if machines else options.world
     lines = []
     for operation in options.op:
+        if operation == DDP_STEP:
+            lines.append(_line(operation, ddp.PARAMETERS, torch.float32, options, ddp.measure, options.iters or 3))
+            continue
         for size in sizes(options):
             count = max(1, size // dtype.itemsize)
             calls = options.iters or max(8, min(1000, (64 << 20) // max(size, 1)))
-            arguments = (operation, count, dtype, options.rounds, calls)
-            per_rank = run_ranks(
-                _measure,
-                world,
-                *arguments,
-                timeout_s=600,
-                group_timeout_s=120,
-                before=machines and on_machines(machines),
-            )
-            times = slowest_rank([samples for samples, _ in per_rank])
-            wrong = sum(wrong for _, wrong in per_rank)
-            if wrong:
-                raise AssertionError(f"{operation} of {size} bytes: {wrong} elements are wrong; not measured")
-            lines.append(
-                Line(
-                    operation,
-                    count * dtype.itemsize,
-                    count,
-                    options.datatype,
-                    world,
-                    times["ordinary"],
-                    times.get("symmetric"),
-                    times["gloo"],
-                    times["limit"],
-                    wrong,
-                )
-            )
+            lines.append(_line(operation, count, dtype, options, _measure, calls, operation, count, dtype))
     return lines
 
 
-def _measure(rank: int, operation: str, count: int, dtype: torch.dtype, rounds: int, calls: int):
+def _line(operation: str, count: int, dtype: torch.dtype, options, measure, calls: int, *arguments) -> Line:
+    world = len(options.machines or "") or options.world
+    before = on_machines(options.machines) if options.machines else None
+    per_rank = run_ranks(
+        measure, world, options.rounds, calls, *arguments, timeout_s=600, group_timeout_s=120, before=before
+    )
+    times = slowest_rank([samples for samples, _ in per_rank])
+    wrong = sum(wrong for _, wrong in per_rank)
+    if wrong:
+        raise AssertionError(f"{operation} of {count} elements: {wrong} are wrong; not measured")
+    return Line(
+        operation,
+        count * dtype.itemsize,
+        count,
+        str(dtype).removeprefix("torch."),
+        world,
+        times["ordinary"],
+        times.get("symmetric"),
+        times["gloo"],
+        times["limit"],
+        wrong,
+    )
+
+
+def _measure(rank: int, rounds: int, calls: int, operation: str, count: int, dtype: torch.dtype):
     warnings.simplefilter("ignore", FutureWarning)  # torch is renaming what it had renamed
     world = dist.get_world_size()
     gloo = dist.new_group(backend="gloo")
