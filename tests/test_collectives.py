@@ -221,7 +221,6 @@ def refusals(rank):
     calls = dist.group.WORLD.engine.group.calls
     for error, told, call in (
         (ValueError, "does not reduce by", lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))),
-        (NotImplementedError, "names the ranks that are late", lambda: dist.group.WORLD.monitored_barrier()),
         (
             TypeError,
             "tensors of torch.float32 and of torch.float64",

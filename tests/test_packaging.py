@@ -1,5 +1,6 @@
 """The wheel: built in isolation with and without nvcc, installed alone, run from."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import triton
+
+from weft import _C
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"weft": "pytorch_ext", "weft/kernels": "kernels", "weft/bench": "bench"}
@@ -142,3 +145,15 @@ def test_an_nvcc_that_is_insisted_on_and_not_there_is_an_error(environment, tmp_
         text=True,
     )
     assert done.returncode != 0 and "WEFT_CUDA=1, but nvcc is neither on the PATH nor in" in done.stderr
+
+
+def test_the_stub_of_the_extension_names_what_is_there():
+    stub = ast.parse((ROOT / "pytorch_ext" / "_C.pyi").read_text())
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef) and node.name != "_Cuda"}
+    functions = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    values = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    assert {name for name in dir(_C) if not name.startswith("_")} == {*classes, *functions, *values}
+    for name, node in classes.items():
+        told = {item.name for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("__")}
+        real = {item for item in vars(getattr(_C, name)) if not item.startswith("_")}
+        assert told == real, name

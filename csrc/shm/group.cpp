@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <exception>
@@ -301,6 +302,7 @@ void Group::wait_for(int peer, const Call& call) {
 
 uint64_t Group::place_of(const void* data, size_t bytes, std::shared_ptr<Region>* region) const {
   const auto* address = static_cast<const std::byte*>(data);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   for (const std::weak_ptr<Region>& known : regions_) {
     std::shared_ptr<Region> candidate = known.lock();
     if (!candidate) continue;
@@ -361,7 +363,10 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
                                                    " bytes of symmetric memory on group \"" + name_ + "\" " + reason);
   segment->close_descriptor();
   auto region = std::make_shared<Region>(std::move(*segment), part_bytes, rank_, next_place_);
+  const std::lock_guard<std::mutex> lock(regions_mutex_);
   next_place_ += part_bytes;
+  regions_.erase(std::remove_if(regions_.begin(), regions_.end(), [](const auto& known) { return known.expired(); }),
+                 regions_.end());
   regions_.push_back(region);
   return region;
 }

@@ -177,8 +177,9 @@ class Group {
   std::atomic<bool> left_{false};
   InjectedFaults faults_;
   uint64_t fault_points_ = 0;
+  mutable std::mutex regions_mutex_;
   std::vector<std::weak_ptr<Region>> regions_;
-  uint64_t next_place_ = 1;
+  std::atomic<uint64_t> next_place_{1};
   // Last, so that their threads end before what they use.
   std::unique_ptr<Queue> queue_;
   std::unique_ptr<Messenger> messenger_;

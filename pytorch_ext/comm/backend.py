@@ -198,10 +198,10 @@ class WeftProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def monitored_barrier(self, *args, **kwargs):
-        raise NotImplementedError(
-            "the weft backend has no monitored_barrier: every collective, barrier too, names the ranks that are late"
-        )
+    def monitored_barrier(self, opts=None, wait_all_ranks: bool = False) -> None:
+        """A barrier: every one here names all ranks that are late. A method only, since the function of that name in
+        torch.distributed refuses every backend but gloo."""
+        self.engine.barrier()
 
     def _check_one_each(self, what: str, kind: str, tensors: Tensors) -> None:
         if len(tensors) != self.size():
