@@ -136,6 +136,8 @@ def check_mismatch(rank):
         dist.all_to_all_single(torch.zeros(3), sent, [1, 1, 1], [2, 1, 1] if rank == 0 else [1, 1, 1])
     with pytest.raises(ValueError, match='"avg" of int32'):
         dist.all_reduce(x.int(), dist.ReduceOp.AVG)
+    with pytest.raises(ValueError, match="rank 3 is not a rank of a group of 3"):
+        dist.group.WORLD.engine.broadcast(x, 3)
     with pytest.raises(ValueError, match="one machine"):
         weft.empty_symmetric(4)
     x = torch.ones(3)

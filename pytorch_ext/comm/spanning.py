@@ -70,6 +70,7 @@ class SpanningEngine:
 
     def reduce(self, x: torch.Tensor, root: int, op: int = SUM, wait: bool = True):
         check(x)
+        self._check_rank(root)
         _C.check_reduction(dtype_code(x), op)
 
         def body() -> None:
@@ -115,6 +116,7 @@ class SpanningEngine:
 
     def broadcast(self, x: torch.Tensor, root: int, wait: bool = True):
         check(x)
+        self._check_rank(root)
 
         def body() -> None:
             whole = x.contiguous()
@@ -137,6 +139,7 @@ class SpanningEngine:
 
     def gather(self, x: torch.Tensor, parts: list[torch.Tensor], root: int, wait: bool = True):
         check(x, *parts)
+        self._check_rank(root)
         check_same_dtype("gather", x, parts)
 
         def body() -> None:
@@ -153,6 +156,7 @@ class SpanningEngine:
 
     def scatter(self, parts: list[torch.Tensor], output: torch.Tensor, root: int, wait: bool = True):
         check(output, *parts)
+        self._check_rank(root)
         check_same_dtype("scatter", output, parts)
 
         def body() -> None:
@@ -202,6 +206,7 @@ class SpanningEngine:
 
     def send(self, x: torch.Tensor, destination: int, tag: int) -> Message:
         check(x)
+        self._check_rank(destination)
         self._check_usable()
         data = _bytes(x.contiguous())
         return Message(
@@ -210,6 +215,8 @@ class SpanningEngine:
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> Message:
         check(x)
+        if source is not None:
+            self._check_rank(source)
         self._check_usable()
         (whole,) = contiguous_outputs([x])
         data = _bytes(whole)
@@ -293,8 +300,8 @@ class SpanningEngine:
             except RuntimeError as error:  # gloo's
                 what = f'{text.partition("(")[0]} #{self._calls} on group "{self._name}"'
                 raise self._fail(self.between.lost(what, error)) from error
-            except KeyboardInterrupt:
-                self._fail(_C.CommError(f'rank {self.rank} was interrupted in {text} on group "{self._name}".'))
+            except BaseException as error:  # Ctrl-C, or no memory: the others must not wait for this rank
+                self._fail(_C.CommError(f'rank {self.rank} was stopped in {text} on group "{self._name}": {error!r}'))
                 raise
 
     def _check_usable(self) -> None:
@@ -308,6 +315,10 @@ class SpanningEngine:
         failure = self.between.failure
         if failure is not None:
             raise type(failure)(*failure.args)  # with a traceback of its own
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not a rank of a group of {self.world}")
 
     def _agree(self, text: str) -> None:
         """Every rank hears what every rank calls."""
