@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm import spanning
 from weft.split import split_sizes
 from weft.testing import reference
 from weft.testing.ranks import on_machines, run_ranks, try_ranks
@@ -65,6 +66,24 @@ def check_reductions(rank, layout):
     x = weft.all_reduce(parts[rank].clone(), wire_dtype=torch.bfloat16, scale=0.5, squared_norm=norm)
     expected = (by_machine([part.bfloat16() for part in parts], layout) * 0.5).bfloat16().float()
     assert torch.equal(x, expected) and torch.allclose(norm, expected.double().square().sum())
+
+
+def check_chunks(rank, layout):
+    parts = [random_part(r, 100_003, torch.float32) for r in range(len(layout))]
+    whole = by_machine(parts, layout)
+    for chunk_bytes in (4 << 20, 1 << 16, 1000):
+        spanning._CHUNK_BYTES = chunk_bytes
+        x = parts[rank].clone()
+        dist.all_reduce(x)
+        assert torch.equal(x, whole), chunk_bytes
+        x = parts[rank].bfloat16()
+        dist.all_reduce(x)
+        assert torch.equal(x, by_machine([part.bfloat16() for part in parts], layout).bfloat16()), chunk_bytes
+
+
+@pytest.mark.parametrize("layout", ["ab", "aaabb", "abc"])
+def test_chunks_do_not_change_bits(layout):
+    spread(check_chunks, layout, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

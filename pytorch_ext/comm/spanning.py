@@ -33,6 +33,7 @@ from weft.comm.fusion import Fusion
 
 AVERAGE = _C.reduce_ops["avg"]
 _HEADER_BYTES = 192
+_CHUNK_BYTES = 4 << 20  # of a lane's part; smaller ones wait for more messages, larger ones overlap less
 
 
 class SpanningEngine:
@@ -362,24 +363,52 @@ class SpanningEngine:
         else:
             mine = wide.new_empty(lane_sizes[self._lane])
             self.local.reduce_scatter(list(wide.split(lane_sizes)), mine, _inner(op))
-        column = flat.new_empty(0)
-        if len(mine):
-            machines = len(self.hosts)
-            step = -(-len(mine) // machines)  # the last machines may have less
-            summed = self._summed_between(mine, [min(step, max(0, len(mine) - step * h)) for h in range(machines)], op)
-            if fusion is not None and fusion.scale != 1.0:
-                summed *= fusion.scale
-            rows = column.new_empty([machines, step])
-            row = column.new_empty(step)
-            row[: len(summed)] = summed
-            self.between.finish(self.between.lane.allgather([[_bytes(one) for one in rows]], [_bytes(row)]))
-            column = rows.view(-1)[: len(mine)]
+        scale = 1.0 if fusion is None else fusion.scale
+        column = self._all_reduced_between(mine, wire, op, scale) if len(mine) else flat.new_empty(0)
         if len(self._neighbours) == 1:
             flat = column
         else:
             self.local.all_gather(column, list(flat.split(lane_sizes)))
         if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
             x.copy_(flat.view(x.shape))
+
+    def _all_reduced_between(self, x: torch.Tensor, wire: torch.dtype, op: int, scale: float) -> torch.Tensor:
+        """op over the machines of x, scaled, as `wire`; perhaps in x's memory. In chunks: while one is summed the next
+        is on its way in, and the one before it on its way out."""
+        total = x if x.dtype == wire else x.new_empty(len(x), dtype=wire)
+        chunk = max(1, _CHUNK_BYTES // x.element_size())
+        coming = None
+        going: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
+        sources, targets = x.split(chunk), total.split(chunk)
+        for number in range(len(sources) + 1):
+            arrived = coming
+            coming = self._exchange(sources[number], self._shares(sources[number])) if number < len(sources) else None
+            if arrived is None:
+                continue
+            target = targets[number - 1]
+            summed = self._sum(*arrived, op)
+            if scale != 1.0:
+                summed *= scale
+            step = self._shares(target)[0]
+            row = target.new_zeros(step)
+            row[: len(summed)] = summed
+            rows = target.new_empty([len(self.hosts), step])
+            work = self.between.lane.allgather([[_bytes(one) for one in rows]], [_bytes(row)])
+            for delivery in going:
+                self._deliver(*delivery)
+            going = [(work, rows, target)]
+        for delivery in going:
+            self._deliver(*delivery)
+        return total
+
+    def _deliver(self, work: dist.Work, rows: torch.Tensor, target: torch.Tensor) -> None:
+        self.between.finish(work)
+        target.copy_(rows.view(-1)[: len(target)])
+
+    def _shares(self, x: torch.Tensor) -> list[int]:
+        """How much of x each machine sums: as much as any, but for the last ones, which may have less."""
+        most = -(-len(x) // len(self.hosts))
+        return [min(most, max(0, len(x) - most * machine)) for machine in range(len(self.hosts))]
 
     def _reduced_piece(self, flat: torch.Tensor, sizes: Sequence[int], op: int) -> torch.Tensor:
         """This lane's piece of this machine's range of op over all ranks of flat, not yet rounded; sizes are the
@@ -392,19 +421,24 @@ class SpanningEngine:
         self.local.reduce_scatter(parts, mine, _inner(op))
         if not len(mine):
             return mine
-        return self._summed_between(mine, [of_host[self._lane].numel() for of_host in pieces], op)
+        return self._sum(*self._exchange(mine, [of_host[self._lane].numel() for of_host in pieces]), op)
 
-    def _summed_between(self, x: torch.Tensor, sizes: Sequence[int], op: int) -> torch.Tensor:
-        """This machine's piece of op over the machines of x, in their order; x holds one of these sizes for each."""
+    def _exchange(self, x: torch.Tensor, sizes: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
+        """Sends each machine its piece of x, of these sizes; the ones of this machine arrive, one a row."""
         count, unit = sizes[self.host], x.element_size()
         received = x.new_empty([len(self.hosts), count])
         work = self.between.lane.alltoall_base(
             _bytes(received), _bytes(x), [count * unit] * len(self.hosts), [size * unit for size in sizes]
         )
+        return work, received
+
+    def _sum(self, work: dist.Work, received: torch.Tensor, op: int) -> torch.Tensor:
+        """op over the rows, in the order of machines, once they are there."""
         self.between.finish(work)
-        total = x.new_empty(count)
+        total = torch.empty_like(received[0])
         addresses = [row.data_ptr() for row in received]
-        _C.reduce(addresses, total.data_ptr(), count, dtype_code(x), _inner(op), _C.instruction_sets()[0])
+        instruction_set = _C.instruction_sets()[0]
+        _C.reduce(addresses, total.data_ptr(), len(total), dtype_code(total), _inner(op), instruction_set)
         return total.div_(self.world) if op == AVERAGE else total
 
     def _from_all_machines(self, piece: torch.Tensor | None, like: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
