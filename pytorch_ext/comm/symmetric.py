@@ -21,7 +21,7 @@ def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device
         device: "cpu", for now.
 
     Raises:
-        ValueError: a group of another backend. NotImplementedError: a device that is not the CPU.
+        ValueError: a group of another backend, or of several machines. NotImplementedError: a device but the CPU.
         CollectiveMismatchError: ranks ask for different sizes. OSError: the memory cannot be had; on every rank.
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
