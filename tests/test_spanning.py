@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 import uuid
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -144,6 +145,29 @@ def test_asynchronous_calls_keep_their_order():
     spread(check_asynchronous, "aba")
 
 
+def check_patience(rank):
+    """A wait for a message may end before the message comes; asking whether it is there receives it."""
+    column = torch.zeros(4, 2)[:, 1]
+    if rank == 1:
+        first, second = dist.irecv(column, 0), dist.irecv(torch.zeros(1), 0, tag=1)
+        assert not first.is_completed()
+        with pytest.raises(TimeoutError, match="it goes on"):
+            first.wait(timedelta(milliseconds=50))
+        dist.barrier()
+        assert second.wait()
+        while not first.is_completed():
+            time.sleep(0.01)
+        assert column.tolist() == [0, 1, 2, 3]
+    else:
+        dist.barrier()
+        dist.send(torch.arange(4.0), 1)
+        dist.send(torch.zeros(1), 1, tag=1)
+
+
+def test_a_message_can_be_asked_for():
+    spread(check_patience, "ab")
+
+
 def check_mismatch(rank):
     x = torch.zeros(10)
     with pytest.raises(weft.CollectiveMismatchError, match=r"ranks 0, 2 called all_reduce.*rank 1 called broadcast"):
@@ -193,17 +217,23 @@ def test_a_dead_machine_is_noticed():
 
 
 def be_silent(rank):
+    """Rank 3 lives and says nothing until the others have given up; then it must not believe that all is well."""
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank == 3:
-        time.sleep(8)
-    dist.barrier()
+        store.wait([f"gave up/{other}" for other in range(3)], timedelta(seconds=20))
+    try:
+        dist.barrier()
+    except weft.CommError:
+        store.set(f"gave up/{rank}", "")
+        raise
 
 
 def test_a_silent_rank_is_a_timeout():
     outcomes = spread(be_silent, "aabb", run=try_ranks, group_timeout_s=2)
-    for survivor in outcomes[:3]:
-        assert isinstance(survivor.error, weft.CollectiveTimeoutError), survivor
-        assert survivor.seconds < 7, survivor
+    for outcome in outcomes:
+        assert isinstance(outcome.error, weft.CollectiveTimeoutError), outcome
+        assert outcome.seconds < 7, outcome
 
 
 def abort(rank):

@@ -7,6 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -26,11 +28,18 @@ class Between:
     """One rank's connections: to its lane (None: it is in none), and to everyone."""
 
     def __init__(
-        self, hosts: list[list[int]], rank: int, lane: int | None, store, name: Callable[[], str], timeout: timedelta
+        self,
+        hosts: list[list[int]],
+        rank: int,
+        lane: int | None,
+        store,
+        name: Callable[[], str],
+        timeout: timedelta,
+        on_failure: Callable[[], object],
     ):
         self.rank, self.timeout = rank, timeout
         self.failure: BaseException | None = None
-        self._store, self._name = store, name
+        self._store, self._name, self._on_failure = store, name, on_failure
         own = next(number for number, host in enumerate(hosts) if rank in host)
         self._elsewhere = [other for host in hosts if rank not in host for other in host]
         self._connections: dict[str, Any] = {}
@@ -81,13 +90,15 @@ class Between:
                     raise self.failure from None
 
     def fail(self, error: BaseException) -> BaseException:
-        """The group's first failure: this one, or what another rank told before. Closes the connections."""
+        """The group's first failure: this one, or what another rank told before. Closes the connections, and then tells
+        `on_failure`."""
         if self.failure is None:
             self.failure = self._first_failure(error)
             for connection in self._connections.values():
                 with suppress(RuntimeError):
                     connection.abort()
             self.close()
+            self._on_failure()
         return self.failure
 
     def close(self) -> None:
@@ -115,40 +126,78 @@ class Between:
             return error
 
 
-class Message:
-    """A message on its way over gloo; what torch waits for, like an engine's Pending."""
+class Later:
+    """An outcome that is still to come; what torch waits for, like an engine's Pending."""
 
-    def __init__(self, between: Between, what: str, work: dist.Work, data, finish: Callable[[], object] | None = None):
-        self._between, self._what, self._work, self._data, self._finish = between, what, work, data, finish
-        self._waiting = threading.Lock()
+    source = -1
+
+    def __init__(self, future: Future):
+        self._future = future
 
     def done(self) -> bool:
-        return self._work.is_completed()
+        return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        with self._waiting:
-            try:
-                self._work.wait(self._between.timeout if timeout_s is None else timedelta(seconds=timeout_s))
-            except RuntimeError as error:
-                if timeout_s is not None and "imed out" in str(error):
-                    return False
-                raise self._between.lost(self._what, error) from error
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
+        try:
+            self._future.result(timeout_s)
+        except FutureTimeoutError:
+            return False
         return True
 
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
-        def wait_and_call() -> None:
-            error = None
-            try:
-                self.wait()
-            except BaseException as raised:
-                error = raised
-            callback(error)
+        # On a thread of its own: a callback may start a collective and wait for it.
+        self._future.add_done_callback(
+            lambda future: threading.Thread(target=callback, args=(future.exception(),), daemon=True).start()
+        )
 
-        threading.Thread(target=wait_and_call, daemon=True).start()
+
+class Message(Later):
+    """A message on its way over gloo. gloo closes the connection where a wait for a message runs out of time, and does
+    not say whether one has come: who only asks, or waits for a while, asks a thread that waits until the end."""
+
+    def __init__(
+        self, between: Between, what: str, start: Callable[[], dist.Work], finish: Callable[[], object] = lambda: None
+    ):
+        super().__init__(Future())
+        self._between, self._what, self._start, self._finish = between, what, start, finish  # they keep its memory
+        self._completing = threading.Lock()  # by whoever asks first, and never let go
+        try:
+            self._work = start()
+        except RuntimeError as error:  # gloo's
+            raise between.lost(what, error) from error
+
+    def done(self) -> bool:
+        self._complete_in_background()
+        return super().done()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if timeout_s is None:
+            self._complete()
+        else:
+            self._complete_in_background()
+        return super().wait(timeout_s)
+
+    def then(self, callback: Callable[[BaseException | None], None]) -> None:
+        self._complete_in_background()
+        super().then(callback)
 
     @property
-    def source(self) -> int:
+    def source(self) -> int:  # type: ignore[override]
         return self._work._source_rank()
+
+    def _complete_in_background(self) -> None:
+        if not self._completing.locked():
+            threading.Thread(target=self._complete, daemon=True).start()
+
+    def _complete(self) -> None:
+        if not self._completing.acquire(blocking=False):
+            return
+        try:
+            self._work.wait(self._between.timeout)
+            self._finish()
+        except RuntimeError as error:  # gloo's
+            self._future.set_exception(self._between.lost(self._what, error))
+        except BaseException as error:  # whoever else waits must hear of it
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)

@@ -18,7 +18,6 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from itertools import accumulate
 
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _C
-from weft.comm.between import Between, Message
+from weft.comm.between import Between, Later, Message
 from weft.comm.dtypes import OP_NAMES, SUM, dtype_code
 from weft.comm.engine import Engine, check, check_same_dtype, contiguous_outputs, copy_back
 from weft.comm.fusion import Fusion
@@ -51,7 +50,7 @@ class SpanningEngine:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future | None = None
         lane = self._lane if self._in_lane else None
-        self.between = Between(hosts, rank, lane, store, lambda: self._name, timeout)
+        self.between = Between(hosts, rank, lane, store, lambda: self._name, timeout, on_failure=local.abort)
         self._run("join()", lambda: None, wait=True)
         self._calls = 0  # joining is not a call of the user's
 
@@ -66,7 +65,7 @@ class SpanningEngine:
             if fusion is not None and fusion.squared_norm is not None:
                 fusion.squared_norm.fill_(x.double().square().sum())
 
-        extra = "" if fusion is None else f", as {fusion.wire_dtype or x.dtype}, scaled by {fusion.scale:g}"
+        extra = "" if fusion is None else f", as {fusion.wire_dtype or x.dtype}, scaled by {fusion.scale}"
         return self._run(f"all_reduce({_like(x)}, {OP_NAMES[op]}{extra})", body, wait)
 
     def reduce(self, x: torch.Tensor, root: int, op: int = SUM, wait: bool = True):
@@ -211,7 +210,7 @@ class SpanningEngine:
         self._check_usable()
         data = _bytes(x.contiguous())
         return Message(
-            self.between, f"send to rank {destination}", self.between.everyone.send([data], destination, tag), data
+            self.between, f"send to rank {destination}", lambda: self.between.everyone.send([data], destination, tag)
         )
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> Message:
@@ -221,12 +220,14 @@ class SpanningEngine:
         self._check_usable()
         (whole,) = contiguous_outputs([x])
         data = _bytes(whole)
-        if source is None:
-            work = self.between.everyone.recv_anysource([data], tag)
-        else:
-            work = self.between.everyone.recv([data], source, tag)
+
+        def start() -> dist.Work:
+            if source is None:
+                return self.between.everyone.recv_anysource([data], tag)
+            return self.between.everyone.recv([data], source, tag)
+
         what = f"receive from {'any rank' if source is None else f'rank {source}'}"
-        return Message(self.between, what, work, data, lambda: copy_back(x, whole))
+        return Message(self.between, what, start, lambda: copy_back(x, whole))
 
     # The group's life.
 
@@ -244,7 +245,7 @@ class SpanningEngine:
 
     def abort(self) -> None:
         if self._pid == os.getpid():
-            self._fail(_C.CommError(f'rank {self.rank} aborted group "{self._name}".'))
+            self.between.fail(_C.CommError(f'rank {self.rank} aborted group "{self._name}".'))
 
     def leave(self) -> None:
         if self._left or self._pid != os.getpid():
@@ -272,7 +273,7 @@ class SpanningEngine:
     def _in_lane(self) -> bool:
         return self.local.rank < self.lanes
 
-    def _run(self, text: str, body: Callable[[], None], wait: bool) -> "_Later | None":
+    def _run(self, text: str, body: Callable[[], None], wait: bool) -> Later | None:
         """Runs a call after those submitted before it."""
         self._check_usable()
         if wait and (self._last is None or self._last.done()):
@@ -282,7 +283,7 @@ class SpanningEngine:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft")
         self._last = self._thread.submit(self._execute, text, body)
         if not wait:
-            return _Later(self._last)
+            return Later(self._last)
         self._last.result()
         return None
 
@@ -297,12 +298,14 @@ class SpanningEngine:
             except _C.CollectiveMismatchError:
                 raise  # of every rank, and nothing has moved
             except _C.CommError as error:
-                raise self._fail(error) from error
+                raise self.between.fail(error) from error
             except RuntimeError as error:  # gloo's
                 what = f'{text.partition("(")[0]} #{self._calls} on group "{self._name}"'
-                raise self._fail(self.between.lost(what, error)) from error
+                raise self.between.lost(what, error) from error
             except BaseException as error:  # Ctrl-C, or no memory: the others must not wait for this rank
-                self._fail(_C.CommError(f'rank {self.rank} was stopped in {text} on group "{self._name}": {error!r}'))
+                self.between.fail(
+                    _C.CommError(f'rank {self.rank} was stopped in {text} on group "{self._name}": {error!r}')
+                )
                 raise
 
     def _check_usable(self) -> None:
@@ -464,36 +467,6 @@ class SpanningEngine:
                 for host in range(len(sizes))
                 for lane in range(self.lanes)
             ]
-        )
-
-    def _fail(self, error: BaseException) -> BaseException:
-        failure = self.between.fail(error)
-        self.local.abort()
-        return failure
-
-
-class _Later:
-    """A call that runs on the group's thread."""
-
-    source = -1
-
-    def __init__(self, future: Future):
-        self._future = future
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        try:
-            self._future.result(timeout_s)
-        except FutureTimeoutError:
-            return False
-        return True
-
-    def then(self, callback: Callable[[BaseException | None], None]) -> None:
-        # On a thread of its own: a callback may start a collective and wait for it.
-        self._future.add_done_callback(
-            lambda future: threading.Thread(target=callback, args=(future.exception(),), daemon=True).start()
         )
 
 
