@@ -1,0 +1,135 @@
+"""Which tile configuration runs: the explicit one, or the tuned table's, or the heuristic's, or an error.
+
+Tables are `configs/<architecture>/<op>.json`, written by `weft tune` and by nothing else: a job whose ranks tuned for
+themselves would run different kernels on different ranks. A table holds winners only, each with the time it took and
+the time of the library's op beside it, and the device and versions it was measured on.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any, Generic, Protocol, TypeVar
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """A tile of block_m x block_n outputs, block_k deep; tiles in columns of group_m; the depth in split_k pieces.
+
+    The last two are arguments of the compiled kernel, so one variant serves all their values.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    split_k: int = 1
+
+    def compiled(self) -> "MatmulConfig":
+        return replace(self, group_m=8, split_k=1)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """block_m queries against block_n keys at a time."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def compiled(self) -> "AttentionConfig":
+        return self
+
+
+class Config(Protocol):
+    """compiled() is the configuration that stands in the list of those that exist: its compile-time part."""
+
+    def compiled(self) -> Any: ...
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[C]):
+    """A row of a table: the problem, the fastest configuration for it, its median and the library's, in us."""
+
+    problem: dict[str, Any]
+    config: C
+    ours_us: float
+    peer_us: float
+
+
+@dataclass(frozen=True)
+class Choice(Generic[C]):
+    """A configuration and where it came from: "explicit", "table" or "heuristic"."""
+
+    config: C
+    source: str
+    entry: Entry[C] | None = None
+
+
+def choose(
+    op: str, architecture: str, problem: Mapping[str, Any], explicit: C | None, listed: Sequence[C], heuristic: C
+) -> Choice[C]:
+    """The configuration to run.
+
+    Args:
+        problem: sizes (integers, which a row of the table may miss by less than a factor of two) and kinds (anything
+            else, which must be equal).
+        listed: the configurations that exist, which are those that `weft.kernels.check` compiles.
+
+    Raises:
+        ValueError: the explicit one does not exist.
+    """
+    if explicit is not None:
+        if explicit.compiled() not in listed:
+            raise ValueError(
+                f"{op}: {explicit} does not exist on {architecture}; there are {', '.join(map(str, listed))}"
+            )
+        return Choice(explicit, "explicit")
+    entry = nearest(table(op, architecture, type(heuristic)), problem)
+    return Choice(entry.config, "table", entry) if entry else Choice(heuristic, "heuristic")
+
+
+def nearest(entries: Sequence[Entry[C]], problem: Mapping[str, Any]) -> Entry[C] | None:
+    """The row whose sizes are nearest in ratio, all of them within a factor of two, and whose kinds are equal."""
+
+    def distance(entry: Entry[C]) -> float:
+        total = 0.0
+        for name, value in problem.items():
+            there = entry.problem.get(name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                if there != value:
+                    return math.inf
+                continue
+            if not there or not value:
+                return math.inf
+            ratio = abs(math.log2(value / there))
+            if ratio >= 1:
+                return math.inf
+            total += ratio
+        return total
+
+    best = min(entries, key=distance, default=None)
+    return best if best is not None and distance(best) < math.inf else None
+
+
+@lru_cache
+def table(op: str, architecture: str, config_type: type[C]) -> tuple[Entry[C], ...]:
+    """The rows of configs/<architecture>/<op>.json; none where nobody has tuned."""
+    file = resources.files("weft.kernels").joinpath("configs", architecture, f"{op}.json")
+    if not file.is_file():
+        return ()
+    rows = json.loads(file.read_text())["rows"]
+    return tuple(Entry(row["problem"], config_type(**row["config"]), row["ours_us"], row["peer_us"]) for row in rows)
+
+
+def table_text(entries: Sequence[Entry], measured_on: Mapping[str, Any]) -> str:
+    """What `table` reads back."""
+    return json.dumps({"measured_on": dict(measured_on), "rows": [asdict(entry) for entry in entries]}, indent=1) + "\n"

@@ -1,0 +1,173 @@
+"""The one door to a launch: what a kernel may run on, and what it is given.
+
+A kernel runs on a CUDA device, or on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1, set before this package
+is imported). While a `recording` is on, nothing runs: the launchers are called with meta tensors, and what they would
+have launched is kept. So whoever compiles ahead of time or checks the machine code sees exactly what a call would
+launch.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+# The interpreter's dot of bf16 is wrong without a word (numpy has no bf16): widen what it is given.
+_WIDEN: tl.constexpr = tl.constexpr(INTERPRETED)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Bytes of shared memory that one program may have, by the CUDA programming guide's table of compute capabilities.
+SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+ARCHITECTURES = tuple(SHARED_LIMIT_BYTES)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was recorded instead of made."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+@dataclass
+class _Recording:
+    architecture: str
+    launches: list[Launch] = field(default_factory=list)
+
+
+_recording: ContextVar[_Recording | None] = ContextVar("weft_recording", default=None)
+
+
+@contextlib.contextmanager
+def recording(architecture: str) -> Iterator[list[Launch]]:
+    """Launches inside are collected in the list, as for a device of that architecture, and not made."""
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture={architecture!r} is not one of {', '.join(map(repr, ARCHITECTURES))}")
+    current = _Recording(architecture)
+    token = _recording.set(current)
+    try:
+        yield current.launches
+    finally:
+        _recording.reset(token)
+
+
+def launch(kernel, grid: Sequence[int], *arguments, warps: int = 4, stages: int = 1, **constants) -> None:
+    """kernel[grid](*arguments, **constants) on the arguments' device and its current stream. An empty grid is no
+    launch."""
+    if 0 in grid:
+        return
+    current = _recording.get()
+    if current is not None:
+        current.launches.append(Launch(kernel, tuple(grid), arguments, constants, warps, stages))
+        return
+    device = next(_tensor(argument).device for argument in arguments if _is_memory(argument))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        # Contraction to fused multiply-adds is named, since its default differs between versions of Triton.
+        kernel[tuple(grid)](*arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+def architecture_of(device: torch.device) -> str:
+    """ "sm_90", say: the family whose variants and tables serve the device; "interpreter" in the interpreter."""
+    current = _recording.get()
+    if current is not None:
+        return current.architecture
+    return "interpreter" if device.type != "cuda" else _family(device.index or 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a persistent grid has for each that a multiprocessor holds."""
+    if _recording.get() is not None:
+        return 132
+    return 3 if device.type != "cuda" else _properties(device.index or 0).multi_processor_count
+
+
+def check_memory(op: str, **tensors: torch.Tensor | None) -> torch.device:
+    """The one device that all the tensors are on; None is let pass.
+
+    Raises:
+        ValueError: they are on several, or on one that no kernel runs on.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    devices = {tensor.device for tensor in given.values()}
+    if len(devices) != 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
+        raise ValueError(f"{op}: the tensors must be on one device, got {places}")
+    (device,) = devices
+    if _recording.get() is None and device.type != ("cpu" if INTERPRETED else "cuda"):
+        where = "the CPU, since TRITON_INTERPRET=1 is set" if INTERPRETED else "a CUDA device"
+        raise ValueError(
+            f"{op}: the kernel runs on {where}; the tensors are on {device}. Move them, or use PyTorch's op"
+        )
+    return device
+
+
+def check_dtype(op: str, allowed: Sequence[torch.dtype] = DTYPES, **tensors: torch.Tensor | None) -> None:
+    """Raises TypeError, naming the tensor, for a type that the kernel does not take; None is let pass."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in allowed:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be one of {', '.join(map(str, allowed))}")
+
+
+def check_shape(op: str, expected: Sequence[int], **tensors: torch.Tensor | None) -> None:
+    """Raises ValueError, naming the tensor, for another shape than the expected; None is let pass."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tuple(tensor.shape) != tuple(expected):
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
+
+
+def describable(matrix: torch.Tensor) -> bool:
+    """Whether the tensor copy engine can read it: 16-byte rows and base, the last dimension contiguous (CUDA driver
+    API, cuTensorMapEncodeTiled)."""
+    bytes_each = matrix.element_size()
+    return (
+        matrix.stride(-1) == 1
+        and matrix.data_ptr() % 16 == 0
+        and all(stride > 0 and stride * bytes_each % 16 == 0 for stride in matrix.stride()[:-1])
+        and 0 not in matrix.shape
+    )
+
+
+@triton.jit
+def dot(a, b, accumulator, PRECISION: tl.constexpr):
+    """accumulator + a @ b in fp32, in the interpreter as on the device."""
+    if _WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+def _is_memory(argument) -> bool:
+    return isinstance(argument, torch.Tensor | TensorDescriptor)
+
+
+def _tensor(argument) -> torch.Tensor:
+    return argument.base if isinstance(argument, TensorDescriptor) else argument
+
+
+@lru_cache
+def _properties(index: int):
+    return torch.cuda.get_device_properties(index)
+
+
+@lru_cache
+def _family(index: int) -> str:
+    properties = _properties(index)
+    capability = properties.major * 10 + properties.minor
+    families = [name for name in ARCHITECTURES if int(name.removeprefix("sm_")) <= capability]
+    if not families:
+        raise ValueError(
+            f"{properties.name} has compute capability {properties.major}.{properties.minor}; 8.0 is the least"
+        )
+    return families[-1]
