@@ -19,8 +19,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-# The interpreter's dot of bf16 is wrong without a word (numpy has no bf16): widen what it is given.
-_WIDEN: tl.constexpr = tl.constexpr(INTERPRETED)
+# The interpreter holds bf16 as integers (numpy has none): its dot of them is wrong without a word, and its cast cuts
+# off instead of rounding. `dot` and `rounded` are right in both.
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -93,6 +94,11 @@ def multiprocessors(device: torch.device) -> int:
     return 3 if device.type != "cuda" else _properties(device.index or 0).multi_processor_count
 
 
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether it has the tensor copy engine that tensor descriptors are for: sm_90 and later."""
+    return architecture_of(device) != "sm_80"
+
+
 def check_memory(op: str, **tensors: torch.Tensor | None) -> torch.device:
     """The one device that all the tensors are on; None is let pass.
 
@@ -142,10 +148,20 @@ def describable(matrix: torch.Tensor) -> bool:
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
     """accumulator + a @ b in fp32, in the interpreter as on the device."""
-    if _WIDEN:
+    if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 x, rounded to the nearest (ties to even) of DTYPE."""
+    if _INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)
+    return x.to(DTYPE)
 
 
 def _is_memory(argument) -> bool:

@@ -25,6 +25,12 @@ def linear(x, weight, bias=None, activation: str | None = None) -> torch.Tensor:
     return ACTIVATIONS[activation].apply(y) if activation else y
 
 
+def gated_linear(x, gate, up, bias=None, activation: str = "silu") -> torch.Tensor:
+    """activation(x @ gate.T + bias[:F]) * (x @ up.T + bias[F:]), with gate and up [F, K]."""
+    bias_gate, bias_up = bias.chunk(2) if bias is not None else (None, None)
+    return linear(x, gate, bias_gate, activation) * linear(x, up, bias_up)
+
+
 def embedding(tokens, weight, padding_idx: int | None = None) -> torch.Tensor:
     return F.embedding(tokens, weight, padding_idx)
 

@@ -1,0 +1,471 @@
+"""matmul: D = act(A B + bias + C), the product of the parallel linear layers, forward and backward.
+
+    A [M, K]    B [K, N]    bias [N]    C, D [M, N]    Z = A B + bias + C, kept for backward where asked
+
+    forward   y  = act(x @ w.T + b)     A = x,    B = w.T                      reads x, w; writes y (and z)
+    gated     y  = act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up)            B = w_gate.T beside w_up.T, Z [M, 2N]
+    dgrad     dx = dz @ w               A = dz,   B = w                        or A = dy act'(z), formed as it is loaded
+    wgrad     dw = dw + dz.T @ x        A = dz.T, B = x, C = D = main_grad     in fp32
+
+2 M N K operations (4 M N K gated). Device memory: M K + K N elements read and M N written at the least, N / block_n
+times A and M / block_m times B from L2. A matrix of any strides and any size goes in; where its rows are 16-byte
+aligned, the tensor copy engine of sm_90 and later moves it (tensor descriptors), else masked loads do. The sum over K is
+in fp32, in order, and is rounded once; bias, C and activation are applied in fp32 before that.
+
+A persistent grid walks the tiles in columns of group_m rows, so that what programs read at one time stays in L2. Thin
+products (the shards of a layer over many ranks) have too few tiles to fill a device: split_k > 1 cuts K into pieces
+whose fp32 partial sums a second kernel adds in the order of K: 8 split_k M N bytes more, the same bits in every run.
+
+Nothing is saved here; the autograd functions of weft.ops keep x, w and z. Held by tests/kernels/test_matmul.py.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.kernels import launch
+from weft.kernels.activation import ACTIVATIONS, activate, check_activation, derivative, gated_backward
+from weft.kernels.config import MatmulConfig
+from weft.kernels.tiles import choose_tile, is_turned, listed, problem_of
+
+PRECISIONS = ("ieee", "tf32")
+_COMBINE_BLOCK = 1024  # elements a program of the second kernel of a split product
+_STRIP = 64  # columns that are written at a time
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """A is dy act'(z), with z [M, K] of dy's type, formed as it is loaded."""
+
+    z: torch.Tensor
+    activation: str
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    b_up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    addend: torch.Tensor | None = None,
+    prologue: Prologue | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    keep_z: bool = False,
+    precision: str = "ieee",
+    config: MatmulConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """act(a @ b + bias + addend), and what the activation was applied to.
+
+    Args:
+        a: [M, K], b: [K, N], of one type (bf16, fp16, fp32) and of any strides.
+        b_up: [K, N], makes the product gated: act(a @ b + bias[:N]) * (a @ b_up + bias[N:]).
+        bias: [N], or [2N] where gated.
+        addend: [M, N]; may be `out`, which is how a gradient is accumulated.
+        prologue: replaces a by a * act'(z) as it is loaded.
+        out: [M, N] to write to, of any of the three types; a new one of out_dtype (a's type) by default.
+        keep_z: also gives z, [M, N] (gated: [M, 2N], gate beside up) in a's type.
+        precision: of fp32 operands: "ieee", or "tf32" (10 bits of mantissa).
+        config: an explicit tile configuration; by default the table's, else the heuristic's.
+
+    Returns:
+        (out, z); z is None unless kept.
+
+    Raises:
+        ValueError, TypeError: what the kernel does not take, before anything is launched.
+    """
+    _check(a, b, b_up, bias, activation, addend, prologue, out, precision)
+    (rows, depth), columns = a.shape, b.size(1)
+    width = 2 * columns if b_up is not None else columns
+    if out is None:
+        out = torch.empty((rows, columns), dtype=out_dtype or a.dtype, device=a.device)
+    z = torch.empty((rows, width), dtype=a.dtype, device=a.device) if keep_z else None
+    activation = activation or "none"
+    z_in = prologue.z if prologue else None
+    problem = problem_of(a, b, b_up, z_in, activation=activation, precision=precision)
+    config = choose_tile(problem, a.device, config).config
+    steps = triton.cdiv(triton.cdiv(depth, config.block_k), config.split_k)
+    splits = max(1, triton.cdiv(depth, max(1, steps * config.block_k)))
+    partials = torch.empty((splits, rows, width), dtype=torch.float32, device=a.device) if splits > 1 else None
+    _launch_product(a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits)
+    if partials is not None:
+        _launch_combine(partials, bias, addend, out, z, activation)
+    return out, z
+
+
+def _launch_product(a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits):
+    (rows, depth), columns = a.shape, b.size(1)
+    a_z = prologue.z if prologue else None
+    units = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n) * splits
+    resident = 2 if config.block_m * config.block_n <= 64 * 128 else 1
+    programs = min(units, launch.multiprocessors(a.device) * resident)
+    a_turned, b_turned = is_turned(a), is_turned(b)
+    descriptors = problem.aligned and launch.has_copy_engine(a.device)
+    stored = partials is None and launch.has_copy_engine(out.device) and launch.describable(out)
+    a_block, b_block = (config.block_m, config.block_k), (config.block_k, config.block_n)
+
+    def operand(matrix, block, turned):
+        if matrix is None or not descriptors:
+            return matrix
+        if turned:
+            return TensorDescriptor.from_tensor(matrix.t(), list(reversed(block)))
+        return TensorDescriptor.from_tensor(matrix, list(block))
+
+    target = partials if partials is not None else out
+    strip = min(config.block_n, _STRIP)
+    launch.launch(
+        _matmul_kernel,
+        (programs,),
+        operand(a, a_block, a_turned),
+        operand(a_z, a_block, a_turned),
+        operand(b, b_block, b_turned),
+        operand(b_up, b_block, b_turned),
+        bias,
+        addend,
+        TensorDescriptor.from_tensor(out, [config.block_m, strip]) if stored else target,
+        z,
+        rows,
+        columns,
+        depth,
+        *a.stride(),
+        *(a_z.stride() if a_z is not None else (0, 0)),
+        *b.stride(),
+        *(b_up.stride() if b_up is not None else (0, 0)),
+        bias.stride(0) if bias is not None else 0,
+        *(addend.stride() if addend is not None else (0, 0)),
+        *target.stride()[-2:],
+        z.stride(0) if z is not None else 0,
+        config.group_m,
+        steps,
+        splits,
+        programs,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STRIP=strip,
+        ACTIVATION=activation,
+        A_ACTIVATION=prologue.activation if prologue else "none",
+        PRECISION=problem.precision,
+        SPLIT=partials is not None,
+        DESCRIPTORS=descriptors,
+        A_TURNED=a_turned,
+        B_TURNED=b_turned,
+        STORE_DESCRIPTOR=stored,
+        OUT_DTYPE=_TRITON_TYPES[target.dtype],
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def _launch_combine(partials, bias, addend, out, z, activation) -> None:
+    splits, rows, width = partials.shape
+    columns = out.size(1)
+    launch.launch(
+        _combine_kernel,
+        (triton.cdiv(rows * columns, _COMBINE_BLOCK),),
+        partials,
+        bias,
+        addend,
+        out,
+        z,
+        rows,
+        columns,
+        width,
+        bias.stride(0) if bias is not None else 0,
+        *(addend.stride() if addend is not None else (0, 0)),
+        *out.stride(),
+        z.stride(0) if z is not None else 0,
+        splits,
+        ACTIVATION=activation,
+        GATED=width != columns,
+        BLOCK=_COMBINE_BLOCK,
+    )
+
+
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def _check(a, b, b_up, bias, activation, addend, prologue, out, precision) -> None:
+    op = "matmul"
+    z = prologue.z if prologue else None
+    if a.dim() != 2 or b.dim() != 2 or a.size(1) != b.size(0):
+        raise ValueError(
+            f"{op}: a {tuple(a.shape)} and b {tuple(b.shape)} must be [M, K] and [K, N]; flatten leading dimensions "
+            "with reshape, and give a weight [N, K] as weight.t()"
+        )
+    launch.check_memory(op, a=a, b=b, b_up=b_up, bias=bias, addend=addend, z=z, out=out)
+    launch.check_dtype(op, a=a, bias=bias, addend=addend, out=out)
+    launch.check_dtype(op, (a.dtype,), b=b, b_up=b_up, z=z)
+    columns = b.size(1)
+    launch.check_shape(op, b.shape, b_up=b_up)
+    launch.check_shape(op, (2 * columns if b_up is not None else columns,), bias=bias)
+    launch.check_shape(op, (a.size(0), columns), addend=addend, out=out)
+    launch.check_shape(op, a.shape, z=z)
+    check_activation(op, activation)
+    check_activation(op, prologue.activation if prologue else None)
+    if b_up is not None and addend is not None:
+        raise ValueError(f"{op}: a gated product takes no addend; add it to the result")
+    for name, matrix, like in (("the prologue's z", z, a), ("b_up", b_up, b)):
+        if matrix is not None and is_turned(matrix) != is_turned(like):
+            raise ValueError(
+                f"{op}: {name} has strides {matrix.stride()} and goes with a matrix of strides {like.stride()}; lay both "
+                "out by rows or both by columns"
+            )
+    if precision not in PRECISIONS:
+        raise ValueError(f"{op}: precision={precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
+    if max(*a.shape, columns) >= 2**31 - 2**10:
+        raise ValueError(f"{op}: a dimension of {max(*a.shape, columns)} does not fit 31 bits; cut the matrix")
+
+
+@triton.jit
+def _load(matrix, row, column, rows, columns, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+          DESCRIPTOR: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
+    """The tile [ROWS, COLUMNS] at (row, column); what is outside of the matrix is 0."""
+    if DESCRIPTOR:
+        if TURNED:
+            tile = matrix.load([column, row]).T
+        else:
+            tile = matrix.load([row, column])
+    else:
+        r = row + tl.arange(0, ROWS)
+        c = column + tl.arange(0, COLUMNS)
+        pointers = matrix + r.to(tl.int64)[:, None] * stride_row + c.to(tl.int64)[None, :] * stride_column
+        tile = tl.load(pointers, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _finish(total, total_up, z, z_offsets, z_up, inside, ACTIVATION: tl.constexpr):
+    """Keeps z where asked and applies the activation; gated where total_up is there."""
+    if z is not None:
+        tl.store(z + z_offsets, launch.rounded(total, z.dtype.element_ty), mask=inside)
+        if total_up is not None:
+            tl.store(z + z_offsets + z_up, launch.rounded(total_up, z.dtype.element_ty), mask=inside)
+    y = activate(total, ACTIVATION)
+    if total_up is not None:
+        y = y * total_up
+    return y
+
+
+@triton.jit
+def _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, columns, stride_bias,
+          stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
+          BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr, ACTIVATION: tl.constexpr,
+          SPLIT: tl.constexpr, STORE_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr):  # fmt: skip
+    """Writes a tile of sums, in strips of STRIP columns: the whole tile at once would need more registers, and more
+    shared memory to change its layout, than the sum itself."""
+    if WIDTH > STRIP:
+        left, right = _halves(total, BLOCK_M, WIDTH)
+        if total_up is not None:
+            left_up, right_up = _halves(total_up, BLOCK_M, WIDTH)
+        else:
+            left_up = None
+            right_up = None
+        _emit(left, left_up, bias, addend, out, z, piece, row, column, rows, columns, stride_bias,
+              stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
+              BLOCK_M, WIDTH // 2, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE)  # fmt: skip
+        _emit(right, right_up, bias, addend, out, z, piece, row, column + WIDTH // 2, rows, columns, stride_bias,
+              stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
+              BLOCK_M, WIDTH // 2, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE)  # fmt: skip
+    else:
+        r = row + tl.arange(0, BLOCK_M)
+        c = column + tl.arange(0, WIDTH)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        r = r.to(tl.int64)[:, None]
+        c = c.to(tl.int64)[None, :]
+        if SPLIT:
+            pointers = out + (piece.to(tl.int64) * rows + r) * stride_out_row + c
+            tl.store(pointers, total, mask=inside)
+            if total_up is not None:
+                tl.store(pointers + columns, total_up, mask=inside)
+        else:
+            if bias is not None:
+                total += tl.load(bias + c * stride_bias, mask=c < columns, other=0.0).to(tl.float32)
+                if total_up is not None:
+                    total_up += tl.load(bias + (columns + c) * stride_bias, mask=c < columns, other=0.0).to(tl.float32)
+            if addend is not None:
+                added = addend + r * stride_addend_row + c * stride_addend_column
+                total += tl.load(added, mask=inside, other=0.0).to(tl.float32)
+            y = _finish(total, total_up, z, r * stride_z_row + c, columns, inside, ACTIVATION)
+            y = launch.rounded(y, OUT_DTYPE)
+            if STORE_DESCRIPTOR:
+                out.store([row, column], y)
+            else:
+                tl.store(out + r * stride_out_row + c * stride_out_column, y, mask=inside)
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of the columns."""
+    return tile.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
+
+
+@triton.jit
+def _matmul_kernel(
+    a,  # [M, K]
+    a_z,  # [M, K] or None: then a is dy
+    b,  # [K, N]
+    b_up,  # [K, N] or None
+    bias,  # [N] or [2N] or None
+    addend,  # [M, N] or None
+    out,  # [M, N]; partial sums [splits, M, N or 2N] fp32 where SPLIT
+    z,  # [M, N or 2N], contiguous, or None
+    rows,
+    columns,
+    depth,
+    stride_a_row,
+    stride_a_column,
+    stride_a_z_row,
+    stride_a_z_column,
+    stride_b_row,
+    stride_b_column,
+    stride_b_up_row,
+    stride_b_up_column,
+    stride_bias,
+    stride_addend_row,
+    stride_addend_column,
+    stride_out_row,
+    stride_out_column,
+    stride_z_row,
+    group_m,
+    steps,  # of block_k in a piece of K, the same for each piece
+    splits,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A_ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    A_TURNED: tl.constexpr,  # its columns are contiguous
+    B_TURNED: tl.constexpr,
+    STORE_DESCRIPTOR: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+):
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    for unit in tl.range(tl.program_id(0), tiles * splits, programs, flatten=True):
+        # 1. Which tile, and which piece of K.
+        piece = unit // tiles
+        tile = unit % tiles
+        group = tile // (group_m * tiles_n)
+        height = tl.minimum(tiles_m - group * group_m, group_m)
+        within = tile % (group_m * tiles_n)
+        row = (group * group_m + within % height) * BLOCK_M
+        column = (within // height) * BLOCK_N
+        start = piece * steps * BLOCK_K
+
+        # 2. The sum over the piece, in order.
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if b_up is not None:
+            total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        else:
+            total_up = None
+        for step in range(steps):
+            k = start + step * BLOCK_K
+            x = _load(a, row, k, rows, depth, stride_a_row, stride_a_column, BLOCK_M, BLOCK_K, DESCRIPTORS, A_TURNED)
+            if a_z is not None:
+                x_z = _load(a_z, row, k, rows, depth, stride_a_z_row, stride_a_z_column, BLOCK_M, BLOCK_K,
+                            DESCRIPTORS, A_TURNED)  # fmt: skip
+                x = launch.rounded(x.to(tl.float32) * derivative(x_z.to(tl.float32), A_ACTIVATION), x.dtype)
+            w = _load(b, k, column, depth, columns, stride_b_row, stride_b_column, BLOCK_K, BLOCK_N, DESCRIPTORS,
+                      B_TURNED)  # fmt: skip
+            total = launch.dot(x, w, total, PRECISION)
+            if b_up is not None:
+                w_up = _load(b_up, k, column, depth, columns, stride_b_up_row, stride_b_up_column, BLOCK_K, BLOCK_N,
+                             DESCRIPTORS, B_TURNED)  # fmt: skip
+                total_up = launch.dot(x, w_up, total_up, PRECISION)
+
+        # 3. Out: the partial sum as it is, or everything that comes after the sum.
+        _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, columns, stride_bias,
+              stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
+              BLOCK_M, BLOCK_N, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE)  # fmt: skip
+
+
+@triton.jit
+def _combine_kernel(
+    partials,  # [splits, M, N or 2N] fp32
+    bias,  # [N] or [2N] or None
+    addend,  # [M, N] or None
+    out,  # [M, N]
+    z,  # [M, N or 2N], contiguous, or None
+    rows,
+    columns,
+    width,
+    stride_bias,
+    stride_addend_row,
+    stride_addend_column,
+    stride_out_row,
+    stride_out_column,
+    stride_z_row,
+    splits,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The pieces of K are added in their order, whichever program finished first."""
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    r = element // columns
+    c = element % columns
+    inside = r < rows
+    total = tl.zeros((BLOCK,), tl.float32)
+    if GATED:
+        total_up = tl.zeros((BLOCK,), tl.float32)
+    else:
+        total_up = None
+    for piece in range(splits):
+        pointers = partials + (piece * rows.to(tl.int64) + r) * width + c
+        total += tl.load(pointers, mask=inside, other=0.0)
+        if GATED:
+            total_up += tl.load(pointers + columns, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + c * stride_bias, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            total_up += tl.load(bias + (columns + c) * stride_bias, mask=inside, other=0.0).to(tl.float32)
+    if addend is not None:
+        added = addend + r * stride_addend_row + c * stride_addend_column
+        total += tl.load(added, mask=inside, other=0.0).to(tl.float32)
+    y = _finish(total, total_up, z, r * stride_z_row + c, columns, inside, ACTIVATION)
+    tl.store(out + r * stride_out_row + c * stride_out_column, launch.rounded(y, out.dtype.element_ty), mask=inside)
+
+
+def variants(architecture: str) -> None:
+    """Calls the launcher once for each variant to check, on meta tensors; for inside `launch.recording`."""
+
+    def matrix(rows, columns, dtype=torch.bfloat16, padding=0):
+        return torch.empty(rows, columns + padding, dtype=dtype, device="meta")[:, :columns]
+
+    m, n, k = 4096, 2048, 1024
+
+    def linear_layer(dtype, **options):
+        x, w, dy, dw = matrix(m, k, dtype), matrix(n, k, dtype), matrix(m, n, dtype), matrix(n, k, torch.float32)
+        matmul(x, w.t(), bias=w[:, 0], **options)
+        matmul(dy, w, **options)
+        matmul(dy.t(), x, addend=dw, out=dw, **options)
+
+    x, w, dy = matrix(m, k), matrix(n, k), matrix(m, n)
+    for tile in listed(architecture, x.dtype):
+        linear_layer(torch.bfloat16, config=tile)
+    for tile in listed(architecture, x.dtype, narrow=True):
+        matmul(x, w.t(), b_up=w.t(), activation="silu", keep_z=True, config=tile)
+        matmul(dy, w, prologue=Prologue(dy, "gelu"), config=tile)
+        matmul(matrix(m, k, padding=1), matrix(n, k, padding=1).t(), config=tile)
+    for activation in ACTIVATIONS:
+        matmul(x, w.t(), bias=w[:, 0], activation=activation, keep_z=True)
+    for options in ({}, {"b_up": w.t(), "activation": "silu", "keep_z": True}):
+        split = replace(listed(architecture, x.dtype, narrow=bool(options))[0], split_k=2)
+        matmul(x, w.t(), bias=w.new_empty(2 * n if options else n), config=split, **options)
+    linear_layer(torch.float16)
+    for precision in PRECISIONS:
+        linear_layer(torch.float32, precision=precision)
+    x, w = matrix(m, k, torch.float32), matrix(n, k, torch.float32)
+    matmul(x, w.t(), b_up=w.t(), activation="silu")
+    gated_backward(dy, matrix(m, 2 * n), "silu")

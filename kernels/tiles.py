@@ -1,0 +1,153 @@
+"""Which tile configurations of the matmul exist, and which one a product takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+import triton
+
+from weft.kernels import launch
+from weft.kernels.config import Choice, MatmulConfig, choose
+
+MOST_SPLITS = 16
+_LEAST_DEPTH = 512  # of a piece of K: less does not fill the pipeline
+
+# The tile configurations that exist, by what a product keeps in registers. "narrow": two sums (gated), a prologue, or
+# the addresses of operands that are not aligned. "fp32": operands of twice the room, and in ieee precision no tensor
+# core to hold sums in.
+_TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
+    "sm_80": {
+        "wide": (
+            MatmulConfig(128, 256, 32, warps=8, stages=3),
+            MatmulConfig(128, 128, 32, warps=8, stages=4),
+            MatmulConfig(64, 128, 32, warps=4, stages=4),
+            MatmulConfig(64, 64, 32, warps=4, stages=4),
+        ),
+        "narrow": (MatmulConfig(64, 128, 32, warps=4, stages=3), MatmulConfig(64, 64, 32, warps=4, stages=3)),
+        "fp32": (MatmulConfig(64, 64, 16, warps=8, stages=3),),
+        "fp32 narrow": (MatmulConfig(64, 32, 16, warps=8, stages=3),),
+    },
+    "sm_90": {
+        "wide": (
+            MatmulConfig(128, 256, 64, warps=8, stages=3),
+            MatmulConfig(128, 128, 64, warps=8, stages=4),
+            MatmulConfig(64, 128, 64, warps=4, stages=4),
+            MatmulConfig(64, 64, 64, warps=4, stages=5),
+        ),
+        "narrow": (
+            MatmulConfig(128, 128, 64, warps=8, stages=3),
+            MatmulConfig(64, 128, 64, warps=4, stages=3),
+            MatmulConfig(64, 64, 64, warps=4, stages=3),
+        ),
+        "fp32": (MatmulConfig(64, 64, 16, warps=8, stages=3),),
+        "fp32 narrow": (MatmulConfig(64, 32, 16, warps=8, stages=3),),
+    },
+    "sm_100": {
+        "wide": (
+            MatmulConfig(128, 256, 64, warps=8, stages=3),
+            MatmulConfig(128, 128, 64, warps=8, stages=4),
+            MatmulConfig(128, 64, 64, warps=8, stages=4),
+        ),
+        "narrow": (MatmulConfig(128, 128, 64, warps=8, stages=3), MatmulConfig(128, 64, 64, warps=8, stages=3)),
+        "fp32": (MatmulConfig(64, 64, 16, warps=8, stages=3),),
+        "fp32 narrow": (MatmulConfig(64, 32, 16, warps=8, stages=3),),
+    },
+}
+_INTERPRETED_TILES = (MatmulConfig(32, 16, 16, warps=4, stages=1), MatmulConfig(16, 32, 32, warps=4, stages=1))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product as far as its speed depends on it: [m, k] times [k, n].
+
+    Attributes:
+        layout: BLAS's letters for the two operands, n where rows are contiguous and t where columns are.
+        aligned: rows (columns) of both lie at 16 bytes.
+        fused: what else the kernel does: "none", or an activation, with "_gated" or "_prologue" after it.
+    """
+
+    m: int
+    n: int
+    k: int
+    layout: str
+    aligned: bool
+    dtype: torch.dtype
+    fused: str = "none"
+    precision: str = "ieee"
+
+    @property
+    def narrow(self) -> bool:
+        return not self.aligned or self.fused.endswith(("_gated", "_prologue"))
+
+    def key(self) -> dict[str, int | str | bool]:
+        """What a tuned table is looked up by."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.dtype == torch.float32:
+            dtype += "_" + self.precision
+        sizes = {"m": self.m, "n": self.n, "k": self.k}
+        return {**sizes, "layout": self.layout, "aligned": self.aligned, "dtype": dtype, "fused": self.fused}
+
+
+def is_turned(matrix: torch.Tensor) -> bool:
+    """Whether its columns, not its rows, are contiguous."""
+    return matrix.stride(0) == 1 and matrix.stride(1) != 1
+
+
+def are_aligned(*matrices: torch.Tensor | None) -> bool:
+    """Whether the tensor copy engine could read all of them: their rows, or their columns, lie at 16 bytes."""
+    given = [matrix for matrix in matrices if matrix is not None]
+    return all(launch.describable(matrix.t() if is_turned(matrix) else matrix) for matrix in given)
+
+
+def problem_of(a, b, b_up=None, prologue_z=None, *, activation: str = "none", precision: str = "ieee") -> Problem:
+    """The problem that a @ b poses."""
+    layout = "".join("t" if is_turned(matrix) else "n" for matrix in (a, b))
+    fused = activation + ("_gated" if b_up is not None else "") + ("_prologue" if prologue_z is not None else "")
+    aligned = are_aligned(a, b, b_up, prologue_z)
+    return Problem(a.size(0), b.size(1), a.size(1), layout, aligned, a.dtype, fused, precision)
+
+
+def choose_tile(problem: Problem, device: torch.device, explicit: MatmulConfig | None = None) -> Choice[MatmulConfig]:
+    """Which configuration runs, and where it comes from. ValueError for an explicit one that does not exist."""
+    architecture = launch.architecture_of(device)
+    tiles = listed(architecture, problem.dtype, problem.narrow)
+    if explicit is not None and explicit.split_k not in range(1, MOST_SPLITS + 1):
+        raise ValueError(f"matmul: split_k={explicit.split_k} must be 1 to {MOST_SPLITS}")
+    guess = _heuristic(problem.m, problem.n, problem.k, tiles, launch.multiprocessors(device))
+    return choose("matmul", architecture, problem.key(), explicit, tiles, guess)
+
+
+def listed(architecture: str, dtype: torch.dtype, narrow: bool = False) -> tuple[MatmulConfig, ...]:
+    """The tile configurations that exist: `weft.kernels.check` compiles them, and tuning picks among them."""
+    if architecture == "interpreter":
+        return _INTERPRETED_TILES
+    kinds = _TILES[architecture]
+    if dtype == torch.float32:
+        return kinds["fp32 narrow" if narrow else "fp32"]
+    return kinds["narrow" if narrow else "wide"]
+
+
+def candidates(tiles: Sequence[MatmulConfig], k: int) -> list[MatmulConfig]:
+    """Each tile, with K whole and in as many pieces as it is deep enough for."""
+    splits = [s for s in (1, 2, 4, 8, MOST_SPLITS) if s == 1 or k >= s * _LEAST_DEPTH]
+    return [replace(tile, split_k=s) for tile, s in product(tiles, splits)]
+
+
+def _heuristic(m: int, n: int, k: int, tiles: Sequence[MatmulConfig], processors: int) -> MatmulConfig:
+    """The configuration of the least estimated time, in cycles of one multiprocessor.
+
+    A tile's rate falls with the bytes it loads for each operation; waves are rounded up, which is what starves thin
+    products; split sums write and read 8 bytes an element once for each piece. Unmeasured: tables replace it.
+    """
+
+    def cycles(config: MatmulConfig) -> float:
+        area = config.block_m * config.block_n
+        intensity = area / (config.block_m + config.block_n)
+        rate = 4096 * intensity / (intensity + 16)  # operations a cycle: the tensor cores' peak, less the loads
+        units = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.split_k
+        work = triton.cdiv(units, processors) * (2 * area * triton.cdiv(k, config.split_k) / rate + 1000)
+        partials = 8 * m * n * config.split_k / (processors * 12) + 5000 if config.split_k > 1 else 0
+        return work + partials
+
+    return min(candidates(tiles, k), key=cycles)

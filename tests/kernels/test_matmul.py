@@ -1,0 +1,236 @@
+"""The matmul kernel against a product in fp64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from weft.kernels import launch
+from weft.kernels.activation import ACTIVATIONS, gated_backward
+from weft.kernels.matmul import Prologue, matmul
+from weft.kernels.tiles import Problem, choose_tile, listed
+from weft.ops.activation import ACTIVATIONS as PLAIN
+from weft.testing import cases, reference
+from weft.testing.tolerance import assert_close, error_in_tolerances
+
+pytestmark = pytest.mark.kernel
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draw(device, *shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def operands(device, m, n, k, dtype=torch.float32):
+    """x [M, K], w [N, K], bias [N]."""
+    return (draw(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(m, k), (n, k), (n,)]))
+
+
+def check(result, function, *inputs, what="result"):
+    """result against function of the inputs in fp64; the tolerance is from function in their own type."""
+    plain = function(*(t if t is None else t.clone() for t in inputs))
+    exact = function(*(t if t is None else t.double() for t in inputs))
+    assert_close(result, plain, exact, what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), cases.MATMULS)
+def test_forward_dgrad_and_wgrad_of_any_size(device, m, n, k, dtype):
+    x, w, bias = operands(device, m, n, k, dtype)
+    y, z = matmul(x, w.t(), bias=bias)
+    assert z is None
+    check(y, reference.linear, x, w, bias)
+    dy = draw(device, m, n, dtype=dtype, seed=7)
+    check(matmul(dy, w)[0], torch.matmul, dy, w)
+    check(matmul(dy.t(), x)[0], torch.matmul, dy.t(), x)
+
+
+@pytest.mark.parametrize("architecture_config", range(2))
+def test_every_configuration_gives_the_product(device, architecture_config):
+    x, w, bias = operands(device, 70, 67, 136, torch.bfloat16)
+    for aligned in (True, False):
+        a, b = (x, w) if aligned else (x[:, 1:], w[:, 1:])
+        for config in listed(launch.architecture_of(device), x.dtype, narrow=not aligned):
+            config = replace(config, split_k=1 + 2 * architecture_config, group_m=3)
+            check(matmul(a, b.t(), bias=bias, config=config)[0], reference.linear, a, b, bias, what=str(config))
+
+
+@pytest.mark.parametrize("split_k", [1, 3])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_epilogues_apply_the_activation_once_to_the_biased_sum(device, activation, split_k):
+    x, w, bias = operands(device, 37, 41, 70)
+    config = replace(listed(launch.architecture_of(device), x.dtype, narrow=True)[0], split_k=split_k)
+    y, z = matmul(x, w.t(), bias=bias, activation=activation, keep_z=True, config=config)
+    check(y, lambda *t: reference.linear(*t, activation=activation), x, w, bias)
+    check(z, reference.linear, x, w, bias, what="z")
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_products_are_those_of_a_fused_weight_and_of_a_split_one(device, dtype, split_k):
+    x, gate, _ = operands(device, 35, 43, 67, dtype)
+    up, bias = draw(device, 43, 67, dtype=dtype, seed=3), draw(device, 86, dtype=dtype, seed=4)
+    fused = torch.cat([gate, up])
+    config = replace(listed(launch.architecture_of(device), dtype, narrow=True)[0], split_k=split_k)
+    y, z = matmul(x, gate.t(), b_up=up.t(), bias=bias, activation="silu", keep_z=True, config=config)
+    check(y, reference.gated_linear, x, gate, up, bias)
+    check(z, reference.linear, x, fused, bias, what="z")
+    from_fused, _ = matmul(x, fused[:43].t(), b_up=fused[43:].t(), bias=bias, activation="silu", config=config)
+    assert torch.equal(y, from_fused)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_backward_is_the_gradient(device, activation, dtype):
+    z, dy = draw(device, 5, 2 * 1031, dtype=dtype), draw(device, 1031, 5, dtype=dtype, seed=1).t()
+
+    def gradient(z, dy):
+        z = z.detach().requires_grad_()
+        gate, up = z.chunk(2, 1)
+        return torch.autograd.grad(PLAIN[activation].apply(gate) * up, z, dy)[0]
+
+    check(gated_backward(dy, z, activation), gradient, z, dy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_prologue_is_the_activations_backward(device, activation, dtype):
+    dy, z, w = (
+        draw(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(37, 65), (37, 65), (65, 33)])
+    )
+    dx, _ = matmul(dy, w, prologue=Prologue(z, activation))
+    check(dx, lambda dy, z, w: PLAIN[activation].backward(dy, z) @ w, dy, z, w)
+
+
+@pytest.mark.parametrize("split_k", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_main_grad_accumulates_in_fp32(device, dtype, split_k):
+    """Steps whose products are far smaller than the sum: a bf16 accumulator would lose them."""
+    main_grad = torch.full((33, 20), 256.0, device=device)
+    expected = main_grad.double()
+    config = replace(listed(launch.architecture_of(device), dtype, narrow=True)[0], split_k=split_k)
+    for step in range(3):
+        dy, x = draw(device, 70, 33, dtype=dtype, seed=step) / 64, draw(device, 70, 20, dtype=dtype, seed=9 + step)
+        out, _ = matmul(dy.t(), x, addend=main_grad, out=main_grad, config=config)
+        assert out is main_grad
+        expected += dy.t().double() @ x.double()
+    assert (main_grad.double() - expected).abs().max() < 3 * torch.finfo(torch.float32).eps * 256
+    assert ((main_grad.bfloat16() - 256).abs().max() > 0) and not torch.equal(main_grad, main_grad.bfloat16().float())
+
+
+LAYOUTS = {
+    "rows": lambda t: t,
+    "columns": lambda t: t.t().contiguous().t(),
+    "every second row": lambda t: torch.stack([t, t + 9], 1).flatten(0, 1)[::2],
+    "every second column": lambda t: torch.stack([t, t + 9], 2).flatten(1)[:, ::2],
+    "an odd offset": lambda t: torch.cat([t[:, :1] + 9, t], 1)[:, 1:],
+    "one row for all": lambda t: t[:1].expand(*t.shape),
+}
+
+
+@pytest.mark.parametrize("of_b", LAYOUTS)
+@pytest.mark.parametrize("of_a", LAYOUTS)
+def test_any_strides_and_offsets(device, of_a, of_b):
+    a, b = LAYOUTS[of_a](draw(device, 33, 48)), LAYOUTS[of_b](draw(device, 48, 40, seed=1))
+    check(matmul(a, b)[0], torch.matmul, a, b)
+
+
+@pytest.mark.parametrize("of_out", [name for name in LAYOUTS if name != "one row for all"])
+def test_any_output_is_written_whole_and_nothing_besides(device, of_out):
+    x, w, bias = operands(device, 33, 40, 48)
+    backing = LAYOUTS[of_out](torch.full((33, 40), torch.nan, device=device))
+    matmul(x, w.t(), bias=bias, out=backing)
+    check(backing, reference.linear, x, w, bias)
+    base = backing._base if backing._base is not None else backing
+    assert base.numel() - int(base.isnan().sum()) == backing.numel()
+
+
+def test_empty_products_are_zeros_or_nothing(device):
+    bias = draw(device, 4)
+    assert torch.equal(matmul(draw(device, 3, 0), draw(device, 0, 4), bias=bias)[0], bias.expand(3, 4))
+    assert matmul(draw(device, 0, 5), draw(device, 5, 4))[0].shape == (0, 4)
+    assert matmul(draw(device, 3, 5), draw(device, 5, 0))[0].shape == (3, 0)
+
+
+def test_the_sum_over_k_is_in_order_and_in_fp32(device):
+    """In fp32 and in this order 2^24 + 1 + ... - 2^24 loses each 1; in another order, or in pieces, it would not."""
+    block = max(c.block_k for c in listed(launch.architecture_of(device), torch.bfloat16))
+    k = 4 * block
+    a = torch.zeros(1, k, device=device, dtype=torch.bfloat16)
+    a[0, 0], a[0, block], a[0, 2 * block], a[0, 3 * block] = 2.0**24, 1.0, 1.0, -(2.0**24)
+    ones = torch.ones(k, 1, device=device, dtype=torch.bfloat16)
+    tile = next(c for c in listed(launch.architecture_of(device), torch.bfloat16, narrow=True) if c.block_k == block)
+    assert matmul(a, ones, out_dtype=torch.float32, config=tile)[0].item() == 0.0
+    # In two pieces: (2^24 + 1) + (1 - 2^24) = 2^24 + (1 - 2^24) = 1.
+    assert matmul(a, ones, out_dtype=torch.float32, config=replace(tile, split_k=2))[0].item() == 1.0
+    # An accumulator in bf16 would stop at 256.
+    many = torch.ones(1, 300, device=device, dtype=torch.bfloat16)
+    assert matmul(many, many.t(), out_dtype=torch.float32)[0].item() == 300.0
+
+
+def test_split_sums_have_the_same_bits_each_time(device):
+    x, w, bias = operands(device, 20, 24, 200, torch.bfloat16)
+    config = replace(listed(launch.architecture_of(device), x.dtype, narrow=False)[0], split_k=5)
+    first = matmul(x, w.t(), bias=bias, config=config)[0]
+    for _ in range(3):
+        assert torch.equal(first, matmul(x, w.t(), bias=bias, config=config)[0])
+
+
+def test_infinities_and_nans_come_through(device):
+    x, w, _ = operands(device, 33, 20, 40)
+    x[2, 3], x[4, 5] = torch.inf, torch.nan
+    y, _ = matmul(x, w.t())
+    expected = x @ w.t()
+    assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
+
+
+def test_the_tolerance_would_catch_a_missing_last_column(device):
+    x, w, bias = operands(device, 33, 31, 65)
+    wrong = reference.linear(x[:, :-1], w[:, :-1], bias)
+    assert (
+        error_in_tolerances(
+            wrong, reference.linear(x, w, bias), reference.linear(x.double(), w.double(), bias.double())
+        )
+        > 10
+    )
+
+
+def test_the_heuristic_splits_what_cannot_fill_the_device(device):
+    def split(m, n, k):
+        return choose_tile(Problem(m, n, k, "nt", True, torch.bfloat16), device).config.split_k
+
+    with launch.recording("sm_90"):
+        assert split(64, 1024, 8192) > 1
+        assert split(8192, 8192, 8192) == 1
+
+
+def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
+    x, w = draw(device, 4, 6), draw(device, 6, 5)
+    tile = listed(launch.architecture_of(device), torch.float32, narrow=True)[0]
+    wide = torch.float64
+    for error, text, call in [
+        (ValueError, r"a \(4, 6\) and b \(5, 6\) must be \[M, K\] and \[K, N\]", lambda: matmul(x, w.t())),
+        (ValueError, "flatten leading dimensions", lambda: matmul(x[None], w)),
+        (TypeError, "a is torch.float64; it must be one of", lambda: matmul(x.to(wide), w.to(wide))),
+        (TypeError, "b is torch.bfloat16", lambda: matmul(x, w.bfloat16())),
+        (ValueError, "one device", lambda: matmul(x, w.to("meta"))),
+        (ValueError, r"bias has shape \(4,\); it must be \(5,\)", lambda: matmul(x, w, bias=x[:, 0])),
+        (ValueError, r"bias has shape \(5,\); it must be \(10,\)", lambda: matmul(x, w, b_up=w, bias=w[0])),
+        (ValueError, r"b_up has shape", lambda: matmul(x, w, b_up=w[:, 1:])),
+        (ValueError, "takes no addend", lambda: matmul(x, w, b_up=w, addend=draw(device, 4, 5))),
+        (ValueError, r"out has shape \(5, 4\)", lambda: matmul(x, w, out=draw(device, 5, 4))),
+        (ValueError, "activation='swish' is not one of None, 'gelu'", lambda: matmul(x, w, activation="swish")),
+        (ValueError, r"z has shape \(6, 4\)", lambda: matmul(x, w, prologue=Prologue(x.t(), "gelu"))),
+        (ValueError, "precision='bf16x3' is not one of 'ieee', 'tf32'", lambda: matmul(x, w, precision="bf16x3")),
+        (ValueError, "does not exist on .*; there are", lambda: matmul(x, w, config=replace(tile, block_m=48))),
+        (ValueError, "split_k=0 must be 1 to 16", lambda: matmul(x, w, config=replace(tile, split_k=0))),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_tensors_where_no_kernel_runs_are_refused():
+    a = torch.empty(2, 2, device="meta")
+    with pytest.raises(ValueError, match="the kernel runs on .*; the tensors are on meta. Move them"):
+        matmul(a, a)
