@@ -1,8 +1,8 @@
 """`python -m weft.kernels.check`: the static gate. Compiles every listed variant, without a GPU, and reads its machine
 code.
 
-A fault, and a non-zero exit: a variant that does not compile, registers spilled to local memory, more shared memory than
-a program may have, a dot that is not on the tensor cores of its architecture.
+A fault, and a non-zero exit: a variant that does not compile, registers spilled to local memory, more shared memory
+than a program may have, a dot that is not on the tensor cores of its architecture.
 """
 
 import argparse
@@ -80,10 +80,9 @@ def check_one(op: str, architecture: str, number: int) -> Row:
     faults = []
     if spilled:
         faults.append(f"{spilled} bytes of registers spilled")
-    if compiled.shared_bytes > launch.SHARED_LIMIT_BYTES[architecture]:
-        faults.append(
-            f"{compiled.shared_bytes} bytes of shared memory, {launch.SHARED_LIMIT_BYTES[architecture]} allowed"
-        )
+    allowed = launch.SHARED_LIMIT_BYTES[architecture]
+    if compiled.shared_bytes > allowed:
+        faults.append(f"{compiled.shared_bytes} bytes of shared memory, {allowed} allowed")
     if needs_tensor_cores(compiled.ttir) and found == "-":
         faults.append(f"a dot without {wanted}")
     return row(usage["REG"], spilled, compiled.shared_bytes, found, len(compiled.cubin), fault="; ".join(faults))

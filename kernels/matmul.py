@@ -9,8 +9,8 @@
 
 2 M N K operations (4 M N K gated). Device memory: M K + K N elements read and M N written at the least, N / block_n
 times A and M / block_m times B from L2. A matrix of any strides and any size goes in; where its rows are 16-byte
-aligned, the tensor copy engine of sm_90 and later moves it (tensor descriptors), else masked loads do. The sum over K is
-in fp32, in order, and is rounded once; bias, C and activation are applied in fp32 before that.
+aligned, the tensor copy engine of sm_90 and later moves it (tensor descriptors), else masked loads do. The sum over K
+is in fp32, in order, and is rounded once; bias, C and activation are applied in fp32 before that.
 
 A persistent grid walks the tiles in columns of group_m rows, so that what programs read at one time stays in L2. Thin
 products (the shards of a layer over many ranks) have too few tiles to fill a device: split_k > 1 cuts K into pieces
@@ -212,9 +212,11 @@ def _check(a, b, b_up, bias, activation, addend, prologue, out, precision) -> No
     for name, matrix, like in (("the prologue's z", z, a), ("b_up", b_up, b)):
         if matrix is not None and is_turned(matrix) != is_turned(like):
             raise ValueError(
-                f"{op}: {name} has strides {matrix.stride()} and goes with a matrix of strides {like.stride()}; lay both "
-                "out by rows or both by columns"
+                f"{op}: {name} has strides {matrix.stride()} and goes with a matrix of strides {like.stride()}; "
+                "lay both out by rows or both by columns"
             )
+    if out is not None and any(stride == 0 < size - 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"{op}: out has strides {out.stride()}, so that its elements share memory; give it its own")
     if precision not in PRECISIONS:
         raise ValueError(f"{op}: precision={precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
     if max(*a.shape, columns) >= 2**31 - 2**10:

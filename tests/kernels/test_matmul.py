@@ -224,6 +224,7 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
         (ValueError, r"z has shape \(6, 4\)", lambda: matmul(x, w, prologue=Prologue(x.t(), "gelu"))),
         (ValueError, "precision='bf16x3' is not one of 'ieee', 'tf32'", lambda: matmul(x, w, precision="bf16x3")),
         (ValueError, "does not exist on .*; there are", lambda: matmul(x, w, config=replace(tile, block_m=48))),
+        (ValueError, "share memory", lambda: matmul(x, w, out=draw(device, 5).expand(4, 5))),
         (ValueError, "split_k=0 must be 1 to 16", lambda: matmul(x, w, config=replace(tile, split_k=0))),
     ]:
         with pytest.raises(error, match=text):
