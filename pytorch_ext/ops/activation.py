@@ -13,17 +13,20 @@ _aten = torch.ops.aten
 class Activation:
     """y = apply(z); dz = backward(dy, z)."""
 
+    name: str
     apply: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(F.gelu, _aten.gelu_backward.default),
+    "gelu": Activation("gelu", F.gelu, _aten.gelu_backward.default),
     "gelu_tanh": Activation(
-        lambda z: F.gelu(z, approximate="tanh"), lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh")
+        "gelu_tanh",
+        lambda z: F.gelu(z, approximate="tanh"),
+        lambda dy, z: _aten.gelu_backward.default(dy, z, approximate="tanh"),
     ),
-    "relu": Activation(F.relu, lambda dy, z: _aten.threshold_backward.default(dy, z, 0)),
-    "silu": Activation(F.silu, _aten.silu_backward.default),
+    "relu": Activation("relu", F.relu, lambda dy, z: _aten.threshold_backward.default(dy, z, 0)),
+    "silu": Activation("silu", F.silu, _aten.silu_backward.default),
 }
 
 

@@ -4,10 +4,11 @@ Korthikanti et al. 2022, section 4.2. Uneven shards throughout."""
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from weft.comm.communicator import Communicator
+from weft.ops import matmul
 from weft.ops.activation import Activation
+from weft.ops.autocast import autocasts, cast_operands
 from weft.ops.backward import as_matrix, first_order
 from weft.split import split_sizes
 
@@ -62,32 +63,33 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
     Saves x_shard_m, not the gathered x: gathering again in backward costs one all_gather and saves (W-1)/W of the
     activation. Saves z_shard_n where there is an activation.
+
+    A weight with an fp32 `main_grad` has dw added to that instead, and gets no gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, place):
+    def forward(ctx, x, weight, bias, place, main_grad):
+        ctx.main_grad = main_grad
         ctx.place = communicator, sequence_dim, activation = place
         whole = x
         if sequence_dim is not None:
             ctx.sizes = communicator.all_sizes(x, sequence_dim)
             whole = communicator.all_gather(x, sequence_dim, ctx.sizes)
-        z = F.linear(whole, weight, bias)
-        if activation is None:
-            ctx.save_for_backward(x, weight)
-            return z
-        ctx.save_for_backward(x, weight, z)
-        return activation.apply(z)
+        y, z = matmul.forward(whole, weight, bias, activation)
+        ctx.save_for_backward(x, weight, z if activation else None)
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         communicator, sequence_dim, activation = ctx.place
-        x, weight, *z = ctx.saved_tensors
-        dz = dy if activation is None else activation.backward(dy, *z)
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        x, weight, z = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
+        if activation and (needs_weight or needs_bias):  # else dgrad alone needs dz, and may form it as it goes
+            dy, activation = activation.backward(dy, z), None
         if needs_x:
-            dx = dz @ weight
+            dx = matmul.dgrad(dy, weight, activation, z)
             if sequence_dim is None:
                 communicator.all_reduce_(dx)
             else:
@@ -95,10 +97,10 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         if needs_weight:
             if sequence_dim is not None:
                 x = communicator.all_gather(x, sequence_dim, ctx.sizes)
-            dw = as_matrix(dz).t() @ as_matrix(x)
+            dw = matmul.wgrad(dy, x, ctx.main_grad)
         if needs_bias:
-            db = as_matrix(dz).sum(0)
-        return dx, dw, db, None
+            db = as_matrix(dy).sum(0)
+        return dx, dw, db, None, None
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -118,10 +120,11 @@ class RowParallelLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, place):
+    def forward(ctx, x, weight, bias, place, main_grad):
+        ctx.main_grad = main_grad
         ctx.place = communicator, sequence_dim, activation = place
         alone = communicator.world == 1  # then the bias goes into the product, rounded once as in nn.Linear
-        z = F.linear(x, weight, bias if alone else None)
+        _, z = matmul.forward(x, weight, bias if alone else None)
         if sequence_dim is None:
             communicator.all_reduce_(z)
         else:
@@ -141,7 +144,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         communicator, sequence_dim, activation = ctx.place
         x, weight, *z = ctx.saved_tensors
         dz = dy if activation is None else activation.backward(dy, *z)
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_bias:
             db = as_matrix(dz).sum(0)
@@ -150,29 +153,23 @@ class RowParallelLinearFunction(torch.autograd.Function):
         if sequence_dim is not None and (needs_x or needs_weight):
             dz = communicator.all_gather(dz, sequence_dim, ctx.sizes)
         if needs_x:
-            dx = dz @ weight
+            dx = matmul.dgrad(dz, weight)
         if needs_weight:
-            dw = as_matrix(dz).t() @ as_matrix(x)
-        return dx, dw, db, None
+            dw = matmul.wgrad(dz, x, ctx.main_grad)
+        return dx, dw, db, None, None
 
 
 def _apply(function, x, weight, bias, place):
     """The function, after autocast's casts and every check that must come before a rank communicates."""
+    main_grad = getattr(weight, "main_grad", None)
     device = weight.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         _check(x, weight)
-        return function.apply(x, weight, bias, place)
-    x, weight, bias = (_autocast(t, device) for t in (x, weight, bias))
+        return function.apply(x, weight, bias, place, main_grad)
+    x, weight, bias = cast_operands(x, weight, bias)
     _check(x, weight)
     with torch.autocast(device, enabled=False):
-        return function.apply(x, weight, bias, place)
-
-
-def _autocast(t, device):
-    """As autocast does for torch's linear: fp64 and what is not floating point stay."""
-    if t is None or not t.is_floating_point() or t.dtype == torch.float64:
-        return t
-    return t.to(torch.get_autocast_dtype(device))
+        return function.apply(x, weight, bias, place, main_grad)
 
 
 def _check(x, weight):

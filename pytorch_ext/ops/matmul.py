@@ -1,0 +1,280 @@
+"""The products of a linear layer, by our kernel or by ATen, whichever `choice` says; and as operators with autograd.
+
+The functions at the top take x [..., K] and weight [N, K] and are what the parallel layers call between their
+collectives. `fused_linear` and `gated_linear` are the same for one device, differentiable and visible to torch.compile.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from weft.ops import choice
+from weft.ops.activation import ACTIVATIONS, Activation, activation_of
+from weft.ops.autocast import cast_operands
+from weft.ops.backward import as_matrix, first_order
+from weft.ops.library import register
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = act(z) and z = x @ weight.T + bias; the same tensor where there is no activation."""
+    if choice.on_kernel(x.device):
+        name = activation.name if activation else None
+        a, b = as_matrix(x), weight.t()
+        if _takes_kernel(a, b, activation=name):
+            y, z = _kernel().matmul(a, b, bias=bias, activation=name, keep_z=activation is not None)
+            y = y.view(*x.shape[:-1], weight.size(0))
+            return y, (y if z is None else z.view(y.shape))
+    z = F.linear(x, weight, bias)
+    return (z, z) if activation is None else (activation.apply(z), z)
+
+
+def dgrad(
+    dy: torch.Tensor, weight: torch.Tensor, activation: Activation | None = None, z: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dx = dz @ weight, with dz = act'(z) dy where there is an activation.
+
+    The kernel forms dz as it loads dy. That pays only where nobody else needs dz, which is where the weight and the
+    bias get no gradient: the caller's to know.
+    """
+    if choice.on_kernel(dy.device):
+        a = as_matrix(dy)
+        z_matrix = as_matrix(z) if activation else None
+        if _takes_kernel(a, weight, prologue_z=z_matrix, activation=activation.name if activation else None):
+            prologue = _kernel().Prologue(z_matrix, activation.name) if activation else None
+            dx, _ = _kernel().matmul(a, weight, prologue=prologue)
+            return dx.view(*dy.shape[:-1], weight.size(1))
+    return (activation.backward(dy, z) if activation else dy) @ weight
+
+
+def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = None) -> torch.Tensor | None:
+    """dw = dz.T @ x; where there is an fp32 main_grad [N, K], dw is added to it in fp32 and nothing is returned.
+
+    Raises:
+        TypeError, ValueError: a main_grad that is not fp32 or not of the weight's shape.
+    """
+    if main_grad is None:
+        return _new_wgrad(dz, x)
+    _accumulate(as_matrix(dz).t(), as_matrix(x), main_grad)
+    return None
+
+
+def _accumulate(a, b, main_grad) -> None:
+    """main_grad += a @ b, in fp32 throughout."""
+    if main_grad.dtype != torch.float32:
+        raise TypeError(f"main_grad is {main_grad.dtype}; it must be torch.float32, which is what it is for")
+    expected = a.size(0), b.size(1)
+    if main_grad.shape != expected:
+        raise ValueError(f"main_grad has shape {tuple(main_grad.shape)}; it must be the weight's {expected}")
+    if choice.on_kernel(a.device) and _takes_kernel(a, b):
+        _kernel().matmul(a, b, addend=main_grad, out=main_grad)
+    elif a.is_cuda and a.dtype != torch.float32:
+        main_grad.add_(torch.mm(a, b, out_dtype=torch.float32))
+    else:
+        main_grad.addmm_(a.float(), b.float())
+
+
+def fused_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
+    """activation(x @ weight.T + bias), differentiable, with the activation in the product's epilogue.
+
+    Args:
+        x: [..., K]; weight: [N, K]; bias: [N].
+        activation: None, "gelu", "gelu_tanh", "relu" or "silu".
+
+    Returns:
+        [..., N].
+    """
+    activation_of(activation)
+    return FusedLinearFunction.apply(*cast_operands(x, weight, bias), activation)
+
+
+def gated_linear(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """activation(x @ gate.T + bias[:F]) * (x @ up.T + bias[F:]), differentiable (Shazeer 2020; "silu" is SwiGLU).
+
+    Args:
+        x: [..., K]; gate, up: [F, K], which may be the two halves of one fused weight; bias: [2F].
+
+    Returns:
+        [..., F].
+    """
+    if activation_of(activation) is None:
+        raise ValueError("gated_linear: activation=None has no gate; use two linear layers")
+    return GatedLinearFunction.apply(*cast_operands(x, gate, up, bias), activation)
+
+
+class FusedLinearFunction(torch.autograd.Function):
+    """y = act(z), z = x @ w.T + b, on one device.
+
+    x [M, K]        w [N, K]        b [N]        y [M, N]
+
+    forward   y, z = linear(x, w, b)
+    dact      dz = act'(z) dy          (in dgrad's prologue, where w and b get no gradient)
+    dgrad     dx = dz @ w
+    wgrad     dw = dz.T @ x
+    dbias     db = dz.sum(0)
+
+    Saves x and w, and z where there is an activation.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, activation):
+        y, z = _linear(x, weight, bias, activation)
+        ctx.activation = activation
+        ctx.save_for_backward(x, weight, z if activation else None)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, weight, z = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if needs_x and not needs_weight and not needs_bias:
+            return _linear_dgrad(dy, weight, ctx.activation, z), None, None, None
+        dz = ACTIVATIONS[ctx.activation].backward(dy, z) if ctx.activation else dy
+        dx = _linear_dgrad(dz, weight, None, None) if needs_x else None
+        dw = _linear_wgrad(dz, x) if needs_weight else None
+        db = as_matrix(dz).sum(0) if needs_bias else None
+        return dx, dw, db, None
+
+
+class GatedLinearFunction(torch.autograd.Function):
+    """y = act(z_gate) * z_up, with z_gate = x @ w_gate.T + b[:F] and z_up = x @ w_up.T + b[F:], on one device.
+
+    x [M, K]        w_gate, w_up [F, K]        b [2F]        z = z_gate beside z_up [M, 2F]        y [M, F]
+
+    forward   y, z = gated_linear(x, w_gate, w_up, b)
+    dact      dz = gated_backward(dy, z)
+    dgrad     dx = dz_gate @ w_gate + dz_up @ w_up, rounded once
+    wgrad     dw_gate = dz_gate.T @ x, dw_up = dz_up.T @ x
+    dbias     db = dz.sum(0)
+
+    Saves x, both weights and z.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gate, up, bias, activation):
+        y, z = _gated_linear(x, gate, up, bias, activation)
+        ctx.activation = activation
+        ctx.save_for_backward(x, gate, up, z)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, gate, up, z = ctx.saved_tensors
+        needs_x, needs_gate, needs_up, needs_bias, _ = ctx.needs_input_grad
+        dz = _gated_backward(dy, z, ctx.activation)
+        dz_gate, dz_up = dz.chunk(2, -1)
+        dx = _gated_dgrad(dz, gate, up) if needs_x else None
+        dgate = _linear_wgrad(dz_gate, x) if needs_gate else None
+        dup = _linear_wgrad(dz_up, x) if needs_up else None
+        db = as_matrix(dz).sum(0) if needs_bias else None
+        return dx, dgate, dup, db, None
+
+
+def _linear_operator(x, weight, bias, activation):
+    y, z = forward(x, weight, bias, activation_of(activation))
+    return y, (z if activation else y.new_empty(0))
+
+
+def _linear_fake(x, weight, bias, activation):
+    y = x.new_empty((*x.shape[:-1], weight.size(0)))
+    return y, (torch.empty_like(y) if activation else y.new_empty(0))
+
+
+def _dgrad_operator(dy, weight, activation, z):
+    return dgrad(dy, weight, activation_of(activation), z)
+
+
+def _new_wgrad(dz, x):
+    a, b = as_matrix(dz).t(), as_matrix(x)
+    return _kernel().matmul(a, b)[0] if choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
+
+
+def _gated_operator(x, gate, up, bias, activation):
+    if choice.on_kernel(x.device):
+        a, b, b_up = as_matrix(x), gate.t(), up.t()
+        if _takes_kernel(a, b, b_up, activation=activation):
+            y, z = _kernel().matmul(a, b, b_up=b_up, bias=bias, activation=activation, keep_z=True)
+            return y.view(*x.shape[:-1], -1), z.view(*x.shape[:-1], -1)
+    z = F.linear(x, _side_by_side(gate, up), bias)
+    z_gate, z_up = z.chunk(2, -1)
+    return ACTIVATIONS[activation].apply(z_gate) * z_up, z
+
+
+def _gated_backward_operator(dy, z, activation):
+    if choice.on_kernel(dy.device):
+        from weft.kernels.activation import gated_backward
+
+        return gated_backward(as_matrix(dy), as_matrix(z), activation).view(z.shape)
+    z_gate, z_up = z.chunk(2, -1)
+    apply, backward = ACTIVATIONS[activation].apply, ACTIVATIONS[activation].backward
+    return torch.cat([backward(dy * z_up, z_gate), dy * apply(z_gate)], -1)
+
+
+def _gated_dgrad_operator(dz, gate, up):
+    dz_gate, dz_up = as_matrix(dz).chunk(2, -1)
+    if choice.on_kernel(dz.device) and _takes_kernel(dz_gate, gate):
+        wide, _ = _kernel().matmul(dz_gate, gate, out_dtype=torch.float32)
+        return _kernel().matmul(dz_up, up, addend=wide, out_dtype=dz.dtype)[0].view(*dz.shape[:-1], -1)
+    return dz @ _side_by_side(gate, up)
+
+
+def _side_by_side(gate, up):
+    """[2F, K]: the weight that the two are halves of, or a copy."""
+    adjacent = gate.is_contiguous() and up.is_contiguous() and gate._is_view() and gate._base is up._base
+    if adjacent and up.storage_offset() == gate.storage_offset() + gate.numel():
+        return gate.as_strided((2 * gate.size(0), gate.size(1)), gate.stride())
+    return torch.cat([gate, up])
+
+
+_linear = register(
+    "linear(Tensor x, Tensor weight, Tensor? bias, str? activation) -> (Tensor, Tensor)", _linear_operator, _linear_fake
+)
+_linear_dgrad = register(
+    "linear_dgrad(Tensor dy, Tensor weight, str? activation, Tensor? z) -> Tensor",
+    _dgrad_operator,
+    lambda dy, weight, activation, z: dy.new_empty((*dy.shape[:-1], weight.size(1))),
+)
+_linear_wgrad = register(
+    "linear_wgrad(Tensor dz, Tensor x) -> Tensor",
+    _new_wgrad,
+    lambda dz, x: dz.new_empty((dz.size(-1), x.size(-1))),
+)
+_gated_linear = register(
+    "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? bias, str activation) -> (Tensor, Tensor)",
+    _gated_operator,
+    lambda x, gate, up, bias, activation: tuple(x.new_empty((*x.shape[:-1], n * gate.size(0))) for n in (1, 2)),
+)
+_gated_backward = register(
+    "gated_backward(Tensor dy, Tensor z, str activation) -> Tensor",
+    _gated_backward_operator,
+    lambda dy, z, activation: z.new_empty(z.shape),
+)
+_gated_dgrad = register(
+    "gated_dgrad(Tensor dz, Tensor gate, Tensor up) -> Tensor",
+    _gated_dgrad_operator,
+    lambda dz, gate, up: dz.new_empty((*dz.shape[:-1], gate.size(1))),
+)
+
+
+def _kernel():
+    """The kernel's module, imported where a kernel runs: PyTorch's own arithmetic needs no triton."""
+    from weft.kernels import matmul
+
+    return matmul
+
+
+def _takes_kernel(a, b, b_up=None, prologue_z=None, activation: str | None = None) -> bool:
+    from weft.kernels.tiles import problem_of
+
+    problem = problem_of(a, b, b_up, prologue_z, activation=activation or "none")
+    return choice.algorithm(problem, a.device).kernel
