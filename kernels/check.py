@@ -55,8 +55,8 @@ def check(
 
 @lru_cache
 def record(op: str, architecture: str) -> list[launch.Launch]:
-    """The launches of the op's variants. `op` is a name in weft.kernels, or a module's full name."""
-    module = importlib.import_module(op if "." in op else f"weft.kernels.{op}")
+    """The launches of the op's variants. `op` is one of OPS, or the name of another module."""
+    module = importlib.import_module(f"weft.kernels.{op}" if op in OPS else op)
     with launch.recording(architecture) as launches:
         module.variants(architecture)
     return launches
@@ -125,7 +125,13 @@ def _tool(*command: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m weft.kernels.check", description=__doc__.split("\n\n")[0])
-    parser.add_argument("ops", nargs="*", default=OPS, metavar="OP", help=f"of {', '.join(OPS)}; all by default")
+    parser.add_argument(
+        "ops",
+        nargs="*",
+        default=OPS,
+        metavar="OP",
+        help=f"of {', '.join(OPS)}, or a module with variants(architecture); all by default",
+    )
     parser.add_argument("--architecture", action="append", choices=launch.ARCHITECTURES, help="all by default")
     parser.add_argument("--json", metavar="FILE", help="also save the table there")
     options = parser.parse_args(arguments)

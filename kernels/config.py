@@ -80,7 +80,7 @@ def choose(
     """The configuration to run.
 
     Args:
-        problem: sizes (integers, which a row of the table may miss by less than a factor of two) and kinds (anything
+        problem: sizes (integers, which a row of the table may miss by a factor of two) and kinds (anything
             else, which must be equal).
         listed: the configurations that exist, which are those that `weft.kernels.check` compiles.
 
@@ -111,7 +111,7 @@ def nearest(entries: Sequence[Entry[C]], problem: Mapping[str, Any]) -> Entry[C]
             if not there or not value:
                 return math.inf
             ratio = abs(math.log2(value / there))
-            if ratio >= 1:
+            if ratio > 1:
                 return math.inf
             total += ratio
         return total

@@ -1,0 +1,71 @@
+"""The static gate: it passes what is listed and faults what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.kernels import launch
+from weft.kernels.check import OPS, needs_tensor_cores, record
+
+HERE = Path(__file__).parent
+
+
+def gate(*arguments, **environment):
+    """Runs it where kernels are not interpreted."""
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "weft.kernels.check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**clean, **environment})
+
+
+@pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
+def test_every_listed_variant_passes(architecture, tmp_path):
+    done = gate("--architecture", architecture, "--json", str(tmp_path / "table.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert len(rows) == sum(len(record(op, architecture)) for op in OPS) > 50
+    instructions = {row["tensor_cores"] for row in rows}
+    assert instructions == {"-", {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[architecture]}
+
+
+def test_each_fault_is_named_and_fails_the_gate(tmp_path):
+    done = gate(
+        "broken",
+        "--architecture",
+        "sm_90",
+        "--json",
+        str(tmp_path / "table.json"),
+        PYTHONPATH=str(HERE),
+        PYTHONSAFEPATH="",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    faults = {row["kernel"]: row["fault"] for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
+    assert "registers spilled" in faults["spills"]
+    assert "shared memory, 232448 allowed" in faults["fills_shared_memory"]
+    assert faults["has_a_small_dot"] == "a dot without HGMMA"
+    assert faults["does_not_compile"].startswith("does not compile: ")
+    assert "4 variants, 4 with a fault" in done.stdout
+
+
+def test_where_kernels_are_interpreted_there_is_nothing_to_check():
+    done = gate("matmul", TRITON_INTERPRET="1")
+    assert done.returncode == 2 and "unset it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "needed"),
+    [
+        (
+            "%1 = tt.dot %a, %b, %c, inputPrecision = tf32 : tensor<64x32xf32> * tensor<32x64xf32> -> tensor<64x64xf32>",
+            True,
+        ),
+        ("%1 = tt.dot %a, %b, %c : tensor<64x32xf32> * tensor<32x64xf32> -> tensor<64x64xf32>", False),
+        ("%1 = tt.dot %a, %b, %c : tensor<64x32xbf16> * tensor<32x64xbf16> -> tensor<64x64xf32>", True),
+        ("%1 = arith.addf %a, %b", False),
+    ],
+)
+def test_only_ieee_fp32_is_excused_from_tensor_cores(line, needed):
+    assert needs_tensor_cores(line) == needed
