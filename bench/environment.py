@@ -1,5 +1,6 @@
 """The machine and the versions that a figure was measured on."""
 
+import importlib.metadata
 import os
 import platform
 
@@ -14,9 +15,17 @@ def environment() -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version_of("triton"),
         "weft": weft.__version__,
         "instruction_set": os.environ.get("WEFT_ISA") or weft.build_info()["instruction_sets"][0],
     }
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def processor() -> str:

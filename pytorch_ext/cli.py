@@ -1,4 +1,4 @@
-"""The command line: `weft bench`."""
+"""The command line: `weft bench`, `weft tune`."""
 
 import argparse
 import importlib
@@ -8,7 +8,10 @@ import sys
 _BENCHES = {
     "linear": "a tensor-parallel MLP step beside DTensor over gloo",
     "collectives": "the collectives beside gloo, with nccl-tests' flags and columns",
+    "matmul": "the linear layers' products at published models' shards beside torch.matmul, on a GPU",
 }
+
+_TUNED = ["matmul"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,8 +21,20 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure this machine")
     bench.add_argument("bench", choices=_BENCHES, help="; ".join(f"{name}: {text}" for name, text in _BENCHES.items()))
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
+    tune = commands.add_parser("tune", help="measure the tile configurations on this GPU and write the winners' table")
+    tune.add_argument("op", choices=_TUNED)
+    tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
     options = parser.parse_args(arguments)
+    if options.command == "tune":
+        return _tune(options.op, options.rest)
     return _bench(options.bench, options.rest, shlex.join(["weft", *arguments]))
+
+
+def _tune(op: str, arguments: list[str]) -> int:
+    suite = importlib.import_module("weft.bench.tune")
+    parser = argparse.ArgumentParser(prog=f"weft tune {op}", description=suite.__doc__)
+    suite.add_arguments(parser)
+    return suite.run(op, parser.parse_args(arguments))
 
 
 def _bench(name: str, arguments: list[str], command: str) -> int:

@@ -23,3 +23,75 @@ COUNTS = [0, 1, 2, 3, 17, 1023, 65536, 65537, 200_003]
 
 # m, n, k of a product: one element, less than a tile, a tile, its odd neighbours, thin, deep, several tiles each way.
 MATMULS = [(1, 1, 1), (5, 3, 7), (32, 32, 32), (33, 31, 65), (3, 70, 40), (67, 5, 130), (80, 48, 64), (70, 67, 129)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a published decoder."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    gated: bool
+
+
+# From the models' own config.json files and, for GPT-3, Brown et al. 2020, table 2.1.
+MODELS = {
+    "llama-3-8b": Model(4096, 14336, 32, 8, 128, 128256, gated=True),
+    "llama-3-70b": Model(8192, 28672, 64, 8, 128, 128256, gated=True),
+    "qwen3-32b": Model(5120, 25600, 64, 8, 128, 151936, gated=True),
+    "gpt-3-175b": Model(12288, 49152, 96, 96, 128, 51200, gated=False),
+}
+TENSOR_PARALLEL = [1, 2, 4, 8]
+TOKENS = [1024, 2048, 4096, 8192, 16384]
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """One rank's shard of a model's linear layer: a weight [n, k] (gated: two of them), and what comes after it."""
+
+    name: str
+    n: int
+    k: int
+    activation: str | None = None
+    gated: bool = False
+
+
+def linear_layers(model: Model, tp: int) -> list[LinearLayer]:
+    """The four products of a decoder block, as `tp` ranks split them."""
+    attention, mlp = model.heads * model.head_dim // tp, model.intermediate // tp
+    keys = 2 * model.kv_heads * model.head_dim // tp
+    rise = LinearLayer("rise", mlp, model.hidden, "silu" if model.gated else "gelu_tanh", model.gated)
+    return [
+        LinearLayer("qkv", attention + keys, model.hidden),
+        LinearLayer("attention out", model.hidden, attention),
+        rise,
+        LinearLayer("fall", model.hidden, mlp),
+    ]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One causal or full attention: heads of queries and of keys, positions, head dimension."""
+
+    heads: int
+    kv_heads: int
+    sequence: int
+    head_dim: int
+    causal: bool
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.heads}:{self.kv_heads} heads, {self.sequence} x {self.head_dim}, {mask}"
+
+
+ATTENTIONS = [
+    AttentionCase(heads, kv_heads, sequence, head_dim, causal)
+    for heads, kv_heads in [(64, 8), (16, 16)]
+    for head_dim in (64, 128)
+    for sequence in (2048, 8192, 32768)
+    for causal in (True, False)
+]

@@ -1,0 +1,153 @@
+"""How the GPU benches measure: ours and the peers in alternation, cold L2, eager and as CUDA graphs, beside the two
+ceilings of the device."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from weft.bench.measure import Quantiles
+
+_FLUSH_BYTES = 256 << 20  # more than any L2: 50 MB on an H100 and an H200, 126 MB on a B200
+LIMIT = "a large bf16 product and a large copy, measured in the same run"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is measured: our call and the peers', one and the same computation.
+
+    Attributes:
+        check: runs ours and raises AssertionError where it is wrong.
+        operations: floating-point operations of one call; 0 for what is bound by memory.
+        moved_bytes: the least that one call must read and write in device memory.
+    """
+
+    op: str
+    shape: str
+    ours: Callable[[], object]
+    peers: dict[str, Callable[[], object]]
+    check: Callable[[], None]
+    operations: float
+    moved_bytes: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reaches: 10^12 operations and bytes a second."""
+
+    tera_operations: float
+    terabytes: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """The outcome. Times in us: eager with their spread, and as replays of a CUDA graph (None: not capturable)."""
+
+    op: str
+    shape: str
+    ours: Quantiles
+    peers: dict[str, Quantiles]
+    graph_us: dict[str, float | None]
+    best_peer: str
+    ratio: float  # of the best peer's median to ours
+    share_of_ceiling: float  # of the nearer of the two
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def ceilings() -> Ceilings:
+    """A product of 8192^3 in bf16 by the library, and a copy of 2 GiB counted as read and written."""
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device here, and this bench measures nothing else")
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    times = alternate({"product": lambda: a @ b, "copy": lambda: target.copy_(source)}, rounds=21)
+    return Ceilings(2 * 8192**3 / times["product"].p50_us / 1e6, 2 * source.nbytes / times["copy"].p50_us / 1e6)
+
+
+def alternate(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Quantiles]:
+    """Quantiles over rounds of each call's time on the device, with an L2 that holds nothing of it; two warm up."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    events: dict[str, list] = {name: [] for name in calls}
+    order = list(calls.items())
+    for round_number in range(rounds + 2):
+        order.append(order.pop(0))
+        for name, call in order:
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            if round_number >= 2:
+                events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: Quantiles.of([start.elapsed_time(end) * 1e3 for start, end in pairs]) for name, pairs in events.items()
+    }
+
+
+def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = 21) -> list[Row]:
+    """A row for each contest, once our call's result has been checked."""
+    return [_measure(contest, limits, rounds) for contest in contests]
+
+
+def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
+    contest.check()
+    calls = {"ours": contest.ours, **contest.peers}
+    eager = alternate(calls, rounds)
+    graphs = {name: graph for name, call in calls.items() if (graph := _captured(call)) is not None}
+    replayed = alternate({name: graph.replay for name, graph in graphs.items()}, rounds)
+    best = min(contest.peers, key=lambda name: eager[name].p50_us)
+    floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
+    return Row(
+        contest.op,
+        contest.shape,
+        eager["ours"],
+        {name: eager[name] for name in contest.peers},
+        {name: replayed[name].p50_us if name in replayed else None for name in calls},
+        best,
+        eager[best].p50_us / eager["ours"].p50_us,
+        floor_us / eager["ours"].p50_us,
+    )
+
+
+def _captured(call) -> torch.cuda.CUDAGraph | None:
+    """The call as a CUDA graph; None where it cannot be captured (a peer that synchronises, say)."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:  # torch's word for an operation that capture does not permit
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+def columns() -> list[str]:
+    return ["op", "shape", "ours us", "p20-p80", "graph us", "best peer", "its us", "ratio", "of ceiling"]
+
+
+def cells(row: Row) -> list[str]:
+    graph = row.graph_us["ours"]
+    return [
+        row.op,
+        row.shape,
+        f"{row.ours.p50_us:.1f}",
+        f"{row.ours.p20_us:.1f}-{row.ours.p80_us:.1f}",
+        f"{graph:.1f}" if graph is not None else "-",
+        row.best_peer,
+        f"{row.peers[row.best_peer].p50_us:.1f}",
+        f"{row.ratio:.2f}x",
+        f"{row.share_of_ceiling:.0%}",
+    ]
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    return torch.tensor(list(ratios), dtype=torch.float64).log().mean().exp().item()

@@ -1,0 +1,157 @@
+"""weft bench matmul: the linear layers' products at published models' shards, beside torch.matmul and its epilogue."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from weft.bench.device_time import LIMIT, Contest, Row, ceilings, cells, columns, measure
+from weft.kernels.config import MatmulConfig
+from weft.kernels.matmul import matmul
+from weft.kernels.tiles import Problem, problem_of
+from weft.testing import cases, reference
+from weft.testing.tolerance import assert_close
+
+__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "products", "run", "shards"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", choices=cases.MODELS, help="all by default")
+    parser.add_argument("--tp", action="append", type=int, choices=cases.TENSOR_PARALLEL, help="all by default")
+    parser.add_argument("--tokens", action="append", type=int, help="1024 to 16384 by default")
+
+
+def run(options) -> list[Row]:
+    limits = ceilings()
+    return measure(contests(options.model, options.tp, options.tokens), limits, options.rounds)
+
+
+def contests(models=None, tensor_parallel=None, tokens=None) -> Iterator[Contest]:
+    """Forward, dgrad and wgrad of each layer of each model at each split and number of tokens."""
+    for label, layer, m in shards(models, tensor_parallel or cases.TENSOR_PARALLEL, tokens or cases.TOKENS):
+        for product in products(layer, m, torch.device("cuda"), torch.bfloat16):
+            yield product.contest(label)
+
+
+def shards(models, tensor_parallel, tokens) -> Iterator[tuple[str, cases.LinearLayer, int]]:
+    """Label, layer and number of tokens."""
+    for name in models or cases.MODELS:
+        for tp in tensor_parallel:
+            for layer in cases.linear_layers(cases.MODELS[name], tp):
+                for m in tokens:
+                    yield f"{name} tp={tp} {layer.name} {m}x{layer.n}x{layer.k}", layer, m
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a layer's three products.
+
+    Attributes:
+        ours: the result by the kernel, with that configuration or, for None, the one it chooses.
+        peer: the same by the library.
+        check: raises AssertionError where ours is wrong with that configuration; compares some rows with fp64.
+    """
+
+    kind: str
+    problem: Problem
+    ours: Callable[[MatmulConfig | None], torch.Tensor]
+    peer_name: str
+    peer: Callable[[], torch.Tensor]
+    check: Callable[[MatmulConfig | None], None]
+    operations: float
+    moved_bytes: float
+
+    def contest(self, label: str) -> Contest:
+        return Contest(
+            f"matmul {self.kind}",
+            label,
+            lambda: self.ours(None),
+            {self.peer_name: self.peer},
+            lambda: self.check(None),
+            self.operations,
+            self.moved_bytes,
+        )
+
+
+def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torch.dtype) -> list[Product]:
+    """Forward with its epilogue, dgrad, and wgrad added to an fp32 main_grad, of one layer on m tokens."""
+    k = layer.k
+    weight = (torch.randn((1 + layer.gated) * layer.n, k, device=device) / k**0.5).to(dtype)
+    gate, up = weight.chunk(2) if layer.gated else (weight, None)
+    x = torch.randn(m, k, device=device).to(dtype)
+    dz = torch.randn(m, weight.size(0), device=device).to(dtype)
+    main_grad = torch.zeros(weight.shape, device=device)
+    rows = slice(0, 64)
+
+    def plain(x, weight):
+        if layer.gated:
+            return reference.gated_linear(x, *weight.chunk(2), activation=layer.activation)
+        return reference.linear(x, weight, None, layer.activation)
+
+    def forward(config):
+        b_up = up.t() if up is not None else None
+        return matmul(x, gate.t(), b_up=b_up, activation=layer.activation, config=config)[0]
+
+    def plain_forward():
+        if up is None:
+            return plain(x, weight)
+        z_gate, z_up = (x @ weight.t()).chunk(2, -1)  # one product, as a tuned model has it
+        return reference.ACTIVATIONS[layer.activation].apply(z_gate) * z_up
+
+    def check_forward(config):
+        assert_close(
+            forward(config)[rows], plain(x[rows], weight), plain(x[rows].double(), weight.double()), str(layer)
+        )
+
+    def dgrad(config):
+        return matmul(dz, weight, config=config)[0]
+
+    def check_dgrad(config):
+        assert_close(dgrad(config)[rows], dz[rows] @ weight, dz[rows].double() @ weight.double(), str(layer))
+
+    def wgrad(config):
+        return matmul(dz.t(), x, addend=main_grad, out=main_grad, config=config)[0]
+
+    def check_wgrad(config):
+        a = dz[:, rows].t()
+        main_grad.zero_()
+        assert_close(wgrad(config)[rows], a.float() @ x.float(), a.double() @ x.double(), str(layer))
+
+    size, operations = dtype.itemsize, 2.0 * m * weight.numel()
+    operands = x.numel() + weight.numel()
+    activation = layer.activation or "none"
+    forward_problem = problem_of(x, gate.t(), up.t() if up is not None else None, activation=activation)
+    epilogue = f" + {layer.activation}" if layer.activation else ""
+    return [
+        Product(
+            "forward",
+            forward_problem,
+            forward,
+            f"torch.matmul{epilogue}",
+            plain_forward,
+            check_forward,
+            operations,
+            size * (operands + m * layer.n),
+        ),
+        Product(
+            "dgrad",
+            problem_of(dz, weight),
+            dgrad,
+            "torch.matmul",
+            lambda: dz @ weight,
+            check_dgrad,
+            operations,
+            size * (operands + dz.numel()),
+        ),
+        Product(
+            "wgrad",
+            problem_of(dz.t(), x),
+            wgrad,
+            "torch.matmul + add_",
+            lambda: main_grad.add_(dz.t() @ x),
+            check_wgrad,
+            operations,
+            size * (x.numel() + dz.numel()) + 8 * weight.numel(),
+        ),
+    ]
