@@ -25,6 +25,7 @@ _HOMES = {
     "weft.ops.collectives": ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"],
     "weft.comm.symmetric": ["empty_symmetric"],
     "weft.parallelize": ["parallelize"],
+    "weft.explain": ["explain"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

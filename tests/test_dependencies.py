@@ -21,6 +21,7 @@ ALLOWED = {
     "weft.nn": {"weft.ops", "weft.comm", "weft.shard", *LEAVES},
     "weft.mesh": {"weft.comm"},
     "weft.parallelize": {"weft.nn", "weft.ops", "weft.comm", "weft.shard", "weft.mesh", *LEAVES},
+    "weft.explain": {"weft.kernels", "weft.nn", "weft.ops"},
     "weft.build_info": {"weft._C"},
     "weft.split": set(),
     "weft.testing": None,

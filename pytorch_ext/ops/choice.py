@@ -67,13 +67,18 @@ def on_kernel(device: torch.device) -> bool:
     return _preference == "kernel" or (device.type == "cuda" and _preference == "auto" and _HAS_TRITON)
 
 
-def algorithm(problem: "Problem", device: torch.device) -> Algorithm:
-    """What runs this product on this device."""
-    if on_kernel(device):
-        return _WANTED if _preference == "kernel" else _measured(problem, device)
+def excluded(device: torch.device) -> Algorithm:
+    """Why no product on this device takes our kernel, where `on_kernel` says so."""
     if _preference == "library":
         return _UNWANTED
     return _NO_TRITON if device.type == "cuda" else _ON_CPU
+
+
+def algorithm(problem: "Problem", device: torch.device) -> Algorithm:
+    """What runs this product on this device."""
+    if not on_kernel(device):
+        return excluded(device)
+    return _WANTED if _preference == "kernel" else _measured(problem, device)
 
 
 @lru_cache(maxsize=4096)

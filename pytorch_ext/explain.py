@@ -1,0 +1,82 @@
+"""`weft.explain`: what runs in each parallel layer of a model, and why not the faster thing."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.nn import ParallelLinear
+from weft.ops import choice
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        name: as in `named_modules`.
+        layer: its class and style.
+        shard: this rank's part of the weight, of the whole.
+        products: "forward", "dgrad" and "wgrad", each with what computes it and why.
+    """
+
+    name: str
+    layer: str
+    shard: str
+    products: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.layer}, weight {self.shard}"]
+        return "\n".join([*lines, *(f"    {product:<8} {what}" for product, what in self.products.items())])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The layers' reports, for a number of tokens on this rank."""
+
+    tokens: int
+    layers: tuple[LayerReport, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"at {self.tokens} tokens:", *map(str, self.layers)])
+
+
+def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
+    """Which algorithm computes each product of each parallel linear layer, and why.
+
+    Args:
+        tokens: rows that a layer's input has on this rank; what is faster depends on it.
+
+    Raises:
+        ValueError: tokens is not positive.
+    """
+    if tokens < 1:
+        raise ValueError(f"explain: tokens={tokens} must be at least 1")
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, ParallelLinear))
+    return Explanation(tokens, tuple(_report(name, layer, tokens) for name, layer in layers))
+
+
+def _report(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
+    weight, shard = layer.weight, layer.shards["weight"]
+    n, k = weight.shape
+    # A row layer's activation comes after its reduction, outside of the product.
+    fused = layer.activation if layer.style == "column" else None
+    products = {
+        "forward": _product(tokens, n, k, "nt", weight, fused),
+        "dgrad": _product(tokens, k, n, "nn", weight),
+        "wgrad": _product(n, k, tokens, "tn", weight),
+    }
+    kind = f"{type(layer).__name__} {layer.style}"
+    return LayerReport(name, kind, f"{tuple(weight.shape)} of {shard.global_shape}", products)
+
+
+def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: str | None = None) -> str:
+    if not choice.on_kernel(weight.device):
+        return str(choice.excluded(weight.device))
+    from weft.kernels.tiles import Problem
+
+    # Rows (n) or columns (t) of both operands lie at 16 bytes where the contiguous dimension is a multiple of that.
+    contiguous = {"nt": (k, k), "nn": (k, n), "tn": (m, n)}[layout]
+    aligned = all(size * weight.element_size() % 16 == 0 for size in contiguous)
+    problem = Problem(m, n, k, layout, aligned, weight.dtype, fused or "none")
+    return str(choice.algorithm(problem, weight.device))
