@@ -1,6 +1,7 @@
 # Two commands: `make demo` and `make test`. Each sets up everything it needs; a second run does no work twice.
 PYTHON ?= python3
 OUT ?= bench/results  # of `make gpu`, which adds a folder named after the device
+STEPS ?=  # of `make gpu`; all by default
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup.py pyproject.toml
@@ -28,10 +29,10 @@ lint: $(VENV)/installed
 wheel: $(VENV)/built
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
-# Offline, with the python that is there: builds in place, tests, benches; what came out is in $(OUT).
+# Offline, with the python that is there: builds in place, then the STEPS of bench/on_gpu.py; what came out is in $(OUT).
 gpu:
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
-	$(PYTHON) bench/on_gpu.py $(OUT)
+	$(PYTHON) bench/on_gpu.py $(OUT) $(STEPS)
 
 $(VENV)/installed: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

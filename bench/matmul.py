@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.bench.device_time import LIMIT, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import matmul
 from weft.kernels.tiles import Problem, problem_of
 from weft.testing import cases, reference
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "products", "run", "shards"]
+__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "products", "rows", "run", "shards"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options) -> list[Row]:
     limits = ceilings()
     return measure(contests(options.model, options.tp, options.tokens), limits, options.rounds)
+
+
+def rows(limits: Ceilings) -> list[Row]:
+    """What `make gpu` takes: every layer at the ends of the splits and of the tokens."""
+    return measure(contests(None, (1, 8), (1024, 16384)), limits)
 
 
 def contests(models=None, tensor_parallel=None, tokens=None) -> Iterator[Contest]:

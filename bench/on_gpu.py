@@ -1,42 +1,97 @@
-"""`make gpu`: runs the tests marked gpu and measures what there is to measure, into a folder named after the device."""
+"""`make gpu`: tests, checks and measures on the GPU that is here, into a folder named after the device.
 
+Each step can be asked for by name (`make gpu STEPS="tests matmul"`) and leaves its own files, so that a machine lent
+for minutes is used step by step, the most telling first.
+"""
+
+import argparse
+import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import weft
+from weft.bench.device_time import ceilings, geometric_mean
 from weft.bench.environment import environment
-from weft.bench.rank_order_sum import measure
+
+SUITES = ("matmul", "attention", "bucket", "cross_entropy", "rank_order_sum")
 
 
-def main(out: str) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    steps: dict[str, Callable[[Path], int]] = {"tests": tests, "sanitizer": sanitizer, "tune": tune}
+    steps |= {suite: partial(bench, suite) for suite in SUITES}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", help="where the device's folder goes")
+    parser.add_argument("steps", nargs="*", help=f"of {', '.join(steps)}; all but tune by default")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.steps) - set(steps):
+        parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(steps)}")
     if not torch.cuda.is_available():
         print(f"no CUDA device here: {weft.build_info()['gpu']}", file=sys.stderr)
         return 2
     device = torch.cuda.get_device_name()
-    folder = Path(out) / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    folder = Path(options.out) / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
-    tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"], capture_output=True, text=True
+    codes = {step: steps[step](folder) for step in options.steps or [step for step in steps if step != "tune"]}
+    print(", ".join(f"{step}: {'ok' if code == 0 else f'exit code {code}'}" for step, code in codes.items()))
+    return max(codes.values())
+
+
+def tests(folder: Path) -> int:
+    return _logged([sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"], folder / "pytest.txt")
+
+
+def sanitizer(folder: Path) -> int:
+    """The tests marked sanitize under memcheck, racecheck and synccheck."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    python = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider"]
+    return max(
+        _logged([program, "--tool", tool, "--error-exitcode", "9", *python], folder / f"{tool}.txt")
+        for tool in ("memcheck", "racecheck", "synccheck")
     )
-    (folder / "pytest.txt").write_text(tests.stdout + tests.stderr)
-    print(tests.stdout[-4000:])
+
+
+def tune(folder: Path) -> int:
+    """The table goes beside the results; who is content with it copies it to kernels/configs."""
+    return _logged([sys.executable, "-m", "weft.cli", "tune", "matmul", "--out", str(folder)], folder / "tune.txt")
+
+
+def bench(suite: str, folder: Path) -> int:
+    module = importlib.import_module(f"weft.bench.{suite}")
+    limits = ceilings()
+    rows = [row.as_dict() for row in module.rows(limits)]
     results = {
-        "command": "make gpu",
-        "device": device,
+        "command": f"make gpu STEPS={suite}",
+        "device": torch.cuda.get_device_name(),
         "environment": environment(),
         "build": weft.build_info(),
-        "tests_exit_code": tests.returncode,
-        "rows": measure(),
+        "ceilings": {"tera_operations": limits.tera_operations, "terabytes": limits.terabytes},
+        "geometric_mean_ratio": {
+            op: geometric_mean(row["ratio"] for row in rows if row["op"] == op) for op in {row["op"] for row in rows}
+        },
+        "rows": rows,
     }
-    (folder / "rank_order_sum.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results["rows"], indent=2))
-    return tests.returncode
+    (folder / f"{suite}.json").write_text(json.dumps(results, indent=1) + "\n")
+    for row in rows:
+        times = f"{row['ours']['p50_us']:>10.1f} us  {row['ratio']:.2f}x {row['best_peer']}"
+        print(f"{row['op']:<24} {row['shape']:<56} {times}")
+    print(json.dumps(results["geometric_mean_ratio"]))
+    return 0
+
+
+def _logged(command: list[str], log: Path) -> int:
+    done = subprocess.run(command, capture_output=True, text=True)
+    log.write_text(done.stdout + done.stderr)
+    print(done.stdout[-3000:])
+    return done.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())
