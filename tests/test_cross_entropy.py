@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import weft
 from weft.comm.communicator import communicator
+from weft.ops import choice
+from weft.ops.cross_entropy import fused_cross_entropy
 from weft.testing import reference
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close, plain_dtype
@@ -20,7 +22,12 @@ def loss_and_gradient(function, logits, target, **options):
     return loss.detach(), logits.grad
 
 
-def check_loss(rank, dtype):
+def check_loss(rank, dtype, preference="auto"):
+    with choice.prefer(preference):
+        check_losses(rank, dtype)
+
+
+def check_losses(rank, dtype):
     world = dist.get_world_size()
     for vocabulary, shape in ((13, (7,)), (max(world, 2), (2, 3)), (257, (2, 5))):
         torch.manual_seed(vocabulary)
@@ -50,6 +57,61 @@ def check_loss(rank, dtype):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_loss_and_gradient_are_those_of_the_whole_vocabulary(world, dtype):
     run_ranks(check_loss, world, dtype)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_kernels_loss_and_gradient_are_those_of_the_whole_vocabulary(dtype):
+    run_ranks(check_loss, 3, dtype, "kernel")
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("preference", ["kernel", "library"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_one_device_needs_no_group(device, preference, smoothing):
+    logits = (torch.randn(5, 3, 37, generator=torch.Generator().manual_seed(1)) * 4).to(device)
+    target = torch.arange(15, device=device).view(5, 3) * 2
+    with choice.prefer(preference):
+        found = loss_and_gradient(fused_cross_entropy, logits, target, label_smoothing=smoothing)
+        compiled = torch.compile(fused_cross_entropy, fullgraph=True, backend="aot_eager")
+        traced = loss_and_gradient(compiled, logits, target, label_smoothing=smoothing)
+    plain = loss_and_gradient(reference.cross_entropy, logits, target, label_smoothing=smoothing)
+    exact = loss_and_gradient(reference.cross_entropy, logits.double(), target, label_smoothing=smoothing)
+    for result, again, *expected in zip(found, traced, plain, exact, strict=True):
+        assert_close(result, *expected)
+        assert_close(again, *expected)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("preference", ["kernel", "library"])
+def test_the_operators_pass_opcheck(device, preference):
+    logits, target = torch.randn(4, 9, device=device), torch.tensor([3, -100, 8, 20], device=device)
+    highest, log_sum, dlosses = logits.amax(1), torch.rand(4, device=device), torch.rand(4, device=device)
+    gradient_arguments = (logits, target, highest, log_sum, dlosses, 3, 20, -100, 0.1)
+    with choice.prefer(preference):
+        for name, arguments in [
+            ("cross_entropy_statistics", (logits, target, 3, -100, True)),
+            ("cross_entropy_gradient", gradient_arguments),
+            ("cross_entropy_gradient_", gradient_arguments),
+        ]:
+            torch.library.opcheck(getattr(torch.ops.weft, name).default, arguments)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("preference", ["kernel", "library"])
+def test_overwriting_puts_the_gradient_where_the_logits_were(device, preference):
+    hidden = torch.randn(6, 11, device=device, requires_grad=True)
+    target = torch.arange(6, device=device)
+    (expected,) = torch.autograd.grad(reference.cross_entropy(2 * hidden, target), hidden)
+    with choice.prefer(preference):
+        logits = 2 * hidden
+        logits.retain_grad()
+        loss = fused_cross_entropy(logits, target, overwrite_logits=True)
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close(hidden.grad, expected)
+        assert torch.equal(logits.detach(), logits.grad)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def check_extremes(rank):

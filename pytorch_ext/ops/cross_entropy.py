@@ -3,7 +3,9 @@
 import torch
 
 from weft.comm.communicator import Communicator, communicator
+from weft.ops import choice
 from weft.ops.backward import first_order
+from weft.ops.library import register
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -16,6 +18,7 @@ def parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    overwrite_logits: bool = False,
 ) -> torch.Tensor:
     """torch.nn.functional.cross_entropy of logits of which each rank holds a shard of the vocabulary.
 
@@ -25,34 +28,62 @@ def parallel_cross_entropy(
         group: the ranks that hold the shards.
         label_smoothing: mixes in the uniform distribution over the whole vocabulary (Szegedy et al. 2016, section 7).
         reduction: "mean" (over targets that are not ignored), "sum" or "none".
+        overwrite_logits: backward writes the gradient where the logits are, which saves their size in memory. For who
+            does not look at them after backward; a second backward is an error.
 
     Returns:
         A scalar, or [...] for "none", in fp32 (fp64 for fp64 logits); the same on every rank.
 
     Raises:
-        ValueError, TypeError, IndexError: before anything is communicated but the sizes of the shards.
+        ValueError, TypeError, IndexError: before anything is communicated but the sizes of the shards. A target out of
+            range on a GPU or under torch.compile is a RuntimeError of the device: to look at it would be to wait.
     """
+    _check(logits_shard, target, label_smoothing, reduction)
+    return _reduced(
+        logits_shard, target, communicator(group), ignore_index, label_smoothing, reduction, overwrite_logits
+    )
+
+
+def fused_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    overwrite_logits: bool = False,
+) -> torch.Tensor:
+    """`parallel_cross_entropy` of logits [..., V] that are whole on one device; torch.compile traces it whole."""
+    _check(logits, target, label_smoothing, reduction)
+    return _reduced(logits, target, None, ignore_index, label_smoothing, reduction, overwrite_logits)
+
+
+def _check(logits, target, label_smoothing, reduction) -> None:
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
-    if not logits_shard.is_floating_point():
-        raise TypeError(f"logits must be floating point, got {logits_shard.dtype}")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, got {logits.dtype}")
     if target.dtype != torch.int64:
         raise TypeError(
             f"target must hold class numbers (int64), got {target.dtype}; class probabilities are not taken"
         )
-    if logits_shard.shape[:-1] != target.shape:
+    if logits.shape[:-1] != target.shape:
         raise ValueError(
-            f"logits_shard has shape {tuple(logits_shard.shape)} and target {tuple(target.shape)}; "
+            f"logits_shard has shape {tuple(logits.shape)} and target {tuple(target.shape)}; "
             "they must be [..., V_r] and [...]"
         )
+
+
+def _reduced(logits, target, ranks, ignore_index, label_smoothing, reduction, overwrite_logits) -> torch.Tensor:
     losses = ParallelCrossEntropyFunction.apply(
-        logits_shard.reshape(-1, logits_shard.size(-1)),
+        logits.reshape(-1, logits.size(-1)),
         target.reshape(-1),
-        communicator(group),
+        ranks,
         ignore_index,
         float(label_smoothing),
+        overwrite_logits,
     )
     if reduction == "none":
         return losses.view(target.shape)
@@ -70,49 +101,125 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
               logit where it has it; [4, M] in fp32, exchanged in one all_gather and merged in rank order
     backward  dz_shard_v = (exp(z_shard_v - h - l) - (1 - s) onehot - s / V) dloss; nothing travels
 
-    Saves z_shard_v, the target, and h and l [M].
+    Saves z_shard_v, the target, and h and l [M]. Without ranks the vocabulary is whole here and nothing travels.
     """
 
     @staticmethod
-    def forward(ctx, logits, target, communicator: Communicator, ignore_index, smoothing):
-        sizes = communicator.all_sizes(logits, -1)
-        vocabulary, offset = sum(sizes), sum(sizes[: communicator.rank])
+    def forward(ctx, logits, target, ranks: Communicator | None, ignore_index, smoothing, overwrite_logits):
+        vocabulary, offset = logits.size(-1), 0
+        if ranks is not None:
+            sizes = ranks.all_sizes(logits, -1)
+            vocabulary, offset = sum(sizes), sum(sizes[: ranks.rank])
         ignored = target == ignore_index
-        _check_targets(target.masked_select(~ignored), vocabulary)
+        _check_targets(target, ignored, vocabulary)
 
-        wide = logits.to(_wide(logits.dtype))
-        local, here = _local_targets(target, ignored, offset, logits.size(-1))
-        statistics = wide.new_empty(4, len(target))
-        highest, exponentials, total, at_target = statistics.unbind(0)
-        torch.amax(wide, -1, out=highest)
-        torch.sum(_shifted(wide, highest).exp_(), -1, out=exponentials)
-        torch.sum(wide, -1, out=total) if smoothing else total.zero_()
-        at_target.copy_(wide.gather(-1, local.unsqueeze(-1)).squeeze(-1)).masked_fill_(~here, 0)
-
-        ranks = communicator.all_gather(statistics.unsqueeze(0), 0, [1] * communicator.world)
-        highest = ranks[:, 0].amax(0)
-        exponentials = _sum_in_rank_order(ranks[:, 1] * _shifted(ranks[:, 0].t(), highest).t().exp())
+        statistics = _statistics(logits, target, offset, ignore_index, smoothing > 0)
+        every = statistics.unsqueeze(0)
+        if ranks is not None:
+            every = ranks.all_gather(every, 0, [1] * ranks.world)
+        highest = every[:, 0].amax(0)
+        exponentials = _sum_in_rank_order(every[:, 1] * _shifted(every[:, 0].t(), highest).t().exp())
         log_sum = exponentials.log()
-        losses = log_sum + (1 - smoothing) * (highest - _sum_in_rank_order(ranks[:, 3]))
+        losses = log_sum + (1 - smoothing) * (highest - _sum_in_rank_order(every[:, 3]))
         if smoothing:
-            losses += smoothing * (highest - _sum_in_rank_order(ranks[:, 2]) / vocabulary)
+            losses += smoothing * (highest - _sum_in_rank_order(every[:, 2]) / vocabulary)
         ctx.save_for_backward(logits, target, highest, log_sum)
-        ctx.offset, ctx.vocabulary, ctx.ignore_index, ctx.smoothing = offset, vocabulary, ignore_index, smoothing
+        ctx.arguments = offset, vocabulary, ignore_index, smoothing
+        ctx.overwrite_logits = overwrite_logits
         return losses.masked_fill_(ignored, 0)
 
     @staticmethod
     @first_order
     def backward(ctx, dlosses):
-        logits, target, highest, log_sum = ctx.saved_tensors
-        ignored = target == ctx.ignore_index
-        local, here = _local_targets(target, ignored, ctx.offset, logits.size(-1))
-        dlogits = _shifted(logits.to(highest.dtype), highest).sub_(log_sum.unsqueeze(-1)).exp_()
-        if ctx.smoothing:
-            dlogits -= ctx.smoothing / ctx.vocabulary
-        hit = here.to(dlogits.dtype) * (1 - ctx.smoothing)
-        dlogits.scatter_add_(-1, local.unsqueeze(-1), -hit.unsqueeze(-1))
-        dlogits *= dlosses.masked_fill(ignored, 0).unsqueeze(-1)
-        return dlogits.to(logits.dtype), None, None, None, None
+        logits, *saved = ctx.saved_tensors
+        if not ctx.overwrite_logits:
+            return _gradient(logits, *saved, dlosses, *ctx.arguments), None, None, None, None, None
+        _gradient_(logits, *saved, dlosses, *ctx.arguments)
+        torch.autograd.graph.increment_version(logits)  # who saved them for another backward is told
+        return logits.detach(), None, None, None, None, None
+
+
+def _statistics_operator(logits, target, offset, ignore_index, smoothing):
+    """[4, M]: maximum, sum of exponentials against it, sum (0 without smoothing), the target's logit (0 elsewhere)."""
+    if _takes_kernel(logits):
+        from weft.kernels.cross_entropy import cross_entropy_statistics
+
+        return cross_entropy_statistics(logits, target, offset=offset, ignore_index=ignore_index, smoothing=smoothing)
+    wide = logits.to(_wide(logits.dtype))
+    local, here = _local_targets(target, target == ignore_index, offset, logits.size(-1))
+    statistics = wide.new_empty(4, len(target))
+    highest, exponentials, total, at_target = statistics.unbind(0)
+    torch.amax(wide, -1, out=highest)
+    torch.sum(_shifted(wide, highest).exp_(), -1, out=exponentials)
+    torch.sum(wide, -1, out=total) if smoothing else total.zero_()
+    at_target.copy_(wide.gather(-1, local.unsqueeze(-1)).squeeze(-1)).masked_fill_(~here, 0)
+    return statistics
+
+
+def _gradient_operator(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing):
+    """dz [M, V_r], in the logits' type."""
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing, dlogits)
+    return dlogits
+
+
+def _overwriting_operator(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing):
+    _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing, logits)
+
+
+def _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing, out):
+    if _takes_kernel(logits):
+        from weft.kernels.cross_entropy import cross_entropy_gradient
+
+        cross_entropy_gradient(
+            logits,
+            target,
+            highest,
+            log_sum,
+            dlosses,
+            offset=offset,
+            vocabulary=vocabulary,
+            ignore_index=ignore_index,
+            smoothing=smoothing,
+            out=out,
+        )
+        return
+    ignored = target == ignore_index
+    local, here = _local_targets(target, ignored, offset, logits.size(-1))
+    dlogits = _shifted(logits.to(highest.dtype), highest).sub_(log_sum.unsqueeze(-1)).exp_()
+    if smoothing:
+        dlogits -= smoothing / vocabulary
+    hit = here.to(dlogits.dtype) * (1 - smoothing)
+    dlogits.scatter_add_(-1, local.unsqueeze(-1), -hit.unsqueeze(-1))
+    dlogits *= dlosses.masked_fill(ignored, 0).unsqueeze(-1)
+    out.copy_(dlogits)
+
+
+def _takes_kernel(logits: torch.Tensor) -> bool:
+    """The kernels read the logits once where ATen's operators pass over them six times, so a GPU takes them for every
+    type but fp64, which they do not have."""
+    return choice.on_kernel(logits.device) and logits.dtype != torch.float64
+
+
+_statistics = register(
+    "cross_entropy_statistics(Tensor logits, Tensor target, int offset, int ignore_index, bool smoothing) -> Tensor",
+    _statistics_operator,
+    lambda logits, target, *_: logits.new_empty((4, target.size(0)), dtype=_wide(logits.dtype)),
+)
+_GRADIENT_ARGUMENTS = (
+    "Tensor target, Tensor highest, Tensor log_sum, Tensor dlosses, int offset, int vocabulary, int ignore_index, "
+    "float smoothing"
+)
+_gradient = register(
+    f"cross_entropy_gradient(Tensor logits, {_GRADIENT_ARGUMENTS}) -> Tensor",
+    _gradient_operator,
+    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
+_gradient_ = register(
+    f"cross_entropy_gradient_(Tensor(a!) logits, {_GRADIENT_ARGUMENTS}) -> ()",
+    _overwriting_operator,
+    lambda *_: None,
+)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -138,11 +245,12 @@ def _local_targets(target, ignored, offset, size):
     return local.masked_fill(~here, 0), here
 
 
-def _check_targets(counted: torch.Tensor, vocabulary: int) -> None:
-    if counted.numel() == 0:
-        return
-    lowest, highest = torch.aminmax(counted)
-    if lowest < 0 or highest >= vocabulary:
+def _check_targets(target: torch.Tensor, ignored: torch.Tensor, vocabulary: int) -> None:
+    outside = ((target < 0) | (target >= vocabulary)) & ~ignored
+    if target.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(~outside.any(), f"targets must lie in 0 to {vocabulary - 1} or be ignore_index")
+    elif outside.any():
+        lowest, highest = torch.aminmax(target.masked_select(~ignored))
         raise IndexError(
             f"targets span {int(lowest)} to {int(highest)}; they must lie in 0 to {vocabulary - 1} or be ignore_index"
         )
