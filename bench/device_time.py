@@ -48,6 +48,7 @@ class Row:
     ours: Quantiles
     peers: dict[str, Quantiles]
     graph_us: dict[str, float | None]
+    peak_bytes: dict[str, int]  # allocated during a call beyond what was before it
     best_peer: str
     ratio: float  # of the best peer's median to ours
     share_of_ceiling: float  # of the nearer of the two
@@ -107,10 +108,20 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
         eager["ours"],
         {name: eager[name] for name in contest.peers},
         {name: replayed[name].p50_us if name in replayed else None for name in calls},
+        {name: _peak_bytes(call) for name, call in calls.items()},
         best,
         eager[best].p50_us / eager["ours"].p50_us,
         floor_us / eager["ours"].p50_us,
     )
+
+
+def _peak_bytes(call) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _captured(call) -> torch.cuda.CUDAGraph | None:

@@ -9,6 +9,9 @@ _BENCHES = {
     "linear": "a tensor-parallel MLP step beside DTensor over gloo",
     "collectives": "the collectives beside gloo, with nccl-tests' flags and columns",
     "matmul": "the linear layers' products at published models' shards beside torch.matmul, on a GPU",
+    "attention": "an attention chunk, forward and backward, beside cuDNN, flash and FlexAttention, on a GPU",
+    "bucket": "gradients into one buffer and back, and sums of buffers, beside _foreach_copy_, on a GPU",
+    "cross_entropy": "the loss over a shard of the vocabulary beside eager and torch.compile, on a GPU",
 }
 
 _TUNED = ["matmul"]

@@ -1,0 +1,61 @@
+"""weft bench cross_entropy: the loss over one rank's shard of the vocabulary, forward and backward, on a GPU."""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.ops.cross_entropy import fused_cross_entropy
+from weft.testing import cases
+from weft.testing.tolerance import assert_close
+
+__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contest", "rows", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=8192)
+
+
+def run(options) -> list[Row]:
+    limits = ceilings()
+    return measure(contests(options.tokens), limits, options.rounds)
+
+
+def rows(limits: Ceilings) -> list[Row]:
+    return measure(contests(tokens=8192), limits)
+
+
+def contests(tokens: int) -> Iterator[Contest]:
+    """Llama 3's vocabulary over 1 to 8 ranks."""
+    for tp in cases.TENSOR_PARALLEL:
+        yield contest(tokens, cases.MODELS["llama-3-8b"].vocabulary // tp, torch.device("cuda"))
+
+
+def contest(tokens: int, vocabulary: int, device: torch.device) -> Contest:
+    """bf16 logits; ours leaves the gradient where they are, eager and torch.compile beside it."""
+    logits = (torch.randn(tokens, vocabulary, device=device) * 4).bfloat16().requires_grad_()
+    target = torch.randint(0, vocabulary, (tokens,), device=device)
+    compiled = torch.compile(F.cross_entropy)
+
+    def step(function, logits=logits, target=target, **options):
+        return torch.autograd.grad(function(logits, target, **options), logits)[0]
+
+    def check():
+        some = slice(0, 64)
+        leaves = [logits[some].detach().to(dtype).requires_grad_() for dtype in (torch.bfloat16, torch.float64)]
+        plain, exact = (step(F.cross_entropy, leaf, target[some]) for leaf in leaves)
+        assert_close(step(fused_cross_entropy, leaves[0], target[some]), plain, exact, "gradient")
+        copy = leaves[0].detach().clone().requires_grad_()
+        assert_close(step(fused_cross_entropy, copy, target[some], overwrite_logits=True), plain, exact, "in place")
+
+    return Contest(
+        "cross entropy",
+        f"{tokens} x {vocabulary} bfloat16",
+        lambda: step(fused_cross_entropy, overwrite_logits=True),
+        {"eager": lambda: step(F.cross_entropy), "torch.compile": lambda: step(compiled)},
+        check,
+        0,
+        3 * logits.numel() * logits.element_size(),  # read forward; read and written backward
+    )
