@@ -143,7 +143,7 @@ def sources():
 setup(
     packages=packages(),
     package_dir=FOLDERS,
-    package_data={"weft": ["py.typed", "*.pyi"]},
+    package_data={"weft": ["py.typed", "*.pyi"], "weft.kernels": ["configs/*/*.json"]},
     ext_modules=[Extension("weft._C", sources())],
     cmdclass={"build_ext": NinjaBuild},
 )
