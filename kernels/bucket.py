@@ -1,8 +1,8 @@
 """bucket: many gradients to one flat buffer and back, and the sum of W buffers in rank order, each in one launch.
 
-    pack     flat[offset_i + j] = round(scale * tensor_i[j])     every tensor of its own size and type (bf16, fp16, fp32)
-    unpack   tensor_i[j] = round(scale * flat[offset_i + j])     flat is of one of these types
-    reduce   out[j] = round(scale * ((b_0[j] + b_1[j]) + ... + b_{W-1}[j]))     W buffers [N] of one type; out [N]
+    pack     flat[offset_i + j] = round(scale * tensor_i[j])    every tensor of its own size and type (bf16, fp16, fp32)
+    unpack   tensor_i[j] = round(scale * flat[offset_i + j])    flat is of one of these types
+    reduce   out[j] = round(scale * ((b_0[j] + b_1[j]) + ... + b_{W-1}[j]))    W buffers [N] of one type; out [N]
     with statistics   squared_norm = sum of squares, in fp64, of what was written (after scale, rounded);
                       nonfinite = 1 if any of that is infinite or NaN, else 0
 
@@ -30,10 +30,11 @@ from weft.kernels import launch
 
 ALIGNMENT = 8  # elements; where a tensor may start in the flat buffer
 MOST_BUFFERS = 64
-# 16 elements a thread: two to four 16-byte accesses of its own in flight, few enough registers for a full device, and
-# one addition to the ticket for 4096 elements.
+# One addition to the ticket for 4096 elements. 16 of them a thread are two to four 16-byte accesses in flight, in 40 to
+# 78 registers. In a reduction, of which the compiler unrolls the loop over the ranks, 8 a thread give as many in 40.
 _BLOCK = 4096
 _WARPS = 8
+_REDUCE_WARPS = 16
 _TABLE_BLOCK: tl.constexpr = tl.constexpr(2048)  # partial sums that the last program reads at a time
 _ALIGNMENT: tl.constexpr = tl.constexpr(ALIGNMENT)
 _BF16: tl.constexpr = tl.constexpr(0)
@@ -258,7 +259,7 @@ def reduce(
         DTYPE=_TRITON_TYPES[buffers[0].dtype],
         ALIGNED=all(address % 16 == 0 for address in addresses),
         BLOCK=_BLOCK,
-        warps=_WARPS,
+        warps=_REDUCE_WARPS,
     )
 
 
@@ -451,20 +452,24 @@ def _padded(count):
 
 
 @triton.jit
-def _pointer(address, start, DTYPE: tl.constexpr):
-    return (address + start * (DTYPE.primitive_bitwidth // 8)).to(tl.pointer_type(DTYPE))
+def _pointer(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """To element `start` of what is at the address. The hint is given here, where the pointer is made: given to a
+    function's result it is lost when the function is inlined."""
+    pointer = (address + start * (DTYPE.primitive_bitwidth // 8)).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
 def _read(address, start, limit, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Elements start to start + BLOCK of DTYPE at the address, in fp32; zeros from limit on."""
     index = tl.arange(0, BLOCK)
-    # Nothing but these conditions tells the compiler that 16 bytes may be read at once. The pointer is made in each
-    # branch, since the hint holds in one of them only.
+    # Where both hold, 16 bytes are read at once; nothing but the branch could tell the compiler.
     if (address % 16 == 0) & (start + BLOCK <= limit):
-        x = tl.load(tl.multiple_of(_pointer(address, start, DTYPE), 16) + index)
+        x = tl.load(_pointer(address, start, DTYPE, True) + index)
     else:
-        x = tl.load(_pointer(address, start, DTYPE) + index, mask=start + index < limit, other=0.0)
+        x = tl.load(_pointer(address, start, DTYPE, False) + index, mask=start + index < limit, other=0.0)
     return x.to(tl.float32)
 
 
@@ -474,9 +479,9 @@ def _write(x, address, start, limit, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.arange(0, BLOCK)
     y = launch.rounded(x, DTYPE)
     if (address % 16 == 0) & (start + BLOCK <= limit):
-        tl.store(tl.multiple_of(_pointer(address, start, DTYPE), 16) + index, y)
+        tl.store(_pointer(address, start, DTYPE, True) + index, y)
     else:
-        tl.store(_pointer(address, start, DTYPE) + index, y, mask=start + index < limit)
+        tl.store(_pointer(address, start, DTYPE, False) + index, y, mask=start + index < limit)
     return y.to(tl.float32)
 
 
@@ -497,9 +502,7 @@ def _read_rank(
     entry, start, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
     index = tl.arange(0, BLOCK)
-    pointer = _pointer(tl.load(entry), start, DTYPE)
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+    pointer = _pointer(tl.load(entry), start, DTYPE, ALIGNED)
     if WHOLE:
         x = tl.load(pointer + index)
     else:

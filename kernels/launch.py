@@ -159,9 +159,12 @@ def rounded(x, DTYPE: tl.constexpr):
     """fp32 x, rounded to the nearest (ties to even) of DTYPE."""
     if _INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, nearest, x)
-    return x.to(DTYPE)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet = (bits >> 16) | 0x40
+        y = tl.where(x == x, nearest, quiet).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(DTYPE)
+    return y
 
 
 def _is_memory(argument) -> bool:

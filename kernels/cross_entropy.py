@@ -1,0 +1,407 @@
+"""cross_entropy: the two passes of the loss over a vocabulary split over ranks (Shoeybi et al. 2019, section 3).
+
+    z [M, V_r]: a rank's logits, of V classes in all, those from `offset` on     target [M]     s: label smoothing
+
+    statistics   per row: h_r = max z,   e_r = sum exp(z - h_r),   t_r = sum z,   z[target] where it is here, else 0
+                 [4, M] fp32; weft.ops.cross_entropy merges them over the ranks to h and l = log sum exp(z - h)
+    gradient     dz = (exp(z - h - l) - (1 - s) onehot - s / V) dloss,   0 in rows that are ignored
+
+Maximum and sum of exponentials take one pass (online softmax: Milakov & Gimelshein 2018, algorithm 3): each lane keeps
+a maximum and a sum against it, and rescales the sum when the maximum grows; of the two exponentials of that step one is
+always 1, so one is computed. No probability is ever stored. Arithmetic is in fp32.
+
+Bytes: statistics read M V_r s_z once and write 16 M; gradient reads M V_r s_z and writes as much, in place where asked.
+About 8 and 6 operations a logit, one of them an exponential: device memory is the limit.
+
+Rows may be anywhere, an odd V_r apart too: a program counts from the last multiple of 16 bytes before its row, so that
+its accesses are of 16 bytes but in the first and last block of a row (in the gradient: where logits and out start as
+far behind such a multiple as each other, as in place). Few rows would leave a device idle; they are cut
+into pieces, which a second kernel merges in order (16 bytes a piece more). How many pieces depends on M, V_r and the
+device: the same on every run, but a row's last bits may differ between batches of different M.
+
+Saved for backward by weft.ops.cross_entropy: z, target, h and l. Held by tests/kernels/test_cross_entropy.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels import launch
+
+# 16 logits a thread: two (16-bit) or four (fp32) 16-byte accesses in flight, and each lane's running maximum and sums
+# still in registers.
+_BLOCK = 4096
+_WARPS = 8
+_LEAST_PIECE = 2  # blocks; a shorter piece would cost more to start than it reads
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # what fits at once; rows are cut while there are fewer programs
+_MERGE_ROWS = 128  # rows a program of the merge
+
+
+def cross_entropy_statistics(
+    logits_shard: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    offset: int,
+    ignore_index: int,
+    smoothing: bool,
+    pieces: int | None = None,
+) -> torch.Tensor:
+    """What a rank tells the others of its logits, row by row.
+
+    Args:
+        logits_shard: [M, V_r], bf16, fp16 or fp32, contiguous columns, rows anywhere.
+        target: [M] int64, numbers in the whole vocabulary; they are not checked.
+        offset: the number of this shard's first class.
+        ignore_index: a target for which the target's logit is 0.
+        smoothing: whether the sum of the logits is wanted; else it is 0.
+        pieces: into how many each row is cut; by default as many as fill the device.
+
+    Returns:
+        [4, M] fp32: maximum, sum of exponentials against it, sum, target's logit. In a row of which every logit is
+        -inf the maximum is -inf and the sum of exponentials 0.
+
+    Raises:
+        ValueError, TypeError: what the kernel does not take.
+    """
+    op = "cross_entropy_statistics"
+    _check_logits(op, logits_shard=logits_shard)
+    launch.check_memory(op, logits_shard=logits_shard, target=target)
+    _check_target(op, target, len(logits_shard))
+    rows, columns = logits_shard.shape
+    blocks = _blocks(logits_shard)
+    if pieces is None:
+        wanted = triton.cdiv(launch.multiprocessors(logits_shard.device) * _PROGRAMS_PER_MULTIPROCESSOR, max(rows, 1))
+        pieces = max(1, min(wanted, blocks // _LEAST_PIECE))
+    elif pieces < 1:
+        raise ValueError(f"{op}: pieces={pieces} must be at least 1")
+    blocks_each = max(1, triton.cdiv(blocks, pieces))
+    pieces = max(1, triton.cdiv(blocks, blocks_each))
+    partials = torch.empty((pieces, 4, rows), dtype=torch.float32, device=logits_shard.device)
+    launch.launch(
+        _statistics_kernel,
+        (_programs(op, rows, pieces),),
+        logits_shard,
+        target,
+        partials,
+        rows,
+        columns,
+        logits_shard.stride(0),
+        target.stride(0),
+        pieces,
+        blocks_each,
+        offset,
+        ignore_index,
+        SMOOTHING=smoothing,
+        BLOCK=_BLOCK,
+        warps=_WARPS,
+    )
+    if pieces == 1:
+        return partials[0]
+    statistics = torch.empty((4, rows), dtype=torch.float32, device=logits_shard.device)
+    launch.launch(
+        _merge_kernel, (triton.cdiv(rows, _MERGE_ROWS),), partials, statistics, rows, pieces, BLOCK=_MERGE_ROWS
+    )
+    return statistics
+
+
+def cross_entropy_gradient(
+    logits_shard: torch.Tensor,
+    target: torch.Tensor,
+    highest: torch.Tensor,
+    log_sum: torch.Tensor,
+    dlosses: torch.Tensor,
+    *,
+    offset: int,
+    vocabulary: int,
+    ignore_index: int,
+    smoothing: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of the losses by this rank's logits.
+
+    Args:
+        logits_shard, target, offset, ignore_index: as for the statistics.
+        highest, log_sum: [M] fp32: h and l over the whole vocabulary.
+        dlosses: [M] fp32, of any stride.
+        vocabulary: V, the classes of all shards.
+        smoothing: label smoothing, 0 to 1.
+        out: [M, V_r] of the logits' type, contiguous columns; may be `logits_shard` itself, which is then overwritten.
+
+    Returns:
+        out, or a new tensor.
+
+    Raises:
+        ValueError, TypeError: what the kernel does not take, before anything is written.
+    """
+    op = "cross_entropy_gradient"
+    if out is None:
+        out = torch.empty(logits_shard.shape, dtype=logits_shard.dtype, device=logits_shard.device)
+    _check_logits(op, logits_shard=logits_shard, out=out)
+    rows, columns = logits_shard.shape
+    launch.check_memory(
+        op, logits_shard=logits_shard, target=target, highest=highest, log_sum=log_sum, dlosses=dlosses, out=out
+    )
+    _check_target(op, target, rows)
+    launch.check_dtype(op, (torch.float32,), highest=highest, log_sum=log_sum, dlosses=dlosses)
+    launch.check_shape(op, (rows,), highest=highest, log_sum=log_sum, dlosses=dlosses)
+    launch.check_dtype(op, (logits_shard.dtype,), out=out)
+    launch.check_shape(op, logits_shard.shape, out=out)
+    _check_overlap(op, logits_shard, out)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"{op}: smoothing={smoothing} must lie between 0 and 1")
+    if vocabulary < offset + columns:
+        raise ValueError(
+            f"{op}: vocabulary={vocabulary} ends before the shard's classes {offset} to {offset + columns}"
+        )
+    if columns == 0:
+        return out
+    blocks = _blocks(logits_shard)
+    launch.launch(
+        _gradient_kernel,
+        (_programs(op, rows, blocks),),
+        logits_shard,
+        target,
+        highest,
+        log_sum,
+        dlosses,
+        out,
+        columns,
+        logits_shard.stride(0),
+        target.stride(0),
+        highest.stride(0),
+        log_sum.stride(0),
+        dlosses.stride(0),
+        out.stride(0),
+        blocks,
+        offset,
+        ignore_index,
+        1.0 - smoothing,
+        smoothing / vocabulary,
+        BLOCK=_BLOCK,
+        warps=_WARPS,
+    )
+    return out
+
+
+def _blocks(logits: torch.Tensor) -> int:
+    """Of a row, counted from the multiple of 16 bytes before it."""
+    return triton.cdiv(logits.size(1) + 16 // logits.element_size() - 1, _BLOCK)
+
+
+def _programs(op: str, rows: int, pieces: int) -> int:
+    if rows * pieces >= 2**31:
+        raise ValueError(f"{op}: {rows} rows in {pieces} pieces are more than 2^31 programs; call it on fewer rows")
+    return rows * pieces
+
+
+def _check_logits(op: str, **tensors: torch.Tensor) -> None:
+    launch.check_dtype(op, **tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or (tensor.size(1) > 1 and tensor.stride(1) != 1):
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be [M, V_r] with "
+                "contiguous columns: flatten leading dimensions with reshape, or make it contiguous"
+            )
+        if tensor.size(1) >= 2**31 - 2**14:
+            raise ValueError(f"{op}: {name} has {tensor.size(1)} columns; the kernel counts them in 31 bits, cut it")
+
+
+def _check_target(op: str, target: torch.Tensor, rows: int) -> None:
+    launch.check_dtype(op, (torch.int64,), target=target)
+    launch.check_shape(op, (rows,), target=target)
+
+
+def _check_overlap(op: str, logits: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows of out must not share memory, nor an element of out be another one of the logits."""
+    rows, columns = out.shape
+    stride = out.stride(0)
+    if rows > 1 and stride < columns:
+        raise ValueError(f"{op}: out has strides {out.stride()}, so that its rows share memory; give each its own")
+    if out.numel() == 0 or out.device.type == "meta":
+        return
+    shift = (out.data_ptr() - logits.data_ptr()) // out.element_size()
+    if shift == 0 and (rows == 1 or stride == logits.stride(0)):
+        return
+    apart = shift >= logits.stride(0) * (rows - 1) + columns or -shift >= stride * (rows - 1) + columns
+    # Two groups of columns of one matrix
+    beside = stride == logits.stride(0) and rows > 1 and columns <= shift % stride <= stride - columns
+    if not apart and not beside:
+        raise ValueError(
+            f"{op}: out overlaps logits_shard without being it; give it its own memory, or out=logits_shard"
+        )
+
+
+@triton.jit
+def _lead(row_pointer):
+    """How many elements behind a multiple of 16 bytes the row starts."""
+    return ((row_pointer.to(tl.int64) % 16) // (row_pointer.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
+
+
+@triton.jit
+def _statistics_kernel(
+    logits,  # [M, V_r], contiguous columns
+    target,  # [M] i64
+    partials,  # [pieces, 4, M] fp32: maximum, sum of exponentials, sum, target's logit
+    rows,
+    columns,
+    stride_row,
+    stride_target,
+    pieces,
+    blocks_each,
+    offset,
+    ignore_index,
+    SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
+    row_pointer = logits + row * stride_row
+    lead = _lead(row_pointer)
+    aligned = tl.multiple_of(row_pointer - lead, 16)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane
+    exponentials = tl.zeros([BLOCK], tl.float32)  # of each lane, against its own maximum
+    total = tl.zeros([BLOCK], tl.float32)
+    first = piece * blocks_each * BLOCK
+    for start in range(first, tl.minimum(first + blocks_each * BLOCK, lead + columns), BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = (position >= lead) & (position < lead + columns)
+        if (start >= lead) & (start + BLOCK <= lead + columns):
+            z = tl.load(aligned + position)
+        else:
+            z = tl.load(aligned + position, mask=inside, other=float("-inf"))
+        z = z.to(tl.float32)
+        # A logit of -inf adds nothing, to a lane that has seen nothing else too: -inf - -inf would be NaN.
+        above = tl.where(z == float("-inf"), float("-inf"), z - highest)
+        fading = tl.exp(-tl.abs(above))
+        exponentials = tl.where(above > 0, exponentials * fading + 1, exponentials + fading)
+        highest = tl.maximum(highest, z, propagate_nan=tl.PropagateNan.ALL)
+        if SMOOTHING:
+            total += tl.where(inside, z, 0.0)
+    # The reduction of a maximum drops NaN; as the maximum of PyTorch, this one keeps it.
+    unordered = tl.max((highest != highest).to(tl.int32), 0)
+    top = tl.where(unordered > 0, float("nan"), tl.max(highest, 0))
+    result = partials + piece.to(tl.int64) * 4 * rows + row
+    tl.store(result, top)
+    result += rows
+    tl.store(result, tl.sum(exponentials * tl.exp(highest - _subtrahend(top)), 0))
+    result += rows
+    tl.store(result, tl.sum(total, 0))
+    number = tl.load(target + row * stride_target)
+    here = (number != ignore_index) & (number >= offset) & (number < offset + columns) & (piece == 0)
+    at_target = tl.load(row_pointer + tl.where(here, number - offset, 0), mask=here, other=0.0)
+    result += rows
+    tl.store(result, at_target.to(tl.float32))
+
+
+@triton.jit
+def _subtrahend(highest):
+    """What to subtract from logits whose maximum this is: where all are -inf, 0, and they stay -inf."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def _merge_kernel(
+    partials,  # [pieces, 4, M] fp32
+    statistics,  # [4, M] fp32
+    rows,
+    pieces,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    pointers = partials + row
+    for _ in range(pieces):
+        there = tl.load(pointers, mask=inside, other=0.0)
+        highest = tl.maximum(highest, there, propagate_nan=tl.PropagateNan.ALL)
+        pointers += 4 * rows
+    exponentials = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    pointers = partials + row
+    for _ in range(pieces):
+        there = tl.load(pointers, mask=inside, other=0.0)
+        there_exponentials = tl.load(pointers + rows, mask=inside, other=0.0)
+        exponentials += there_exponentials * tl.exp(there - _subtrahend(highest))
+        total += tl.load(pointers + rows + rows, mask=inside, other=0.0)
+        pointers += 4 * rows
+    at_target = tl.load(partials + rows + rows + rows + row, mask=inside, other=0.0)  # the first piece has it
+    result = statistics + row
+    tl.store(result, highest, mask=inside)
+    tl.store(result + rows, exponentials, mask=inside)
+    tl.store(result + rows + rows, total, mask=inside)
+    tl.store(result + rows + rows + rows, at_target, mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits,  # [M, V_r], contiguous columns
+    target,  # [M] i64
+    highest,  # [M] fp32
+    log_sum,  # [M] fp32
+    dlosses,  # [M] fp32
+    out,  # [M, V_r], contiguous columns
+    columns,
+    stride_logits,
+    stride_target,
+    stride_highest,
+    stride_log_sum,
+    stride_dlosses,
+    stride_out,
+    blocks,
+    offset,
+    ignore_index,
+    hit,  # 1 - s
+    uniform,  # s / V
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * BLOCK
+    logits_row = logits + row * stride_logits
+    out_row = out + row * stride_out
+    lead = _lead(out_row)
+    number = tl.load(target + row * stride_target)
+    kept = number != ignore_index
+    here = tl.where(kept, number - offset, -1)
+    shift = _subtrahend(tl.load(highest + row * stride_highest))
+    log_sum_row = tl.load(log_sum + row * stride_log_sum)
+    dloss = tl.load(dlosses + row * stride_dlosses)
+
+    position = start + tl.arange(0, BLOCK)
+    column = position - lead
+    whole = (start >= lead) & (start + BLOCK <= lead + columns) & (lead == _lead(logits_row))
+    inside = (column >= 0) & (column < columns)
+    if whole:
+        z = tl.load(tl.multiple_of(logits_row - lead, 16) + position)
+    else:
+        z = tl.load(logits_row + column, mask=inside, other=0.0)
+    gradient = tl.exp(z.to(tl.float32) - shift - log_sum_row) - uniform - tl.where(column == here, hit, 0.0)
+    gradient = launch.rounded(tl.where(kept, gradient * dloss, 0.0), out.dtype.element_ty)
+    if whole:
+        tl.store(tl.multiple_of(out_row - lead, 16) + position, gradient)
+    else:
+        tl.store(out_row + column, gradient, mask=inside)
+
+
+def variants(architecture: str) -> None:
+    """Calls the launchers once for each variant to check, on meta tensors; for inside `launch.recording`."""
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    for dtype in launch.DTYPES:
+        for columns in (16032, 16033):
+            logits, target, of_rows = empty(4096, columns, dtype=dtype), empty(4096, dtype=torch.int64), empty(4096)
+            for smoothing in (False, True):
+                cross_entropy_statistics(logits, target, offset=columns, ignore_index=-100, smoothing=smoothing)
+            cross_entropy_gradient(
+                logits,
+                target,
+                of_rows,
+                of_rows,
+                of_rows,
+                offset=columns,
+                vocabulary=128256,
+                ignore_index=-100,
+                smoothing=0.1,
+            )
+    cross_entropy_statistics(empty(8, 128256), empty(8, dtype=torch.int64), offset=0, ignore_index=-100, smoothing=True)
