@@ -1,0 +1,1010 @@
+"""attention: a chunk of queries against a chunk of keys and values, each row at its global position.
+
+    S = scale Q K^T    (softcap: S := c tanh(S / c))    P = exp(S - lse), 0 where a key is hidden    O = P V
+
+    q [B, H, Sq, D]    k [B, Hkv, Sk, D]    v [B, Hkv, Sk, Dv]    out [B, H, Sq, Dv]    lse [B, H, Sq] fp32, natural log
+
+Query i sees key j where -left <= position_j - position_i <= right and their documents are the same. Positions are one
+or two runs of consecutive numbers, so that a rank may hold an early and a late part of the sequence. A tile of keys that
+no query of the tile sees is not computed; one that all of them see is computed without a mask.
+
+A state (out, lse) continues: the sum over keys starts from it, in fp32, and is rounded when it is written. So a ring of
+chunks is exact: pass each step's state to the next, in fp32, and ask the last for the input's type (Liu et al. 2023,
+with the merge of two states of Dao et al. 2022, section 3.1). Attention sinks are such a state: out 0, lse = the sink.
+Their gradient is dsink = -sum_i exp(sink - lse_i) delta_i, since a sink has no value. A row that sees nothing has out 0
+and lse -inf; its gradients are 0.
+
+Backward (Dao 2023, section 3.1.2) needs the lse over all chunks and delta = rowsum(out dout), computes P again, and has
+
+    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
+
+in two kernels without atomics, the same bits in every run: one for dK and dV, whose programs sum over the query heads
+of a KV head and over query tiles in order, one for dQ. Gradients given as fp32 buffers are added to.
+
+Dropout keeps a probability where Philox 4x32-7 (Salmon et al. 2011) of (key position, query position, head, batch) says
+so, whatever the chunks are; backward draws the same again. lse is that of the undropped probabilities.
+
+Operations: forward 2 B H pairs (D + Dv), backward 2 B H pairs (4 D + 3 Dv) in all, pairs being those not masked. Head
+dimensions are padded to a power of two: 192 costs as much as 256. Bytes: q, k, v, out once from device memory, k and v
+Sq / block_m times from L2. Saved for backward: q, k, v, out, lse. Held by tests/kernels/test_attention.py.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.kernels import launch
+from weft.kernels.config import AttentionConfig, choose
+
+PRECISIONS = ("ieee", "tf32")
+LARGEST_HEAD_DIM = 256
+_UNBOUNDED = 1 << 30  # positions lie below it, so a bound of this size hides nothing
+_DELTA_ROWS = 32
+
+_KINDS = ("forward", "dkdv", "dq")
+
+
+class Positions(NamedTuple):
+    """Where the rows of a chunk stand in the sequence: `length` consecutive positions, then `second_length` more."""
+
+    start: int
+    length: int
+    second_start: int = 0
+    second_length: int = 0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Who sees whom, and what becomes of a score.
+
+    Attributes:
+        left, right: how far behind and ahead of its own position a query sees; None is without bound. causal is
+            right=0, a window of w positions left=w-1.
+        scale: 1 / sqrt(D) where None.
+        softcap: c of c tanh(score / c).
+        dropout: the share of probabilities that are dropped; seed, head_start: of its random numbers (the number of the
+            first head, where heads are split over ranks).
+        precision: of fp32 products, "ieee" or "tf32".
+    """
+
+    left: int | None = None
+    right: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    seed: int = 0
+    head_start: int = 0
+    precision: str = "ieee"
+
+
+# By kind and padded head dimension: the tile configurations that exist, the heuristic's choice first.
+_TILES: dict[str, dict[str, dict[int, tuple[AttentionConfig, ...]]]] = {
+    "forward": {
+        "sm_80": {
+            64: (AttentionConfig(128, 64, 4, 3), AttentionConfig(64, 64, 4, 3)),
+            128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3)),
+            256: (AttentionConfig(64, 64, 8, 2), AttentionConfig(64, 32, 4, 2)),
+        },
+        "sm_90": {
+            64: (AttentionConfig(128, 128, 8, 3), AttentionConfig(128, 64, 4, 3)),
+            128: (AttentionConfig(128, 128, 8, 2), AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3)),
+            256: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 32, 4, 2)),
+        },
+    },
+    "dkdv": {
+        "sm_80": {
+            64: (AttentionConfig(64, 64, 4, 2), AttentionConfig(64, 128, 8, 2)),
+            128: (AttentionConfig(32, 64, 4, 2), AttentionConfig(64, 64, 8, 2)),
+            256: (AttentionConfig(32, 32, 4, 2),),
+        },
+        "sm_90": {
+            64: (AttentionConfig(64, 128, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            128: (AttentionConfig(64, 128, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            256: (AttentionConfig(64, 64, 8, 1), AttentionConfig(32, 64, 8, 2)),
+        },
+    },
+    "dq": {
+        "sm_80": {
+            64: (AttentionConfig(64, 64, 4, 2), AttentionConfig(128, 64, 8, 2)),
+            128: (AttentionConfig(64, 32, 4, 2), AttentionConfig(64, 64, 8, 2)),
+            256: (AttentionConfig(32, 32, 4, 2),),
+        },
+        "sm_90": {
+            64: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            128: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            256: (AttentionConfig(64, 64, 8, 1), AttentionConfig(64, 32, 8, 2)),
+        },
+    },
+}
+for _kind in _TILES.values():
+    _kind["sm_100"] = _kind["sm_90"]
+_FP32_TILES = (AttentionConfig(32, 32, 4, 1),)
+_INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 1))
+
+
+def listed(kind: str, architecture: str, head_dim: int, dtype: torch.dtype) -> tuple[AttentionConfig, ...]:
+    """The configurations that exist for "forward", "dkdv" or "dq" at the larger of the head dimensions."""
+    if architecture == "interpreter":
+        return _INTERPRETED_TILES
+    if dtype == torch.float32:
+        return _FP32_TILES
+    return _TILES[kind][architecture][max(64, _padded(head_dim))]
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rules: Rules,
+    *,
+    query_positions: Positions | None = None,
+    key_positions: Positions | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
+    previous: tuple[torch.Tensor | None, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: AttentionConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of the queries over these keys, and over those that `previous` has seen.
+
+    Args:
+        q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], of one type (bf16, fp16, fp32), any strides; H a
+            multiple of Hkv.
+        query_positions, key_positions: from 0 on by default.
+        query_documents, key_documents: [B, Sq] and [B, Sk] integers.
+        previous: (out fp32 [B, H, Sq, Dv], lse fp32 [B, H, Sq]), which may be views; out None stands for 0.
+        out: [B, H, Sq, Dv] to write to; may be previous's. A new one of out_dtype (q's type) by default.
+
+    Returns:
+        (out, lse fp32 [B, H, Sq]).
+
+    Raises:
+        ValueError, TypeError: what the kernel does not take, before anything is launched.
+    """
+    op = "attention_forward"
+    previous_out, previous_lse = previous if previous is not None else (None, None)
+    chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
+    if out is None:
+        out = torch.empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype, device=q.device)
+    launch.check_memory(op, q=q, out=out, previous_out=previous_out, previous_lse=previous_lse)
+    launch.check_shape(op, (*q.shape[:3], v.size(3)), out=out, previous_out=previous_out)
+    launch.check_shape(op, q.shape[:3], previous_lse=previous_lse)
+    launch.check_dtype(op, (torch.float32,), previous_out=previous_out, previous_lse=previous_lse)
+    launch.check_dtype(op, out=out)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    config = chunk.config("forward", config)
+    chunk.launch(
+        _forward_kernel,
+        config,
+        chunk.query_tiles(config.block_m) * q.size(1),
+        previous_out,
+        previous_lse,
+        out,
+        lse,
+        *_strides(previous_out, 4),
+        *_strides(previous_lse, 3),
+        *out.stride(),
+        looped="kv",
+    )
+    return out, lse
+
+
+def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(out dout), [B, H, Sq] fp32; of the whole attention's out, rounded or not."""
+    op = "attention_delta"
+    launch.check_memory(op, out=out, dout=dout)
+    launch.check_dtype(op, out=out, dout=dout)
+    if out.dim() != 4 or not 1 <= out.size(3) <= LARGEST_HEAD_DIM:
+        raise ValueError(f"{op}: out {tuple(out.shape)} must be [B, H, Sq, Dv], with Dv 1 to {LARGEST_HEAD_DIM}")
+    launch.check_shape(op, out.shape, dout=dout)
+    batch, heads, rows, head_dim = out.shape
+    delta = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
+    tiles = triton.cdiv(rows, _DELTA_ROWS)
+    launch.launch(
+        _delta_kernel,
+        (tiles * batch * heads,),
+        out,
+        dout,
+        delta,
+        heads,
+        rows,
+        head_dim,
+        tiles,
+        *out.stride(),
+        *dout.stride(),
+        ROWS=_DELTA_ROWS,
+        BLOCK_D=_padded(head_dim),
+    )
+    return delta
+
+
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    rules: Rules,
+    *,
+    query_positions: Positions | None = None,
+    key_positions: Positions | None = None,
+    query_documents: torch.Tensor | None = None,
+    key_documents: torch.Tensor | None = None,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    dkdv_config: AttentionConfig | None = None,
+    dq_config: AttentionConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What these keys and values contribute to dq, and these queries to dk and dv.
+
+    Args:
+        lse, delta: [B, H, Sq] fp32, of the whole attention, over all chunks of keys.
+        dq, dk, dv: fp32, added to; new tensors of the inputs' type by default.
+        The rest as in `attention_forward`.
+
+    Raises:
+        ValueError, TypeError: what the kernels do not take, before anything is launched.
+    """
+    op = "attention_backward"
+    chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
+    launch.check_memory(op, q=q, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
+    launch.check_dtype(op, (q.dtype,), dout=dout)
+    launch.check_dtype(op, (torch.float32,), lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
+    launch.check_shape(op, (*q.shape[:3], v.size(3)), dout=dout)
+    launch.check_shape(op, q.shape[:3], lse=lse, delta=delta)
+    for like, given in (("q", {"dq": dq}), ("k", {"dk": dk}), ("v", {"dv": dv})):
+        launch.check_shape(op, {"q": q, "k": k, "v": v}[like].shape, **given)
+    tile, add = chunk.config("dkdv", dkdv_config), dk is not None or dv is not None
+    if (dk is None) != (dv is None):
+        raise ValueError(f"{op}: dk and dv are added to together; give both or neither")
+    accumulates_q = dq is not None
+    dq, dk, dv = (given if given is not None else torch.empty_like(like, memory_format=torch.contiguous_format)
+                  for given, like in ((dq, q), (dk, k), (dv, v)))  # fmt: skip
+    common = dout, lse.contiguous(), delta.contiguous()
+    chunk.launch(
+        _dkdv_kernel, tile, chunk.key_tiles(tile.block_n) * k.size(1), *common, dk, dv, *dout.stride(), *dk.stride(),
+        *dv.stride(), ADD=add, looped="q",
+    )  # fmt: skip
+    tile = chunk.config("dq", dq_config)
+    chunk.launch(
+        _dq_kernel, tile, chunk.query_tiles(tile.block_m) * q.size(1), *common, dq, *dout.stride(), *dq.stride(),
+        ADD=accumulates_q, looped="kv",
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+class _Chunk:
+    """The arguments that all kernels have in common, checked."""
+
+    def __init__(self, op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents):
+        self.op, self.q, self.k, self.v, self.rules = op, q, k, v, rules
+        _check_chunk(op, q, k, v)
+        _check_rules(op, rules)
+        self.query_positions = _positions(op, "query_positions", query_positions, q.size(2))
+        self.key_positions = _positions(op, "key_positions", key_positions, k.size(2))
+        if (query_documents is None) != (key_documents is None):
+            raise ValueError(f"{op}: documents are compared; give query_documents and key_documents, or neither")
+        self.documents = query_documents, key_documents
+        launch.check_memory(op, q=q, query_documents=query_documents, key_documents=key_documents)
+        integers = (torch.int32, torch.int64)
+        launch.check_dtype(op, integers, query_documents=query_documents, key_documents=key_documents)
+        launch.check_shape(op, (q.size(0), q.size(2)), query_documents=query_documents)
+        launch.check_shape(op, (q.size(0), k.size(2)), key_documents=key_documents)
+
+    def config(self, kind: str, explicit: AttentionConfig | None) -> AttentionConfig:
+        q, k, v = self.q, self.k, self.v
+        architecture = launch.architecture_of(q.device)
+        exist = listed(kind, architecture, max(q.size(3), v.size(3)), q.dtype)
+        problem: dict[str, Any] = {
+            "queries": q.size(2),
+            "keys": k.size(2),
+            "head_dim": _padded(q.size(3)),
+            "value_dim": _padded(v.size(3)),
+            "bounded": self.rules.left is not None or self.rules.right is not None,
+            "dtype": str(q.dtype).removeprefix("torch."),
+        }
+        return choose(f"attention_{kind}", architecture, problem, explicit, exist, exist[0]).config
+
+    def query_tiles(self, block: int) -> int:
+        return _tiles(self.query_positions, block)
+
+    def key_tiles(self, block: int) -> int:
+        return _tiles(self.key_positions, block)
+
+    def launch(self, kernel, config: AttentionConfig, programs: int, *arguments, looped: str, **constants) -> None:
+        """looped: the operands of which a program reads one tile after another, "kv" or "q". With the tensor copy
+        engine they need no addresses in registers."""
+        q, k, v, rules = self.q, self.k, self.v, self.rules
+        over = (k, v) if looped == "kv" else (q, arguments[0])  # the first argument of dkdv is dout
+        descriptors = launch.has_copy_engine(q.device) and all(map(launch.describable, over))
+
+        def operand(tensor, which, rows):
+            if not descriptors or which != looped:
+                return tensor
+            return TensorDescriptor.from_tensor(tensor, [1, 1, rows, _padded(tensor.size(3))])
+
+        if looped == "q":
+            arguments = (operand(arguments[0], "q", config.block_m), *arguments[1:])
+        scale = q.size(3) ** -0.5 if rules.scale is None else rules.scale
+        launch.launch(
+            kernel,
+            (programs * q.size(0),),
+            operand(q, "q", config.block_m),
+            operand(k, "kv", config.block_n),
+            operand(v, "kv", config.block_n),
+            *self.documents,
+            q.size(1),
+            k.size(1),
+            q.size(2),
+            k.size(2),
+            q.size(3),
+            v.size(3),
+            *q.stride(),
+            *k.stride(),
+            *v.stride(),
+            *_strides(self.documents[0], 2),
+            *_strides(self.documents[1], 2),
+            *self.query_positions,
+            *self.key_positions,
+            _UNBOUNDED if rules.left is None else rules.left,
+            _UNBOUNDED if rules.right is None else rules.right,
+            float(scale),
+            float(rules.softcap or 0.0),
+            float(rules.dropout),
+            round(rules.dropout * 2**32),
+            rules.seed,
+            rules.head_start,
+            *arguments,
+            SOFTCAP=rules.softcap is not None,
+            DROPOUT=rules.dropout > 0,
+            PRECISION=rules.precision,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_D=_padded(q.size(3)),
+            BLOCK_DV=_padded(v.size(3)),
+            DESCRIPTORS=descriptors,
+            warps=config.warps,
+            stages=config.stages,
+            **constants,
+        )
+
+
+def _check_chunk(op, q, k, v) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{op}: {name} {tuple(tensor.shape)} must be [batch, heads, sequence, head_dim]")
+        if not 1 <= tensor.size(3) <= LARGEST_HEAD_DIM:
+            raise ValueError(f"{op}: {name} has head_dim {tensor.size(3)}; it must be 1 to {LARGEST_HEAD_DIM}")
+    launch.check_memory(op, q=q, k=k, v=v)
+    launch.check_dtype(op, q=q)
+    launch.check_dtype(op, (q.dtype,), k=k, v=v)
+    batch, heads, _, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    launch.check_shape(op, (batch, kv_heads, keys, head_dim), k=k)
+    launch.check_shape(op, (batch, kv_heads, keys, v.size(3)), v=v)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{op}: {heads} query heads cannot share {kv_heads} KV heads evenly; heads must be a multiple")
+
+
+def _check_rules(op, rules: Rules) -> None:
+    for name, bound in (("left", rules.left), ("right", rules.right)):
+        if bound is not None and not -_UNBOUNDED < bound < _UNBOUNDED:
+            raise ValueError(f"{op}: {name}={bound} must be smaller than {_UNBOUNDED} either way, or None")
+    if rules.scale is not None and not math.isfinite(rules.scale):
+        raise ValueError(f"{op}: scale={rules.scale} must be finite")
+    if rules.softcap is not None and not 0 < rules.softcap < math.inf:
+        raise ValueError(f"{op}: softcap={rules.softcap} must be positive, or None")
+    if not 0 <= rules.dropout < 1:
+        raise ValueError(f"{op}: dropout={rules.dropout} must be at least 0 and less than 1")
+    if not -(2**63) <= rules.seed < 2**63:
+        raise ValueError(f"{op}: seed={rules.seed} must fit 64 bits")
+    if rules.precision not in PRECISIONS:
+        raise ValueError(f"{op}: precision={rules.precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
+
+
+def _positions(op, name, given: Positions | None, size: int) -> Positions:
+    found = Positions(0, size) if given is None else Positions(*given)
+    if min(found) < 0 or found.length + found.second_length != size:
+        raise ValueError(f"{op}: {name}={found} must be of {size} rows in all, none of its numbers negative")
+    if max(found.start + found.length, found.second_start + found.second_length) > _UNBOUNDED:
+        raise ValueError(f"{op}: {name}={found} passes position {_UNBOUNDED}")
+    return found
+
+
+def _tiles(positions: Positions, block: int) -> int:
+    return triton.cdiv(positions.length, block) + triton.cdiv(positions.second_length, block)
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[int, ...]:
+    return (0,) * dimensions if tensor is None else tensor.stride()
+
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_ROUNDS: tl.constexpr = tl.constexpr(7)
+
+
+@triton.jit
+def _block(unit, length, second_length, BLOCK: tl.constexpr):
+    """The unit-th tile of two runs of rows: its first row, the row its run ends before, the run's number. No tile
+    stands in both runs."""
+    tiles = tl.cdiv(length, BLOCK)
+    second = unit >= tiles
+    row = tl.where(second, length + (unit - tiles) * BLOCK, unit * BLOCK)
+    return row, tl.where(second, length + second_length, length), second
+
+
+@triton.jit
+def _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the tiles of a run of positions, as seen from positions lowest to highest, each of which sees `behind` back
+    and `ahead` on: first to last are seen by some, whole_first to whole_last by all."""
+    some = tl.maximum(lowest - behind - start, 0)
+    end = tl.minimum(highest + ahead + 1 - start, length)
+    first = some // BLOCK
+    last = tl.where(end > some, tl.cdiv(tl.maximum(end, 0), BLOCK), first)
+    whole_first = tl.cdiv(tl.maximum(highest - behind - start, 0), BLOCK)
+    whole_last = tl.maximum(tl.minimum(lowest + ahead + 1 - start, length), 0) // BLOCK
+    whole_first = tl.minimum(tl.maximum(whole_first, first), last)
+    whole_last = tl.minimum(tl.maximum(whole_last, whole_first), last)
+    if ALL_PARTIAL:
+        whole_last = whole_first
+    return first, whole_first, whole_last, last
+
+
+@triton.jit
+def _seen(start, length, second_start, second_length, lowest, highest, behind, ahead,
+          ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The tiles of both runs as two lists, whole ones and partial ones: the bounds that `_whole` and `_partial` read,
+    and how long the lists are."""
+    a0, b0, c0, d0 = _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
+    a1, b1, c1, d1 = _reach(second_start, second_length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
+    whole = c0 - b0 + c1 - b1
+    partial = b0 - a0 + d0 - c0 + b1 - a1 + d1 - c1
+    return a0, b0, c0, d0, a1, b1, c1, whole, partial
+
+
+@triton.jit
+def _whole(number, b0, c0, b1):
+    """The tile of its run, and whether that is the second."""
+    second = number >= c0 - b0
+    return tl.where(second, number - (c0 - b0) + b1, number + b0), second
+
+
+@triton.jit
+def _partial(number, a0, b0, c0, d0, a1, b1, c1):
+    before, after, second_before = b0 - a0, d0 - c0, b1 - a1
+    in_first = tl.where(number < before, a0 + number, c0 + number - before)
+    rest = number - before - after
+    in_second = tl.where(rest < second_before, a1 + rest, c1 + rest - second_before)
+    second = rest >= 0
+    return tl.where(second, in_second, in_first), second
+
+
+@triton.jit
+def _tile(source, batch, head, row, end, width, stride_batch, stride_head, stride_row, stride_column,
+          ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """Rows `row` on of [B, H, S, width]: zeros from column `width` on and, where MASKED, from row `end` on. A
+    descriptor gives zeros from S on only: whoever passes one hides the rows between."""
+    if DESCRIPTOR:
+        tile = source.load([batch, head, row, 0]).reshape(ROWS, COLUMNS)
+    else:
+        r = tl.arange(0, ROWS)
+        c = tl.arange(0, COLUMNS)
+        first = source + batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
+        first += row.to(tl.int64) * stride_row
+        inside = (c < width)[None, :]
+        if MASKED:
+            inside = inside & (row + r < end)[:, None]
+        tile = tl.load(first + (r[:, None] * stride_row + c[None, :] * stride_column), mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _tanh(x):
+    """To fp32's rounding: the series where 1 - 2 / (e + 1) would cancel."""
+    e = tl.exp2(tl.minimum(x * (2 * 1.4426950408889634), 126.0))
+    s = x * x
+    series = x * (1 + s * (-0.33333333 + s * (0.13333334 + s * (-0.053968254 + s * 0.021869488))))
+    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (e + 1))
+
+
+@triton.jit
+def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores after scale and cap, and the derivative of the cap."""
+    s = s * scale
+    slope = 1.0
+    if SOFTCAP:
+        t = _tanh(s / softcap)
+        s = softcap * t
+        slope = 1 - t * t
+    return s, slope
+
+
+@triton.jit
+def _visible(query, key, query_inside, key_inside, left, right, query_documents, key_documents,
+             stride_query_document, stride_key_document, query_row, key_row):  # fmt: skip
+    """Who sees whom: positions of the broadcast shapes [.., 1] and [1, ..], either way round."""
+    ahead = key - query
+    visible = (ahead <= right) & (ahead >= -left) & query_inside & key_inside
+    if query_documents is not None:
+        of_query = tl.load(query_documents + query_row * stride_query_document, mask=query_inside, other=0)
+        of_key = tl.load(key_documents + key_row * stride_key_document, mask=key_inside, other=0)
+        visible = visible & (of_query == of_key)
+    return visible
+
+
+@triton.jit
+def _kept(query, key, head, batch, seed, dropped, dropout):
+    """1 / (1 - dropout) where a probability is kept, else 0: where the random 32 bits are below `dropped`."""
+    zero = (query + key) * 0
+    bits, _, _, _ = tl.philox(
+        seed,
+        (zero + key).to(tl.uint32),
+        (zero + query).to(tl.uint32),
+        (zero + head).to(tl.uint32),
+        (zero + batch).to(tl.uint32),
+        _ROUNDS,
+    )
+    return tl.where(bits.to(tl.int64) >= dropped, 1 / (1 - dropout), 0.0)
+
+
+@triton.jit
+def _forward_kernel(
+    q,  # [B, H, Sq, D]
+    k,  # [B, Hkv, Sk, D]
+    v,  # [B, Hkv, Sk, Dv]
+    query_documents,  # [B, Sq] or None
+    key_documents,  # [B, Sk] or None
+    heads, kv_heads, queries, keys, head_dim, value_dim,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
+    q_start, q_length, q_second_start, q_second_length,
+    k_start, k_length, k_second_start, k_second_length,
+    left, right, scale, softcap, dropout, dropped, seed, head_start,
+    previous_out,  # [B, H, Sq, Dv] fp32 or None
+    previous_lse,  # [B, H, Sq] fp32 or None
+    out,  # [B, H, Sq, Dv]
+    lse,  # [B, H, Sq] fp32, contiguous
+    stride_pb, stride_ph, stride_ps, stride_pd,
+    stride_plb, stride_plh, stride_pls,
+    stride_ob, stride_oh, stride_os, stride_od,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    # 1. Which queries. Later tiles first: with a causal mask they are the longest.
+    tiles = tl.cdiv(q_length, BLOCK_M) + tl.cdiv(q_second_length, BLOCK_M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    head = (tl.program_id(0) // tiles) % heads
+    batch = tl.program_id(0) // tiles // heads
+    kv_head = head // (heads // kv_heads)
+    wide_head, wide_batch = head.to(tl.int64), batch.to(tl.int64)
+    row, end, second = _block(tile, q_length, q_second_length, BLOCK_M)
+    lowest = row + tl.where(second, q_second_start - q_length, q_start)
+    highest = tl.minimum(lowest + BLOCK_M, lowest + end - row) - 1
+    if query_documents is not None:
+        query_documents += wide_batch * stride_query_document_b
+        key_documents += wide_batch * stride_key_document_b
+    q_row = row + tl.arange(0, BLOCK_M)
+    q_position = (lowest + tl.arange(0, BLOCK_M))[:, None]
+    q_tile = _tile(q, batch, head, row, end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
+                   BLOCK_M, BLOCK_D, True, False)  # fmt: skip
+
+    # 2. The state to continue: maximum and sum of exponentials (here 2^maximum), and what the values sum to.
+    o = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    highest_score = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    exponentials = tl.zeros((BLOCK_M,), tl.float32)
+    if previous_lse is not None:
+        before = previous_lse + wide_batch * stride_plb + wide_head * stride_plh + q_row.to(tl.int64) * stride_pls
+        highest_score = tl.load(before, mask=q_row < end, other=float("-inf")) * _LOG2E
+        exponentials = tl.where(highest_score == float("-inf"), 0.0, 1.0)
+    if previous_out is not None:
+        o = _tile(previous_out, batch, head, row, end, value_dim, stride_pb, stride_ph, stride_ps, stride_pd,
+                  BLOCK_M, BLOCK_DV, True, False)  # fmt: skip
+
+    # 3. Keys that every query of the tile sees, then those that some see.
+    a0, b0, c0, d0, a1, b1, c1, whole, partial = _seen(
+        k_start, k_length, k_second_start, k_second_length, lowest, highest, left, right,
+        query_documents is not None, BLOCK_N,
+    )  # fmt: skip
+    for number in range(whole):
+        key_tile, in_second = _whole(number, b0, c0, b1)
+        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
+        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
+        o, highest_score, exponentials = _see_keys(
+            o, highest_score, exponentials, q_tile, k, v, batch, kv_head, k_row, keys, q_position, k_position[None, :],
+            q_row[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
+            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+            left, right, scale, softcap, dropout, dropped, seed, head_start + head,
+            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
+        )  # fmt: skip
+    for number in range(partial):
+        key_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
+        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
+        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
+        o, highest_score, exponentials = _see_keys(
+            o, highest_score, exponentials, q_tile, k, v, batch, kv_head, k_row, tl.where(in_second, keys, k_length),
+            q_position, k_position[None, :],
+            q_row[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
+            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+            left, right, scale, softcap, dropout, dropped, seed, head_start + head,
+            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
+        )  # fmt: skip
+
+    # 4. The new state.
+    seen = exponentials > 0
+    o = o / tl.where(seen, exponentials, 1.0)[:, None]
+    new_lse = tl.where(seen, (highest_score + tl.log2(tl.where(seen, exponentials, 1.0))) / _LOG2E, float("-inf"))
+    tl.store(lse + (wide_batch * heads + wide_head) * queries + q_row, new_lse, mask=q_row < end)
+    d = tl.arange(0, BLOCK_DV)
+    out += wide_batch * stride_ob + wide_head * stride_oh
+    pointers = out + q_row.to(tl.int64)[:, None] * stride_os + d[None, :] * stride_od
+    tl.store(pointers, launch.rounded(o, out.dtype.element_ty), mask=(q_row < end)[:, None] & (d < value_dim)[None, :])
+
+
+@triton.jit
+def _see_keys(
+    o, highest, exponentials, q_tile, k, v, batch, kv_head, k_row, k_end, q_position, k_position, q_rows, q_end,
+    query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
+    stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+    left, right, scale, softcap, dropout, dropped, seed, head,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """The state after one more tile of keys: values summed, maximum, sum of exponentials, in base 2."""
+    k_tile = _tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
+                   BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    s, _ = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, PRECISION), scale, softcap, SOFTCAP)
+    s *= _LOG2E
+    if MASKED:
+        k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
+        visible = _visible(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
+                           key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
+        s = tl.where(visible, s, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(s, 1))
+    shift = new_highest
+    if MASKED:
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # of rows that have seen nothing yet
+    p = tl.exp2(s - shift[:, None])
+    fading = tl.exp2(highest - shift)
+    exponentials = exponentials * fading + tl.sum(p, 1)
+    o *= fading[:, None]
+    if DROPOUT:
+        p *= _kept(q_position, k_position, head, batch, seed, dropped, dropout)
+    v_tile = _tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
+                   BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
+    o = launch.dot(launch.rounded(p, v_tile.dtype), v_tile, o, PRECISION)
+    return o, new_highest, exponentials
+
+
+@triton.jit
+def _delta_kernel(
+    out,  # [B, H, Sq, Dv]
+    dout,  # [B, H, Sq, Dv]
+    delta,  # [B, H, Sq] fp32, contiguous
+    heads, queries, value_dim, tiles,
+    stride_ob, stride_oh, stride_os, stride_od,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) % tiles) * ROWS
+    head = tl.program_id(0) // tiles % heads
+    batch = tl.program_id(0) // tiles // heads
+    o = _tile(out, batch, head, row, queries, value_dim, stride_ob, stride_oh, stride_os, stride_od,
+              ROWS, BLOCK_D, True, False)  # fmt: skip
+    g = _tile(dout, batch, head, row, queries, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
+              ROWS, BLOCK_D, True, False)  # fmt: skip
+    rows = row + tl.arange(0, ROWS)
+    total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(delta + (batch.to(tl.int64) * heads + head) * queries + rows, total, mask=rows < queries)
+
+
+@triton.jit
+def _of_rows(pointer, rows, end, other):
+    return tl.load(pointer + rows, mask=rows < end, other=other)
+
+
+@triton.jit
+def _add_rows(target, tile, row, end, width, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+              ADD: tl.constexpr):  # fmt: skip
+    """Writes the tile to rows `row` to `end`, or adds it to what is there."""
+    r = row + tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
+    pointers = target + r.to(tl.int64)[:, None] * stride_row + c[None, :] * stride_column
+    inside = (r < end)[:, None] & (c < width)[None, :]
+    if ADD:
+        tile += tl.load(pointers, mask=inside, other=0.0)
+    tl.store(pointers, launch.rounded(tile, target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dkdv_kernel(
+    q,  # [B, H, Sq, D]
+    k,  # [B, Hkv, Sk, D]
+    v,  # [B, Hkv, Sk, Dv]
+    query_documents,  # [B, Sq] or None
+    key_documents,  # [B, Sk] or None
+    heads, kv_heads, queries, keys, head_dim, value_dim,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
+    q_start, q_length, q_second_start, q_second_length,
+    k_start, k_length, k_second_start, k_second_length,
+    left, right, scale, softcap, dropout, dropped, seed, head_start,
+    dout,  # [B, H, Sq, Dv]
+    lse,  # [B, H, Sq] fp32, contiguous
+    delta,  # [B, H, Sq] fp32, contiguous
+    dk,  # [B, Hkv, Sk, D]
+    dv,  # [B, Hkv, Sk, Dv]
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dkb, stride_dkh, stride_dks, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvs, stride_dvd,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Everything transposed, keys by queries, so that no product takes a transposed operand from registers: Triton from
+    3.4 on miscompiled dot(trans(ds), q) on Hopper (flash-linear-attention issues 826 and 984)."""
+    tiles = tl.cdiv(k_length, BLOCK_N) + tl.cdiv(k_second_length, BLOCK_N)
+    tile = tl.program_id(0) % tiles  # early keys first: with a causal mask the most queries see them
+    kv_head = (tl.program_id(0) // tiles) % kv_heads
+    batch = tl.program_id(0) // tiles // kv_heads
+    group = heads // kv_heads
+    wide_kv_head, wide_batch = kv_head.to(tl.int64), batch.to(tl.int64)
+    row, end, second = _block(tile, k_length, k_second_length, BLOCK_N)
+    lowest = row + tl.where(second, k_second_start - k_length, k_start)
+    highest = tl.minimum(lowest + BLOCK_N, lowest + end - row) - 1
+    if query_documents is not None:
+        query_documents += wide_batch * stride_query_document_b
+        key_documents += wide_batch * stride_key_document_b
+    k_rows = (row + tl.arange(0, BLOCK_N))[:, None]
+    k_position = (lowest + tl.arange(0, BLOCK_N))[:, None]
+    k_tile = _tile(k, batch, kv_head, row, end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
+                   BLOCK_N, BLOCK_D, True, False)  # fmt: skip
+    v_tile = _tile(v, batch, kv_head, row, end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
+                   BLOCK_N, BLOCK_DV, True, False)  # fmt: skip
+    dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    # A key is seen from `left` ahead of it and `right` behind.
+    a0, b0, c0, d0, a1, b1, c1, whole, partial = _seen(
+        q_start, q_length, q_second_start, q_second_length, lowest, highest, right, left,
+        query_documents is not None, BLOCK_M,
+    )  # fmt: skip
+    for member in range(group):
+        head = kv_head * group + member
+        of_head = (wide_batch * heads + head) * queries
+        for number in range(whole):
+            query_tile, in_second = _whole(number, b0, c0, b1)
+            q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
+            q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
+            dk_tile, dv_tile = _add_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row, queries,
+                q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
+                stride_query_document, stride_key_document, head_dim, value_dim,
+                stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
+                left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
+                SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
+            )  # fmt: skip
+        for number in range(partial):
+            query_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
+            q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
+            q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
+            dk_tile, dv_tile = _add_queries(
+                dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row,
+                tl.where(in_second, queries, q_length),
+                q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
+                stride_query_document, stride_key_document, head_dim, value_dim,
+                stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
+                left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
+                SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
+            )  # fmt: skip
+    dk += wide_batch * stride_dkb + wide_kv_head * stride_dkh
+    dv += wide_batch * stride_dvb + wide_kv_head * stride_dvh
+    _add_rows(dk, dk_tile * scale, row, end, head_dim, stride_dks, stride_dkd, BLOCK_N, BLOCK_D, ADD)
+    _add_rows(dv, dv_tile, row, end, value_dim, stride_dvs, stride_dvd, BLOCK_N, BLOCK_DV, ADD)
+
+
+@triton.jit
+def _add_queries(
+    dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse, delta, q_row, q_end, q_position, k_position, k_rows, k_end,
+    query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
+    stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
+    left, right, scale, softcap, dropout, dropped, seed, numbered_head, batch,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries' part of dk / scale and dv."""
+    q_tile = _tile(q, batch, head, q_row, q_end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
+                   BLOCK_M, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
+    dout_tile = _tile(dout, batch, head, q_row, q_end, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
+                      BLOCK_M, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
+    rows = q_row + tl.arange(0, BLOCK_M)
+    lse_row = _of_rows(lse, rows, q_end, float("-inf"))
+    delta_row = _of_rows(delta, rows, q_end, 0.0)
+    zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    s, slope = _capped(launch.dot(k_tile, tl.trans(q_tile), zeros, PRECISION), scale, softcap, SOFTCAP)
+    s *= _LOG2E
+    if MASKED:
+        visible = _visible(q_position, k_position, (rows < q_end)[None, :], k_rows < k_end, left, right,
+                           query_documents, key_documents, stride_query_document, stride_key_document,
+                           rows[None, :], k_rows)  # fmt: skip
+        s = tl.where(visible, s, float("-inf"))
+    p = tl.exp2(s - _against(lse_row)[None, :])
+    dp = launch.dot(v_tile, tl.trans(dout_tile), zeros, PRECISION)
+    kept = p
+    if DROPOUT:
+        factor = _kept(q_position, k_position, numbered_head, batch, seed, dropped, dropout)
+        kept = p * factor
+        dp *= factor
+    dv_tile = launch.dot(launch.rounded(kept, dout_tile.dtype), dout_tile, dv_tile, PRECISION)
+    ds = p * (dp - delta_row[None, :]) * slope
+    dk_tile = launch.dot(launch.rounded(ds, q_tile.dtype), q_tile, dk_tile, PRECISION)
+    return dk_tile, dv_tile
+
+
+@triton.jit
+def _against(lse):
+    """What scores in base 2 are measured against; of a row that saw nothing, infinity, so that all its P are 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+
+
+@triton.jit
+def _dq_kernel(
+    q,  # [B, H, Sq, D]
+    k,  # [B, Hkv, Sk, D]
+    v,  # [B, Hkv, Sk, Dv]
+    query_documents,  # [B, Sq] or None
+    key_documents,  # [B, Sk] or None
+    heads, kv_heads, queries, keys, head_dim, value_dim,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
+    q_start, q_length, q_second_start, q_second_length,
+    k_start, k_length, k_second_start, k_second_length,
+    left, right, scale, softcap, dropout, dropped, seed, head_start,
+    dout,  # [B, H, Sq, Dv]
+    lse,  # [B, H, Sq] fp32, contiguous
+    delta,  # [B, H, Sq] fp32, contiguous
+    dq,  # [B, H, Sq, D]
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dqb, stride_dqh, stride_dqs, stride_dqd,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(q_length, BLOCK_M) + tl.cdiv(q_second_length, BLOCK_M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    head = (tl.program_id(0) // tiles) % heads
+    batch = tl.program_id(0) // tiles // heads
+    kv_head = head // (heads // kv_heads)
+    wide_head, wide_batch = head.to(tl.int64), batch.to(tl.int64)
+    row, end, second = _block(tile, q_length, q_second_length, BLOCK_M)
+    lowest = row + tl.where(second, q_second_start - q_length, q_start)
+    highest = tl.minimum(lowest + BLOCK_M, lowest + end - row) - 1
+    if query_documents is not None:
+        query_documents += wide_batch * stride_query_document_b
+        key_documents += wide_batch * stride_key_document_b
+    q_rows = row + tl.arange(0, BLOCK_M)
+    q_position = (lowest + tl.arange(0, BLOCK_M))[:, None]
+    q_tile = _tile(q, batch, head, row, end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
+                   BLOCK_M, BLOCK_D, True, False)  # fmt: skip
+    dout_tile = _tile(dout, batch, head, row, end, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
+                      BLOCK_M, BLOCK_DV, True, False)  # fmt: skip
+    of_head = (wide_batch * heads + wide_head) * queries
+    against = _against(_of_rows(lse + of_head, q_rows, end, float("-inf")))
+    delta_row = _of_rows(delta + of_head, q_rows, end, 0.0)
+    dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    a0, b0, c0, d0, a1, b1, c1, whole, partial = _seen(
+        k_start, k_length, k_second_start, k_second_length, lowest, highest, left, right,
+        query_documents is not None, BLOCK_N,
+    )  # fmt: skip
+    for number in range(whole):
+        key_tile, in_second = _whole(number, b0, c0, b1)
+        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
+        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
+        dq_tile = _add_keys(
+            dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, keys, q_position, k_position[None, :],
+            q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
+            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+            left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
+            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
+        )  # fmt: skip
+    for number in range(partial):
+        key_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
+        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
+        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
+        dq_tile = _add_keys(
+            dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, tl.where(in_second, keys, k_length),
+            q_position, k_position[None, :],
+            q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
+            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+            left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
+            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
+        )  # fmt: skip
+    dq += wide_batch * stride_dqb + wide_head * stride_dqh
+    _add_rows(dq, dq_tile * scale, row, end, head_dim, stride_dqs, stride_dqd, BLOCK_M, BLOCK_D, ADD)
+
+
+@triton.jit
+def _add_keys(
+    dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, k_end, q_position, k_position, q_rows, q_end,
+    query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
+    stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+    left, right, scale, softcap, dropout, dropped, seed, head, batch,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys' part of dq / scale."""
+    k_tile = _tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
+                   BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
+    v_tile = _tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
+                   BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    s, slope = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, PRECISION), scale, softcap, SOFTCAP)
+    s *= _LOG2E
+    if MASKED:
+        k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
+        visible = _visible(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
+                           key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
+        s = tl.where(visible, s, float("-inf"))
+    p = tl.exp2(s - against[:, None])
+    dp = launch.dot(dout_tile, tl.trans(v_tile), zeros, PRECISION)
+    if DROPOUT:
+        dp *= _kept(q_position, k_position, head, batch, seed, dropped, dropout)
+    ds = p * (dp - delta_row[:, None]) * slope
+    return launch.dot(launch.rounded(ds, k_tile.dtype), k_tile, dq_tile, PRECISION)
+
+
+def variants(architecture: str) -> None:
+    """Calls the launchers once for each variant to check, on meta tensors; for inside `launch.recording`."""
+
+    def tensors(head_dim, value_dim, dtype=torch.bfloat16):
+        shapes = [(2, 32, 4096, head_dim), (2, 8, 4096, head_dim), (2, 8, 4096, value_dim), (2, 32, 4096, value_dim)]
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+
+    def both_ways(q, k, v, dout, rules, **options):
+        out, lse = attention_forward(q, k, v, rules, **options)
+        delta = attention_delta(out, dout)
+        attention_backward(q, k, v, dout, lse, delta, rules, **options)
+
+    causal = Rules(right=0)
+    for head_dim, value_dim in ((64, 64), (128, 128), (192, 128)):
+        q, k, v, dout = tensors(head_dim, value_dim)
+        lse = torch.empty(q.shape[:3], device="meta")
+        for tile in listed("forward", architecture, head_dim, q.dtype):
+            attention_forward(q, k, v, causal, config=tile)
+        pairs = zip_longest(*(listed(kind, architecture, head_dim, q.dtype) for kind in ("dkdv", "dq")))
+        for dkdv, dq in pairs:
+            attention_backward(q, k, v, dout, lse, lse, causal, dkdv_config=dkdv, dq_config=dq)
+    q, k, v, dout = tensors(128, 128)
+    documents = torch.empty(2, 4096, dtype=torch.int32, device="meta")
+    both_ways(q, k, v, dout, causal, query_documents=documents, key_documents=documents)
+    both_ways(q, k, v, dout, Rules(softcap=30.0))
+    both_ways(q, k, v, dout, Rules(dropout=0.1, seed=1 << 40))
+    wide = [t.float() for t in (dout, q, k, v)]
+    lse = torch.empty(q.shape[:3], device="meta")
+    attention_forward(q, k, v, causal, previous=(wide[0], lse), out=wide[0])
+    attention_backward(q, k, v, dout, lse, lse, causal, dq=wide[1], dk=wide[2], dv=wide[3])
+    both_ways(*tensors(128, 128, torch.float16), causal)
+    for precision in PRECISIONS:
+        both_ways(*tensors(128, 128, torch.float32), Rules(right=0, precision=precision))

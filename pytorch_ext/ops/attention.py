@@ -1,0 +1,137 @@
+"""Attention of one chunk of queries against one chunk of keys and values, on one device: the operators, and autograd.
+
+What sequence parallelism calls between its collectives are the operators; `attention` is the whole for one device.
+"""
+
+import torch
+
+from weft.ops.backward import first_order
+from weft.ops.library import register
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> torch.Tensor:
+    """softmax(scale q k.T, masked) v, differentiable, deterministic, by our kernel.
+
+    Args:
+        q: [batch, heads, sequence, head_dim]; k: [batch, kv_heads, sequence_k, head_dim]; v likewise with a head_dim of
+            its own. bf16, fp16 or fp32; heads a multiple of kv_heads.
+        causal: a query sees keys up to its own position.
+        window: a query sees the last `window` positions, its own counted; without causal as many after it too.
+        scale: 1 / sqrt(head_dim) by default.
+        softcap: scores become softcap tanh(scores / softcap).
+        sinks: [heads] fp32, learned logits that take part in the sum of exponentials and have no value.
+        document_ids: [batch, sequence] integers; a query sees keys of its own document. Needs sequence == sequence_k.
+        dropout: of probabilities; the mask follows from seed and positions alone.
+
+    Returns:
+        [batch, heads, sequence, head_dim of v], in q's type. Rows that see nothing are 0.
+
+    Raises:
+        ValueError, TypeError: what the kernel does not take, before anything is launched.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window={window} must be at least 1; a window of 1 is the query's own position")
+    left = window - 1 if window is not None else None
+    right = 0 if causal else left
+    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
+    return AttentionFunction.apply(q, k, v, sinks, document_ids, left, right, scale, softcap, dropout, seed)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """out = softmax(scale q k.T, masked) v, with lse the logarithm of the sum of exponentials, sinks included.
+
+    q [B, H, Sq, D]        k [B, Hkv, Sk, D]        v [B, Hkv, Sk, Dv]        sinks [H]        out [B, H, Sq, Dv]
+
+    forward   out, lse = attention_forward(q, k, v)        sinks are the state that it starts from: (0, sinks)
+    backward  delta = rowsum(out dout)
+              dq, dk, dv = attention_backward(q, k, v, dout, lse, delta)
+              dsinks = -sum over rows of exp(sinks - lse) delta, since a sink's value is 0
+
+    Saves q, k, v, sinks, the documents, out and lse [B, H, Sq] fp32; no probabilities.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, documents, left, right, scale, softcap, dropout, seed):
+        out, lse = _forward(q, k, v, sinks, documents, left, right, scale, softcap, dropout, seed)
+        ctx.rules = left, right, scale, softcap, dropout, seed
+        ctx.save_for_backward(q, k, v, sinks, documents, out, lse)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        q, k, v, sinks, documents, out, lse = ctx.saved_tensors
+        dq, dk, dv, delta = _backward(dout, q, k, v, documents, out, lse, *ctx.rules)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            weights = torch.exp(sinks.float().view(1, -1, 1) - lse)
+            dsinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, dsinks, *(None,) * 7
+
+
+def _forward_operator(q, k, v, sinks, documents, left, right, scale, softcap, dropout, seed):
+    from weft.kernels.attention import attention_forward
+
+    previous = None
+    if sinks is not None:
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(
+                f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], {tuple(q.shape[1:2])}"
+            )
+        previous = None, sinks.float().view(1, -1, 1).expand(q.shape[:3])
+    options = _options(documents, left, right, scale, softcap, dropout, seed)
+    return attention_forward(q, k, v, previous=previous, **options)
+
+
+def _backward_operator(dout, q, k, v, documents, out, lse, left, right, scale, softcap, dropout, seed):
+    from weft.kernels.attention import attention_backward, attention_delta
+
+    delta = attention_delta(out, dout)
+    options = _options(documents, left, right, scale, softcap, dropout, seed)
+    return *attention_backward(q, k, v, dout, lse, delta, **options), delta
+
+
+def _options(documents, left, right, scale, softcap, dropout, seed) -> dict:
+    return {
+        "query_documents": documents,
+        "key_documents": documents,
+        "left": left,
+        "right": right,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout": dropout,
+        "seed": seed,
+    }
+
+
+_RULES = "int? left, int? right, float scale, float? softcap, float dropout, int seed"
+_forward = register(
+    f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? documents, {_RULES}) -> (Tensor, Tensor)",
+    _forward_operator,
+    lambda q, k, v, *_: (
+        q.new_empty((*q.shape[:3], v.size(3))),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+    ),
+)
+_backward = register(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, "
+    f"{_RULES}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_operator,
+    lambda dout, q, k, v, *_: (
+        *(t.new_empty(t.shape) for t in (q, k, v)),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+    ),
+)
