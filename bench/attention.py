@@ -57,8 +57,8 @@ def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[
     moved = size * (2 * q.numel() + 2 * k.numel())
 
     def with_gradients(function, *tensors):
-        *tensors, dout = tensors
-        leaves = [t.detach().requires_grad_() for t in tensors]
+        *inputs, dout = tensors
+        leaves = [t.detach().requires_grad_() for t in inputs]
         out = function(*leaves)
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 

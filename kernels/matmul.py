@@ -261,9 +261,9 @@ def _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, colum
     """Writes a tile of sums, in strips of STRIP columns: the whole tile at once would need more registers, and more
     shared memory to change its layout, than the sum itself."""
     if WIDTH > STRIP:
-        left, right = _halves(total, BLOCK_M, WIDTH)
+        left, right = launch.halves(total, BLOCK_M, WIDTH)
         if total_up is not None:
-            left_up, right_up = _halves(total_up, BLOCK_M, WIDTH)
+            left_up, right_up = launch.halves(total_up, BLOCK_M, WIDTH)
         else:
             left_up = None
             right_up = None
@@ -298,12 +298,6 @@ def _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, colum
                 out.store([row, column], y)
             else:
                 tl.store(out + r * stride_out_row + c * stride_out_column, y, mask=inside)
-
-
-@triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns."""
-    return tile.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
 
 
 @triton.jit

@@ -82,39 +82,25 @@ class AttentionFunction(torch.autograd.Function):
         return dq, dk, dv, dsinks, *(None,) * 7
 
 
-def _forward_operator(q, k, v, sinks, documents, left, right, scale, softcap, dropout, seed):
-    from weft.kernels.attention import attention_forward
+def _forward_operator(q, k, v, sinks, documents, *rules):
+    from weft.kernels.attention import Rules, attention_forward
 
     previous = None
     if sinks is not None:
         if sinks.shape != q.shape[1:2]:
-            raise ValueError(
-                f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], {tuple(q.shape[1:2])}"
-            )
+            raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], [{q.size(1)}]")
         previous = None, sinks.float().view(1, -1, 1).expand(q.shape[:3])
-    options = _options(documents, left, right, scale, softcap, dropout, seed)
-    return attention_forward(q, k, v, previous=previous, **options)
+    return attention_forward(
+        q, k, v, Rules(*rules), query_documents=documents, key_documents=documents, previous=previous
+    )
 
 
-def _backward_operator(dout, q, k, v, documents, out, lse, left, right, scale, softcap, dropout, seed):
-    from weft.kernels.attention import attention_backward, attention_delta
+def _backward_operator(dout, q, k, v, documents, out, lse, *rules):
+    from weft.kernels.attention import Rules, attention_backward, attention_delta
 
     delta = attention_delta(out, dout)
-    options = _options(documents, left, right, scale, softcap, dropout, seed)
-    return *attention_backward(q, k, v, dout, lse, delta, **options), delta
-
-
-def _options(documents, left, right, scale, softcap, dropout, seed) -> dict:
-    return {
-        "query_documents": documents,
-        "key_documents": documents,
-        "left": left,
-        "right": right,
-        "scale": scale,
-        "softcap": softcap,
-        "dropout": dropout,
-        "seed": seed,
-    }
+    documents_of = {"query_documents": documents, "key_documents": documents}
+    return *attention_backward(q, k, v, dout, lse, delta, Rules(*rules), **documents_of), delta
 
 
 _RULES = "int? left, int? right, float scale, float? softcap, float dropout, int seed"
