@@ -25,8 +25,8 @@ Dropout keeps a probability where Philox 4x32-7 (Salmon et al. 2011) of (key pos
 so, whatever the chunks are; backward draws the same again. lse is that of the undropped probabilities.
 
 Operations: forward 2 B H pairs (D + Dv), backward 2 B H pairs (4 D + 3 Dv) in all, pairs being those not masked. Head
-dimensions are padded to a power of two: 192 costs as much as 256. fp32 is computed in three tf32 products each
-(Ootomo and Yokota 2022), to about the rounding of fp32. Bytes: q, k, v, out once from device memory, k and v
+dimensions are padded to a power of two: 192 costs as much as 256. bf16 and fp16; fp32 in the interpreter
+only, since its products do not fit the registers beside the sums. Bytes: q, k, v, out once from device memory, k and v
 Sq / block_m times from L2. Saved for backward: q, k, v, out, lse. Held by tests/kernels/test_attention.py.
 """
 
@@ -44,6 +44,7 @@ from weft.kernels import launch
 from weft.kernels.config import AttentionConfig, choose
 
 LARGEST_HEAD_DIM = 256
+_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _UNBOUNDED = 1 << 30  # positions lie below it, so a bound of this size hides nothing
 _DELTA_ROWS = 32
 
@@ -188,7 +189,7 @@ def attention_forward(
     """out and lse of the queries over these keys, and over those that `previous` has seen.
 
     Args:
-        q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], of one type (bf16, fp16, fp32), any strides; H a
+        q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], of one type (bf16, fp16), any strides; H a
             multiple of Hkv.
         query_positions, key_positions: from 0 on by default.
         query_documents, key_documents: [B, Sq] and [B, Sk] integers.
@@ -399,7 +400,6 @@ class _Chunk:
             *arguments,
             SOFTCAP=rules.softcap is not None,
             DROPOUT=rules.dropout > 0,
-            PRECISION="ieee",
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_D=_padded(q.size(3)),
@@ -418,7 +418,7 @@ def _check_chunk(op, q, k, v) -> None:
         if not 1 <= tensor.size(3) <= LARGEST_HEAD_DIM:
             raise ValueError(f"{op}: {name} has head_dim {tensor.size(3)}; it must be 1 to {LARGEST_HEAD_DIM}")
     launch.check_memory(op, q=q, k=k, v=v)
-    launch.check_dtype(op, q=q)
+    launch.check_dtype(op, _DTYPES, q=q)
     launch.check_dtype(op, (q.dtype,), k=k, v=v)
     batch, heads, _, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -615,7 +615,7 @@ def _forward_kernel(
     stride_pb, stride_ph, stride_ps, stride_pd,
     stride_plb, stride_plh, stride_pls,
     stride_ob, stride_oh, stride_os, stride_od,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -663,7 +663,7 @@ def _forward_kernel(
             q_row[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
             head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head,
-            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
+            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
         )  # fmt: skip
     for number in range(partial):
         key_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
@@ -675,7 +675,7 @@ def _forward_kernel(
             q_row[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
             head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head,
-            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
+            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
         )  # fmt: skip
 
     # 4. The new state.
@@ -695,7 +695,7 @@ def _see_keys(
     query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
     left, right, scale, softcap, dropout, dropped, seed, head,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -703,7 +703,7 @@ def _see_keys(
     k_tile = _tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
                    BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    s, _ = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, PRECISION), scale, softcap, SOFTCAP)
+    s, _ = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
     s *= _LOG2E
     if MASKED:
         k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
@@ -722,7 +722,7 @@ def _see_keys(
         p *= _kept(q_position, k_position, head, batch, seed, dropped, dropout)
     v_tile = _tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
                    BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
-    o = launch.dot(launch.rounded(p, v_tile.dtype), v_tile, o, PRECISION)
+    o = launch.dot(launch.rounded(p, v_tile.dtype), v_tile, o, "ieee")
     return o, new_highest, exponentials
 
 
@@ -795,7 +795,7 @@ def _dkdv_kernel(
     dv,  # [B, Hkv, Sk, Dv]
     stride_dkb, stride_dkh, stride_dks, stride_dkd,
     stride_dvb, stride_dvh, stride_dvs, stride_dvd,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -839,7 +839,7 @@ def _dkdv_kernel(
                 stride_query_document, stride_key_document, head_dim, value_dim,
                 stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
                 left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-                SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
+                SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
             )  # fmt: skip
         for number in range(partial):
             query_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
@@ -852,7 +852,7 @@ def _dkdv_kernel(
                 stride_query_document, stride_key_document, head_dim, value_dim,
                 stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
                 left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-                SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
+                SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
             )  # fmt: skip
     dk += wide_batch * stride_dkb + wide_kv_head * stride_dkh
     dv += wide_batch * stride_dvb + wide_kv_head * stride_dvh
@@ -866,7 +866,7 @@ def _add_queries(
     query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
     left, right, scale, softcap, dropout, dropped, seed, numbered_head, batch,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -879,7 +879,7 @@ def _add_queries(
     lse_row = _of_rows(lse, rows, q_end, float("-inf"))
     delta_row = _of_rows(delta, rows, q_end, 0.0)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    s, slope = _capped(launch.dot(k_tile, tl.trans(q_tile), zeros, PRECISION), scale, softcap, SOFTCAP)
+    s, slope = _capped(launch.dot(k_tile, tl.trans(q_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
     s *= _LOG2E
     if MASKED:
         visible = _visible(q_position, k_position, (rows < q_end)[None, :], k_rows < k_end, left, right,
@@ -887,15 +887,15 @@ def _add_queries(
                            rows[None, :], k_rows)  # fmt: skip
         s = tl.where(visible, s, float("-inf"))
     p = tl.exp2(s - _against(lse_row)[None, :])
-    dp = launch.dot(v_tile, tl.trans(dout_tile), zeros, PRECISION)
+    dp = launch.dot(v_tile, tl.trans(dout_tile), zeros, "ieee")
     kept = p
     if DROPOUT:
         factor = _kept(q_position, k_position, numbered_head, batch, seed, dropped, dropout)
         kept = p * factor
         dp *= factor
-    dv_tile = launch.dot(launch.rounded(kept, dout_tile.dtype), dout_tile, dv_tile, PRECISION)
+    dv_tile = launch.dot(launch.rounded(kept, dout_tile.dtype), dout_tile, dv_tile, "ieee")
     ds = p * (dp - delta_row[None, :]) * slope
-    dk_tile = launch.dot(launch.rounded(ds, q_tile.dtype), q_tile, dk_tile, PRECISION)
+    dk_tile = launch.dot(launch.rounded(ds, q_tile.dtype), q_tile, dk_tile, "ieee")
     return dk_tile, dv_tile
 
 
@@ -926,7 +926,7 @@ def _dq_kernel(
     delta,  # [B, H, Sq] fp32, contiguous
     dq,  # [B, H, Sq, D]
     stride_dqb, stride_dqh, stride_dqs, stride_dqd,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -965,7 +965,7 @@ def _dq_kernel(
             q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
             head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
+            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
         )  # fmt: skip
     for number in range(partial):
         key_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
@@ -977,7 +977,7 @@ def _dq_kernel(
             q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
             head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-            SOFTCAP, DROPOUT, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
+            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
         )  # fmt: skip
     dq += wide_batch * stride_dqb + wide_head * stride_dqh
     _add_rows(dq, dq_tile * scale, row, end, 0, head_dim, stride_dqs, stride_dqd, BLOCK_M, BLOCK_D, ADD)
@@ -989,7 +989,7 @@ def _add_keys(
     query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
     left, right, scale, softcap, dropout, dropped, seed, head, batch,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -999,7 +999,7 @@ def _add_keys(
     v_tile = _tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
                    BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    s, slope = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, PRECISION), scale, softcap, SOFTCAP)
+    s, slope = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
     s *= _LOG2E
     if MASKED:
         k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
@@ -1007,11 +1007,11 @@ def _add_keys(
                            key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
         s = tl.where(visible, s, float("-inf"))
     p = tl.exp2(s - against[:, None])
-    dp = launch.dot(dout_tile, tl.trans(v_tile), zeros, PRECISION)
+    dp = launch.dot(dout_tile, tl.trans(v_tile), zeros, "ieee")
     if DROPOUT:
         dp *= _kept(q_position, k_position, head, batch, seed, dropped, dropout)
     ds = p * (dp - delta_row[:, None]) * slope
-    return launch.dot(launch.rounded(ds, k_tile.dtype), k_tile, dq_tile, PRECISION)
+    return launch.dot(launch.rounded(ds, k_tile.dtype), k_tile, dq_tile, "ieee")
 
 
 def variants(architecture: str) -> None:

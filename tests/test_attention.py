@@ -4,17 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from weft.kernels import launch
 from weft.ops.attention import attention
 from weft.testing.tolerance import assert_close
 
 pytestmark = pytest.mark.kernel
+
+DTYPES = [*([torch.float32] if launch.INTERPRETED else []), torch.bfloat16]
 
 
 def draw(device, *shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def chunk(device, heads=2, kv_heads=2, sequence=21, head_dim=16, dtype=torch.float32):
+def chunk(device, heads=2, kv_heads=2, sequence=21, head_dim=16, dtype=DTYPES[0]):
     shapes = [(2, h, sequence, head_dim) for h in (heads, kv_heads, kv_heads)]
     return [draw(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
@@ -47,7 +50,7 @@ def compare(ours, reference, inputs):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_torchs_attention_with_all_gradients(device, dtype, causal):
     def reference(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)

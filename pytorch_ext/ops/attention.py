@@ -27,7 +27,7 @@ def attention(
 
     Args:
         q: [batch, heads, sequence, head_dim]; k: [batch, kv_heads, sequence_k, head_dim]; v likewise with a head_dim of
-            its own. bf16, fp16 or fp32; heads a multiple of kv_heads.
+            its own. bf16 or fp16; heads a multiple of kv_heads.
         causal: a query sees keys up to its own position.
         window: a query sees the last `window` positions, its own counted; without causal as many after it too.
         scale: 1 / sqrt(head_dim) by default.
