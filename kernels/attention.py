@@ -25,9 +25,9 @@ Dropout keeps a probability where Philox 4x32-7 (Salmon et al. 2011) of (key pos
 so, whatever the chunks are; backward draws the same again. lse is that of the undropped probabilities.
 
 Operations: forward 2 B H pairs (D + Dv), backward 2 B H pairs (4 D + 3 Dv) in all, pairs being those not masked. Head
-dimensions are padded to a power of two: 192 costs as much as 256. bf16 and fp16; fp32 in the interpreter
-only, since its products do not fit the registers beside the sums. Bytes: q, k, v, out once from device memory, k and v
-Sq / block_m times from L2. Saved for backward: q, k, v, out, lse. Held by tests/kernels/test_attention.py.
+dimensions are padded to a power of two: 192 costs as much as 256. bf16 and fp16; fp32 in the interpreter only, as its
+products do not fit the registers beside the sums. Bytes: q, k, v, out once from device memory, k and v Sq / block_m
+times from L2. Saved for backward: q, k, v, out, lse. Held by tests/kernels/test_attention.py.
 """
 
 import math
@@ -212,6 +212,8 @@ def attention_forward(
     launch.check_shape(op, q.shape[:3], previous_lse=previous_lse)
     launch.check_dtype(op, (torch.float32,), previous_out=previous_out, previous_lse=previous_lse)
     launch.check_dtype(op, out=out)
+    launch.check_output(op, out=out)
+    _check_strides(op, out=out, previous_out=previous_out)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     config = chunk.config("forward", config)
     chunk.launch(
@@ -294,24 +296,26 @@ def attention_backward(
     launch.check_dtype(op, (torch.float32,), lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
     launch.check_shape(op, (*q.shape[:3], v.size(3)), dout=dout)
     launch.check_shape(op, q.shape[:3], lse=lse, delta=delta)
-    for like, given in (("q", {"dq": dq}), ("k", {"dk": dk}), ("v", {"dv": dv})):
-        launch.check_shape(op, {"q": q, "k": k, "v": v}[like].shape, **given)
-    tile, add = chunk.config("dkdv", dkdv_config), dk is not None or dv is not None
+    launch.check_shape(op, q.shape, dq=dq)
+    launch.check_shape(op, k.shape, dk=dk)
+    launch.check_shape(op, v.shape, dv=dv)
+    launch.check_output(op, dq=dq, dk=dk, dv=dv)
+    _check_strides(op, dout=dout, dq=dq, dk=dk, dv=dv)
     if (dk is None) != (dv is None):
         raise ValueError(f"{op}: dk and dv are added to together; give both or neither")
-    accumulates_q = dq is not None
-    dq, dk, dv = (given if given is not None else torch.empty_like(like, memory_format=torch.contiguous_format)
-                  for given, like in ((dq, q), (dk, k), (dv, v)))  # fmt: skip
-    common = lse.contiguous(), delta.contiguous()
-    chunk.launch(
-        _dkdv_kernel, tile, chunk.key_tiles(tile.block_n) * k.size(1), *common, dk, dv, *dk.stride(),
-        *dv.stride(), ADD=add, dout=dout,
-    )  # fmt: skip
+    add_q, add_kv = dq is not None, dk is not None
+    dq, dk, dv = (
+        given if given is not None else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        for given, like in ((dq, q), (dk, k), (dv, v))
+    )
+    lse, delta = lse.contiguous(), delta.contiguous()
+    tile = chunk.config("dkdv", dkdv_config)
+    programs = chunk.key_tiles(tile.block_n) * k.size(1)
+    strides = *dk.stride(), *dv.stride()
+    chunk.launch(_dkdv_kernel, tile, programs, lse, delta, dk, dv, *strides, ADD=add_kv, dout=dout)
     tile = chunk.config("dq", dq_config)
-    chunk.launch(
-        _dq_kernel, tile, chunk.query_tiles(tile.block_m) * q.size(1), *common, dq, *dq.stride(),
-        ADD=accumulates_q, dout=dout,
-    )  # fmt: skip
+    programs = chunk.query_tiles(tile.block_m) * q.size(1)
+    chunk.launch(_dq_kernel, tile, programs, lse, delta, dq, *dq.stride(), ADD=add_q, dout=dout)
     return dq, dk, dv
 
 
@@ -420,12 +424,20 @@ def _check_chunk(op, q, k, v) -> None:
     launch.check_memory(op, q=q, k=k, v=v)
     launch.check_dtype(op, _DTYPES, q=q)
     launch.check_dtype(op, (q.dtype,), k=k, v=v)
+    _check_strides(op, q=q, k=k, v=v)
     batch, heads, _, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     launch.check_shape(op, (batch, kv_heads, keys, head_dim), k=k)
     launch.check_shape(op, (batch, kv_heads, keys, v.size(3)), v=v)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{op}: {heads} query heads cannot share {kv_heads} KV heads evenly; heads must be a multiple")
+
+
+def _check_strides(op, **tensors: torch.Tensor | None) -> None:
+    """Offsets inside a tile, of up to 256 rows or columns, are of 32 bits."""
+    for name, tensor in tensors.items():
+        if tensor is not None and max(tensor.stride()[2:]) >= 2**22:
+            raise ValueError(f"{op}: {name} has strides {tensor.stride()}; the last two must be below {2**22}: copy it")
 
 
 def _check_rules(op, rules: Rules) -> None:

@@ -133,6 +133,13 @@ def check_shape(op: str, expected: Sequence[int], **tensors: torch.Tensor | None
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
 
 
+def check_output(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raises ValueError, naming the tensor, where elements share memory (strides of 0); None is let pass."""
+    for name, tensor in tensors.items():
+        if tensor is not None and any(s == 0 < n - 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{op}: {name} has strides {tensor.stride()}: its elements share memory; give it its own")
+
+
 def describable(matrix: torch.Tensor) -> bool:
     """Whether the tensor copy engine can read it: 16-byte rows and base, the last dimension contiguous (CUDA driver
     API, cuTensorMapEncodeTiled)."""

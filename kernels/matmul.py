@@ -215,8 +215,7 @@ def _check(a, b, b_up, bias, activation, addend, prologue, out, precision) -> No
                 f"{op}: {name} has strides {matrix.stride()} and goes with a matrix of strides {like.stride()}; "
                 "lay both out by rows or both by columns"
             )
-    if out is not None and any(stride == 0 < size - 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError(f"{op}: out has strides {out.stride()}, so that its elements share memory; give it its own")
+    launch.check_output(op, out=out)
     if precision not in PRECISIONS:
         raise ValueError(f"{op}: precision={precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
     if max(*a.shape, columns) >= 2**31 - 2**10:

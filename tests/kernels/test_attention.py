@@ -316,6 +316,8 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
         (ValueError, "previous_lse has shape", lambda: attention_forward(q, k, v, free, previous=(dout, lse[..., 1:]))),
         (ValueError, "delta has shape", lambda: attention_backward(q, k, v, dout, lse, lse[..., 1:], free)),
         (TypeError, "dq is torch.bfloat16", lambda: attention_backward(q, k, v, dout, lse, lse, free, dq=q.bfloat16())),
+        (ValueError, "its elements share memory", lambda: attention_forward(q, k, v, free, out=dout[:, :, :1].expand_as(dout))),
+        (ValueError, "the last two must be below 4194304: copy it", lambda: attention_forward(torch.empty(1, device=device).as_strided((1, 1, 1, 16), (1, 1, 1 << 22, 0)), k, v, free)),
         (ValueError, "both or neither", lambda: attention_backward(q, k, v, dout, lse, lse, free, dk=k)),
     ]:  # fmt: skip
         with pytest.raises(error, match=text):
