@@ -22,6 +22,9 @@ class ParallelLinear(ShardedModule):
     Sizes need not divide by the number of ranks. Built from a seed, the layer holds this rank's slice of the nn.Linear
     built from that seed.
 
+    A weight that is given an attribute `main_grad`, fp32 and of its shape, has its gradient added to that, in fp32, and
+    its `.grad` stays None.
+
     Args:
         in_features, out_features: of the whole layer.
         bias: split like the output of a column layer; whole, and added once, in a row layer.
