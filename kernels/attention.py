@@ -45,7 +45,8 @@ from weft.kernels.config import AttentionConfig, choose
 
 LARGEST_HEAD_DIM = 256
 _DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
-_UNBOUNDED = 1 << 30  # positions lie below it, so a bound of this size hides nothing
+_UNBOUNDED = 1 << 30  # a bound that hides nothing, since
+_LAST_POSITION = 1 << 29  # is the farthest; sums of the two fit 32 bits
 _DELTA_ROWS = 32
 
 
@@ -458,8 +459,8 @@ def _positions(op, name, given: Positions | None, size: int) -> Positions:
     found = Positions(0, size) if given is None else Positions(*given)
     if min(found) < 0 or found.length + found.second_length != size:
         raise ValueError(f"{op}: {name}={found} must be of {size} rows in all, none of its numbers negative")
-    if max(found.start + found.length, found.second_start + found.second_length) > _UNBOUNDED:
-        raise ValueError(f"{op}: {name}={found} passes position {_UNBOUNDED}")
+    if max(found.start + found.length, found.second_start + found.second_length) > _LAST_POSITION:
+        raise ValueError(f"{op}: {name}={found} passes position {_LAST_POSITION}, the last that the kernel can count")
     return found
 
 
