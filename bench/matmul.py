@@ -9,7 +9,7 @@ import torch
 from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import matmul
-from weft.kernels.tiles import Problem, problem_of
+from weft.kernels.matmul_tiles import Problem, problem_of
 from weft.testing import cases, reference
 from weft.testing.tolerance import assert_close
 

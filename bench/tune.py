@@ -14,7 +14,7 @@ from weft.bench.device_time import alternate
 from weft.bench.environment import environment
 from weft.bench.matmul import Product, products, shards
 from weft.kernels import config as configs
-from weft.kernels import launch, tiles
+from weft.kernels import launch, matmul_tiles
 from weft.testing import cases
 
 # A row serves sizes within a factor of two, so these serve 1k to 16k tokens and 1 to 16 ranks.
@@ -53,9 +53,9 @@ def tune(shards, device: torch.device, dtype: torch.dtype) -> list[configs.Entry
 def winner(product: Product, device: torch.device) -> configs.Entry | None:
     """The fastest of the configurations whose result is right."""
     problem = product.problem
-    listed = tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)
+    listed = matmul_tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)
     right = {}
-    for config in tiles.candidates(listed, problem.k):
+    for config in matmul_tiles.candidates(listed, problem.k):
         try:
             product.check(config)
         except AssertionError as wrong:

@@ -41,6 +41,19 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels import launch
+from weft.kernels.attention_backward import delta_kernel, dkdv_kernel, dq_kernel
+from weft.kernels.attention_scores import (
+    LOG2E,
+    block_of,
+    capped,
+    kept_pairs,
+    load_tile,
+    partial_tile,
+    seen_tiles,
+    visible_pairs,
+    whole_tile,
+)
+from weft.kernels.attention_tiles import listed, padded
 from weft.kernels.config import AttentionConfig, choose
 
 LARGEST_HEAD_DIM = 256
@@ -79,97 +92,6 @@ class Rules:
     dropout: float = 0.0
     seed: int = 0
     head_start: int = 0
-
-
-# The tile configurations that exist, by architecture, kind and padded head dimension; the heuristic takes the first.
-# They are what the registers of that architecture hold: `weft.kernels.check` shows how full they are.
-_Table = dict[str, dict[int, tuple[AttentionConfig, ...]]]
-_TILES: dict[str, _Table] = {
-    "sm_80": {
-        "forward": {
-            64: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3)),
-            128: (AttentionConfig(128, 32, 8, 2), AttentionConfig(64, 32, 4, 2)),
-            256: (AttentionConfig(64, 64, 8, 2), AttentionConfig(64, 32, 4, 2)),
-        },
-        "dkdv": {
-            64: (AttentionConfig(32, 64, 8, 2), AttentionConfig(32, 128, 8, 2)),
-            128: (AttentionConfig(32, 32, 4, 2),),
-            256: (AttentionConfig(32, 32, 8, 2),),
-        },
-        "dq": {
-            64: (AttentionConfig(64, 64, 8, 2), AttentionConfig(64, 32, 4, 2)),
-            128: (AttentionConfig(64, 32, 4, 2),),
-            256: (AttentionConfig(32, 32, 8, 2), AttentionConfig(32, 32, 4, 1)),
-        },
-    },
-    "sm_90": {
-        "forward": {
-            64: (AttentionConfig(128, 128, 8, 3), AttentionConfig(128, 64, 8, 3)),
-            128: (AttentionConfig(128, 128, 8, 2), AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3)),
-            256: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
-        },
-        "dkdv": {
-            64: (AttentionConfig(64, 128, 8, 2), AttentionConfig(32, 128, 8, 2)),
-            128: (AttentionConfig(32, 128, 8, 2), AttentionConfig(32, 64, 4, 2)),
-            256: (AttentionConfig(32, 64, 8, 2),),
-        },
-        "dq": {
-            64: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
-            128: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
-            256: (AttentionConfig(64, 32, 8, 2), AttentionConfig(64, 32, 4, 2)),
-        },
-    },
-    "sm_100": {
-        "forward": {
-            64: (AttentionConfig(64, 64, 4, 3),),
-            128: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
-            256: (AttentionConfig(64, 64, 8, 2),),
-        },
-        "dkdv": {
-            64: (AttentionConfig(32, 128, 8, 2), AttentionConfig(64, 128, 8, 1)),
-            128: (AttentionConfig(32, 64, 8, 2),),
-            256: (AttentionConfig(32, 64, 8, 1),),
-        },
-        "dq": {
-            64: (AttentionConfig(128, 64, 8, 2),),
-            128: (AttentionConfig(64, 64, 8, 2), AttentionConfig(128, 32, 8, 2)),
-            256: (AttentionConfig(64, 32, 8, 2),),
-        },
-    },
-}
-# Where drawing random numbers takes registers that those tiles need.
-_DROPOUT_TILES: dict[str, _Table] = {
-    "sm_80": {
-        "dkdv": {
-            64: (AttentionConfig(32, 32, 4, 2),),
-            128: (AttentionConfig(32, 32, 8, 2),),
-            256: (AttentionConfig(16, 32, 8, 2),),
-        },
-    },
-    "sm_90": {
-        "forward": {64: (AttentionConfig(128, 64, 8, 3),), 128: (AttentionConfig(128, 64, 8, 2),)},
-        "dkdv": {
-            64: (AttentionConfig(32, 128, 8, 2),),
-            128: (AttentionConfig(32, 64, 8, 2),),
-            256: (AttentionConfig(16, 64, 8, 2),),
-        },
-        "dq": {128: (AttentionConfig(64, 64, 8, 2),)},
-    },
-    "sm_100": {
-        "dkdv": {128: (AttentionConfig(32, 64, 8, 1),)},
-        "dq": {128: (AttentionConfig(64, 32, 8, 2),)},
-    },
-}
-_INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 1))
-
-
-def listed(kind: str, architecture: str, head_dim: int, dropout: bool = False) -> tuple[AttentionConfig, ...]:
-    """The configurations that exist for "forward", "dkdv" or "dq" at the larger of the head dimensions."""
-    if architecture == "interpreter":
-        return _INTERPRETED_TILES
-    padded = max(64, _padded(head_dim))
-    plain = _TILES[architecture][kind][padded]
-    return _DROPOUT_TILES[architecture].get(kind, {}).get(padded, plain) if dropout else plain
 
 
 def attention_forward(
@@ -244,7 +166,7 @@ def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     delta = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
     tiles = triton.cdiv(rows, _DELTA_ROWS)
     launch.launch(
-        _delta_kernel,
+        delta_kernel,
         (tiles * batch * heads,),
         out,
         dout,
@@ -256,7 +178,7 @@ def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
         *out.stride(),
         *dout.stride(),
         ROWS=_DELTA_ROWS,
-        BLOCK_D=_padded(head_dim),
+        BLOCK_D=padded(head_dim),
     )
     return delta
 
@@ -313,10 +235,10 @@ def attention_backward(
     tile = chunk.config("dkdv", dkdv_config)
     programs = chunk.key_tiles(tile.block_n) * k.size(1)
     strides = *dk.stride(), *dv.stride()
-    chunk.launch(_dkdv_kernel, tile, programs, lse, delta, dk, dv, *strides, ADD=add_kv, dout=dout)
+    chunk.launch(dkdv_kernel, tile, programs, lse, delta, dk, dv, *strides, ADD=add_kv, dout=dout)
     tile = chunk.config("dq", dq_config)
     programs = chunk.query_tiles(tile.block_m) * q.size(1)
-    chunk.launch(_dq_kernel, tile, programs, lse, delta, dq, *dq.stride(), ADD=add_q, dout=dout)
+    chunk.launch(dq_kernel, tile, programs, lse, delta, dq, *dq.stride(), ADD=add_q, dout=dout)
     return dq, dk, dv
 
 
@@ -346,8 +268,8 @@ class _Chunk:
         problem: dict[str, Any] = {
             "queries": q.size(2),
             "keys": k.size(2),
-            "head_dim": _padded(q.size(3)),
-            "value_dim": _padded(v.size(3)),
+            "head_dim": padded(q.size(3)),
+            "value_dim": padded(v.size(3)),
             "bounded": self.rules.left is not None or self.rules.right is not None,
             "dropout": drops,
             "dtype": str(q.dtype).removeprefix("torch."),
@@ -369,7 +291,7 @@ class _Chunk:
         def operand(tensor, rows):
             if tensor is None or not descriptors:
                 return tensor
-            return TensorDescriptor.from_tensor(tensor, [1, 1, rows, _padded(tensor.size(3))])
+            return TensorDescriptor.from_tensor(tensor, [1, 1, rows, padded(tensor.size(3))])
 
         scale = q.size(3) ** -0.5 if rules.scale is None else rules.scale
         launch.launch(
@@ -407,8 +329,8 @@ class _Chunk:
             DROPOUT=rules.dropout > 0,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            BLOCK_D=_padded(q.size(3)),
-            BLOCK_DV=_padded(v.size(3)),
+            BLOCK_D=padded(q.size(3)),
+            BLOCK_DV=padded(v.size(3)),
             DESCRIPTORS=descriptors,
             warps=config.warps,
             stages=config.stages,
@@ -468,140 +390,8 @@ def _tiles(positions: Positions, block: int) -> int:
     return triton.cdiv(positions.length, block) + triton.cdiv(positions.second_length, block)
 
 
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
 def _strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[int, ...]:
     return (0,) * dimensions if tensor is None else tensor.stride()
-
-
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_ROUNDS: tl.constexpr = tl.constexpr(7)
-
-
-@triton.jit
-def _block(unit, length, second_length, BLOCK: tl.constexpr):
-    """The unit-th tile of two runs of rows: its first row, the row its run ends before, the run's number. No tile
-    stands in both runs."""
-    tiles = tl.cdiv(length, BLOCK)
-    second = unit >= tiles
-    row = tl.where(second, length + (unit - tiles) * BLOCK, unit * BLOCK)
-    return row, tl.where(second, length + second_length, length), second
-
-
-@triton.jit
-def _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tiles of a run of positions, as seen from positions lowest to highest, each of which sees `behind` back
-    and `ahead` on: first to last are seen by some, whole_first to whole_last by all."""
-    some = tl.maximum(lowest - behind - start, 0)
-    end = tl.minimum(highest + ahead + 1 - start, length)
-    first = some // BLOCK
-    last = tl.where(end > some, tl.cdiv(tl.maximum(end, 0), BLOCK), first)
-    whole_first = tl.cdiv(tl.maximum(highest - behind - start, 0), BLOCK)
-    whole_last = tl.maximum(tl.minimum(lowest + ahead + 1 - start, length), 0) // BLOCK
-    whole_first = tl.minimum(tl.maximum(whole_first, first), last)
-    whole_last = tl.minimum(tl.maximum(whole_last, whole_first), last)
-    if ALL_PARTIAL:
-        whole_last = whole_first
-    return first, whole_first, whole_last, last
-
-
-@triton.jit
-def _seen(start, length, second_start, second_length, lowest, highest, behind, ahead,
-          ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The tiles of both runs as two lists, whole ones and partial ones: the bounds that `_whole` and `_partial` read,
-    and how long the lists are."""
-    a0, b0, c0, d0 = _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
-    a1, b1, c1, d1 = _reach(second_start, second_length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
-    whole = c0 - b0 + c1 - b1
-    partial = b0 - a0 + d0 - c0 + b1 - a1 + d1 - c1
-    return a0, b0, c0, d0, a1, b1, c1, whole, partial
-
-
-@triton.jit
-def _whole(number, b0, c0, b1):
-    """The tile of its run, and whether that is the second."""
-    second = number >= c0 - b0
-    return tl.where(second, number - (c0 - b0) + b1, number + b0), second
-
-
-@triton.jit
-def _partial(number, a0, b0, c0, d0, a1, b1, c1):
-    before, after, second_before = b0 - a0, d0 - c0, b1 - a1
-    in_first = tl.where(number < before, a0 + number, c0 + number - before)
-    rest = number - before - after
-    in_second = tl.where(rest < second_before, a1 + rest, c1 + rest - second_before)
-    second = rest >= 0
-    return tl.where(second, in_second, in_first), second
-
-
-@triton.jit
-def _tile(source, batch, head, row, end, width, stride_batch, stride_head, stride_row, stride_column,
-          ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """Rows `row` on of [B, H, S, width]: zeros from column `width` on and, where MASKED, from row `end` on. A
-    descriptor gives zeros from S on only: rows between are hidden by whoever reads them, or not written."""
-    if DESCRIPTOR:
-        tile = source.load([batch, head, row, 0]).reshape(ROWS, COLUMNS)
-    else:
-        r = tl.arange(0, ROWS)
-        c = tl.arange(0, COLUMNS)
-        first = source + batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
-        first += row.to(tl.int64) * stride_row
-        inside = (c < width)[None, :]
-        if MASKED:
-            inside = inside & (row + r < end)[:, None]
-        tile = tl.load(first + (r[:, None] * stride_row + c[None, :] * stride_column), mask=inside, other=0.0)
-    return tile
-
-
-@triton.jit
-def _tanh(x):
-    """To fp32's rounding: the series where 1 - 2 / (e + 1) would cancel."""
-    e = tl.exp2(tl.minimum(x * (2 * 1.4426950408889634), 126.0))
-    s = x * x
-    series = x * (1 + s * (-0.33333333 + s * (0.13333334 + s * (-0.053968254 + s * 0.021869488))))
-    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (e + 1))
-
-
-@triton.jit
-def _capped(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores after scale and cap, and the derivative of the cap."""
-    s = s * scale
-    slope = 1.0
-    if SOFTCAP:
-        t = _tanh(s / softcap)
-        s = softcap * t
-        slope = 1 - t * t
-    return s, slope
-
-
-@triton.jit
-def _visible(query, key, query_inside, key_inside, left, right, query_documents, key_documents,
-             stride_query_document, stride_key_document, query_row, key_row):  # fmt: skip
-    """Who sees whom: positions of the broadcast shapes [.., 1] and [1, ..], either way round."""
-    ahead = key - query
-    visible = (ahead <= right) & (ahead >= -left) & query_inside & key_inside
-    if query_documents is not None:
-        of_query = tl.load(query_documents + query_row * stride_query_document, mask=query_inside, other=0)
-        of_key = tl.load(key_documents + key_row * stride_key_document, mask=key_inside, other=0)
-        visible = visible & (of_query == of_key)
-    return visible
-
-
-@triton.jit
-def _kept(query, key, head, batch, seed, dropped, dropout):
-    """1 / (1 - dropout) where a probability is kept, else 0: where the random 32 bits are below `dropped`."""
-    zero = (query + key) * 0
-    bits, _, _, _ = tl.philox(
-        seed,
-        (zero + key).to(tl.uint32),
-        (zero + query).to(tl.uint32),
-        (zero + head).to(tl.uint32),
-        (zero + batch).to(tl.uint32),
-        _ROUNDS,
-    )
-    return tl.where(bits.to(tl.int64) >= dropped, 1 / (1 - dropout), 0.0)
 
 
 @triton.jit
@@ -639,7 +429,7 @@ def _forward_kernel(
     batch = tl.program_id(0) // tiles // heads
     kv_head = head // (heads // kv_heads)
     wide_head, wide_batch = head.to(tl.int64), batch.to(tl.int64)
-    row, end, second = _block(tile, q_length, q_second_length, BLOCK_M)
+    row, end, second = block_of(tile, q_length, q_second_length, BLOCK_M)
     lowest = row + tl.where(second, q_second_start - q_length, q_start)
     highest = tl.minimum(lowest + BLOCK_M, lowest + end - row) - 1
     if query_documents is not None:
@@ -647,7 +437,7 @@ def _forward_kernel(
         key_documents += wide_batch * stride_key_document_b
     q_row = row + tl.arange(0, BLOCK_M)
     q_position = (lowest + tl.arange(0, BLOCK_M))[:, None]
-    q_tile = _tile(q, batch, head, row, end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
+    q_tile = load_tile(q, batch, head, row, end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
                    BLOCK_M, BLOCK_D, True, DESCRIPTORS)  # fmt: skip
 
     # 2. The state to continue: maximum and sum of exponentials (here 2^maximum), and what the values sum to.
@@ -656,19 +446,19 @@ def _forward_kernel(
     exponentials = tl.zeros((BLOCK_M,), tl.float32)
     if previous_lse is not None:
         before = previous_lse + wide_batch * stride_plb + wide_head * stride_plh + q_row.to(tl.int64) * stride_pls
-        highest_score = tl.load(before, mask=q_row < end, other=float("-inf")) * _LOG2E
+        highest_score = tl.load(before, mask=q_row < end, other=float("-inf")) * LOG2E
         exponentials = tl.where(highest_score == float("-inf"), 0.0, 1.0)
     if previous_out is not None:
-        o = _tile(previous_out, batch, head, row, end, value_dim, stride_pb, stride_ph, stride_ps, stride_pd,
+        o = load_tile(previous_out, batch, head, row, end, value_dim, stride_pb, stride_ph, stride_ps, stride_pd,
                   BLOCK_M, BLOCK_DV, True, False)  # fmt: skip
 
     # 3. Keys that every query of the tile sees, then those that some see.
-    a0, b0, c0, d0, a1, b1, c1, whole, partial = _seen(
+    a0, b0, c0, d0, a1, b1, c1, whole, partial = seen_tiles(
         k_start, k_length, k_second_start, k_second_length, lowest, highest, left, right,
         query_documents is not None, BLOCK_N,
     )  # fmt: skip
     for number in range(whole):
-        key_tile, in_second = _whole(number, b0, c0, b1)
+        key_tile, in_second = whole_tile(number, b0, c0, b1)
         k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
         k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
         o, highest_score, exponentials = _see_keys(
@@ -679,7 +469,7 @@ def _forward_kernel(
             SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
         )  # fmt: skip
     for number in range(partial):
-        key_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
+        key_tile, in_second = partial_tile(number, a0, b0, c0, d0, a1, b1, c1)
         k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
         k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
         o, highest_score, exponentials = _see_keys(
@@ -694,7 +484,7 @@ def _forward_kernel(
     # 4. The new state.
     seen = exponentials > 0
     o = o / tl.where(seen, exponentials, 1.0)[:, None]
-    new_lse = tl.where(seen, (highest_score + tl.log2(tl.where(seen, exponentials, 1.0))) / _LOG2E, float("-inf"))
+    new_lse = tl.where(seen, (highest_score + tl.log2(tl.where(seen, exponentials, 1.0))) / LOG2E, float("-inf"))
     tl.store(lse + (wide_batch * heads + wide_head) * queries + q_row, new_lse, mask=q_row < end)
     d = tl.arange(0, BLOCK_DV)
     out += wide_batch * stride_ob + wide_head * stride_oh
@@ -713,14 +503,14 @@ def _see_keys(
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """The state after one more tile of keys: values summed, maximum, sum of exponentials, in base 2."""
-    k_tile = _tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
+    k_tile = load_tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
                    BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    s, _ = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    s *= _LOG2E
+    s, _ = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
+    s *= LOG2E
     if MASKED:
         k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
-        visible = _visible(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
+        visible = visible_pairs(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
                            key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
         s = tl.where(visible, s, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(s, 1))
@@ -732,299 +522,11 @@ def _see_keys(
     exponentials = exponentials * fading + tl.sum(p, 1)
     o *= fading[:, None]
     if DROPOUT:
-        p *= _kept(q_position, k_position, head, batch, seed, dropped, dropout)
-    v_tile = _tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
+        p *= kept_pairs(q_position, k_position, head, batch, seed, dropped, dropout)
+    v_tile = load_tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
                    BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
     o = launch.dot(launch.rounded(p, v_tile.dtype), v_tile, o, "ieee")
     return o, new_highest, exponentials
-
-
-@triton.jit
-def _delta_kernel(
-    out,  # [B, H, Sq, Dv]
-    dout,  # [B, H, Sq, Dv]
-    delta,  # [B, H, Sq] fp32, contiguous
-    heads, queries, value_dim, tiles,
-    stride_ob, stride_oh, stride_os, stride_od,
-    stride_gb, stride_gh, stride_gs, stride_gd,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0) % tiles) * ROWS
-    head = tl.program_id(0) // tiles % heads
-    batch = tl.program_id(0) // tiles // heads
-    o = _tile(out, batch, head, row, queries, value_dim, stride_ob, stride_oh, stride_os, stride_od,
-              ROWS, BLOCK_D, True, False)  # fmt: skip
-    g = _tile(dout, batch, head, row, queries, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
-              ROWS, BLOCK_D, True, False)  # fmt: skip
-    rows = row + tl.arange(0, ROWS)
-    total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    tl.store(delta + (batch.to(tl.int64) * heads + head) * queries + rows, total, mask=rows < queries)
-
-
-@triton.jit
-def _of_rows(pointer, rows, end, other):
-    return tl.load(pointer + rows, mask=rows < end, other=other)
-
-
-@triton.jit
-def _add_rows(target, tile, row, end, first_column, width, stride_row, stride_column, ROWS: tl.constexpr,
-              COLUMNS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
-    """Writes the tile to rows `row` to `end` of [S, width], or adds it to what is there; in strips of 64 columns."""
-    if COLUMNS > 64:
-        left, right = launch.halves(tile, ROWS, COLUMNS)
-        half: tl.constexpr = COLUMNS // 2
-        _add_rows(target, left, row, end, first_column, width, stride_row, stride_column, ROWS, half, ADD)
-        _add_rows(target, right, row, end, first_column + half, width, stride_row, stride_column, ROWS, half, ADD)
-    else:
-        r = tl.arange(0, ROWS)
-        c = first_column + tl.arange(0, COLUMNS)
-        pointers = target + row.to(tl.int64) * stride_row + (r[:, None] * stride_row + c[None, :] * stride_column)
-        inside = (row + r < end)[:, None] & (c < width)[None, :]
-        if ADD:
-            tile += tl.load(pointers, mask=inside, other=0.0)
-        tl.store(pointers, launch.rounded(tile, target.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _dkdv_kernel(
-    q,  # [B, H, Sq, D]
-    k,  # [B, Hkv, Sk, D]
-    v,  # [B, Hkv, Sk, Dv]
-    dout,  # [B, H, Sq, Dv]
-    query_documents,  # [B, Sq] or None
-    key_documents,  # [B, Sk] or None
-    heads, kv_heads, queries, keys, head_dim, value_dim,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_gb, stride_gh, stride_gs, stride_gd,
-    stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
-    q_start, q_length, q_second_start, q_second_length,
-    k_start, k_length, k_second_start, k_second_length,
-    left, right, scale, softcap, dropout, dropped, seed, head_start,
-    lse,  # [B, H, Sq] fp32, contiguous
-    delta,  # [B, H, Sq] fp32, contiguous
-    dk,  # [B, Hkv, Sk, D]
-    dv,  # [B, Hkv, Sk, Dv]
-    stride_dkb, stride_dkh, stride_dks, stride_dkd,
-    stride_dvb, stride_dvh, stride_dvs, stride_dvd,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """Everything transposed, keys by queries, so that no product takes a transposed operand from registers: Triton from
-    3.4 on miscompiled dot(trans(ds), q) on Hopper (flash-linear-attention issues 826 and 984)."""
-    tiles = tl.cdiv(k_length, BLOCK_N) + tl.cdiv(k_second_length, BLOCK_N)
-    tile = tl.program_id(0) % tiles  # early keys first: with a causal mask the most queries see them
-    kv_head = (tl.program_id(0) // tiles) % kv_heads
-    batch = tl.program_id(0) // tiles // kv_heads
-    group = heads // kv_heads
-    wide_kv_head, wide_batch = kv_head.to(tl.int64), batch.to(tl.int64)
-    row, end, second = _block(tile, k_length, k_second_length, BLOCK_N)
-    lowest = row + tl.where(second, k_second_start - k_length, k_start)
-    highest = tl.minimum(lowest + BLOCK_N, lowest + end - row) - 1
-    if query_documents is not None:
-        query_documents += wide_batch * stride_query_document_b
-        key_documents += wide_batch * stride_key_document_b
-    k_rows = (row + tl.arange(0, BLOCK_N))[:, None]
-    k_position = (lowest + tl.arange(0, BLOCK_N))[:, None]
-    k_tile = _tile(k, batch, kv_head, row, end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
-                   BLOCK_N, BLOCK_D, True, DESCRIPTORS)  # fmt: skip
-    v_tile = _tile(v, batch, kv_head, row, end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
-                   BLOCK_N, BLOCK_DV, True, DESCRIPTORS)  # fmt: skip
-    dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    # A key is seen from `left` ahead of it and `right` behind.
-    a0, b0, c0, d0, a1, b1, c1, whole, partial = _seen(
-        q_start, q_length, q_second_start, q_second_length, lowest, highest, right, left,
-        query_documents is not None, BLOCK_M,
-    )  # fmt: skip
-    for member in range(group):
-        head = kv_head * group + member
-        of_head = (wide_batch * heads + head) * queries
-        for number in range(whole):
-            query_tile, in_second = _whole(number, b0, c0, b1)
-            q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
-            q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
-            dk_tile, dv_tile = _add_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row, queries,
-                q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
-                stride_query_document, stride_key_document, head_dim, value_dim,
-                stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
-                left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-                SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
-            )  # fmt: skip
-        for number in range(partial):
-            query_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
-            q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
-            q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
-            dk_tile, dv_tile = _add_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row,
-                tl.where(in_second, queries, q_length),
-                q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
-                stride_query_document, stride_key_document, head_dim, value_dim,
-                stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
-                left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-                SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
-            )  # fmt: skip
-    dk += wide_batch * stride_dkb + wide_kv_head * stride_dkh
-    dv += wide_batch * stride_dvb + wide_kv_head * stride_dvh
-    _add_rows(dk, dk_tile * scale, row, end, 0, head_dim, stride_dks, stride_dkd, BLOCK_N, BLOCK_D, ADD)
-    _add_rows(dv, dv_tile, row, end, 0, value_dim, stride_dvs, stride_dvd, BLOCK_N, BLOCK_DV, ADD)
-
-
-@triton.jit
-def _add_queries(
-    dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse, delta, q_row, q_end, q_position, k_position, k_rows, k_end,
-    query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
-    stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
-    left, right, scale, softcap, dropout, dropped, seed, numbered_head, batch,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries' part of dk / scale and dv."""
-    q_tile = _tile(q, batch, head, q_row, q_end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
-                   BLOCK_M, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
-    dout_tile = _tile(dout, batch, head, q_row, q_end, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
-                      BLOCK_M, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
-    rows = q_row + tl.arange(0, BLOCK_M)
-    lse_row = _of_rows(lse, rows, q_end, float("-inf"))
-    delta_row = _of_rows(delta, rows, q_end, 0.0)
-    zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    s, slope = _capped(launch.dot(k_tile, tl.trans(q_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    s *= _LOG2E
-    if MASKED:
-        visible = _visible(q_position, k_position, (rows < q_end)[None, :], k_rows < k_end, left, right,
-                           query_documents, key_documents, stride_query_document, stride_key_document,
-                           rows[None, :], k_rows)  # fmt: skip
-        s = tl.where(visible, s, float("-inf"))
-    p = tl.exp2(s - _against(lse_row)[None, :])
-    dp = launch.dot(v_tile, tl.trans(dout_tile), zeros, "ieee")
-    kept = p
-    if DROPOUT:
-        factor = _kept(q_position, k_position, numbered_head, batch, seed, dropped, dropout)
-        kept = p * factor
-        dp *= factor
-    dv_tile = launch.dot(launch.rounded(kept, dout_tile.dtype), dout_tile, dv_tile, "ieee")
-    ds = p * (dp - delta_row[None, :]) * slope
-    dk_tile = launch.dot(launch.rounded(ds, q_tile.dtype), q_tile, dk_tile, "ieee")
-    return dk_tile, dv_tile
-
-
-@triton.jit
-def _against(lse):
-    """What scores in base 2 are measured against; of a row that saw nothing, infinity, so that all its P are 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
-
-
-@triton.jit
-def _dq_kernel(
-    q,  # [B, H, Sq, D]
-    k,  # [B, Hkv, Sk, D]
-    v,  # [B, Hkv, Sk, Dv]
-    dout,  # [B, H, Sq, Dv]
-    query_documents,  # [B, Sq] or None
-    key_documents,  # [B, Sk] or None
-    heads, kv_heads, queries, keys, head_dim, value_dim,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_gb, stride_gh, stride_gs, stride_gd,
-    stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
-    q_start, q_length, q_second_start, q_second_length,
-    k_start, k_length, k_second_start, k_second_length,
-    left, right, scale, softcap, dropout, dropped, seed, head_start,
-    lse,  # [B, H, Sq] fp32, contiguous
-    delta,  # [B, H, Sq] fp32, contiguous
-    dq,  # [B, H, Sq, D]
-    stride_dqb, stride_dqh, stride_dqs, stride_dqd,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(q_length, BLOCK_M) + tl.cdiv(q_second_length, BLOCK_M)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    head = (tl.program_id(0) // tiles) % heads
-    batch = tl.program_id(0) // tiles // heads
-    kv_head = head // (heads // kv_heads)
-    wide_head, wide_batch = head.to(tl.int64), batch.to(tl.int64)
-    row, end, second = _block(tile, q_length, q_second_length, BLOCK_M)
-    lowest = row + tl.where(second, q_second_start - q_length, q_start)
-    highest = tl.minimum(lowest + BLOCK_M, lowest + end - row) - 1
-    if query_documents is not None:
-        query_documents += wide_batch * stride_query_document_b
-        key_documents += wide_batch * stride_key_document_b
-    q_rows = row + tl.arange(0, BLOCK_M)
-    q_position = (lowest + tl.arange(0, BLOCK_M))[:, None]
-    q_tile = _tile(q, batch, head, row, end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
-                   BLOCK_M, BLOCK_D, True, DESCRIPTORS)  # fmt: skip
-    dout_tile = _tile(dout, batch, head, row, end, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
-                      BLOCK_M, BLOCK_DV, True, DESCRIPTORS)  # fmt: skip
-    of_head = (wide_batch * heads + wide_head) * queries
-    against = _against(_of_rows(lse + of_head, q_rows, end, float("-inf")))
-    delta_row = _of_rows(delta + of_head, q_rows, end, 0.0)
-    dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    a0, b0, c0, d0, a1, b1, c1, whole, partial = _seen(
-        k_start, k_length, k_second_start, k_second_length, lowest, highest, left, right,
-        query_documents is not None, BLOCK_N,
-    )  # fmt: skip
-    for number in range(whole):
-        key_tile, in_second = _whole(number, b0, c0, b1)
-        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
-        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
-        dq_tile = _add_keys(
-            dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, keys, q_position, k_position[None, :],
-            q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
-            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-            left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
-        )  # fmt: skip
-    for number in range(partial):
-        key_tile, in_second = _partial(number, a0, b0, c0, d0, a1, b1, c1)
-        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
-        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
-        dq_tile = _add_keys(
-            dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, tl.where(in_second, keys, k_length),
-            q_position, k_position[None, :],
-            q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
-            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-            left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
-        )  # fmt: skip
-    dq += wide_batch * stride_dqb + wide_head * stride_dqh
-    _add_rows(dq, dq_tile * scale, row, end, 0, head_dim, stride_dqs, stride_dqd, BLOCK_M, BLOCK_D, ADD)
-
-
-@triton.jit
-def _add_keys(
-    dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, k_end, q_position, k_position, q_rows, q_end,
-    query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
-    stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-    left, right, scale, softcap, dropout, dropped, seed, head, batch,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys' part of dq / scale."""
-    k_tile = _tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
-                   BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
-    v_tile = _tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
-                   BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
-    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    s, slope = _capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    s *= _LOG2E
-    if MASKED:
-        k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
-        visible = _visible(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
-                           key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
-        s = tl.where(visible, s, float("-inf"))
-    p = tl.exp2(s - against[:, None])
-    dp = launch.dot(dout_tile, tl.trans(v_tile), zeros, "ieee")
-    if DROPOUT:
-        dp *= _kept(q_position, k_position, head, batch, seed, dropped, dropout)
-    ds = p * (dp - delta_row[:, None]) * slope
-    return launch.dot(launch.rounded(ds, k_tile.dtype), k_tile, dq_tile, "ieee")
 
 
 def variants(architecture: str) -> None:

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.kernels import launch
 from weft.kernels.activation import ACTIVATIONS, activate, check_activation, derivative, gated_backward
 from weft.kernels.config import MatmulConfig
-from weft.kernels.tiles import choose_tile, is_turned, listed, problem_of
+from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of
 
 PRECISIONS = ("ieee", "tf32")
 _COMBINE_BLOCK = 1024  # elements a program of the second kernel of a split product

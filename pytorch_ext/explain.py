@@ -73,7 +73,7 @@ def _report(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
 def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: str | None = None) -> str:
     if not choice.on_kernel(weight.device):
         return str(choice.excluded(weight.device))
-    from weft.kernels.tiles import Problem
+    from weft.kernels.matmul_tiles import Problem
 
     # Rows (n) or columns (t) of both operands lie at 16 bytes where the contiguous dimension is a multiple of that.
     contiguous = {"nt": (k, k), "nn": (k, n), "tn": (m, n)}[layout]

@@ -7,7 +7,7 @@ from torch import nn
 import weft
 from weft.kernels import config, launch
 from weft.kernels.config import Entry
-from weft.kernels.tiles import Problem, listed
+from weft.kernels.matmul_tiles import Problem, listed
 from weft.ops import choice
 from weft.testing.ranks import run_ranks
 

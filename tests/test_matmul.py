@@ -167,7 +167,7 @@ def test_bad_input_is_refused(device):
 
 
 def test_the_library_is_what_runs_on_the_cpu_and_says_why():
-    from weft.kernels.tiles import Problem
+    from weft.kernels.matmul_tiles import Problem
 
     found = choice.algorithm(Problem(8, 8, 8, "nt", True, torch.float32), torch.device("cpu"))
     assert str(found) == "ATen: the kernels run on CUDA devices, the tensors are on the CPU"

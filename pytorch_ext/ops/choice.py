@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from weft.kernels.tiles import Problem
+    from weft.kernels.matmul_tiles import Problem
 
 _PREFERENCES = ("auto", "kernel", "library")
 
@@ -84,7 +84,7 @@ def algorithm(problem: "Problem", device: torch.device) -> Algorithm:
 @lru_cache(maxsize=4096)
 def _measured(problem: "Problem", device: torch.device) -> Algorithm:
     from weft.kernels import launch
-    from weft.kernels.tiles import choose_tile
+    from weft.kernels.matmul_tiles import choose_tile
 
     if problem.dtype not in launch.DTYPES:
         return Algorithm(False, f"the kernel does not take {problem.dtype}")

@@ -274,7 +274,7 @@ def _kernel():
 
 
 def _takes_kernel(a, b, b_up=None, prologue_z=None, activation: str | None = None) -> bool:
-    from weft.kernels.tiles import problem_of
+    from weft.kernels.matmul_tiles import problem_of
 
     problem = problem_of(a, b, b_up, prologue_z, activation=activation or "none")
     return choice.algorithm(problem, a.device).kernel

@@ -12,8 +12,8 @@ from weft.kernels.attention import (
     attention_backward,
     attention_delta,
     attention_forward,
-    listed,
 )
+from weft.kernels.attention_tiles import listed
 from weft.kernels.config import AttentionConfig
 from weft.testing.attention import attention, expand_positions, philox
 from weft.testing.tolerance import assert_close, error_in_tolerances

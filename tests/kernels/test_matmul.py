@@ -8,7 +8,7 @@ import torch
 from weft.kernels import launch
 from weft.kernels.activation import ACTIVATIONS, gated_backward
 from weft.kernels.matmul import Prologue, matmul
-from weft.kernels.tiles import Problem, choose_tile, listed
+from weft.kernels.matmul_tiles import Problem, choose_tile, listed
 from weft.ops.activation import ACTIVATIONS as PLAIN
 from weft.testing import cases, reference
 from weft.testing.tolerance import assert_close, error_in_tolerances

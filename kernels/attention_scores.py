@@ -1,0 +1,134 @@
+"""What the attention kernels have in common: which tiles are seen, how a tile is read, what becomes of a score.
+
+The mathematics is in attention.py.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_ROUNDS: tl.constexpr = tl.constexpr(7)
+
+
+@triton.jit
+def block_of(unit, length, second_length, BLOCK: tl.constexpr):
+    """The unit-th tile of two runs of rows: its first row, the row its run ends before, the run's number. No tile
+    stands in both runs."""
+    tiles = tl.cdiv(length, BLOCK)
+    second = unit >= tiles
+    row = tl.where(second, length + (unit - tiles) * BLOCK, unit * BLOCK)
+    return row, tl.where(second, length + second_length, length), second
+
+
+@triton.jit
+def _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the tiles of a run of positions, as seen from positions lowest to highest, each of which sees `behind` back
+    and `ahead` on: first to last are seen by some, whole_first to whole_last by all."""
+    some = tl.maximum(lowest - behind - start, 0)
+    end = tl.minimum(highest + ahead + 1 - start, length)
+    first = some // BLOCK
+    last = tl.where(end > some, tl.cdiv(tl.maximum(end, 0), BLOCK), first)
+    whole_first = tl.cdiv(tl.maximum(highest - behind - start, 0), BLOCK)
+    whole_last = tl.maximum(tl.minimum(lowest + ahead + 1 - start, length), 0) // BLOCK
+    whole_first = tl.minimum(tl.maximum(whole_first, first), last)
+    whole_last = tl.minimum(tl.maximum(whole_last, whole_first), last)
+    if ALL_PARTIAL:
+        whole_last = whole_first
+    return first, whole_first, whole_last, last
+
+
+@triton.jit
+def seen_tiles(start, length, second_start, second_length, lowest, highest, behind, ahead,
+          ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The tiles of both runs as two lists, whole ones and partial ones: the bounds that `_whole` and `_partial` read,
+    and how long the lists are."""
+    a0, b0, c0, d0 = _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
+    a1, b1, c1, d1 = _reach(second_start, second_length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
+    whole = c0 - b0 + c1 - b1
+    partial = b0 - a0 + d0 - c0 + b1 - a1 + d1 - c1
+    return a0, b0, c0, d0, a1, b1, c1, whole, partial
+
+
+@triton.jit
+def whole_tile(number, b0, c0, b1):
+    """The tile of its run, and whether that is the second."""
+    second = number >= c0 - b0
+    return tl.where(second, number - (c0 - b0) + b1, number + b0), second
+
+
+@triton.jit
+def partial_tile(number, a0, b0, c0, d0, a1, b1, c1):
+    before, after, second_before = b0 - a0, d0 - c0, b1 - a1
+    in_first = tl.where(number < before, a0 + number, c0 + number - before)
+    rest = number - before - after
+    in_second = tl.where(rest < second_before, a1 + rest, c1 + rest - second_before)
+    second = rest >= 0
+    return tl.where(second, in_second, in_first), second
+
+
+@triton.jit
+def load_tile(source, batch, head, row, end, width, stride_batch, stride_head, stride_row, stride_column,
+          ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """Rows `row` on of [B, H, S, width]: zeros from column `width` on and, where MASKED, from row `end` on. A
+    descriptor gives zeros from S on only: rows between are hidden by whoever reads them, or not written."""
+    if DESCRIPTOR:
+        tile = source.load([batch, head, row, 0]).reshape(ROWS, COLUMNS)
+    else:
+        r = tl.arange(0, ROWS)
+        c = tl.arange(0, COLUMNS)
+        first = source + batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
+        first += row.to(tl.int64) * stride_row
+        inside = (c < width)[None, :]
+        if MASKED:
+            inside = inside & (row + r < end)[:, None]
+        tile = tl.load(first + (r[:, None] * stride_row + c[None, :] * stride_column), mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _tanh(x):
+    """To fp32's rounding: the series where 1 - 2 / (e + 1) would cancel."""
+    e = tl.exp2(tl.minimum(x * (2 * 1.4426950408889634), 126.0))
+    s = x * x
+    series = x * (1 + s * (-0.33333333 + s * (0.13333334 + s * (-0.053968254 + s * 0.021869488))))
+    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (e + 1))
+
+
+@triton.jit
+def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores after scale and cap, and the derivative of the cap."""
+    s = s * scale
+    slope = 1.0
+    if SOFTCAP:
+        t = _tanh(s / softcap)
+        s = softcap * t
+        slope = 1 - t * t
+    return s, slope
+
+
+@triton.jit
+def visible_pairs(query, key, query_inside, key_inside, left, right, query_documents, key_documents,
+             stride_query_document, stride_key_document, query_row, key_row):  # fmt: skip
+    """Who sees whom: positions of the broadcast shapes [.., 1] and [1, ..], either way round."""
+    ahead = key - query
+    visible = (ahead <= right) & (ahead >= -left) & query_inside & key_inside
+    if query_documents is not None:
+        of_query = tl.load(query_documents + query_row * stride_query_document, mask=query_inside, other=0)
+        of_key = tl.load(key_documents + key_row * stride_key_document, mask=key_inside, other=0)
+        visible = visible & (of_query == of_key)
+    return visible
+
+
+@triton.jit
+def kept_pairs(query, key, head, batch, seed, dropped, dropout):
+    """1 / (1 - dropout) where a probability is kept, else 0: where the random 32 bits are below `dropped`."""
+    zero = (query + key) * 0
+    bits, _, _, _ = tl.philox(
+        seed,
+        (zero + key).to(tl.uint32),
+        (zero + query).to(tl.uint32),
+        (zero + head).to(tl.uint32),
+        (zero + batch).to(tl.uint32),
+        _ROUNDS,
+    )
+    return tl.where(bits.to(tl.int64) >= dropped, 1 / (1 - dropout), 0.0)

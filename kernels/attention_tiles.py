@@ -1,0 +1,100 @@
+"""Which tile configurations of the attention kernels exist."""
+
+import triton
+
+from weft.kernels.config import AttentionConfig
+
+# The tile configurations that exist, by architecture, kind and padded head dimension; the heuristic takes the first.
+# They are what the registers of that architecture hold: `weft.kernels.check` shows how full they are.
+_Table = dict[str, dict[int, tuple[AttentionConfig, ...]]]
+_TILES: dict[str, _Table] = {
+    "sm_80": {
+        "forward": {
+            64: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3)),
+            128: (AttentionConfig(128, 32, 8, 2), AttentionConfig(64, 32, 4, 2)),
+            256: (AttentionConfig(64, 64, 8, 2), AttentionConfig(64, 32, 4, 2)),
+        },
+        "dkdv": {
+            64: (AttentionConfig(32, 64, 8, 2), AttentionConfig(32, 128, 8, 2)),
+            128: (AttentionConfig(32, 32, 4, 2),),
+            256: (AttentionConfig(32, 32, 8, 2),),
+        },
+        "dq": {
+            64: (AttentionConfig(64, 64, 8, 2), AttentionConfig(64, 32, 4, 2)),
+            128: (AttentionConfig(64, 32, 4, 2),),
+            256: (AttentionConfig(32, 32, 8, 2), AttentionConfig(32, 32, 4, 1)),
+        },
+    },
+    "sm_90": {
+        "forward": {
+            64: (AttentionConfig(128, 128, 8, 3), AttentionConfig(128, 64, 8, 3)),
+            128: (AttentionConfig(128, 128, 8, 2), AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3)),
+            256: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
+        },
+        "dkdv": {
+            64: (AttentionConfig(64, 128, 8, 2), AttentionConfig(32, 128, 8, 2)),
+            128: (AttentionConfig(32, 128, 8, 2), AttentionConfig(32, 64, 4, 2)),
+            256: (AttentionConfig(32, 64, 8, 2),),
+        },
+        "dq": {
+            64: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            128: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            256: (AttentionConfig(64, 32, 8, 2), AttentionConfig(64, 32, 4, 2)),
+        },
+    },
+    "sm_100": {
+        "forward": {
+            64: (AttentionConfig(64, 64, 4, 3),),
+            128: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            256: (AttentionConfig(64, 64, 8, 2),),
+        },
+        "dkdv": {
+            64: (AttentionConfig(32, 128, 8, 2), AttentionConfig(64, 128, 8, 1)),
+            128: (AttentionConfig(32, 64, 8, 2),),
+            256: (AttentionConfig(32, 64, 8, 1),),
+        },
+        "dq": {
+            64: (AttentionConfig(128, 64, 8, 2),),
+            128: (AttentionConfig(64, 64, 8, 2), AttentionConfig(128, 32, 8, 2)),
+            256: (AttentionConfig(64, 32, 8, 2),),
+        },
+    },
+}
+# Where drawing random numbers takes registers that those tiles need.
+_DROPOUT_TILES: dict[str, _Table] = {
+    "sm_80": {
+        "dkdv": {
+            64: (AttentionConfig(32, 32, 4, 2),),
+            128: (AttentionConfig(32, 32, 8, 2),),
+            256: (AttentionConfig(16, 32, 8, 2),),
+        },
+    },
+    "sm_90": {
+        "forward": {64: (AttentionConfig(128, 64, 8, 3),), 128: (AttentionConfig(128, 64, 8, 2),)},
+        "dkdv": {
+            64: (AttentionConfig(32, 128, 8, 2),),
+            128: (AttentionConfig(32, 64, 8, 2),),
+            256: (AttentionConfig(16, 64, 8, 2),),
+        },
+        "dq": {128: (AttentionConfig(64, 64, 8, 2),)},
+    },
+    "sm_100": {
+        "dkdv": {128: (AttentionConfig(32, 64, 8, 1),)},
+        "dq": {128: (AttentionConfig(64, 32, 8, 2),)},
+    },
+}
+_INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 1))
+
+
+def listed(kind: str, architecture: str, head_dim: int, dropout: bool = False) -> tuple[AttentionConfig, ...]:
+    """The configurations that exist for "forward", "dkdv" or "dq" at the larger of the head dimensions."""
+    if architecture == "interpreter":
+        return _INTERPRETED_TILES
+    width = max(64, padded(head_dim))
+    plain = _TILES[architecture][kind][width]
+    return _DROPOUT_TILES[architecture].get(kind, {}).get(width, plain) if dropout else plain
+
+
+def padded(head_dim: int) -> int:
+    """The width of a tile: a power of two, and no less than a tensor core takes."""
+    return max(16, triton.next_power_of_2(head_dim))
