@@ -67,6 +67,12 @@ def on_kernel(device: torch.device) -> bool:
     return _preference == "kernel" or (device.type == "cuda" and _preference == "auto" and _HAS_TRITON)
 
 
+def streams(tensor: torch.Tensor) -> bool:
+    """Whether a kernel bound by memory takes this tensor: on every GPU, since it passes once over what ATen's operators
+    pass over several times, and for every type but fp64, which our kernels do not have."""
+    return on_kernel(tensor.device) and tensor.dtype != torch.float64
+
+
 def excluded(device: torch.device) -> Algorithm:
     """Why no product on this device takes our kernel, where `on_kernel` says so."""
     if _preference == "library":

@@ -141,7 +141,7 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
 
 def _statistics_operator(logits, target, offset, ignore_index, smoothing):
     """[4, M]: maximum, sum of exponentials against it, sum (0 without smoothing), the target's logit (0 elsewhere)."""
-    if _takes_kernel(logits):
+    if choice.streams(logits):
         from weft.kernels.cross_entropy import cross_entropy_statistics
 
         return cross_entropy_statistics(logits, target, offset=offset, ignore_index=ignore_index, smoothing=smoothing)
@@ -168,7 +168,7 @@ def _overwriting_operator(logits, target, highest, log_sum, dlosses, offset, voc
 
 
 def _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing, out):
-    if _takes_kernel(logits):
+    if choice.streams(logits):
         from weft.kernels.cross_entropy import cross_entropy_gradient
 
         cross_entropy_gradient(
@@ -193,12 +193,6 @@ def _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabular
     dlogits.scatter_add_(-1, local.unsqueeze(-1), -hit.unsqueeze(-1))
     dlogits *= dlosses.masked_fill(ignored, 0).unsqueeze(-1)
     out.copy_(dlogits)
-
-
-def _takes_kernel(logits: torch.Tensor) -> bool:
-    """The kernels read the logits once where ATen's operators pass over them six times, so a GPU takes them for every
-    type but fp64, which they do not have."""
-    return choice.on_kernel(logits.device) and logits.dtype != torch.float64
 
 
 _statistics = register(

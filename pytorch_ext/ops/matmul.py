@@ -205,13 +205,14 @@ def _gated_operator(x, gate, up, bias, activation):
         if _takes_kernel(a, b, b_up, activation=activation):
             y, z = _kernel().matmul(a, b, b_up=b_up, bias=bias, activation=activation, keep_z=True)
             return y.view(*x.shape[:-1], -1), z.view(*x.shape[:-1], -1)
-    z = F.linear(x, _side_by_side(gate, up), bias)
+    whole = _halves_of(gate, up)
+    z = F.linear(x, torch.cat([gate, up]) if whole is None else whole, bias)
     z_gate, z_up = z.chunk(2, -1)
     return ACTIVATIONS[activation].apply(z_gate) * z_up, z
 
 
 def _gated_backward_operator(dy, z, activation):
-    if choice.on_kernel(dy.device):
+    if choice.streams(z):
         from weft.kernels.activation import gated_backward
 
         return gated_backward(as_matrix(dy), as_matrix(z), activation).view(z.shape)
@@ -221,19 +222,22 @@ def _gated_backward_operator(dy, z, activation):
 
 
 def _gated_dgrad_operator(dz, gate, up):
+    whole = _halves_of(gate, up)
+    if whole is not None:
+        return dgrad(dz, whole)
     dz_gate, dz_up = as_matrix(dz).chunk(2, -1)
     if choice.on_kernel(dz.device) and _takes_kernel(dz_gate, gate):
         wide, _ = _kernel().matmul(dz_gate, gate, out_dtype=torch.float32)
         return _kernel().matmul(dz_up, up, addend=wide, out_dtype=dz.dtype)[0].view(*dz.shape[:-1], -1)
-    return dz @ _side_by_side(gate, up)
+    return dz @ torch.cat([gate, up])
 
 
-def _side_by_side(gate, up):
-    """[2F, K]: the weight that the two are halves of, or a copy."""
+def _halves_of(gate, up):
+    """The weight [2F, K] that the two are the halves of, or None."""
     adjacent = gate.is_contiguous() and up.is_contiguous() and gate._is_view() and gate._base is up._base
     if adjacent and up.storage_offset() == gate.storage_offset() + gate.numel():
         return gate.as_strided((2 * gate.size(0), gate.size(1)), gate.stride())
-    return torch.cat([gate, up])
+    return None
 
 
 _linear = register(

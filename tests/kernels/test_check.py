@@ -21,6 +21,7 @@ def gate(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**clean, **environment})
 
 
+@pytest.mark.timeout(900)  # it compiles over a hundred kernels
 @pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
 def test_every_listed_variant_passes(architecture, tmp_path):
     done = gate("--architecture", architecture, "--json", str(tmp_path / "table.json"))
