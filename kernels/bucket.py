@@ -40,7 +40,6 @@ _ALIGNMENT: tl.constexpr = tl.constexpr(ALIGNMENT)
 _BF16: tl.constexpr = tl.constexpr(0)
 _FP16: tl.constexpr = tl.constexpr(1)
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class Statistics:
@@ -256,7 +255,7 @@ def reduce(
         len(buffers),
         float(scale),
         *_arguments_of(op, statistics, out.device, programs),
-        DTYPE=_TRITON_TYPES[buffers[0].dtype],
+        DTYPE=launch.TRITON_TYPES[buffers[0].dtype],
         ALIGNED=all(address % 16 == 0 for address in addresses),
         BLOCK=_BLOCK,
         warps=_REDUCE_WARPS,

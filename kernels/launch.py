@@ -24,6 +24,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Bytes of shared memory that one program may have, by the CUDA programming guide's table of compute capabilities.
 SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}

@@ -155,7 +155,7 @@ def _launch_product(a, b, b_up, bias, addend, prologue, out, z, partials, activa
         A_TURNED=a_turned,
         B_TURNED=b_turned,
         STORE_DESCRIPTOR=stored,
-        OUT_DTYPE=_TRITON_TYPES[target.dtype],
+        OUT_DTYPE=launch.TRITON_TYPES[target.dtype],
         warps=config.warps,
         stages=config.stages,
     )
@@ -184,9 +184,6 @@ def _launch_combine(partials, bias, addend, out, z, activation) -> None:
         GATED=width != columns,
         BLOCK=_COMBINE_BLOCK,
     )
-
-
-_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def _check(a, b, b_up, bias, activation, addend, prologue, out, precision) -> None:
