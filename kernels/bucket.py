@@ -274,9 +274,10 @@ def _check_buffers(op: str, buffers: Sequence[torch.Tensor], out: torch.Tensor) 
     for name, tensor in {**named, "out": out}.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{op}: {name} has stride {tensor.stride(0)}; make it contiguous")
-        shift = abs(tensor.data_ptr() - out.data_ptr())
+        shift = tensor.data_ptr() - out.data_ptr()
+        apart = shift >= out.numel() * size or -shift >= tensor.numel() * tensor.element_size()
         same = shift == 0 and tensor.dtype == out.dtype
-        if not same and shift < out.numel() * max(size, tensor.element_size()) and out.device.type != "meta":
+        if not apart and not same and out.device.type != "meta":
             raise ValueError(f"{op}: {name} and out share memory, but not element by element; give out its own")
 
 

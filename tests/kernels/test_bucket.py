@@ -292,6 +292,15 @@ def test_the_result_is_rounded_once_whatever_its_type(device, dtype, out_dtype):
         assert not same_bits(out, written(wide.to(torch.float16), 1 / 3, out_dtype))
 
 
+def test_the_sum_may_stand_right_before_and_right_behind_a_buffer(device):
+    """Of another size of element, so that the two lengths differ."""
+    memory = draw(device, 30)
+    buffer = memory[10:20]
+    for out in (memory.view(torch.bfloat16)[10:20], memory.view(torch.bfloat16)[40:50]):
+        reduce([buffer], out)
+        assert same_bits(out, buffer.bfloat16())
+
+
 def sums(device, dtype, *numbers):
     """The sum over ranks of which each has one of the numbers everywhere."""
     buffers = [torch.full((9,), number, dtype=dtype, device=device) for number in numbers]
@@ -380,6 +389,7 @@ def test_bad_buffers_are_refused_before_anything_is_written(device):
         (ValueError, r"out has shape \(2, 5\)", lambda: reduce([x], out.view(2, 5))),
         (ValueError, r"buffers\[1\] and out share memory, but not element by element", lambda: reduce([x, memory[1:11]], memory[:10])),
         (ValueError, "share memory", lambda: reduce([memory[:10].bfloat16(), memory.view(torch.bfloat16)[:10]], memory[:10])),
+        (ValueError, "share memory", lambda: reduce([memory[:10]], memory.view(torch.bfloat16)[19:29])),
         (ValueError, "one device", lambda: reduce([x, y.to("meta")], out)),
         (ValueError, "scale=inf", lambda: reduce([x], out, math.inf)),
     ]:  # fmt: skip
