@@ -127,6 +127,10 @@ def attention_forward(
     """
     op = "attention_forward"
     previous_out, previous_lse = previous if previous is not None else (None, None)
+    if previous is not None and previous_lse is None:
+        raise ValueError(f"{op}: previous is (out, lse), of which only out may be None; without a state give None")
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"{op}: out is {out.dtype}, out_dtype={out_dtype}; give one of them")
     chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
     if out is None:
         out = torch.empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype, device=q.device)

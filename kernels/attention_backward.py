@@ -117,34 +117,38 @@ def dkdv_kernel(
         q_start, q_length, q_second_start, q_second_length, lowest, highest, right, left,
         query_documents is not None, BLOCK_M,
     )  # fmt: skip
-    for member in range(group):
-        head = kv_head * group + member
+    # One loop over heads and tiles: dk and dv carried through two nested ones are spilled.
+    for turn in range(group * whole):
+        number = turn % tl.maximum(whole, 1)
+        head = kv_head * group + turn // tl.maximum(whole, 1)
         of_head = (wide_batch * heads + head) * queries
-        for number in range(whole):
-            query_tile, in_second = whole_tile(number, b0, c0, b1)
-            q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
-            q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
-            dk_tile, dv_tile = _add_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row, queries,
-                q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
-                stride_query_document, stride_key_document, head_dim, value_dim,
-                stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
-                left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-                SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
-            )  # fmt: skip
-        for number in range(partial):
-            query_tile, in_second = partial_tile(number, a0, b0, c0, d0, a1, b1, c1)
-            q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
-            q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
-            dk_tile, dv_tile = _add_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row,
-                tl.where(in_second, queries, q_length),
-                q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
-                stride_query_document, stride_key_document, head_dim, value_dim,
-                stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
-                left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
-                SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
-            )  # fmt: skip
+        query_tile, in_second = whole_tile(number, b0, c0, b1)
+        q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
+        q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
+        dk_tile, dv_tile = _add_queries(
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row, queries,
+            q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
+            stride_query_document, stride_key_document, head_dim, value_dim,
+            stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
+            left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
+            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
+        )  # fmt: skip
+    for turn in range(group * partial):
+        number = turn % tl.maximum(partial, 1)
+        head = kv_head * group + turn // tl.maximum(partial, 1)
+        of_head = (wide_batch * heads + head) * queries
+        query_tile, in_second = partial_tile(number, a0, b0, c0, d0, a1, b1, c1)
+        q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
+        q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
+        dk_tile, dv_tile = _add_queries(
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row,
+            tl.where(in_second, queries, q_length),
+            q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
+            stride_query_document, stride_key_document, head_dim, value_dim,
+            stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
+            left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
+            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
+        )  # fmt: skip
     dk += wide_batch * stride_dkb + wide_kv_head * stride_dkh
     dv += wide_batch * stride_dvb + wide_kv_head * stride_dvh
     _add_rows(dk, dk_tile * scale, row, end, 0, head_dim, stride_dks, stride_dkd, BLOCK_N, BLOCK_D, ADD)

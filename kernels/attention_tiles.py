@@ -16,7 +16,7 @@ _TILES: dict[str, _Table] = {
         },
         "dkdv": {
             64: (AttentionConfig(32, 64, 8, 2), AttentionConfig(32, 128, 8, 2)),
-            128: (AttentionConfig(32, 32, 4, 2),),
+            128: (AttentionConfig(64, 64, 8, 2), AttentionConfig(32, 64, 8, 2)),
             256: (AttentionConfig(32, 32, 8, 2),),
         },
         "dq": {
@@ -49,9 +49,9 @@ _TILES: dict[str, _Table] = {
             256: (AttentionConfig(64, 64, 8, 2),),
         },
         "dkdv": {
-            64: (AttentionConfig(32, 128, 8, 2), AttentionConfig(64, 128, 8, 1)),
-            128: (AttentionConfig(32, 64, 8, 2),),
-            256: (AttentionConfig(32, 64, 8, 1),),
+            64: (AttentionConfig(64, 128, 8, 2), AttentionConfig(32, 128, 8, 2)),
+            128: (AttentionConfig(64, 128, 8, 2), AttentionConfig(64, 64, 8, 2)),
+            256: (AttentionConfig(64, 64, 8, 1), AttentionConfig(32, 64, 8, 2)),
         },
         "dq": {
             64: (AttentionConfig(128, 64, 8, 2),),
@@ -65,7 +65,7 @@ _DROPOUT_TILES: dict[str, _Table] = {
     "sm_80": {
         "dkdv": {
             64: (AttentionConfig(32, 32, 4, 2),),
-            128: (AttentionConfig(32, 32, 8, 2),),
+            128: (AttentionConfig(32, 64, 8, 2),),
             256: (AttentionConfig(16, 32, 8, 2),),
         },
     },
@@ -79,7 +79,7 @@ _DROPOUT_TILES: dict[str, _Table] = {
         "dq": {128: (AttentionConfig(64, 64, 8, 2),)},
     },
     "sm_100": {
-        "dkdv": {128: (AttentionConfig(32, 64, 8, 1),)},
+        "dkdv": {128: (AttentionConfig(64, 64, 8, 2),), 256: (AttentionConfig(32, 64, 8, 2),)},
         "dq": {128: (AttentionConfig(64, 32, 8, 2),)},
     },
 }

@@ -318,6 +318,8 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
         (TypeError, "query_documents is torch.float32", lambda: attention_forward(q, q, q, free, query_documents=documents.float(), key_documents=documents.float())),
         (ValueError, "does not exist", lambda: attention_forward(q, k, v, free, config=AttentionConfig(48, 48, 4, 1))),
         (TypeError, "previous_out is torch.bfloat16", lambda: attention_forward(q, k, v, free, previous=(dout.bfloat16(), lse))),
+        (ValueError, "only out may be None", lambda: attention_forward(q, k, v, free, previous=(dout, None))),
+        (ValueError, "give one of them", lambda: attention_forward(q, k, v, free, out=dout, out_dtype=torch.float16)),
         (ValueError, "previous_lse has shape", lambda: attention_forward(q, k, v, free, previous=(dout, lse[..., 1:]))),
         (ValueError, "delta has shape", lambda: attention_backward(q, k, v, dout, lse, lse[..., 1:], free)),
         (TypeError, "dq is torch.bfloat16", lambda: attention_backward(q, k, v, dout, lse, lse, free, dq=q.bfloat16())),
