@@ -28,6 +28,8 @@ class Segment:
 class Region:
     """Symmetric memory; its buffer is this rank's part."""
 
+    @property
+    def addresses(self) -> list[int]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Source:

@@ -365,7 +365,16 @@ void register_group(py::module_& m) {
                                               "Symmetric memory; the buffer is this rank's part.")
       .def_buffer([](Region& region) {
         return py::buffer_info(region.part(region.rank), 1, "B", 1, {region.bytes}, {1});
-      });
+      })
+      .def_property_readonly(
+          "addresses",
+          [](const Region& region) {
+            std::vector<uintptr_t> addresses;
+            for (size_t at = 0; at < region.segment.bytes(); at += region.bytes)
+              addresses.push_back(reinterpret_cast<uintptr_t>(region.segment.data() + at));
+            return addresses;
+          },
+          "Where each rank's part is mapped here.");
 
   py::class_<Group, GroupHolder> group(m, "Group", "Ranks over one segment. Addresses are integers, counts elements.");
   group

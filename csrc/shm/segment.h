@@ -20,6 +20,7 @@ class Segment {
   ~Segment();
 
   std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
   int descriptor() const { return descriptor_; }
   void close_descriptor();  // once every rank has mapped it; the mapping stays
 
