@@ -16,6 +16,7 @@ _TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
@@ -52,15 +53,17 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> Compiled:
 def specialise(recorded: launch.Launch) -> tuple[dict[str, str], dict[str, Any], dict]:
     """Triton's own rules: an argument of 1 or None is a constant, one that 16 divides is known to be."""
     names = recorded.kernel.arg_names
+    unspecialised = {parameter.name for parameter in recorded.kernel.params if parameter.do_not_specialize}
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(recorded.constants)
     attributes: dict[tuple[int, ...], list] = {}
     for place, (name, value) in enumerate(zip(names, recorded.arguments, strict=False)):
-        if value is None or (isinstance(value, int) and value == 1):
+        special = name not in unspecialised
+        if value is None or (special and isinstance(value, int) and value == 1):
             constants[name] = value
             continue
         signature[name] = _type_of(name, value)
-        if _divisible_by_16(value):
+        if special and _divisible_by_16(value):
             attributes[(place,)] = [["tt.divisibility", 16]]
     for name in constants:
         signature[name] = "constexpr"

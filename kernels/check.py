@@ -22,7 +22,16 @@ import triton
 
 from weft.kernels import aot, launch
 
-OPS = ("matmul", "attention", "cross_entropy", "bucket")
+OPS = (
+    "matmul",
+    "attention",
+    "cross_entropy",
+    "bucket",
+    "signal",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "all_reduce",
+)
 # What a dot must have become; wgmma on Hopper, where plain HMMA would be half as fast.
 TENSOR_CORE_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 

@@ -26,12 +26,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels import launch
+from weft.kernels import launch, signal
 from weft.kernels.activation import ACTIVATIONS, activate, check_activation, derivative, gated_backward
+from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of
 
 PRECISIONS = ("ieee", "tf32")
+# fp32 has no tile that holds the flags' registers as well without spilling: the interpreter alone takes it.
+COMMUNICATING_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _COMBINE_BLOCK = 1024  # elements a program of the second kernel of a split product
 _STRIP = 64  # columns that are written at a time
 
@@ -42,6 +45,39 @@ class Prologue:
 
     z: torch.Tensor
     activation: str
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Rows of A come while the product is under way: a tile waits for the chunks that its rows are of, and tiles are
+    taken in the order in which chunks come.
+
+    Attributes:
+        flags: [chunks] int32, set to 1 once the chunk is there.
+    """
+
+    peers: signal.Peers
+    rows: Rows
+    flags: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Departures:
+    """Rows of the result go to the memory of other ranks, and a flag is posted once all of a chunk is there; tiles are
+    taken in the order in which the others wait for them.
+
+    Attributes:
+        destinations: [M] int64, the address of each row of the result, contiguous, 16-byte aligned where `aligned`.
+        flags: [chunks] int64, the address of each chunk's flag.
+        agreed: what is posted there.
+    """
+
+    peers: signal.Peers
+    rows: Rows
+    destinations: torch.Tensor
+    aligned: bool
+    flags: torch.Tensor
+    agreed: int
 
 
 def matmul(
@@ -58,6 +94,7 @@ def matmul(
     keep_z: bool = False,
     precision: str = "ieee",
     config: MatmulConfig | None = None,
+    arrivals: Arrivals | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """act(a @ b + bias + addend), and what the activation was applied to.
 
@@ -71,6 +108,7 @@ def matmul(
         keep_z: also gives z, [M, N] (gated: [M, 2N], gate beside up) in a's type.
         precision: of fp32 operands: "ieee", or "tf32" (10 bits of mantissa).
         config: an explicit tile configuration; by default the table's, else the heuristic's.
+        arrivals: the rows of a are still coming; K is not split then.
 
     Returns:
         (out, z); z is None unless kept.
@@ -87,25 +125,58 @@ def matmul(
     activation = activation or "none"
     z_in = prologue.z if prologue else None
     problem = problem_of(a, b, b_up, z_in, activation=activation, precision=precision)
-    config = choose_tile(problem, a.device, config).config
+    config = choose_tile(problem, a.device, config, communicates=arrivals is not None).config
+    if arrivals:
+        launch.check_dtype("matmul", COMMUNICATING_DTYPES, a=a)
+        config = replace(config, split_k=1)
     steps = triton.cdiv(triton.cdiv(depth, config.block_k), config.split_k)
     splits = max(1, triton.cdiv(depth, max(1, steps * config.block_k)))
     partials = torch.empty((splits, rows, width), dtype=torch.float32, device=a.device) if splits > 1 else None
-    _launch_product(a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits)
+    _launch_product(
+        a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits, arrivals
+    )
     if partials is not None:
         _launch_combine(partials, bias, addend, out, z, activation)
     return out, z
 
 
-def _launch_product(a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits):
+def matmul_to_peers(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    departures: Departures,
+    *,
+    precision: str = "ieee",
+    config: MatmulConfig | None = None,
+) -> None:
+    """a @ b, each row of which goes to where `departures` says; the bits of `matmul` with the same tile, K not split.
+
+    Raises:
+        ValueError, TypeError: what the kernel does not take, before anything is launched.
+    """
+    _check(a, b, None, None, None, None, None, None, precision)
+    problem = problem_of(a, b, precision=precision)
+    launch.check_dtype("matmul", COMMUNICATING_DTYPES, a=a)
+    config = replace(choose_tile(problem, a.device, config, communicates=True).config, split_k=1)
+    steps = triton.cdiv(a.size(1), config.block_k)
+    _launch_product(
+        a, b, None, None, None, None, None, None, None, "none", problem, config, steps, 1, departures=departures
+    )
+
+
+def _launch_product(
+    a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits,
+    arrivals=None, departures=None,
+):  # fmt: skip
     (rows, depth), columns = a.shape, b.size(1)
     a_z = prologue.z if prologue else None
     units = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n) * splits
     resident = 2 if config.block_m * config.block_n <= 64 * 128 else 1
-    programs = min(units, launch.multiprocessors(a.device) * resident)
+    meeting = arrivals or departures
+    processors = meeting.peers.processors if meeting else launch.multiprocessors(a.device)
+    programs = min(units, processors * resident)
     a_turned, b_turned = is_turned(a), is_turned(b)
     descriptors = problem.aligned and launch.has_copy_engine(a.device)
-    stored = partials is None and launch.has_copy_engine(out.device) and launch.describable(out)
+    stored = partials is None and not departures and launch.has_copy_engine(out.device) and launch.describable(out)
     a_block, b_block = (config.block_m, config.block_k), (config.block_k, config.block_n)
 
     def operand(matrix, block, turned):
@@ -137,12 +208,13 @@ def _launch_product(a, b, b_up, bias, addend, prologue, out, z, partials, activa
         *(b_up.stride() if b_up is not None else (0, 0)),
         bias.stride(0) if bias is not None else 0,
         *(addend.stride() if addend is not None else (0, 0)),
-        *target.stride()[-2:],
+        *(target.stride()[-2:] if target is not None else (0, 0)),
         z.stride(0) if z is not None else 0,
         config.group_m,
         steps,
         splits,
         programs,
+        *_meeting_arguments(arrivals, departures, config.block_m, a.device),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -155,10 +227,26 @@ def _launch_product(a, b, b_up, bias, addend, prologue, out, z, partials, activa
         A_TURNED=a_turned,
         B_TURNED=b_turned,
         STORE_DESCRIPTOR=stored,
-        OUT_DTYPE=launch.TRITON_TYPES[target.dtype],
+        OUT_DTYPE=launch.TRITON_TYPES[a.dtype if departures else target.dtype],
+        ALIGNED=bool(departures and departures.aligned),
         warps=config.warps,
         stages=config.stages,
     )
+
+
+def _meeting_arguments(arrivals: Arrivals | None, departures: Departures | None, block_m: int, device) -> tuple:
+    """From `order` to `rank`, the kernel's arguments for what it waits for and whom it tells."""
+    if arrivals:
+        order = arrivals.rows.order(block_m, arrivals.peers.rank, True, device)
+        ranks = arrivals.rows.rank_of_chunk(device)
+        return order, arrivals.flags, None, None, ranks, None, 0, *arrivals.peers.waits()
+    if departures:
+        peers, rows = departures.peers, departures.rows
+        order = rows.order(block_m, peers.rank, False, device)
+        tiles = rows.tiles_of_chunk(block_m, device)
+        told = departures.destinations, departures.flags, tiles, peers.counters, departures.agreed
+        return order, None, *told, *peers.waits()
+    return None, None, None, None, None, None, 0, None, None, 0, 0
 
 
 def _launch_combine(partials, bias, addend, out, z, activation) -> None:
@@ -250,10 +338,11 @@ def _finish(total, total_up, z, z_offsets, z_up, inside, ACTIVATION: tl.constexp
 
 
 @triton.jit
-def _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, columns, stride_bias,
+def _emit(total, total_up, bias, addend, out, destinations, z, piece, row, column, rows, columns, stride_bias,
           stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
           BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr, ACTIVATION: tl.constexpr,
-          SPLIT: tl.constexpr, STORE_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr):  # fmt: skip
+          SPLIT: tl.constexpr, STORE_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
+          ALIGNED: tl.constexpr):  # fmt: skip
     """Writes a tile of sums, in strips of STRIP columns: the whole tile at once would need more registers, and more
     shared memory to change its layout, than the sum itself."""
     if WIDTH > STRIP:
@@ -263,16 +352,21 @@ def _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, colum
         else:
             left_up = None
             right_up = None
-        _emit(left, left_up, bias, addend, out, z, piece, row, column, rows, columns, stride_bias,
+        _emit(left, left_up, bias, addend, out, destinations, z, piece, row, column, rows, columns, stride_bias,
               stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
-              BLOCK_M, WIDTH // 2, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE)  # fmt: skip
-        _emit(right, right_up, bias, addend, out, z, piece, row, column + WIDTH // 2, rows, columns, stride_bias,
-              stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
-              BLOCK_M, WIDTH // 2, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE)  # fmt: skip
+              BLOCK_M, WIDTH // 2, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE, ALIGNED)  # fmt: skip
+        _emit(right, right_up, bias, addend, out, destinations, z, piece, row, column + WIDTH // 2, rows, columns,
+              stride_bias, stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
+              BLOCK_M, WIDTH // 2, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE, ALIGNED)  # fmt: skip
     else:
         r = row + tl.arange(0, BLOCK_M)
         c = column + tl.arange(0, WIDTH)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
+        if destinations is not None:
+            there = tl.load(destinations + r, mask=r < rows, other=0)
+            if ALIGNED:
+                there = tl.multiple_of(there, 16)
+            there = there.to(tl.pointer_type(OUT_DTYPE))[:, None]
         r = r.to(tl.int64)[:, None]
         c = c.to(tl.int64)[None, :]
         if SPLIT:
@@ -292,11 +386,13 @@ def _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, colum
             y = launch.rounded(y, OUT_DTYPE)
             if STORE_DESCRIPTOR:
                 out.store([row, column], y)
+            elif destinations is not None:
+                tl.store(there + c, y, mask=inside)
             else:
                 tl.store(out + r * stride_out_row + c * stride_out_column, y, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["agreed", "timeout_us", "rank"])
 def _matmul_kernel(
     a,  # [M, K]
     a_z,  # [M, K] or None: then a is dy
@@ -327,6 +423,17 @@ def _matmul_kernel(
     steps,  # of block_k in a piece of K, the same for each piece
     splits,
     programs,
+    order,  # [tiles_m, 3] or None: the tile whose turn it is, its first and its last chunk
+    arrivals,  # [chunks] or None: flags to wait for
+    destinations,  # [M] or None: addresses of the rows of the result; then out is None
+    departures,  # [chunks] or None: addresses of flags to post
+    of_chunk,  # [chunks] or None: the rank that a chunk comes from; with departures, the tiles that have some of it
+    counters,  # [chunks] or None: tiles that are done
+    agreed,
+    spoiled,
+    record,
+    timeout_us,
+    rank,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -340,6 +447,7 @@ def _matmul_kernel(
     B_TURNED: tl.constexpr,
     STORE_DESCRIPTOR: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # destinations, at 16 bytes
 ):
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
@@ -351,9 +459,21 @@ def _matmul_kernel(
         group = tile // (group_m * tiles_n)
         height = tl.minimum(tiles_m - group * group_m, group_m)
         within = tile % (group_m * tiles_n)
-        row = (group * group_m + within % height) * BLOCK_M
+        turn = group * group_m + within % height
+        if order is not None:
+            row = tl.load(order + 3 * turn) * BLOCK_M
+            first = tl.load(order + 3 * turn + 1)
+            final = tl.load(order + 3 * turn + 2)
+        else:
+            row = turn * BLOCK_M
         column = (within // height) * BLOCK_N
         start = piece * steps * BLOCK_K
+        if arrivals is not None:
+            for chunk in range(first, final + 1):
+                signal.wait(arrivals + chunk, 1, spoiled, record, timeout_us, rank, tl.load(of_chunk + chunk),
+                            signal.ALL_GATHER_MATMUL, signal.ARRIVED)  # fmt: skip
+            if DESCRIPTORS:
+                signal.to_copy_engine()
 
         # 2. The sum over the piece, in order.
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -377,9 +497,17 @@ def _matmul_kernel(
                 total_up = launch.dot(x, w_up, total_up, PRECISION)
 
         # 3. Out: the partial sum as it is, or everything that comes after the sum.
-        _emit(total, total_up, bias, addend, out, z, piece, row, column, rows, columns, stride_bias,
+        if arrivals is not None:
+            total *= signal.poison(spoiled)
+        _emit(total, total_up, bias, addend, out, destinations, z, piece, row, column, rows, columns, stride_bias,
               stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
-              BLOCK_M, BLOCK_N, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE)  # fmt: skip
+              BLOCK_M, BLOCK_N, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE, ALIGNED)  # fmt: skip
+
+        # 4. Whoever completes a chunk tells its owner.
+        if departures is not None:
+            for chunk in range(first, final + 1):
+                if signal.last(counters + chunk, tl.load(of_chunk + chunk) * tiles_n):
+                    signal.post(tl.load(departures + chunk).to(tl.pointer_type(tl.int32)), agreed)
 
 
 @triton.jit

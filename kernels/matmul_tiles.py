@@ -108,21 +108,30 @@ def problem_of(a, b, b_up=None, prologue_z=None, *, activation: str = "none", pr
     return Problem(a.size(0), b.size(1), a.size(1), layout, aligned, a.dtype, fused, precision)
 
 
-def choose_tile(problem: Problem, device: torch.device, explicit: MatmulConfig | None = None) -> Choice[MatmulConfig]:
+def choose_tile(
+    problem: Problem, device: torch.device, explicit: MatmulConfig | None = None, communicates: bool = False
+) -> Choice[MatmulConfig]:
     """Which configuration runs, and where it comes from. ValueError for an explicit one that does not exist."""
     architecture = launch.architecture_of(device)
-    tiles = listed(architecture, problem.dtype, problem.narrow)
+    tiles = listed(architecture, problem.dtype, problem.narrow, communicates)
     if explicit is not None and explicit.split_k not in range(1, MOST_SPLITS + 1):
         raise ValueError(f"matmul: split_k={explicit.split_k} must be 1 to {MOST_SPLITS}")
     guess = _heuristic(problem.m, problem.n, problem.k, tiles, launch.multiprocessors(device))
-    return choose("matmul", architecture, problem.key(), explicit, tiles, guess)
+    choice = choose("matmul", architecture, problem.key(), explicit, tiles, guess)
+    exists = choice.config.compiled() in tiles  # a table is of products that do not communicate
+    return choice if exists else Choice(guess, "heuristic", choice.entry)
 
 
-def listed(architecture: str, dtype: torch.dtype, narrow: bool = False) -> tuple[MatmulConfig, ...]:
-    """The tile configurations that exist: `weft.kernels.check` compiles them, and tuning picks among them."""
+def listed(
+    architecture: str, dtype: torch.dtype, narrow: bool = False, communicates: bool = False
+) -> tuple[MatmulConfig, ...]:
+    """The tile configurations that exist: `weft.kernels.check` compiles them, and tuning picks among them. Flags and
+    the ranks' addresses take registers too, which only the smallest tile of a narrow product has to give."""
     if architecture == "interpreter":
         return _INTERPRETED_TILES
     kinds = _TILES[architecture]
+    if narrow and communicates and dtype != torch.float32:
+        return kinds["narrow"][-1:]
     if dtype == torch.float32:
         return kinds["fp32 narrow" if narrow else "fp32"]
     return kinds["narrow" if narrow else "wide"]

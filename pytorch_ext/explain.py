@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from weft.nn import ParallelLinear
-from weft.ops import choice
+from weft.ops import choice, overlap
 
 
 @dataclass(frozen=True)
@@ -17,22 +17,30 @@ class LayerReport:
         name: as in `named_modules`.
         layer: its class and style.
         shard: this rank's part of the weight, of the whole.
+        transport: what carries its collectives.
         products: "forward", "dgrad" and "wgrad", each with what computes it and why.
+        communication: of "forward" and "dgrad", where a collective goes with it: which, whether the two overlap, why.
     """
 
     name: str
     layer: str
     shard: str
+    transport: str
     products: dict[str, str]
+    communication: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.layer}, weight {self.shard}"]
-        return "\n".join([*lines, *(f"    {product:<8} {what}" for product, what in self.products.items())])
+        lines = [f"{self.name}: {self.layer}, weight {self.shard}, over {self.transport}"]
+        for product, what in self.products.items():
+            lines.append(f"    {product:<8} {what}")
+            if product in self.communication:
+                lines.append(f"             {self.communication[product]}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The layers' reports, for a number of tokens on this rank."""
+    """The layers' reports, for a number of tokens."""
 
     tokens: int
     layers: tuple[LayerReport, ...]
@@ -45,7 +53,7 @@ def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
     """Which algorithm computes each product of each parallel linear layer, and why.
 
     Args:
-        tokens: rows that a layer's input has on this rank; what is faster depends on it.
+        tokens: of the whole batch that the ranks of a layer's group work on; what is faster depends on it.
 
     Raises:
         ValueError: tokens is not positive.
@@ -66,8 +74,31 @@ def _report(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
         "dgrad": _product(tokens, k, n, "nn", weight),
         "wgrad": _product(n, k, tokens, "tn", weight),
     }
+    collectives = _COLLECTIVES[layer.style, layer.sequence_parallel]
+    communication = {
+        product: _communication(layer, tokens, weight.t() if product == "forward" else weight, how)
+        for product, how in collectives.items()
+    }
     kind = f"{type(layer).__name__} {layer.style}"
-    return LayerReport(name, kind, f"{tuple(weight.shape)} of {shard.global_shape}", products)
+    of_whole = f"{tuple(weight.shape)} of {shard.global_shape}"
+    return LayerReport(name, kind, of_whole, layer.communicator.transport, products, communication)
+
+
+# By style and whether the layer is sequence-parallel: how the rows of each product travel.
+_COLLECTIVES = {
+    ("column", False): {"dgrad": "reduced"},
+    ("column", True): {"forward": "gathered", "dgrad": "scattered"},
+    ("row", False): {"forward": "reduced"},
+    ("row", True): {"forward": "scattered", "dgrad": "gathered"},
+}
+_NAMES = {"gathered": "all_gather", "scattered": "reduce_scatter", "reduced": "all_reduce"}
+
+
+def _communication(layer: ParallelLinear, tokens: int, b: torch.Tensor, how: str) -> str:
+    try:
+        return f"{_NAMES[how]}, {overlap.decide(layer.place, tokens, b, how)}"
+    except ValueError as error:  # overlap="always" where it cannot be: what the layer will raise
+        return f"{_NAMES[how]}: {error}"
 
 
 def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: str | None = None) -> str:

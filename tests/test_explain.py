@@ -22,7 +22,7 @@ def explains(rank):
     why = "ATen: the kernels run on CUDA devices, the tensors are on the CPU"
     assert column.products == row.products == {"forward": why, "dgrad": why, "wgrad": why}
     assert str(found).startswith(
-        "at 64 tokens:\n0: ColumnParallelLinear column, weight (5, 8) of (10, 8)\n    forward  ATen"
+        "at 64 tokens:\n0: ColumnParallelLinear column, weight (5, 8) of (10, 8), over shared memory\n    forward  ATen"
     )
     with choice.prefer("kernel"):
         assert weft.explain(model).layers[0].products["forward"] == "weft kernel: preferred by the caller"

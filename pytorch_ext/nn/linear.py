@@ -7,6 +7,7 @@ from weft.comm.communicator import communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import Place, column_parallel_linear, gather, row_parallel_linear, split
 from weft.ops.activation import activation_of
+from weft.ops.overlap import MODES
 from weft.shard import Shard
 
 _SPLIT_DIM = {"column": 0, "row": 1}  # of the weight, [out_features, in_features]
@@ -40,6 +41,8 @@ class ParallelLinear(ShardedModule):
         sequence_dim: the dimension of x that is the sequence.
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
         unit: the split features are cut at multiples of it (of a head's size, say).
+        overlap: whether communication and products run at the same time: "auto" where that is faster (`weft.explain`
+            says where), "never", or "always", which raises where it cannot be.
         device, dtype: of the parameters.
 
     Raises:
@@ -61,18 +64,21 @@ class ParallelLinear(ShardedModule):
         sequence_dim: int = -2,
         activation: str | None = None,
         unit: int = 1,
+        overlap: str = "auto",
         device=None,
         dtype=None,
     ):
         super().__init__()
-        _check_options(style, gather_output, split_input, dtype)
+        _check_options(style, gather_output, split_input, overlap, dtype)
         self.in_features, self.out_features, self.style, self.unit = in_features, out_features, style, unit
         self.gather_output, self.split_input, self.activation = gather_output, split_input, activation
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.communicator = communicator(group)
         self._op = column_parallel_linear if style == "column" else row_parallel_linear
-        self._place = Place(self.communicator, sequence_dim if sequence_parallel else None, activation_of(activation))
         self._split = self._shard((out_features, in_features), _SPLIT_DIM[style])
+        region = sequence_dim if sequence_parallel else None
+        share = max(self._split.sizes)
+        self.place = Place(self.communicator, region, activation_of(activation), overlap, share)
         self._hold(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
     @classmethod
@@ -97,7 +103,7 @@ class ParallelLinear(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:
             x = split(x, -1, self.communicator, self._split.sizes)
-        y = self._op(x, self.weight, self.bias, self._place)
+        y = self._op(x, self.weight, self.bias, self.place)
         return gather(y, -1, self.communicator, self._split.sizes) if self.gather_output else y
 
     def _draw_whole(self) -> nn.Linear:
@@ -160,12 +166,14 @@ def _check_fixed_style(layer: ParallelLinear, style: str, only: str) -> None:
         raise ValueError(f"{type(layer).__name__} has style {only!r}, got {style!r}; use ParallelLinear")
 
 
-def _check_options(style, gather_output, split_input, dtype) -> None:
+def _check_options(style, gather_output, split_input, overlap, dtype) -> None:
     if style not in _SPLIT_DIM:
         raise ValueError(f"ParallelLinear: style={style!r} is not one of {', '.join(map(repr, _SPLIT_DIM))}")
     if gather_output and style != "column":
         raise ValueError('gather_output=True goes with style="column"; the output of a row layer is whole already')
     if split_input and style != "row":
         raise ValueError('split_input=True goes with style="row"; a column layer takes the whole input')
+    if overlap not in MODES:
+        raise ValueError(f"ParallelLinear: overlap={overlap!r} is not one of {', '.join(map(repr, MODES))}")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"ParallelLinear: dtype={dtype} is not floating point")

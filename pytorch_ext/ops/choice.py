@@ -67,6 +67,15 @@ def on_kernel(device: torch.device) -> bool:
     return _preference == "kernel" or (device.type == "cuda" and _preference == "auto" and _HAS_TRITON)
 
 
+def can_run(device: torch.device) -> bool:
+    """Whether our kernels run on this device, wanted or not: on a GPU, and on the CPU in Triton's interpreter."""
+    if device.type == "cuda" or not _HAS_TRITON:
+        return _HAS_TRITON
+    from weft.kernels import launch
+
+    return launch.INTERPRETED
+
+
 def streams(tensor: torch.Tensor) -> bool:
     """Whether a kernel bound by memory takes this tensor: on every GPU, since it passes once over what ATen's operators
     pass over several times, and for every type but fp64, which our kernels do not have."""

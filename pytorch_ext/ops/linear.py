@@ -1,24 +1,13 @@
 """The column- and the row-parallel linear layer (Shoeybi et al. 2019, section 3), with the sequence-parallel region of
 Korthikanti et al. 2022, section 4.2. Uneven shards throughout."""
 
-from typing import NamedTuple
-
 import torch
 
-from weft.comm.communicator import Communicator
-from weft.ops import matmul
-from weft.ops.activation import Activation
+from weft.ops import matmul, overlap
 from weft.ops.autocast import autocasts, cast_operands
 from weft.ops.backward import as_matrix, first_order
+from weft.ops.overlap import Place
 from weft.split import split_sizes
-
-
-class Place(NamedTuple):
-    """Where a layer stands: its ranks, the sequence dimension of a sequence-parallel region, what follows it."""
-
-    communicator: Communicator
-    sequence_dim: int | None = None
-    activation: Activation | None = None
 
 
 def column_parallel_linear(
@@ -70,34 +59,35 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, place, main_grad):
         ctx.main_grad = main_grad
-        ctx.place = communicator, sequence_dim, activation = place
-        whole = x
-        if sequence_dim is not None:
-            ctx.sizes = communicator.all_sizes(x, sequence_dim)
-            whole = communicator.all_gather(x, sequence_dim, ctx.sizes)
-        y, z = matmul.forward(whole, weight, bias, activation)
+        ctx.place = place
+        activation = place.activation
+        if place.sequence_dim is None:
+            y, z = matmul.forward(x, weight, bias, activation)
+        else:
+            ctx.sizes = place.ranks.all_sizes(x, place.sequence_dim)
+            y, z, _ = overlap.gathered(place, x, ctx.sizes, weight.t(), bias, activation)
         ctx.save_for_backward(x, weight, z if activation else None)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        communicator, sequence_dim, activation = ctx.place
+        place: Place = ctx.place
+        split = place.sequence_dim is not None
         x, weight, z = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
+        activation = place.activation
         if activation and (needs_weight or needs_bias):  # else dgrad alone needs dz, and may form it as it goes
             dy, activation = activation.backward(dy, z), None
-        if needs_x:
-            dx = matmul.dgrad(dy, weight, activation, z)
-            if sequence_dim is None:
-                communicator.all_reduce_(dx)
-            else:
-                dx = communicator.reduce_scatter(dx, sequence_dim, ctx.sizes)
+        if needs_weight and split:
+            gather_x = overlap.gather_meanwhile(place, x, ctx.sizes, weight)
+        if needs_x and split:
+            dx = overlap.scattered(place, dy, weight, ctx.sizes, activation, z)
+        elif needs_x:
+            dx = overlap.reduced(place, dy, weight, activation, z)
         if needs_weight:
-            if sequence_dim is not None:
-                x = communicator.all_gather(x, sequence_dim, ctx.sizes)
-            dw = matmul.wgrad(dy, x, ctx.main_grad)
+            dw = matmul.wgrad(dy, gather_x() if split else x, ctx.main_grad)
         if needs_bias:
             db = as_matrix(dy).sum(0)
         return dx, dw, db, None, None
@@ -122,38 +112,41 @@ class RowParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, place, main_grad):
         ctx.main_grad = main_grad
-        ctx.place = communicator, sequence_dim, activation = place
-        alone = communicator.world == 1  # then the bias goes into the product, rounded once as in nn.Linear
-        _, z = matmul.forward(x, weight, bias if alone else None)
-        if sequence_dim is None:
-            communicator.all_reduce_(z)
+        ctx.place = place
+        world, dim = place.ranks.world, place.sequence_dim
+        if dim is not None:
+            ctx.sizes = split_sizes(x.size(dim), world)
+        if world == 1:  # the bias goes into the product, rounded once as in nn.Linear
+            _, z = matmul.forward(x, weight, bias)
         else:
-            ctx.sizes = split_sizes(z.size(sequence_dim), communicator.world)
-            z = communicator.reduce_scatter(z, sequence_dim, ctx.sizes)
-        if bias is not None and not alone:
-            z.add_(bias)
-        if activation is None:
+            b = weight.t()
+            z = overlap.reduced(place, x, b) if dim is None else overlap.scattered(place, x, b, ctx.sizes)
+            if bias is not None:
+                z.add_(bias)
+        if place.activation is None:
             ctx.save_for_backward(x, weight)
             return z
         ctx.save_for_backward(x, weight, z)
-        return activation.apply(z)
+        return place.activation.apply(z)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        communicator, sequence_dim, activation = ctx.place
+        place: Place = ctx.place
         x, weight, *z = ctx.saved_tensors
-        dz = dy if activation is None else activation.backward(dy, *z)
+        dz = dy if place.activation is None else place.activation.backward(dy, *z)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_bias:
             db = as_matrix(dz).sum(0)
-            if sequence_dim is not None:
-                communicator.all_reduce_(db)
-        if sequence_dim is not None and (needs_x or needs_weight):
-            dz = communicator.all_gather(dz, sequence_dim, ctx.sizes)
-        if needs_x:
-            dx = matmul.dgrad(dz, weight)
+            if place.sequence_dim is not None:
+                place.ranks.all_reduce_(db)
+        if place.sequence_dim is None:
+            dx = matmul.dgrad(dz, weight) if needs_x else None
+        elif needs_x:
+            dx, _, dz = overlap.gathered(place, dz, ctx.sizes, weight)
+        elif needs_weight:
+            dz = place.ranks.all_gather(dz, place.sequence_dim, ctx.sizes)
         if needs_weight:
             dw = matmul.wgrad(dz, x, ctx.main_grad)
         return dx, dw, db, None, None

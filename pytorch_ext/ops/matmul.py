@@ -18,14 +18,21 @@ def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y = act(z) and z = x @ weight.T + bias; the same tensor where there is no activation."""
+    return product(x, weight.t(), bias, activation)
+
+
+def product(
+    x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = act(z) and z = x @ b + bias, with b [K, N]; the same tensor where there is no activation."""
     if choice.on_kernel(x.device):
         name = activation.name if activation else None
-        a, b = as_matrix(x), weight.t()
+        a = as_matrix(x)
         if _takes_kernel(a, b, activation=name):
             y, z = _kernel().matmul(a, b, bias=bias, activation=name, keep_z=activation is not None)
-            y = y.view(*x.shape[:-1], weight.size(0))
+            y = y.view(*x.shape[:-1], b.size(1))
             return y, (y if z is None else z.view(y.shape))
-    z = F.linear(x, weight, bias)
+    z = F.linear(x, b.t(), bias)
     return (z, z) if activation is None else (activation.apply(z), z)
 
 

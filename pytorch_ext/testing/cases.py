@@ -24,6 +24,10 @@ COUNTS = [0, 1, 2, 3, 17, 1023, 65536, 65537, 200_003]
 # m, n, k of a product: one element, less than a tile, a tile, its odd neighbours, thin, deep, several tiles each way.
 MATMULS = [(1, 1, 1), (5, 3, 7), (32, 32, 32), (33, 31, 65), (3, 70, 40), (67, 5, 130), (80, 48, 64), (70, 67, 129)]
 
+# world, batch, m, n, k of a product whose m rows (in each of `batch` blocks) are shared by the ranks: less than a tile
+# each, tiles that several ranks have rows of, several chunks, uneven shares, odd widths.
+COMMUNICATING = [(2, 1, 64, 32, 32), (2, 3, 7, 24, 16), (3, 1, 100, 33, 21), (4, 2, 30, 72, 40), (5, 1, 83, 16, 8)]
+
 
 @dataclass(frozen=True)
 class Model:

@@ -1,0 +1,171 @@
+"""Chunks: the rows of a product, cut by the rank that has or gets them; what travels, and is waited for, as one.
+
+A sequence-parallel tensor [..., S, ..., F] is flattened to [M, F] for the product. Where dimensions stand before the
+sequence, a rank's rows are not one block but one for each of them: `batch` blocks of sizes[0], sizes[1], ... rows.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from weft.kernels.signal import FLAGS
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows start .. start + rows of the product: rows local_start .. of what rank `rank` has."""
+
+    start: int
+    rows: int
+    rank: int
+    local_start: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a product are shared: in each of `batch` blocks, sizes[r] rows are rank r's; chunks are at most
+    `most` rows long."""
+
+    batch: int
+    sizes: tuple[int, ...]
+    most: int
+
+    @classmethod
+    def of(cls, shape, dim: int, sizes, most: int = 1024) -> "Rows":
+        """Of a tensor of that shape, whole along `dim`, whose last dimension is not `dim`. Chunks are made so long that
+        there is a flag for each of them from each rank."""
+        dim %= len(shape)
+        batch = _product(shape[:dim])
+        inner = _product(shape[dim + 1 : -1])
+        rows = cls(batch, tuple(size * inner for size in sizes), most)
+        while len(sizes) * len(rows.chunks) > FLAGS and rows.most < rows.total:
+            rows = cls(batch, rows.sizes, 2 * rows.most)
+        if len(sizes) * len(rows.chunks) > FLAGS:
+            raise ValueError(
+                f"{batch} blocks of rows shared by {len(sizes)} ranks need {len(sizes) * len(rows.chunks)} flags, and "
+                f"there are {FLAGS}; put the sequence dimension first"
+            )
+        return rows
+
+    @property
+    def total(self) -> int:
+        return self.batch * sum(self.sizes)
+
+    def of_rank(self, rank: int) -> int:
+        return self.batch * self.sizes[rank]
+
+    @property
+    def largest(self) -> int:
+        """The most rows that any rank has."""
+        return self.batch * max(self.sizes)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """In the order of rows, without gaps."""
+        return _chunks(self)
+
+    def order(self, block_m: int, rank: int, own_first: bool, device: torch.device) -> torch.Tensor:
+        """int32 [tiles of block_m rows, 3]: for each turn, the tile, its first chunk and its last.
+
+        Ranks are served in the order rank, rank + 1, ... (own_first) or rank + 1, ..., rank; a tile's turn comes with
+        the last of its chunks where chunks arrive, with the first where they depart.
+        """
+        return _order(self, block_m, rank, own_first, device)
+
+    def tiles_of_chunk(self, block_m: int, device: torch.device) -> torch.Tensor:
+        """int32 [chunks]: how many tiles of block_m rows have rows of it."""
+        return _tiles_of_chunk(self, block_m, device)
+
+    def rank_of_chunk(self, device: torch.device) -> torch.Tensor:
+        """int32 [chunks]."""
+        return _rank_of_chunk(self, device)
+
+    def own_chunks(self, rank: int, device: torch.device) -> torch.Tensor:
+        """int32 [chunks of the rank, 3]: number among all, local start, rows."""
+        return _own_chunks(self, rank, device)
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """int32 [chunks, 4]: rank, local start, rows, start."""
+        return _table(self, device)
+
+
+def _product(sizes) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+@lru_cache(maxsize=1024)
+def _chunks(rows: Rows) -> tuple[Chunk, ...]:
+    chunks, start = [], 0
+    for block in range(rows.batch):
+        for rank, size in enumerate(rows.sizes):
+            for offset in range(0, size, rows.most):
+                count = min(rows.most, size - offset)
+                chunks.append(Chunk(start, count, rank, block * size + offset))
+                start += count
+    return tuple(chunks)
+
+
+@lru_cache(maxsize=1024)
+def _spans(rows: Rows, block_m: int) -> list[tuple[int, int]]:
+    """First and last chunk of each tile."""
+    spans, first = [], 0
+    chunks = rows.chunks
+    for start in range(0, rows.total, block_m):
+        end = min(start + block_m, rows.total)
+        while chunks[first].start + chunks[first].rows <= start:
+            first += 1
+        final = first
+        while chunks[final].start + chunks[final].rows < end:
+            final += 1
+        spans.append((first, final))
+    return spans
+
+
+@lru_cache(maxsize=1024)
+def _order(rows: Rows, block_m: int, rank: int, own_first: bool, device: torch.device) -> torch.Tensor:
+    world, shift = len(rows.sizes), 0 if own_first else 1
+
+    def turn(chunk: int) -> tuple[int, int]:
+        return (rows.chunks[chunk].rank - rank - shift) % world, chunk
+
+    def key(tile: int) -> tuple[int, int]:
+        first, final = spans[tile]
+        turns = [turn(chunk) for chunk in range(first, final + 1)]
+        return max(turns) if own_first else min(turns)
+
+    spans = _spans(rows, block_m)
+    table = [(tile, *spans[tile]) for tile in sorted(range(len(spans)), key=key)]
+    return _tensor(table, 3, device)
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of_chunk(rows: Rows, block_m: int, device: torch.device) -> torch.Tensor:
+    counts = [0] * len(rows.chunks)
+    for first, final in _spans(rows, block_m):
+        for chunk in range(first, final + 1):
+            counts[chunk] += 1
+    return torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _rank_of_chunk(rows: Rows, device: torch.device) -> torch.Tensor:
+    return torch.tensor([chunk.rank for chunk in rows.chunks], dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _own_chunks(rows: Rows, rank: int, device: torch.device) -> torch.Tensor:
+    own = [(number, c.local_start, c.rows) for number, c in enumerate(rows.chunks) if c.rank == rank]
+    return _tensor(own, 3, device)
+
+
+@lru_cache(maxsize=1024)
+def _table(rows: Rows, device: torch.device) -> torch.Tensor:
+    return _tensor([(c.rank, c.local_start, c.rows, c.start) for c in rows.chunks], 4, device)
+
+
+def _tensor(table: list[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(table, dtype=torch.int32, device=device).view(-1, width)

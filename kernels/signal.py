@@ -1,0 +1,342 @@
+"""signal: flags between ranks. The only place that knows how kernels of different ranks wait for one another.
+
+A flag is an int32 in symmetric memory. It is 0 while nobody has anything to say, else the signature of the call that is
+under way: a hash of what the ranks must agree on, so that ranks which call different things find out at the first flag.
+
+    put    waits until the flag is 0 and sets it                          compare-and-swap, release, system scope
+    post   sets a flag that is known to be 0                              exchange, release, system scope
+    wait   waits until the flag is set; it stays so                       load, acquire, system scope
+    meet   every rank puts a flag at every other, and takes back to 0 those that were put at it: a barrier
+    last   counts a program in; says which one was the last to come       fetch-and-add, acquire and release
+
+What a rank wrote before it put or posted is seen by whoever waited: release and acquire at system scope, and inside a
+program the barrier that both sides pass. What the tensor copy engine then reads needs `to_copy_engine` besides.
+
+Every wait is bounded by a clock. One that gives up leaves a record for the host (`comm.record`), and marks this rank's
+work as spoiled: from then on waits end at once and results are NaN, never a wrong sum. The host can end waits too, by
+writing to the record.
+
+A program waits for other ranks' programs and for copies, never for a later program of its own launch; so a rank makes
+progress however few of its programs run at a time, in the interpreter one.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels import interpreted as _interpreted_waits
+from weft.kernels import launch
+from weft.kernels.launch import _INTERPRETED
+
+_interpreted = _interpreted_waits if launch.INTERPRETED else None  # Triton compiles nothing that refers to Python code
+
+# How a window begins: flags for `meet`, flags for everything else, then data.
+MEETING_BYTES = 4096
+FLAGS = 16384
+DATA_OFFSET = MEETING_BYTES + 4 * FLAGS
+_MEETING_BYTES = tl.constexpr(MEETING_BYTES)
+
+# Codes in records; those of the CUDA extension are below 100.
+ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE = 100, 101, 102
+COME, ARRIVED, SUMMED, DONE, PARTIAL = 110, 111, 112, 113, 114
+WAIT_NAMES = {
+    ALL_GATHER_MATMUL: "all_gather + matmul",
+    MATMUL_REDUCE_SCATTER: "matmul + reduce_scatter",
+    MATMUL_ALL_REDUCE: "matmul + all_reduce",
+    COME: "everybody has come",
+    ARRIVED: "rows arrived",
+    PARTIAL: "partial sums arrived",
+    SUMMED: "sums are there",
+    DONE: "everybody is done",
+}
+_SPOIL_BLOCK = 4096
+RECORD_WORDS = 16  # [state, rank, operation, phase, peer, program, seen, expected, claimed, ...]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a group as this rank's kernels reach them.
+
+    Attributes:
+        rank: this one's.
+        memory: [bytes] uint8, this rank's window.
+        at: where each rank's window is mapped here.
+        addresses: [W] int64, the same on the device.
+        counters: [FLAGS] int32 of this rank's own, 0 between calls.
+        spoiled: [1] int32, not 0 once a wait gave up.
+        record: [RECORD_WORDS] int64 that the host reads.
+        timeout_us: of one wait.
+        processors: programs that a launch keeps running at a time.
+        owner: what keeps the windows mapped.
+    """
+
+    rank: int
+    memory: torch.Tensor
+    at: tuple[int, ...]
+    addresses: torch.Tensor
+    counters: torch.Tensor
+    spoiled: torch.Tensor
+    record: torch.Tensor
+    timeout_us: int
+    processors: int
+    owner: object = None
+
+    @property
+    def world(self) -> int:
+        return len(self.at)
+
+    def waits(self) -> tuple:
+        """What a kernel that waits takes, in the order of `wait`'s arguments."""
+        return self.spoiled, self.record, self.timeout_us, self.rank
+
+
+def signature(*agreed: object) -> int:
+    """A positive int32 of what every rank must pass alike."""
+    return zlib.crc32(repr(agreed).encode()) % (2**31 - 1) + 1
+
+
+def unlaunched(rank: int = 1, world: int = 4, bytes: int = 1 << 30) -> Peers:
+    """Peers that nothing can be launched with, for recording what would be."""
+
+    def memory(*shape, dtype=torch.int64):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    return Peers(
+        rank=rank,
+        memory=memory(bytes, dtype=torch.uint8),
+        at=(0,) * world,
+        addresses=memory(world),
+        counters=memory(FLAGS, dtype=torch.int32),
+        spoiled=memory(1, dtype=torch.int32),
+        record=memory(RECORD_WORDS),
+        timeout_us=1_000_000,
+        processors=132,
+    )
+
+
+def meet(peers: Peers, agreed: int, operation: int, phase: int) -> None:
+    """Returns (on the device) once every rank has come; `agreed` is the signature of the call."""
+    if peers.world == 1:
+        return
+    launch.launch(
+        _meet_kernel,
+        (peers.world,),
+        peers.addresses,
+        agreed,
+        *peers.waits(),
+        OPERATION=operation,
+        PHASE=phase,
+        warps=1,
+    )
+
+
+def spoil(peers: Peers, x: torch.Tensor) -> None:
+    """NaN all over x (bits of one), where a wait before it gave up."""
+    flat = x.view(-1).view(torch.uint8)
+    if flat.numel():
+        programs = min(peers.processors, triton.cdiv(flat.numel(), _SPOIL_BLOCK))
+        launch.launch(_spoil_kernel, (programs,), flat, flat.numel(), programs, peers.spoiled, BLOCK=_SPOIL_BLOCK)
+
+
+def _bounded(attempt: str) -> tl.constexpr:
+    """PTX: thread 0 repeats the attempt, which sets the predicate `done`, until it is; the others wait for it at a
+    barrier, over which the verdict is shared: all threads leave with $0 = 1 where it gave up. The record is in host
+    memory, so it is looked at once in many attempts."""
+    return tl.constexpr(
+        """{
+        .reg .pred first, done, failed, again;
+        .reg .b32 thread, seen, spins;
+        .reg .b64 start, now, state;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        setp.ne.u32 failed, thread, thread;
+        @!first bra MET;
+        mov.u32 spins, 0;
+        mov.u64 start, %globaltimer;
+        AGAIN:
+        """
+        + attempt
+        + """
+        @done bra MET;
+        add.u32 spins, spins, 1;
+        and.b32 seen, spins, 1023;
+        setp.ne.u32 again, seen, 0;
+        @again bra CLOCK;
+        ld.relaxed.sys.global.u64 state, [$3];
+        setp.ne.u64 failed, state, 0;
+        @failed bra MET;
+        CLOCK:
+        mov.u64 now, %globaltimer;
+        sub.u64 now, now, start;
+        setp.lt.u64 again, now, $4;
+        @again bra AGAIN;
+        setp.eq.u32 failed, thread, thread;
+        MET:
+        barrier.cta.red.or.pred failed, 0, failed;
+        selp.u32 $0, 1, 0, failed;
+        }"""
+    )
+
+
+# Another value than the expected one is the signature of another call.
+_WAIT = _bounded(
+    """ld.acquire.sys.global.u32 seen, [$1];
+        setp.ne.u32 done, seen, 0;
+        @!done bra NOT_SET;
+        setp.ne.u32 failed, seen, $2;
+        NOT_SET:"""
+)
+_PUT = _bounded(
+    """atom.cas.release.sys.global.b32 seen, [$1], 0, $2;
+        setp.eq.u32 done, seen, 0;"""
+)
+
+
+@triton.jit
+def _attempt(PTX: tl.constexpr, flag, value, record, timeout_us):
+    return tl.inline_asm_elementwise(
+        PTX,
+        "=r,l,r,l,l",
+        [flag.to(tl.int64), value, record.to(tl.int64), timeout_us.to(tl.int64) * 1000],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _leave_record(flag, expected, spoiled, record, rank, peer, OPERATION: tl.constexpr, PHASE: tl.constexpr):
+    tl.store(spoiled, 1)
+    nobody = tl.full((), 0, tl.int64)
+    mine = tl.full((), 1, tl.int64)
+    if tl.atomic_cas(record + 8, nobody, mine, sem="relaxed", scope="sys") == 0:
+        seen = tl.atomic_cas(flag, 0, 0, sem="relaxed", scope="sys")
+        tl.store(record + 1, rank)
+        tl.store(record + 2, OPERATION)
+        tl.store(record + 3, PHASE)
+        tl.store(record + 4, peer)
+        tl.store(record + 5, tl.program_id(0))
+        tl.store(record + 6, seen)
+        tl.store(record + 7, expected)
+        tl.debug_barrier()
+        differs = (seen != 0) & (seen != expected)
+        tl.atomic_cas(record, nobody, differs.to(tl.int64) + 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(flag, expected, spoiled, record, timeout_us, rank, peer, OPERATION: tl.constexpr, PHASE: tl.constexpr):
+    """0 once the flag is the expected value; 1 where it is another or the wait gave up. `peer` is who sets it."""
+    if _INTERPRETED:
+        failed = _interpreted.wait(flag, expected, record, timeout_us)
+    else:
+        failed = _attempt(_WAIT, flag, expected, record, timeout_us)
+    if failed != 0:
+        _leave_record(flag, expected, spoiled, record, rank, peer, OPERATION, PHASE)
+    return failed
+
+
+@triton.jit
+def put(flag, value, spoiled, record, timeout_us, rank, peer, OPERATION: tl.constexpr, PHASE: tl.constexpr):
+    """0 once the flag was 0 and is the value; 1 where the wait gave up. `peer` is who sets it back to 0."""
+    if _INTERPRETED:
+        failed = _interpreted.put(flag, value, record, timeout_us)
+    else:
+        failed = _attempt(_PUT, flag, value, record, timeout_us)
+    if failed != 0:
+        _leave_record(flag, value, spoiled, record, rank, peer, OPERATION, PHASE)
+    return failed
+
+
+@triton.jit
+def post(flag, value):
+    """What all threads of the program wrote before is seen by whoever waits for the flag."""
+    if _INTERPRETED:
+        _interpreted.post()
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
+def last(counter, expected):
+    """Whether this program is the last of `expected` to come; it sees what all wrote before they came. The counter is
+    0 again."""
+    tl.debug_barrier()
+    came = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+    if came == expected:
+        tl.store(counter, 0)
+    return came == expected
+
+
+@triton.jit
+def poison(spoiled):
+    """1, or NaN once a wait gave up: what results are multiplied with."""
+    return tl.where(tl.load(spoiled, volatile=True) == 0, 1.0, float("nan"))
+
+
+@triton.jit
+def to_copy_engine():
+    """What was waited for is visible to the tensor copy engine too (PTX ISA, fence.proxy.async)."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32,
+                                  is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def at(addresses, peer, offset):
+    """The address `offset` bytes into a rank's window, as an int64."""
+    return tl.load(addresses + peer) + offset
+
+
+@triton.jit
+def flag_at(addresses, peer, number):
+    """A rank's flag of that number."""
+    return at(addresses, peer, _MEETING_BYTES + 4 * number).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit(do_not_specialize=["agreed", "timeout_us", "rank"])
+def _meet_kernel(
+    addresses,  # [W] int64
+    agreed,
+    spoiled,
+    record,
+    timeout_us,
+    rank,
+    OPERATION: tl.constexpr,
+    PHASE: tl.constexpr,
+):
+    """Program p meets rank p. Pairs are met in the order of ranks, so that one program at a time is enough."""
+    peer = tl.program_id(0)
+    if peer != rank:
+        theirs = at(addresses, peer, 4 * rank).to(tl.pointer_type(tl.int32))
+        mine = at(addresses, rank, 4 * peer).to(tl.pointer_type(tl.int32))
+        # 1. Tell it. Its flag is 0: it has taken what was put at the meeting before.
+        failed = put(theirs, agreed, spoiled, record, timeout_us, rank, peer, OPERATION, PHASE)
+        # 2. Hear from it, and make room for the next meeting.
+        if failed == 0:
+            failed = wait(mine, agreed, spoiled, record, timeout_us, rank, peer, OPERATION, PHASE)
+            if failed == 0:
+                tl.store(mine, 0)
+
+
+@triton.jit
+def _spoil_kernel(
+    x,  # [count] uint8
+    count,
+    programs,
+    spoiled,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(spoiled, volatile=True) != 0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, programs * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            tl.store(x + place, 255, mask=place < count)
+
+
+def variants(architecture: str) -> None:
+    """Calls the launcher once for each variant to check; for inside `launch.recording`."""
+    peers = unlaunched()
+    meet(peers, signature("variants"), ALL_GATHER_MATMUL, COME)
+    spoil(peers, peers.memory)

@@ -1,0 +1,215 @@
+"""A product and its communication: at the same time by a communicating kernel, or one after the other.
+
+    gathered    act(all_gather(x) @ b + bias)      kernels/all_gather_matmul.py
+    scattered   reduce_scatter(a @ b)              kernels/matmul_reduce_scatter.py
+    reduced     all_reduce(a @ b)                  kernels/all_reduce.py
+
+Either way the sums are the same; with our matmul in both, the bits too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from weft.comm.communicator import Communicator
+from weft.ops import choice, matmul
+from weft.ops.activation import Activation
+from weft.ops.backward import as_matrix
+
+MODES = ("auto", "never", "always")
+
+# What must travel before the two are done at the same time. Overlapping saves at most the time that the bytes take, and
+# costs the meetings of the ranks, about 20 us of launches and flags: 8 MiB take as long at 450 GB/s, NVLink 4's rate in
+# one direction (NVIDIA H100 datasheet). An estimate: no machine with several GPUs was measured.
+CROSSOVER_BYTES = 8 << 20
+
+
+class Place(NamedTuple):
+    """Where a layer stands.
+
+    Attributes:
+        sequence_dim: of a sequence-parallel region; None outside of one.
+        activation: what follows the layer.
+        overlap: "auto", "never" or "always": whether its communication overlaps with its products.
+        share: the features of the rank that has most of them: what all ranks decide by, each having its own number.
+    """
+
+    ranks: Communicator
+    sequence_dim: int | None = None
+    activation: Activation | None = None
+    overlap: str = "auto"
+    share: int | None = None
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Whether they overlap, and why."""
+
+    fused: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'overlapped' if self.fused else 'one after the other'}: {self.reason}"
+
+
+def gathered(
+    place: Place, x: torch.Tensor, sizes, b: torch.Tensor, bias=None, activation: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, z, whole): y = act(z), z = whole @ b + bias, whole = the ranks' x along the sequence.
+
+    Args:
+        x: [..., K], this rank's shard; sizes: every rank's along the sequence. b: [K, N]; bias: [N].
+    """
+    ranks, dim = place.ranks, place.sequence_dim
+    rows = x.numel() // max(1, x.size(-1) * x.size(dim)) * sum(sizes)
+    if not _fuses(place, x, rows, b, "gathered", activation):
+        whole = ranks.all_gather(x, dim, sizes)
+        return *matmul.product(whole, b, bias, activation), whole
+    from weft.kernels.all_gather_matmul import all_gather_matmul
+
+    gathering = _start(place, x, sizes)
+    y, z = all_gather_matmul(
+        as_matrix(gathering.whole),
+        b,
+        gathering.arrivals,
+        bias=bias,
+        activation=activation.name if activation else None,
+        keep_z=activation is not None,
+    )
+    whole = gathering.finish()
+    y = y.view(*whole.shape[:-1], b.size(1))
+    return y, (y if z is None else z.view(y.shape)), whole
+
+
+def gather_meanwhile(place: Place, x: torch.Tensor, sizes, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begins to gather x along the sequence while a product with b runs that `scattered` computes; call the result to
+    have the whole. Where that product does not overlap, nothing begins before the call."""
+    ranks, dim = place.ranks, place.sequence_dim
+    rows = x.numel() // max(1, x.size(-1) * x.size(dim)) * sum(sizes)
+    if not _fuses(place, x, rows, b, "scattered"):
+        return lambda: ranks.all_gather(x, dim, sizes)
+    return _start(place, x, sizes).finish
+
+
+def _start(place: Place, x: torch.Tensor, sizes):
+    from weft.comm.gathering import start_gathering, window_bytes
+    from weft.comm.workspace import workspace
+
+    dim = place.sequence_dim % x.dim()
+    return start_gathering(workspace(place.ranks, "gather", window_bytes(x, dim, sizes), x.device), x, dim, sizes)
+
+
+def scattered(
+    place: Place, a: torch.Tensor, b: torch.Tensor, sizes, activation: Activation | None = None, z=None
+) -> torch.Tensor:
+    """This rank's shard along the sequence of the sum over ranks of a @ b; of act'(z) a, where there is an activation.
+
+    Args:
+        a: [..., K_r], whole along the sequence; b: [K_r, N]; sizes: of the shards.
+    """
+    ranks, dim = place.ranks, place.sequence_dim
+    if not _fuses(place, a, a.numel() // a.size(-1), b, "scattered"):
+        return ranks.reduce_scatter(matmul.dgrad(a, b, activation, z), dim, sizes)
+    from weft.comm.workspace import workspace
+    from weft.kernels.chunks import Rows
+    from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
+
+    rows = Rows.of(a.shape, dim, sizes)
+    peers = workspace(ranks, "reduce", Inbox(rows, b.size(1), a.dtype).window_bytes(sums=False), a.device)
+    shape = [*a.shape[:-1], b.size(1)]
+    shape[dim] = sizes[ranks.rank]
+    a = activation.backward(a, z) if activation else a
+    return matmul_reduce_scatter(as_matrix(a), b, peers, rows).view(shape)
+
+
+def reduced(
+    place: Place, a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z=None
+) -> torch.Tensor:
+    """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; of act'(z) a, where there is an activation."""
+    ranks = place.ranks
+    if not _fuses(place, a, a.numel() // a.size(-1), b, "reduced"):
+        return ranks.all_reduce_(matmul.dgrad(a, b, activation, z))
+    from weft.comm.workspace import workspace
+    from weft.kernels.all_reduce import matmul_all_reduce
+    from weft.kernels.chunks import Rows
+    from weft.kernels.matmul_reduce_scatter import Inbox
+
+    matrix = as_matrix(activation.backward(a, z) if activation else a)
+    each, more = divmod(matrix.size(0), ranks.world)  # some may have none, where split_sizes would refuse
+    rows = Rows.of(matrix.shape, 0, [each + (rank < more) for rank in range(ranks.world)], most=256)
+    peers = workspace(ranks, "reduce", Inbox(rows, b.size(1), a.dtype).window_bytes(sums=True), a.device)
+    return matmul_all_reduce(matrix, b, peers, rows).view(*a.shape[:-1], b.size(1))
+
+
+def decide(place: Place, m: int, b: torch.Tensor, how: str, activation: Activation | None = None) -> Overlap:
+    """What a product of m rows with b [K, N] does. The same on every rank, without asking the others.
+
+    Args:
+        how: "gathered" (its operand's rows travel, N is split), "scattered" or "reduced" (its result's, K is split).
+
+    Raises:
+        ValueError: overlap="always" where it cannot be.
+    """
+    cannot = _why_not(place.ranks, b.device, b.dtype)
+    if cannot:
+        if place.overlap == "always" and place.ranks.world > 1:
+            raise ValueError(f'overlap="always": {cannot}; use overlap="auto"')
+        return Overlap(False, cannot)
+    if place.overlap != "auto":
+        return Overlap(place.overlap == "always", f'overlap="{place.overlap}"')
+    from weft.kernels.matmul_tiles import Problem, is_turned
+
+    k, n = b.shape
+    if how == "gathered":
+        n = place.share or n
+    else:
+        k = place.share or k
+    turned = is_turned(b)
+    aligned = all(size * b.element_size() % 16 == 0 for size in (k, k if turned else n))
+    name = activation.name if activation else "none"
+    algorithm = choice.algorithm(Problem(m, n, k, "nt" if turned else "nn", aligned, b.dtype, name), b.device)
+    if not algorithm.kernel:
+        return Overlap(False, f"the product is not our kernel's ({algorithm})")
+    travelling = {"gathered": m * k, "scattered": m * n, "reduced": 2 * m * n}[how] * b.element_size()
+    size = f"{travelling / (1 << 20):.1f} MiB travel, the crossover is {CROSSOVER_BYTES >> 20} MiB (estimated)"
+    return Overlap(travelling >= CROSSOVER_BYTES, size)
+
+
+def _fuses(place: Place, x, rows: int, b, how: str, activation=None) -> bool:
+    if place.ranks.world == 1 or place.overlap == "never" or rows == 0:
+        return False
+    if place.overlap == "auto" and not choice.on_kernel(x.device):  # the usual case on a CPU, told quickly
+        return False
+    return decide(place, rows, b, how, activation).fused and _reach(place, x.device)
+
+
+def _why_not(ranks: Communicator, device: torch.device, dtype: torch.dtype) -> str | None:
+    if ranks.world == 1:
+        return "there is one rank"
+    if not choice.can_run(device):
+        return choice.excluded(device).reason
+    from weft.kernels.matmul import COMMUNICATING_DTYPES
+
+    return None if dtype in COMMUNICATING_DTYPES else f"the communicating kernels do not take {dtype}"
+
+
+def _reach(place: Place, device: torch.device) -> bool:
+    """Whether the ranks reach each other's memory. Found out once, by all of them together."""
+    cannot = _no_window(place.ranks, device)
+    if cannot and place.overlap == "always":
+        raise ValueError(f'overlap="always": {cannot}; use overlap="auto"')
+    return cannot is None
+
+
+@lru_cache(maxsize=256)
+def _no_window(ranks: Communicator, device: torch.device) -> str | None:
+    from weft.comm.workspace import workspace
+
+    try:
+        workspace(ranks, "reduce", 1, device)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,116 @@
+"""Runs kernels that cross ranks: as processes in Triton's interpreter, or as virtual ranks that share one GPU."""
+
+import random
+import time
+from collections.abc import Callable
+
+import torch
+
+from weft.comm.communicator import communicator
+from weft.comm.window import open_window
+from weft.comm.workspace import peers_of
+from weft.kernels import interpreted, launch, signal
+from weft.testing.ranks import run_ranks
+
+_TIMEOUT_S = 20.0
+
+
+def run_as_ranks(function: Callable, world: int, bytes: int, device: torch.device, *args, seed: int | None = None):
+    """[function(peers, *args) for each rank], with all of them under way together; windows of `bytes`.
+
+    The function launches and returns tensors, on the peers' device, and does not synchronize. Where a seed is given,
+    ranks are delayed at random wherever they meet (on a GPU: before they begin).
+
+    Raises:
+        AssertionError: a wait gave up, or a flag or a counter is not 0 at the end.
+    """
+    if device.type == "cuda":
+        return _as_streams(function, world, bytes, device, args, seed)
+    return run_ranks(_as_process, world, function, bytes, args, seed, timeout_s=200)
+
+
+def _as_process(rank: int, function, bytes: int, args, seed):
+    ranks = communicator(None)
+    device = torch.device("cpu")
+    record = ranks.record(device)
+    peers = peers_of(open_window(ranks, bytes, device), record)
+    if seed is not None:
+        delay_meetings(seed + rank)
+    result = function(peers, *args)
+    torch.distributed.barrier()  # flags are 0 once all are done
+    check_idle(peers)
+    record.check()
+    torch.distributed.barrier()  # a rank that left would be one that was lost
+    return result
+
+
+def _as_streams(function, world: int, bytes: int, device: torch.device, args, seed):
+    torch.cuda.synchronize()
+    peers = virtual_peers(world, bytes, device)
+    random_cycles = random.Random(seed)
+    results = []
+    for mine in peers:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            if seed is not None:
+                torch.cuda._sleep(random_cycles.randrange(2_000_000))
+            results.append(function(mine, *args))
+    torch.cuda.synchronize()
+    for mine in peers:
+        assert not mine.record.any(), f"rank {mine.rank} left {mine.record.tolist()}"
+        check_idle(mine)
+    return results
+
+
+def virtual_peers(world: int, bytes: int, device: torch.device, timeout_s: float = _TIMEOUT_S) -> list[signal.Peers]:
+    """Every rank's view of windows that lie on one GPU, each with its share of the multiprocessors, so that what the
+    ranks launch runs at the same time."""
+    windows = [torch.zeros(bytes, dtype=torch.uint8, device=device) for _ in range(world)]
+    at = tuple(window.data_ptr() for window in windows)
+    return [
+        signal.Peers(
+            rank=rank,
+            memory=window,
+            at=at,
+            addresses=torch.tensor(at, device=device),
+            counters=torch.zeros(signal.FLAGS, dtype=torch.int32, device=device),
+            spoiled=torch.zeros(1, dtype=torch.int32, device=device),
+            record=torch.zeros(signal.RECORD_WORDS, dtype=torch.int64, pin_memory=True),
+            timeout_us=int(timeout_s * 1e6),
+            processors=max(1, launch.multiprocessors(device) // (4 * world)),
+        )
+        for rank, window in enumerate(windows)
+    ]
+
+
+def delay_meetings(seed: int, longest_s: float = 0.02) -> None:
+    """From now on this process comes late to some of the places where ranks meet (in the interpreter)."""
+    choose = random.Random(seed)
+
+    def delay() -> None:
+        if choose.random() < 0.3:
+            time.sleep(choose.random() * longest_s)
+
+    interpreted.at_meeting = delay
+
+
+def check_idle(peers: signal.Peers) -> None:
+    """Every flag and counter is 0, as between calls."""
+    assert not peers.memory[: signal.DATA_OFFSET].any(), f"rank {peers.rank}: a flag is still set"
+    assert not peers.counters.any(), f"rank {peers.rank}: a counter is not 0"
+
+
+def abandoned(device: torch.device, rank: int, timeout_s: float, bytes: int) -> signal.Peers:
+    """One of two ranks, of which the other never comes."""
+    window = torch.zeros(2, bytes, dtype=torch.uint8, device=device)
+    at = tuple(part.data_ptr() for part in window)
+    return signal.Peers(
+        rank=rank,
+        memory=window[rank],
+        at=at,
+        addresses=torch.tensor(at, device=device),
+        counters=torch.zeros(signal.FLAGS, dtype=torch.int32, device=device),
+        spoiled=torch.zeros(1, dtype=torch.int32, device=device),
+        record=torch.zeros(signal.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda"),
+        timeout_us=int(timeout_s * 1e6),
+        processors=1,
+    )
