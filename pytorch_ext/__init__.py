@@ -24,6 +24,7 @@ _HOMES = {
     "weft.ops": ["parallel_cross_entropy"],
     "weft.ops.collectives": ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"],
     "weft.comm.symmetric": ["empty_symmetric"],
+    "weft.comm.device": ["check_waits"],
     "weft.parallelize": ["parallelize"],
     "weft.explain": ["explain"],
 }

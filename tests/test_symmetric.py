@@ -85,8 +85,10 @@ def test_memory_is_asked_for_in_the_order_of_calls():
 def ask_differently(rank):
     with pytest.raises(weft.CollectiveMismatchError, match="rank 0 asks for 400 bytes, rank 1 for 404"):
         weft.empty_symmetric(100 + rank)
-    with pytest.raises(NotImplementedError, match="not memory on cuda"):
+    with pytest.raises(ValueError, match="needs a group that has a backend for cuda, as .cpu:weft,cuda:nccl."):
         weft.empty_symmetric(4, device="cuda")
+    with pytest.raises(ValueError, match="on cpu and cuda devices, not on meta"):
+        weft.empty_symmetric(4, device="meta")
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

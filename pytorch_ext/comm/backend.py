@@ -25,6 +25,7 @@ class WeftProcessGroup(dist.ProcessGroup):
     """Collectives on CPU tensors: over shared memory inside a machine, over gloo between machines."""
 
     engine: Engine | SpanningEngine
+    timeout: timedelta
     communicator = None  # what the ops use of this group; made when first asked for
 
     @classmethod
@@ -42,6 +43,7 @@ class WeftProcessGroup(dist.ProcessGroup):
             lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
         )
         group._name, group._desc = str(options.group_id), "undefined"
+        group.timeout = options.timeout
         return group
 
     # What torch asks a backend for.
@@ -67,6 +69,7 @@ class WeftProcessGroup(dist.ProcessGroup):
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.engine.set_timeout(timeout)
+        self.timeout = timeout
 
     set_timeout = _set_default_timeout
 

@@ -1,18 +1,25 @@
 """What the ops call: collectives on one group, in the shape that layers need (in place, along a dimension, uneven).
 
-Two of a kind: over the engine of a "weft" group, one crossing into C++ a call; over any other torch.distributed group,
-composed of what every backend has.
+Three of a kind: over the engine of a "weft" group, one crossing into C++ a call; over any other torch.distributed
+backend, composed of what every backend has; and over what the tensor's device needs (`comm.device`), which uses both.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backend import WeftProcessGroup
 from weft.comm.dtypes import SUM, op_code
+from weft.comm.engine import Engine
 from weft.comm.fusion import Fusion
+from weft.comm.record import WaitRecord, name_of, watch_for_losses
+
+_of_group: dict[dist.ProcessGroup, "Communicator"] = {}  # of groups of torch's own, which cannot hold theirs
 
 
 def communicator(group=None) -> "Communicator":
@@ -32,11 +39,28 @@ def communicator(group=None) -> "Communicator":
         return group
     else:
         group = _process_group(group)
-    if not isinstance(group, WeftProcessGroup):
-        return BackendCommunicator(group)
-    if group.communicator is None:
-        group.communicator = EngineCommunicator(group)
-    return group.communicator
+    if isinstance(group, WeftProcessGroup):
+        if group.communicator is None:
+            group.communicator = _made_for(group)
+        return group.communicator
+    if group not in _of_group:
+        for destroyed in [other for other in _of_group if other not in dist.distributed_c10d._world.pg_map]:
+            del _of_group[destroyed]
+        _of_group[group] = _made_for(group)
+    return _of_group[group]
+
+
+def _made_for(group: dist.ProcessGroup) -> "Communicator":
+    from weft.comm.device import DeviceCommunicator  # made of the communicators of this file
+
+    if isinstance(group, WeftProcessGroup) and "cuda" not in backends_of(group):
+        return EngineCommunicator(group)
+    return DeviceCommunicator(group)
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The group's backends by device type, as they were asked for."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def _process_group(group) -> dist.ProcessGroup:
@@ -64,6 +88,68 @@ class Communicator:
         self.group = group
         self.rank: int = group.rank()
         self.world: int = group.size()
+        self._records: dict[torch.device, WaitRecord] = {}
+        self.workspaces: dict = {}  # of kernels that write to other ranks (`comm.workspace`)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.group)
+
+    @property
+    def transport(self) -> str:
+        """What carries the collectives, and why not the faster thing."""
+        raise NotImplementedError
+
+    @property
+    def host(self) -> "Communicator":
+        """What serves tensors in the host's memory: this one, or a part of it."""
+        return self
+
+    def cuda_group(self) -> dist.ProcessGroup | None:
+        """The group with a store of its own over which the ranks' GPUs meet; None where there is no backend for them.
+        The first call of it is a collective one."""
+        return None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a kernel waits for another rank: the group's own timeout where torch tells it."""
+        timeout = getattr(self.group, "timeout", None)
+        if not isinstance(self.group, WeftProcessGroup):
+            with suppress(RuntimeError):  # a backend that has no options
+                timeout = self.group._get_backend(self.group._device_types[0]).options._timeout
+        return (timeout or default_pg_timeout).total_seconds()
+
+    def notes(self, note: Any) -> list:
+        """Every rank's note (anything that can be pickled), in rank order. Slow; for what is set up once."""
+        told = [None] * self.world
+        with torch.inference_mode(False):  # gloo writes to what it is given
+            dist.all_gather_object(told, note, group=self.group)
+        return told
+
+    def record(self, device: torch.device) -> WaitRecord:
+        """Where kernels of this group on that device leave word of a wait that failed. Made when first asked for; from
+        then on kernels stop waiting once the group's engine, if it has one, has lost a rank."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._records:
+            watched = bool(self._records)
+            self._records[device] = WaitRecord(self.group, device, self.timeout_s)
+            if isinstance(self.host, EngineCommunicator) and not watched and self.world > 1:
+                watch_for_losses(self, self.host.engine)
+        return self._records[device]
+
+    def check_waits(self) -> None:
+        """Raises what kernels left word of; see `weft.check_waits`."""
+        for record in self.records:
+            record.check_past(self._stopped_a_kernel)
+
+    def _stopped_a_kernel(self) -> bool:
+        """Whether a kernel that leaves no record then gave up because the host told it to."""
+        return False
+
+    @property
+    def records(self) -> list[WaitRecord]:
+        return list(self._records.values())
 
     def __eq__(self, other) -> bool:
         return type(self) is type(other) and self.group is other.group
@@ -77,8 +163,10 @@ class Communicator:
     def __reduce__(self):
         raise TypeError("a layer that is split over ranks cannot be pickled: save its state_dict instead")
 
-    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None) -> torch.Tensor:
-        """The sum over ranks (or what `op` says), in place."""
+    def all_reduce_(
+        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
+    ) -> torch.Tensor:
+        """The sum over ranks (or what `op` says), in place. deterministic=False permits the order of the hardware."""
         raise NotImplementedError
 
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
@@ -145,7 +233,13 @@ class EngineCommunicator(Communicator):
         super().__init__(group)
         self.engine = group.engine
 
-    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None) -> torch.Tensor:
+    @property
+    def transport(self) -> str:
+        return "shared memory" if isinstance(self.engine, Engine) else "shared memory, and gloo between machines"
+
+    def all_reduce_(
+        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
+    ) -> torch.Tensor:
         if self.world > 1 or fusion is not None:
             self.engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op), fusion=fusion)
         return x
@@ -167,7 +261,13 @@ class EngineCommunicator(Communicator):
 class BackendCommunicator(Communicator):
     """Over another backend of torch.distributed: uneven shards are padded, and sums are in that backend's order."""
 
-    def all_reduce_(self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None) -> torch.Tensor:
+    @property
+    def transport(self) -> str:
+        return ", ".join(sorted(set(backends_of(self.group).values())))
+
+    def all_reduce_(
+        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
+    ) -> torch.Tensor:
         if fusion is not None:
             fusion.around(lambda sent: self.all_reduce_(sent, op), x)
             return x

@@ -4,8 +4,10 @@ import math
 
 import torch
 
-from weft.comm.communicator import EngineCommunicator, communicator
+from weft.comm.communicator import Communicator, EngineCommunicator, communicator
+from weft.comm.device import DeviceCommunicator
 from weft.comm.engine import Engine
+from weft.comm.window import open_window
 
 
 def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device=None) -> torch.Tensor:
@@ -13,22 +15,32 @@ def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device
     contiguous part of it, copies nothing: each rank reduces its slice where it lies and writes it to all.
 
     A collective call: every rank asks for the same size, in the same order. The memory lives as long as a tensor in it.
+    On a GPU all ranks must then reduce the same part of it; on the CPU they agree to copy where they do not.
 
     Args:
         shape: of the tensor, as ints or one sequence.
         dtype: torch.get_default_dtype() where None.
-        group: of the weft backend; None is the default group.
-        device: "cpu", for now.
+        group: of a backend that reaches the device; None is the default group.
+        device: "cpu" (None as well), which needs the weft backend, or a CUDA device.
 
     Raises:
-        ValueError: a group of another backend, or of several machines. NotImplementedError: a device but the CPU.
-        CollectiveMismatchError: ranks ask for different sizes. OSError: the memory cannot be had; on every rank.
+        ValueError: ranks that do not reach each other's memory: of several machines, of another backend on the CPU, of
+            GPUs without peer access. CollectiveMismatchError: ranks ask for different sizes. OSError: the memory cannot
+            be had; on every rank.
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    dtype = dtype or torch.get_default_dtype()
-    if device is not None and torch.device(device).type != "cpu":
-        raise NotImplementedError(f"empty_symmetric gives CPU memory for now, not memory on {device}")
+    dtype, device = dtype or torch.get_default_dtype(), torch.device(device or "cpu")
     ranks = communicator(group)
+    if device.type == "cpu":
+        return _on_cpu(ranks.host, sizes, dtype)
+    window = open_window(ranks, math.prod(sizes) * dtype.itemsize, device)
+    assert isinstance(ranks, DeviceCommunicator)  # no other opens a window on a GPU
+    if not math.prod(sizes):
+        return torch.empty(sizes, dtype=dtype, device=device)
+    return ranks.lend(window).view(dtype).view(sizes)
+
+
+def _on_cpu(ranks: Communicator, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(ranks, EngineCommunicator) or not isinstance(ranks.engine, Engine):
         raise ValueError('empty_symmetric needs a group of the "weft" backend whose ranks are on one machine')
     count = math.prod(sizes)

@@ -21,7 +21,7 @@ def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.devic
     """
     record = ranks.record(device)
     record.check()
-    kept: list[signal.Peers] = ranks.__dict__.setdefault("workspaces", {}).setdefault((purpose, device), [])
+    kept: list[signal.Peers] = ranks.workspaces.setdefault((purpose, device), [])
     if kept and kept[-1].memory.numel() >= bytes:
         return kept[-1]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

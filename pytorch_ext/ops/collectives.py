@@ -23,10 +23,13 @@ def all_reduce(
     wire_dtype: torch.dtype | None = None,
     scale: float = 1.0,
     squared_norm: torch.Tensor | None = None,
+    deterministic: bool = True,
 ) -> torch.Tensor:
     """The sum ("sum"), average ("avg"), minimum or maximum over the ranks.
 
-    On a group of the weft backend summed in fp32 in rank order, the same bits on every rank; on another, in its way.
+    On a group of the weft backend, and by weft's kernels on GPUs that reach each other's memory (`transport` of the
+    group's communicator says whether they run), summed in fp32 in rank order, the same bits on every rank; on another
+    backend, in its way.
 
     Args:
         x: any shape, the same on every rank. In symmetric memory (`weft.empty_symmetric`) nothing is copied.
@@ -36,6 +39,8 @@ def all_reduce(
         squared_norm: a float64 tensor of one element that becomes the sum of squares of the result, the same on every
             rank. It is finite exactly where every element is. On the weft backend all of this is done in the pass of
             the reduction.
+        deterministic: False permits the sum of the switch between the GPUs, for tensors in symmetric memory that has a
+            multicast address: all ranks get the same bits, but the order is the switch's own.
 
     Raises:
         ValueError: another op; a gradient, a wire type, a scale or a norm of a minimum or maximum; a gradient and a
@@ -54,8 +59,8 @@ def all_reduce(
             raise ValueError(f"all_reduce by {op!r} has no gradient here; detach the tensor first")
         if squared_norm is not None:
             raise ValueError("squared_norm is not differentiable; detach the tensor first")
-        return _AllReduce.apply(x, op, ranks, fusion)
-    return ranks.all_reduce_(x, _OPS[op], fusion)
+        return _AllReduce.apply(x, op, ranks, fusion, deterministic)
+    return ranks.all_reduce_(x, _OPS[op], fusion, deterministic)
 
 
 def all_gather(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
@@ -101,15 +106,15 @@ class _AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, op, ranks: Communicator, fusion):
-        ctx.arguments = _OPS[op], fusion
+    def forward(ctx, x, op, ranks: Communicator, fusion, deterministic):
+        ctx.arguments = _OPS[op], fusion, deterministic
         ctx.ranks = ranks
         return ranks.all_reduce_(x.clone(), *ctx.arguments)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return ctx.ranks.all_reduce_(dy.clone(), *ctx.arguments), None, None, None
+        return ctx.ranks.all_reduce_(dy.clone(), *ctx.arguments), None, None, None, None
 
 
 class _AllGather(torch.autograd.Function):

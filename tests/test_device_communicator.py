@@ -1,0 +1,954 @@
+"""Collectives of tensors on GPUs: which transport, what kernels are asked for, and what becomes of waits that fail.
+
+Without a GPU, host memory stands for a GPU's: the communicator, the windows, the record and the agreement of the ranks
+are the real ones, and `FakeRanks` does in Python what the extension's kernels do, with flags and bounded waits. On a GPU
+the same laws are tested with the kernels, by processes that share one device; each runs this file as a script.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from dataclasses import replace
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import _C
+from weft.comm import device as gpus
+from weft.comm import record as records
+from weft.comm.communicator import BackendCommunicator, EngineCommunicator, communicator
+from weft.comm.device import LARGEST_BYTES, DeviceCommunicator, one_shot_below
+from weft.comm.window import open_window
+from weft.testing import reference
+from weft.testing.ranks import run_ranks, try_ranks
+
+BOTH = "cpu:weft,cuda:gloo"
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+# A stand-in for the extension's kernels.
+
+
+def memory_at(address, count, dtype):
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    bytes = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(bytes, dtype=dtype)
+
+
+class FakeRanks:
+    """weft._C.cuda.Ranks over host memory: it stages, meets by flags, sums in rank order, meets again."""
+
+    log: ClassVar[list] = []  # of this process: (name, arguments that decide how)
+
+    def __init__(self, rank, pads, pad_words, workspace, workspace_bytes, record, timeout_s, blocks):
+        self.rank, self.world, self.workspace, self.timeout_s = rank, len(pads), workspace, timeout_s
+        self.pads = [(ctypes.c_uint32 * pad_words).from_address(pad) for pad in pads]
+        self.record = (ctypes.c_int64 * 16).from_address(record)
+        self.workspace_bytes = workspace_bytes
+
+    def meet(self, *call):
+        """Whether every rank came, with the same call."""
+        flag = zlib.crc32(repr(call).encode()) | 1
+        others = [peer for peer in range(self.world) if peer != self.rank]
+        for peer in others:
+            if not self.wait(peer, lambda peer=peer: self.pads[peer][self.rank] == 0, 0):
+                return False
+            self.pads[peer][self.rank] = flag
+        for peer in others:
+            if not self.wait(peer, lambda peer=peer: self.pads[self.rank][peer] != 0, flag):
+                return False
+            if self.pads[self.rank][peer] != flag:
+                return self.give_up(2, peer, self.pads[self.rank][peer], flag)
+            self.pads[self.rank][peer] = 0
+        return True
+
+    def wait(self, peer, done, expected):
+        deadline = time.monotonic() + self.timeout_s
+        while not done():
+            if self.record[0] != 0 or time.monotonic() > deadline:
+                return self.give_up(1, peer, self.pads[self.rank][peer], expected)
+            time.sleep(0)
+        return True
+
+    def give_up(self, state, peer, seen, expected):
+        if self.record[0] == 0:
+            self.record[1:8] = [self.rank, 2, 22, peer, 0, seen, expected]
+            self.record[0] = state
+        self.pads[self.rank][self.rank] = 1  # broken, for block 0
+        return False
+
+    def all_reduce(self, source, destination, count, dtype, scale, algorithm, stream):
+        FakeRanks.log.append((algorithm, count, dtype))
+        dtype = getattr(torch, dtype)
+        most = self.workspace_bytes // dtype.itemsize
+        for begin in range(0, max(count, 1), most):
+            length, offset = min(most, count - begin), begin * dtype.itemsize
+            memory_at(self.workspace[self.rank], length, dtype).copy_(memory_at(source + offset, length, dtype))
+            output = memory_at(destination + offset, length, dtype)
+            going = self.meet("all_reduce", count, dtype, scale, algorithm, begin)
+            if going:
+                total = self.sum(self.workspace, length, dtype, scale)
+            if going and self.meet("read"):
+                output.copy_(total)
+            else:
+                output.fill_(float("nan"))
+
+    def all_reduce_in_place(self, addresses, count, dtype, scale, stream, offset=0):
+        FakeRanks.log.append(("in_place", count, dtype))
+        dtype = getattr(torch, dtype)
+        mine = memory_at(addresses[self.rank], count, dtype)
+        if self.meet("in_place", count, dtype, scale, offset):
+            total = self.sum(addresses, count, dtype, scale)
+            if self.meet("summed"):
+                mine.copy_(total)
+                return
+        mine.fill_(float("nan"))
+
+    def all_reduce_multimem(self, multicast, count, dtype, scale, stream, offset=0, own=0):
+        FakeRanks.log.append(("multimem", multicast, own))
+
+    def reduce_scatter(self, source, destination, counts, dtype, scale, stream):
+        FakeRanks.log.append(("reduce_scatter", tuple(counts), dtype))
+        dtype = getattr(torch, dtype)
+        memory_at(self.workspace[self.rank], sum(counts), dtype).copy_(memory_at(source, sum(counts), dtype))
+        output = memory_at(destination, counts[self.rank], dtype)
+        if self.meet("reduce_scatter", counts, dtype, scale):
+            skipped = sum(counts[: self.rank]) * dtype.itemsize
+            total = self.sum([at + skipped for at in self.workspace], counts[self.rank], dtype, scale)
+            if self.meet("read"):
+                output.copy_(total)
+                return
+        output.fill_(float("nan"))
+
+    def all_gather(self, source, destinations, bytes, stream):
+        FakeRanks.log.append(("all_gather", tuple(bytes)))
+        mine = memory_at(source, bytes[self.rank], torch.uint8)
+        memory_at(self.workspace[self.rank], len(mine), torch.uint8).copy_(mine)
+        assert self.meet("all_gather", bytes)
+        for at, to, size in zip(self.workspace, destinations, bytes, strict=True):
+            memory_at(to, size, torch.uint8).copy_(memory_at(at, size, torch.uint8))
+        assert self.meet("read")
+
+    def sum(self, addresses, count, dtype, scale):
+        parts = [memory_at(address, count, dtype) for address in addresses]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return (total * torch.tensor(scale)).to(dtype)
+
+
+class FakeStream:
+    captures = False
+
+    def __init__(self, device):
+        self.device = device
+
+    def capturing(self):
+        return FakeStream.captures
+
+    def on_device(self):
+        return contextlib.nullcontext()
+
+    def next(self):
+        return contextlib.nullcontext(0)
+
+
+def lent_memory(lent):
+    bytes = (ctypes.c_uint8 * lent.bytes).from_address(lent.address)
+    bytes.lent = lent  # as __cuda_array_interface__ keeps it
+    return torch.frombuffer(bytes, dtype=torch.uint8)
+
+
+def pretend(timeout_s=20.0):
+    """From here on in this process, host memory is a GPU's, for communicators that may use one."""
+    gpus._DEVICE_TYPE, gpus._ranks, gpus._Stream, gpus._as_tensor = "cpu", FakeRanks, FakeStream, lent_memory
+    dist.group.WORLD.timeout = timedelta(seconds=timeout_s)
+    FakeRanks.log.clear()
+    return communicator()
+
+
+def pretended_symmetric(count, dtype=torch.float32, multicast=0):
+    ranks = communicator()
+    opened = open_window(ranks, count * dtype.itemsize, CPU)
+    return ranks.lend(replace(opened, multicast=multicast)).view(dtype)
+
+
+def last_logged():
+    return FakeRanks.log[-1]
+
+
+# The same laws for both.
+
+
+def check_collectives(rank, device):
+    """Every collective of layers has the bits of the reference, whatever the type, the size and the split."""
+    world = dist.get_world_size()
+    for dtype in TYPES:
+        for count in (0, 1, 7, 1000, 100_003, 600_001):
+            torch.manual_seed(count)
+            parts = [(torch.randn(count, dtype=torch.float64) * 9).to(dtype) for _ in range(world)]
+            x = parts[rank].to(device, copy=True)
+            assert weft.all_reduce(x) is x
+            assert torch.equal(x.cpu(), reference.reduce(parts)), (dtype, count)
+            scale = 0.375 / world
+            x = weft.all_reduce(parts[rank].to(device, copy=True), op="avg", scale=0.375)
+            assert torch.equal(x.cpu(), reference.fused_sum(parts, None, scale)), (dtype, count)
+        parts = [torch.randn(world + 2, 6, dtype=torch.float64).to(dtype) for _ in range(world)]
+        strided = parts[rank].to(device, copy=True).t()
+        assert torch.equal(weft.all_reduce(strided).cpu(), reference.reduce([part.t() for part in parts]))
+        for dim in (0, 1):
+            sizes = weft.split_sizes(parts[0].size(dim), world)
+            mine = weft.reduce_scatter(parts[rank].to(device), dim=dim)
+            assert torch.equal(mine.cpu(), reference.reduce(parts).split(sizes, dim)[rank])
+            assert torch.equal(weft.all_gather(mine, dim=dim).cpu(), reference.reduce(parts))
+    numbers = torch.arange(5, device=device) + rank
+    gathered = weft.all_gather(numbers[: rank + 1])
+    assert gathered.tolist() == [i + r for r in range(world) for i in range(r + 1)], "any type can be gathered"
+    norm = torch.zeros(1, dtype=torch.float64)
+    parts = [torch.full((1000,), 0.1 * (r + 1)) for r in range(world)]
+    x = weft.all_reduce(parts[rank].to(device, copy=True), wire_dtype=torch.bfloat16, scale=0.5, squared_norm=norm)
+    assert torch.equal(x.cpu(), reference.fused_sum(parts, torch.bfloat16, 0.5))
+    assert torch.allclose(norm, x.cpu().double().square().sum())
+    weft.check_waits()
+
+
+def check_symmetric(rank, empty):
+    """What lies in symmetric memory is reduced there, all of it or a part."""
+    world = dist.get_world_size()
+    for dtype in TYPES:
+        for count in (1, 1000, 100_003):
+            torch.manual_seed(count)
+            parts = [torch.randn(count).to(dtype) for _ in range(world)]
+            x = empty(count, dtype)
+            assert x.shape == (count,) and x.dtype == dtype and (x == 0).all()
+            for begin in (0, count // 3):
+                x.copy_(parts[rank])
+                assert weft.all_reduce(x[begin:]).data_ptr() == x[begin:].data_ptr()
+                assert torch.equal(x[begin:].cpu(), reference.reduce([part[begin:] for part in parts]))
+                assert torch.equal(x[:begin].cpu(), parts[rank][:begin])
+    weft.check_waits()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_have_the_bits_of_the_reference(world):
+    def check(rank):
+        assert isinstance(pretend(), DeviceCommunicator)
+        check_collectives(rank, "cpu")
+
+    run_ranks(check, world, backend=BOTH)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_symmetric_memory_is_reduced_where_it_lies(world):
+    def check(rank):
+        pretend()
+        check_symmetric(rank, pretended_symmetric)
+        assert {name for name, *_ in FakeRanks.log} == {"in_place"}
+
+    run_ranks(check, world, backend=BOTH)
+
+
+def dispatch(rank):
+    """Which way a call goes: by type, operator, size and number of ranks."""
+    world = dist.get_world_size()
+    ranks = pretend()
+    small, large = torch.ones(1000), torch.ones(LARGEST_BYTES // 4 + 1000)
+    weft.all_reduce(small)
+    assert last_logged() == ("one_shot", 1000, "float32")
+    first_two_shot = torch.ones(min(one_shot_below(world) // 2, LARGEST_BYTES), dtype=torch.bfloat16)
+    weft.all_reduce(first_two_shot[:-1])
+    assert last_logged()[0] == "one_shot"
+    weft.all_reduce(first_two_shot)
+    assert last_logged() == ("two_shot" if world > 2 else "one_shot", len(first_two_shot), "bfloat16")
+    calls = len(FakeRanks.log)
+    assert (weft.all_reduce(torch.ones(5, dtype=torch.float64)) == world).all()
+    assert (weft.all_reduce(torch.ones(5, dtype=torch.int64)) == world).all()
+    assert (weft.all_reduce(torch.full((5,), float(rank)), op="max") == world - 1).all()
+    assert (weft.broadcast(torch.full((5,), float(rank)), src=1) == 1).all()
+    assert len(FakeRanks.log) == calls, "the backend's: another type or operator"
+    assert (weft.all_reduce(large) == world).all()
+    assert len(FakeRanks.log) == calls + 1, "gloo goes through the host: larger tensors are the kernels' in pieces"
+    ranks._backend_name = "nccl"
+    assert (weft.all_reduce(large.fill_(1)) == world).all()
+    assert (weft.all_reduce(large.fill_(1), scale=0.5) == world / 2).all()
+    assert len(FakeRanks.log) == calls + 3, "sums are in the order of ranks"
+    assert (weft.all_reduce(large.fill_(1), deterministic=False) == world).all()
+    assert weft.all_gather(large, dim=0).shape == (world * len(large),)
+    assert len(FakeRanks.log) == calls + 4, "any order, or no sum: NCCL's (but for the sizes, which are gathered)"
+    symmetric = pretended_symmetric(len(large)).fill_(1)
+    assert (weft.all_reduce(symmetric) == world).all()
+    assert last_logged()[0] == "in_place", "nothing is staged: the kernels', whatever the size"
+    weft.all_reduce(symmetric[:1000:2])
+    assert last_logged() == ("one_shot", 500, "float32"), "not in one piece: through a copy"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_type_operator_and_size_decide_who_does_it(world):
+    run_ranks(dispatch, world, backend=BOTH)
+
+
+def test_crossovers_cover_every_number_of_ranks():
+    assert [one_shot_below(world) >> 10 for world in (3, 4, 5, 8, 9, 16)] == [512, 512, 256, 256, 128, 128]
+    assert one_shot_below(2) > LARGEST_BYTES, "two ranks read as much either way"
+
+
+def switch_sums(rank):
+    pretend()
+    x = pretended_symmetric(1024, multicast=1 << 40)
+    weft.all_reduce(x)
+    assert last_logged()[0] == "in_place", "deterministic unless it is allowed not to be"
+    weft.all_reduce(x[256:], deterministic=False)
+    assert last_logged() == ("multimem", (1 << 40) + 1024, x[256:].data_ptr())
+    for part in (x[1:], x[:-1]):
+        weft.all_reduce(part.fill_(1), deterministic=False)
+        assert last_logged()[0] == "in_place", "multimem takes whole vectors of 16 bytes"
+    weft.all_reduce(pretended_symmetric(1024), deterministic=False)
+    assert last_logged()[0] == "in_place", "no multicast address"
+    weft.all_reduce(torch.ones(1024), deterministic=False)
+    assert last_logged()[0] == "one_shot", "not in symmetric memory"
+
+
+def test_the_switch_sums_only_where_it_may_and_can():
+    run_ranks(switch_sums, 2, backend=BOTH)
+
+
+def other_parts(rank):
+    pretend()
+    x = pretended_symmetric(100)
+    with pytest.raises(weft.CollectiveMismatchError, match="place in symmetric memory"):
+        for _ in range(2):  # the first call finds out, the next one says so
+            weft.all_reduce(x[:50] if rank else x[50:])
+    assert x.isnan().any()
+
+
+def test_another_part_of_symmetric_memory_is_found_out():
+    run_ranks(other_parts, 2, backend=BOTH)
+
+
+def lives_with_its_tensors(rank):
+    ranks = pretend()
+    x = pretended_symmetric(100)
+    part = x[50:]
+    del x
+    gc.collect()
+    weft.all_reduce(part)
+    assert last_logged()[0] == "in_place"
+    del part
+    gc.collect()
+    assert [one() for one in ranks._lent] == [None]
+    pretended_symmetric(1)
+    assert len(ranks._lent) == 1
+
+
+def test_symmetric_memory_lives_as_long_as_a_tensor_in_it():
+    run_ranks(lives_with_its_tensors, 2, backend=BOTH)
+
+
+def asks_the_extension(rank):
+    """Everything up to the launch, which fails here: there is no device."""
+    real = gpus._ranks
+    pretend()
+    gpus._ranks = real
+    x, symmetric = torch.ones(100), pretended_symmetric(128, multicast=1 << 40)
+    for call in (
+        lambda: weft.all_reduce(x),
+        lambda: weft.all_reduce(x.bfloat16(), op="avg", scale=0.5),
+        lambda: weft.all_reduce(symmetric),
+        lambda: weft.all_reduce(symmetric, deterministic=False),
+        lambda: weft.reduce_scatter(x),
+        lambda: weft.all_gather(x),
+    ):
+        with pytest.raises(RuntimeError, match="cuda(ErrorNoDevice|ErrorInsufficientDriver|ErrorStubLibrary)"):
+            call()
+
+
+@pytest.mark.skipif(_C.cuda is None, reason="built without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels would run on host memory")
+def test_the_extension_takes_what_it_is_asked():
+    run_ranks(asks_the_extension, 2, backend=BOTH)
+
+
+# What is chosen, and when.
+
+
+def host_tensors(rank):
+    ranks = communicator()
+    assert isinstance(ranks, DeviceCommunicator) and isinstance(ranks.host, EngineCommunicator)
+    calls = dist.group.WORLD.engine.group.calls
+    x = torch.ones(10)
+    assert (weft.all_reduce(x) == 2).all()
+    assert (weft.all_gather(x) == 2).all() and (weft.reduce_scatter(x) == 4).all()
+    assert (weft.broadcast(x) == 2).all() and len(weft.all_to_all([x, x])) == 2
+    assert dist.group.WORLD.engine.group.calls > calls, "the engine did it"
+    assert ranks.transport == "shared memory; for CUDA tensors chosen at their first collective"
+    assert communicator() is ranks and ranks.record(CPU) is ranks.record(CPU)
+    assert weft.empty_symmetric(10).shape == (10,)
+
+
+def test_host_tensors_of_a_group_for_both_go_to_the_engine():
+    run_ranks(host_tensors, 2, backend=BOTH)
+
+
+def plain_group(rank):
+    ranks = communicator()
+    assert isinstance(ranks, DeviceCommunicator) and isinstance(ranks.host, BackendCommunicator)
+    assert communicator() is ranks and ranks.cuda_group() is dist.group.WORLD
+    assert ranks.transport == "gloo; for CUDA tensors chosen at their first collective"
+    assert ranks.timeout_s == 30
+    assert (weft.all_reduce(torch.ones(3)) == 2).all()
+    part = dist.new_group([0, 1])
+    assert communicator(part) is not ranks
+    dist.destroy_process_group(part)
+    other = dist.new_group([0, 1])
+    communicator(other)
+    assert part not in sys.modules["weft.comm.communicator"]._of_group, "nothing keeps a group that was destroyed"
+    with pytest.raises(ValueError, match='needs a group of the "weft" backend'):
+        weft.empty_symmetric(3)
+
+
+def test_a_group_of_torchs_own_is_served_by_its_backend():
+    run_ranks(plain_group, 2, backend="gloo")
+
+
+def only_weft(rank):
+    assert type(communicator()) is EngineCommunicator and communicator().cuda_group() is None
+    assert communicator().transport == "shared memory"
+    with pytest.raises(ValueError, match="needs a group that has a backend for cuda, as .cpu:weft,cuda:nccl.;"):
+        open_window(communicator(), 100, torch.device("cuda"))
+
+
+def test_a_group_of_weft_alone_has_nothing_for_gpus():
+    run_ranks(only_weft, 2)
+
+
+def halves(rank):
+    """torch keeps the weft half of the group alone; the other half is made when it is first needed, and ends with it."""
+    ranks = communicator()
+    half = ranks.cuda_group()
+    assert half is ranks.cuda_group() and half.group_name == f"{dist.group.WORLD.group_name}/cuda"
+    assert [device.type for device in half._device_types] == ["cuda"] and half.size() == 2 and half.rank() == rank
+    assert dist.get_process_group_ranks(half) == [0, 1]
+    half.get_group_store().set(f"from {rank}", "x")
+    assert half.get_group_store().get(f"from {1 - rank}") == b"x", "the store that symmetric memory meets over"
+    part = communicator(dist.new_group([0, 1]))
+    assert part.cuda_group().group_name == f"{part.group.group_name}/cuda" and part.cuda_group() is not half
+    dist.destroy_process_group()
+    assert half not in dist.distributed_c10d._world.pg_map
+
+
+def test_the_cuda_half_of_a_group_for_both_is_made_when_needed():
+    for outcome in try_ranks(halves, 2, backend=BOTH):
+        assert outcome.error is None, outcome.traceback
+
+
+def one_rank_cannot(rank):
+    ranks = pretend()
+    opened = gpus.open_window
+
+    def limited(*arguments):
+        # A rank that cannot get the memory: all hear of it, and raise the same.
+        told = ranks.notes("no driver" if rank == 1 else "")
+        raise OSError(f"rank {1} could not get memory: {told[1]}") if any(told) else opened(*arguments)
+
+    gpus.open_window = limited
+    assert (weft.all_reduce(torch.ones(10)) == 3).all()
+    assert (weft.all_gather(torch.ones(rank + 1)) == 1).all()
+    assert (weft.reduce_scatter(torch.ones(5)) == 3).all()
+    assert FakeRanks.log == []
+    assert ranks.transport == "gloo; weft's kernels do not run: rank 1 could not get memory: no driver"
+    return ranks.transport
+
+
+def test_one_rank_that_cannot_get_the_memory_decides_for_all():
+    assert len(set(run_ranks(one_rank_cannot, 3, backend=BOTH))) == 1
+
+
+def one_rank_is_refused(rank):
+    ranks = pretend()
+    make = gpus._ranks
+
+    def refused(*arguments):
+        if rank == 0:
+            raise RuntimeError("no kernel image for this device")
+        return make(*arguments)
+
+    gpus._ranks = refused
+    assert (weft.all_reduce(torch.ones(10)) == 2).all() and FakeRanks.log == []
+    assert ranks.transport == "gloo; weft's kernels do not run: rank 0: no kernel image for this device"
+
+
+def test_one_rank_without_the_kernels_decides_for_all():
+    run_ranks(one_rank_is_refused, 2, backend=BOTH)
+
+
+def told_transport(rank):
+    ranks = pretend()
+    weft.all_reduce(torch.ones(1))
+    ways = "one-shot" if ranks.world == 2 else "one-shot below 512 KiB, else two-shot"
+    assert ranks.transport == f"weft's kernels over symmetric memory ({ways})"
+    ranks._backend_name = "nccl"
+    assert ranks.transport.endswith("; nccl above 8 MiB for what is not summed in order")
+    with pytest.raises(ValueError, match="works on cpu and got a tensor on meta"):
+        ranks._on(torch.device("meta"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_transport_is_told(world):
+    run_ranks(told_transport, world, backend=BOTH)
+
+
+def captured_first(rank):
+    pretend()
+    FakeStream.captures = True
+    with pytest.raises(RuntimeError, match="run one before the capture"):
+        weft.all_reduce(torch.ones(1))
+    FakeStream.captures = False
+    weft.all_reduce(torch.ones(1))
+    FakeStream.captures = True
+    assert (weft.all_reduce(torch.ones(1)) == 2).all(), "set up, it can be captured"
+
+
+def test_setting_up_while_a_graph_is_captured_is_refused():
+    run_ranks(captured_first, 2, backend=BOTH)
+
+
+def alone(rank):
+    pretend()
+    x = torch.ones(3)
+    assert weft.all_reduce(x) is x and (weft.all_reduce(x, scale=0.5) == 0.5).all()
+    assert (weft.broadcast(x) == 0.5).all() and FakeRanks.log == []
+
+
+def test_one_rank_needs_no_other():
+    run_ranks(alone, 1, backend=BOTH)
+
+
+# What becomes of waits that fail.
+
+
+def watches():
+    return [thread for thread in threading.enumerate() if thread.name == "weft watch"]
+
+
+def other_call(rank):
+    pretend()
+    weft.all_reduce(torch.ones(1))
+    x = torch.ones(100 + rank)
+    weft.all_reduce(x)
+    assert x.isnan().all(), "no sum is better than a wrong one"
+    texts = []
+    for call in (lambda: weft.all_reduce(x), lambda: weft.all_gather(x), weft.check_waits):
+        with pytest.raises(
+            weft.CollectiveMismatchError, match=rf"made another call .* of rank {rank} \(rank {rank} waited"
+        ) as raised:
+            call()
+        texts.append(str(raised.value))
+    assert len(set(texts)) == 1, "the group stays broken, and says the same"
+    assert 'on group "default_pg"' in texts[0] and f"rank {1 - rank} made" in texts[0]
+
+
+def test_ranks_that_call_different_things_are_told():
+    run_ranks(other_call, 2, backend=BOTH)
+
+
+def late(rank):
+    pretend(timeout_s=0.3)
+    weft.all_reduce(torch.ones(1))
+    if rank == 1:
+        time.sleep(1.5)
+        return
+    x = torch.ones(10)
+    weft.all_reduce(x)
+    assert x.isnan().all()
+    with pytest.raises(weft.CollectiveTimeoutError, match="rank 1 did not come in .* within 0.3 s .rank 0 waited in"):
+        weft.check_waits()
+
+
+def test_a_rank_that_is_late_is_named():
+    run_ranks(late, 2, backend=BOTH)
+
+
+def loses_one(rank):
+    assert watches() == []
+    pretend(timeout_s=60)
+    assert watches() == [], "before the first collective of CUDA tensors there is nothing to watch"
+    weft.all_reduce(torch.ones(1))
+    assert len(watches()) == 1
+    if rank == 1:
+        os._exit(3)
+    x, start = torch.ones(10), time.monotonic()
+    weft.all_reduce(x)
+    assert x.isnan().all() and time.monotonic() - start < 10, "its death was noticed, not its silence"
+    time.sleep(0.3)
+    assert watches() == [], "it has said what there is to say"
+    with pytest.raises(weft.RankLostError, match="rank 1 died or left"):
+        weft.check_waits()
+    weft.all_reduce(x)
+
+
+def test_a_rank_that_dies_is_named_at_once():
+    outcomes = try_ranks(loses_one, 3, backend=BOTH)
+    assert outcomes[1].exit_code == 3
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.RankLostError), survivor.traceback
+        assert str(survivor.error).startswith("rank 1 died or left")
+
+
+def leaves_in_order(rank):
+    """Whoever leaves when all is done has failed nobody; but nobody can call it any more."""
+    ranks = pretend()
+    x = weft.all_reduce(torch.ones(10))
+    if rank == 1:
+        return
+    record = ranks.record(CPU)
+    deadline = time.monotonic() + 10
+    while record.memory[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert record.memory[0] == 3
+    weft.check_waits()
+    assert (x == 2).all()
+    with pytest.raises(weft.RankLostError, match='rank 1 died or left on group "default_pg"'):
+        weft.all_reduce(x)
+
+
+def test_a_rank_that_leaves_when_all_is_done_is_no_failure():
+    run_ranks(leaves_in_order, 2, backend=BOTH)
+
+
+def ends_with_the_group(rank):
+    ranks = pretend()
+    weft.all_reduce(torch.ones(1))
+    assert len(watches()) == 1
+    ranks.host.notes("both have looked")
+    if rank == 1:
+        time.sleep(1.5)  # it stays, so that its going is not what ends the other's watch
+        return
+    dist.destroy_process_group()
+    time.sleep(0.5)
+    assert watches() == []
+
+
+def test_the_watch_ends_with_the_group():
+    run_ranks(ends_with_the_group, 2, backend=BOTH)
+
+
+def record_of_an_engine(rank):
+    """Kernels in the interpreter leave the same record, on groups of weft alone too."""
+    ranks = communicator()
+    record = ranks.record(CPU)
+    assert record is ranks.record(CPU) and record.memory.tolist() == [0] * 16 and not record.memory.is_pinned()
+    assert len(watches()) == 1
+    weft.check_waits()
+    if rank == 1:
+        return
+    deadline = time.monotonic() + 10
+    while record.memory[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert record.memory[:5].tolist() == [3, 0, 0, 0, 1], "stopped by the host, for rank 1 has gone"
+    weft.check_waits()  # no kernel has waited for it
+    with pytest.raises(weft.RankLostError, match='rank 1 died or left on group "default_pg"'):
+        record.check()
+    record.memory[8] = 1  # claimed by a kernel that gave up
+    with pytest.raises(weft.RankLostError, match='rank 1 died or left on group "default_pg"'):
+        weft.check_waits()
+
+
+def test_every_communicator_has_a_record_for_its_kernels():
+    run_ranks(record_of_an_engine, 2)
+
+
+# The record alone.
+
+
+@pytest.fixture
+def record():
+    group = type("Group", (), {"group_desc": "tp", "group_name": "7"})()
+    return records.WaitRecord(group, CPU, timeout_s=30.0)
+
+
+def test_a_record_names_the_call_the_phase_and_the_ranks(record, monkeypatch):
+    names = {3: "all_reduce (two_shot)", 22: "staged"}
+    monkeypatch.setattr(records._C, "cuda", type("Cuda", (), {"wait_names": names}))
+    record.check()
+    record.memory[:8] = torch.tensor([1, 0, 3, 22, 2, 5, 0, 41])
+    with pytest.raises(weft.CollectiveTimeoutError) as raised:
+        record.check()
+    assert str(raised.value) == (
+        'rank 2 did not come in all_reduce (two_shot) on group "tp" within 30 s (rank 0 waited in phase "staged", block '
+        "5: it saw 0 and expected 41). Create the group again to use it."
+    )
+    record.memory.zero_()
+    record.memory[0] = 2  # what kernels write later changes nothing
+    with pytest.raises(weft.CollectiveTimeoutError, match="rank 2 did not come"):
+        record.check()
+
+
+def test_a_record_knows_the_names_of_the_triton_kernels(record):
+    signal = pytest.importorskip("weft.kernels.signal")
+    code, name = next(iter(signal.WAIT_NAMES.items()))
+    record.memory[:8] = torch.tensor([2, 1, code, 199, 0, 0, 0xAB, 0xCD])
+    with pytest.raises(weft.CollectiveMismatchError) as raised:
+        record.check()
+    assert f'call than {name} on group "tp" of rank 1 ' in str(raised.value)
+    assert 'phase "code 199"' in str(raised.value)
+    assert "saw the signature 0xab and expected 0xcd" in str(raised.value)
+
+
+def test_the_first_failure_of_a_record_stays(record):
+    record.stop([2])
+    record.stop([1])
+    record.memory[1:8] = torch.tensor([0, 110, 111, 1, 0, 0, 0])  # a kernel that gives up then
+    with pytest.raises(weft.RankLostError, match="rank 2 died or left in or before code 110|rank 2 died or left in or"):
+        record.check()
+    assert record.memory[0] == 3
+    assert ctypes.c_int64.from_address(record.address).value == 3
+
+
+def test_a_record_of_a_timed_out_wait_is_not_stopped(record):
+    record.memory[0] = 1
+    record.stop([2])
+    assert record.memory[0] == 1
+
+
+# The order of launches on streams.
+
+
+class Stream:
+    """What of a torch.cuda.Stream the order of launches asks for."""
+
+    def __init__(self, name, waited):
+        self.cuda_stream, self._waited = name, waited
+
+    def wait_stream(self, other):
+        self._waited.append((self.cuda_stream, other.cuda_stream))
+
+
+def test_a_launch_waits_for_the_one_before_on_another_stream(monkeypatch):
+    waited, captured = [], set()
+    streams = {name: Stream(name, waited) for name in (1, 2, 3)}
+    current = [streams[1]]
+
+    @contextlib.contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].cuda_stream in captured)
+    launches = gpus._Stream(torch.device("cuda:0"))
+    for name, expected in ((1, []), (1, []), (2, [(2, 1)]), (1, [(2, 1), (1, 2)])):
+        with on(streams[name]), launches.next() as handle:
+            assert handle == name
+        assert waited == expected
+    captured.add(3)
+    waited.clear()
+    with on(streams[3]), launches.next():
+        assert waited == [], "what is captured does not wait for what runs"
+    captured.clear()
+    with on(streams[3]), launches.next():
+        assert waited == []
+
+
+# On a GPU, with the kernels: processes that share one device.
+
+
+def gpu_symmetric(count, dtype=torch.float32):
+    return weft.empty_symmetric(count, dtype=dtype, device="cuda")
+
+
+def gpu_collectives(rank):
+    check_collectives(rank, "cuda")
+    assert communicator().transport.startswith("weft's kernels over symmetric memory"), communicator().transport
+
+
+def gpu_one_call_each(rank):
+    """A few small launches, for compute-sanitizer."""
+    parts = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
+    expected = reference.reduce(parts)
+    assert torch.equal(weft.all_reduce(parts[rank].cuda()).cpu(), expected)
+    symmetric = gpu_symmetric(1000).copy_(parts[rank])
+    assert torch.equal(weft.all_reduce(symmetric).cpu(), expected)
+    mine = weft.reduce_scatter(parts[rank].cuda())
+    assert torch.equal(weft.all_gather(mine).cpu(), expected)
+    weft.check_waits()
+
+
+def gpu_in_symmetric_memory(rank):
+    check_symmetric(rank, gpu_symmetric)
+    large = gpu_symmetric(LARGEST_BYTES // 2).fill_(rank + 1)
+    world = dist.get_world_size()
+    assert (weft.all_reduce(large) == world * (world + 1) / 2).all()
+    assert weft.empty_symmetric(0, device="cuda").numel() == 0
+    with pytest.raises(weft.CollectiveMismatchError, match="rank 0 asks for 40 bytes, rank 1 for 44"):
+        gpu_symmetric(10 + rank)
+
+
+def gpu_memory_comes_back(rank):
+    """What nobody holds any more is unmapped and freed."""
+    gpu_symmetric(1)
+    gc.collect()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(4):
+        x = gpu_symmetric(64 << 20, torch.uint8)
+        part = x[10:20]
+        del x
+        assert (part == 0).all()
+        del part
+        gc.collect()
+    communicator().notes("all have let go")
+    assert free - torch.cuda.mem_get_info()[0] < 128 << 20, "the last one may still be mapped by a peer"
+
+
+def gpu_streams(rank):
+    """Launches on several streams follow each other."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    tensors = [torch.full((50_000,), float(i + rank), device="cuda") for i in range(30)]
+    torch.cuda.synchronize()
+    for i, x in enumerate(tensors):
+        with torch.cuda.stream(streams[i % 3]):
+            weft.all_reduce(x)
+    torch.cuda.synchronize()
+    world = dist.get_world_size()
+    for i, x in enumerate(tensors):
+        assert (x == i * world + world * (world - 1) / 2).all()
+    weft.check_waits()
+
+
+def gpu_graph(rank):
+    """A captured call is replayed on what is in its tensors then."""
+    world = dist.get_world_size()
+    x, symmetric = torch.zeros(5000, device="cuda"), gpu_symmetric(5000)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="run one before the capture"), torch.cuda.graph(graph):
+        weft.all_reduce(x)
+    weft.all_reduce(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weft.all_reduce(x)
+        weft.all_reduce(symmetric)
+    for step in range(5):
+        x.fill_(rank + step)
+        symmetric.fill_(step)
+        graph.replay()
+        torch.cuda.synchronize()
+        weft.check_waits()
+        assert (x == step * world + world * (world - 1) / 2).all() and (symmetric == step * world).all()
+
+
+def gpu_graph_after_a_loss(rank):
+    """A graph that is replayed when a rank has gone ends, with NaN and an error."""
+    x = torch.ones(5000, device="cuda")
+    weft.all_reduce(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weft.all_reduce(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    communicator().notes("all have replayed it")
+    if rank == 1:
+        os._exit(0)
+    start = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.isnan().all() and time.monotonic() - start < 15
+    with pytest.raises(weft.RankLostError, match="rank 1 died or left"):
+        weft.check_waits()
+    with pytest.raises(weft.RankLostError, match="rank 1 died or left"):
+        weft.all_reduce(x)
+    os._exit(0)  # the group cannot be taken down in order
+
+
+def gpu_mismatch(rank):
+    weft.all_reduce(torch.ones(10, device="cuda"))
+    x = torch.ones(100 + rank, device="cuda")
+    weft.all_reduce(x)
+    torch.cuda.synchronize()
+    assert x.isnan().all()
+    with pytest.raises(weft.CollectiveMismatchError, match=f"rank {1 - rank} made another call than all_reduce"):
+        weft.check_waits()
+
+
+def gpu_other_part(rank):
+    x = gpu_symmetric(1000)
+    weft.all_reduce(x)
+    weft.all_reduce(x[:500] if rank else x[500:])
+    torch.cuda.synchronize()
+    with pytest.raises(weft.CollectiveMismatchError, match="place in symmetric memory"):
+        weft.check_waits()
+
+
+def gpu_refused(rank):
+    """Ranks that may not share a device fall back, all of them."""
+    if rank == 0:
+        os.environ.pop(SHARED_GPU)
+    x = weft.all_reduce(torch.ones(10, device="cuda"))
+    assert (x == dist.get_world_size()).all()
+    assert "a GPU for each rank" in communicator().transport and communicator().transport.startswith("gloo;")
+    with pytest.raises(ValueError, match="a GPU for each rank"):
+        gpu_symmetric(10)
+
+
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+GPU_CASES = [
+    pytest.param(gpu_one_call_each, 2, marks=pytest.mark.sanitize),
+    (gpu_collectives, 2),
+    (gpu_collectives, 4),
+    (gpu_in_symmetric_memory, 2),
+    (gpu_in_symmetric_memory, 4),
+    (gpu_memory_comes_back, 2),
+    (gpu_streams, 2),
+    (gpu_graph, 2),
+    (gpu_graph, 4),
+    (gpu_graph_after_a_loss, 4),
+    (gpu_mismatch, 2),
+    (gpu_other_part, 2),
+    (gpu_refused, 2),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "world"), GPU_CASES)
+def test_on_one_gpu(case, world, tmp_path):
+    outputs = [tmp_path / f"rank_{rank}.txt" for rank in range(world)]
+    ranks = []
+    for rank, output in enumerate(outputs):
+        command = [sys.executable, __file__, case.__name__, str(rank), str(world), str(tmp_path / "store")]
+        with output.open("w") as file:
+            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, SHARED_GPU: "1"}))
+    deadline = time.monotonic() + 240
+    try:
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    told = "\n".join(f"rank {rank}: {output.read_text()}" for rank, output in enumerate(outputs))
+    assert codes == [0] * world, told
+
+
+def run_as_rank(case, rank, world, store):
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        BOTH, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    dist.group.WORLD.timeout = timedelta(seconds=60)
+    globals()[case](rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_as_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

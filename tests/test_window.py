@@ -1,0 +1,168 @@
+"""Windows: every rank's memory mapped by every rank, zero when it is handed out, and refused on all ranks alike."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.comm import window
+from weft.comm.communicator import communicator
+from weft.comm.window import open_window
+from weft.testing.ranks import on_machines, run_ranks, try_ranks
+
+CPU = torch.device("cpu")
+BOTH = "cpu:weft,cuda:gloo"
+
+
+def check_window(rank):
+    opened = open_window(communicator(), 5000, CPU)
+    world = dist.get_world_size()
+    assert opened.rank == rank and opened.multicast == 0 and len(opened.parts) == world
+    assert opened.mine is opened.parts[rank]
+    assert opened.addresses == tuple(part.data_ptr() for part in opened.parts)
+    assert all(part.shape == (5000,) and part.dtype == torch.uint8 and (part == 0).all() for part in opened.parts)
+    dist.barrier()
+    opened.parts[(rank + 1) % world].fill_(rank + 1)
+    dist.barrier()
+    assert (opened.mine == (rank - 1) % world + 1).all()
+
+
+@pytest.mark.parametrize("backend", ["weft", BOTH])
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_a_rank_writes_into_a_peers_part_is_there(world, backend):
+    run_ranks(check_window, world, backend=backend)
+
+
+class FakeSymmetricMemory:
+    """torch's symmetric memory over the host's: allocation hands out garbage, rendezvous maps the same of all ranks."""
+
+    fails_at = ""
+
+    @classmethod
+    def empty_strided_p2p(cls, size, stride, dtype, device):
+        if cls.fails_at == "allocation":
+            raise RuntimeError("CUDA driver error: out of memory\nC++ frames follow")
+        assert stride == (1,) and dtype == torch.uint8
+        cls.window = open_window(communicator(), *size, CPU)
+        return cls.window.mine.fill_(7)
+
+    @classmethod
+    def rendezvous(cls, memory, group_name):
+        if cls.fails_at == "rendezvous":
+            raise RuntimeError("CUDA driver error: peer access is not supported")
+        assert group_name == "0/cuda" and memory is cls.window.mine
+        return None if cls.fails_at == "quietly" else cls()
+
+    def get_buffer(self, rank, sizes, dtype):
+        return self.window.parts[rank].view(dtype).view(sizes)
+
+    multicast_ptr = 1 << 40
+
+
+def pretend_gpus(rank, *, gpu=None, shared="0"):
+    place = {
+        "machine": window._describe_process()["machine"],
+        "gpu": gpu or f"GPU-{rank}",
+        "may_share_gpu": shared == "1",
+    }
+    window._SymmetricMemory, window._place = FakeSymmetricMemory, lambda device: place
+    torch.cuda.synchronize = lambda device: None
+
+
+def open_on_gpu(bytes=4096):
+    ranks = communicator()
+    return window._on_gpu(ranks, ranks.cuda_group().group_name, bytes, CPU)
+
+
+def check_gpu_window(rank):
+    pretend_gpus(rank)
+    opened = open_on_gpu()
+    assert all(len(part) == 4096 and (part == 0).all() for part in opened.parts), "every rank's is zero, not only ours"
+    assert opened.multicast == 1 << 40 and opened.rank == rank
+    assert opened.owner[0] is FakeSymmetricMemory.window.mine
+    assert [len(part) for part in open_on_gpu(0).parts] == [0, 0]
+
+
+def test_memory_of_gpus_is_zeroed_before_anyone_sees_it():
+    run_ranks(check_gpu_window, 2, backend=BOTH)
+
+
+def check_refusals(rank):
+    pretend_gpus(rank)
+    for fails_at, expected in (
+        ("rendezvous", "rank 1 could not map the symmetric memory of its peers: .*peer access is not supported$"),
+        ("quietly", "rank 1 could not map .*: torch does not know the memory"),
+    ):
+        FakeSymmetricMemory.fails_at = fails_at if rank == 1 else ""
+        with pytest.raises(OSError, match=expected):
+            open_on_gpu()
+    FakeSymmetricMemory.fails_at = ""
+    asked = []
+    allocate = FakeSymmetricMemory.empty_strided_p2p
+
+    def none_for_rank_0(size, *rest):
+        asked.append(size)
+        if rank == 0:
+            raise RuntimeError("CUDA driver error: out of memory\nC++ frames follow")
+        return torch.empty(size, dtype=torch.uint8)
+
+    FakeSymmetricMemory.empty_strided_p2p = staticmethod(none_for_rank_0)
+    with pytest.raises(OSError, match="rank 0 could not get 4096 bytes of symmetric memory: .*out of memory$"):
+        open_on_gpu()
+    with pytest.raises(
+        weft.CollectiveMismatchError, match='group "default_pg": rank 0 asks for 100 bytes, rank 1 for 101'
+    ):
+        open_on_gpu(100 + rank)
+    FakeSymmetricMemory.empty_strided_p2p = allocate
+    assert len(open_on_gpu().parts) == 2, "the group stays usable"
+
+
+def test_memory_that_one_rank_cannot_have_is_refused_on_all():
+    run_ranks(check_refusals, 2, backend=BOTH)
+
+
+def check_one_gpu(rank):
+    pretend_gpus(rank, gpu="GPU-0")
+    with pytest.raises(ValueError, match="ranks 0 and 1 of group .* are on one .for tests, TORCH_SYMM_MEM"):
+        open_on_gpu()
+    pretend_gpus(rank, gpu="GPU-0", shared=str(rank))
+    with pytest.raises(ValueError, match="are on one"):
+        open_on_gpu()  # one rank permits it, the other does not
+    pretend_gpus(rank, gpu="GPU-0", shared="1")
+    assert len(open_on_gpu().parts) == 2
+
+
+def test_ranks_on_one_gpu_are_refused_unless_all_permit_it():
+    run_ranks(check_one_gpu, 2, backend=BOTH)
+
+
+def check_machines(rank):
+    pretend_gpus(rank)
+    FakeSymmetricMemory.empty_strided_p2p = staticmethod(lambda size, *rest: torch.empty(size, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="a group on one machine; ranks 0 and 1 of group .default_pg. are on two"):
+        open_on_gpu()
+    with pytest.raises(ValueError, match="whose ranks are on one machine"):
+        open_window(communicator(), 100, CPU)
+
+
+def test_a_group_of_two_machines_is_refused_on_every_rank():
+    for outcome in try_ranks(check_machines, 2, backend=BOTH, before=on_machines("ab")):
+        assert outcome.error is None, outcome.traceback
+
+
+def check_devices(rank):
+    with pytest.raises(ValueError, match="there is symmetric memory on cpu and cuda devices, not on meta"):
+        open_window(communicator(), 100, torch.device("meta"))
+
+
+def test_other_devices_are_refused():
+    run_ranks(check_devices, 1)
+
+
+def test_what_a_device_is_called_tells_it_from_others(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "b71c"}))
+    monkeypatch.setenv("WEFT_HOST", "left")
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    assert window._place(CPU) == {"machine": "left", "gpu": "b71c", "may_share_gpu": False}
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert window._place(CPU)["may_share_gpu"]
