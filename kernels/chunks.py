@@ -4,6 +4,7 @@ A sequence-parallel tensor [..., S, ..., F] is flattened to [M, F] for the produ
 sequence, a rank's rows are not one block but one for each of them: `batch` blocks of sizes[0], sizes[1], ... rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -167,5 +168,5 @@ def _table(rows: Rows, device: torch.device) -> torch.Tensor:
     return _tensor([(c.rank, c.local_start, c.rows, c.start) for c in rows.chunks], 4, device)
 
 
-def _tensor(table: list[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
+def _tensor(table: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.int32, device=device).view(-1, width)

@@ -11,7 +11,7 @@ def at_meeting() -> None:
 
 
 def wait(flag, expected, record, timeout_us) -> tl.tensor:
-    seen = []
+    seen: list[int] = []
 
     def is_set() -> bool:
         seen[:] = [_number(tl.atomic_cas(flag, 0, 0, sem="acquire", scope="sys"))]

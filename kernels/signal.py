@@ -22,6 +22,7 @@ progress however few of its programs run at a time, in the interpreter one.
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +32,7 @@ from weft.kernels import interpreted as _interpreted_waits
 from weft.kernels import launch
 from weft.kernels.launch import _INTERPRETED
 
-_interpreted = _interpreted_waits if launch.INTERPRETED else None  # Triton compiles nothing that refers to Python code
+_interpreted: Any = _interpreted_waits if launch.INTERPRETED else None  # no Python where Triton compiles
 
 # How a window begins: flags for `meet`, flags for everything else, then data.
 MEETING_BYTES = 4096

@@ -113,6 +113,38 @@ class Group:
     def receive(self, source: int, data: int, count: int, dtype: int, tag: int, heard_from: Source) -> Work: ...
 
 class _Cuda(ModuleType):
+    wait_names: dict[int, str]
+
+    class Ranks:
+        def __init__(
+            self,
+            rank: int,
+            pads: list[int],
+            pad_words: int,
+            workspace: list[int],
+            workspace_bytes: int,
+            record: int,
+            timeout_s: float,
+            blocks: int,
+        ) -> None: ...
+        def barrier(self, stream: int) -> None: ...
+        def all_reduce(
+            self, source: int, destination: int, count: int, dtype: str, scale: float, algorithm: str, stream: int
+        ) -> None: ...
+        def all_reduce_in_place(
+            self, addresses: list[int], count: int, dtype: str, scale: float, stream: int, offset: int = 0
+        ) -> None: ...
+        def all_reduce_multimem(
+            self, multicast: int, count: int, dtype: str, scale: float, stream: int, offset: int = 0, own: int = 0
+        ) -> None: ...
+        def reduce_scatter(
+            self, source: int, destination: int, counts: list[int], dtype: str, scale: float, stream: int
+        ) -> None: ...
+        def all_gather(self, source: int, destinations: list[int], bytes: list[int], stream: int) -> None: ...
+
+    def copy_and_mark(
+        self, destinations: list[int], sources: list[int], bytes: list[int], flags: list[int], stream: int
+    ) -> None: ...
     def state(self) -> dict[str, int | str | None]: ...
     def rank_order_sum(
         self, sources: list[int], destination: int, count: int, dtype: str, scale: float = 1.0, stream: int = 0

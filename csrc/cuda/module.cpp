@@ -8,19 +8,22 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
+#include "collectives.h"
+#include "copies.h"
+#include "flags.h"
 #include "reduce.h"
 
 namespace py = pybind11;
 
 namespace weft {
 
-namespace {
+namespace cuda {
+struct Gpu;
+extern template class Ranks<Gpu>;  // in collectives.cu, which only nvcc can compile
+}  // namespace cuda
 
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) +
-                             ")");
-}
+namespace {
 
 py::dict state() {
   py::dict result;
@@ -50,9 +53,40 @@ void rank_order_sum(const std::vector<uintptr_t>& sources, uintptr_t destination
                                 std::to_string(sources.size()));
   std::vector<const void*> pointers;
   for (const uintptr_t source : sources) pointers.push_back(reinterpret_cast<const void*>(source));
-  check(cuda::rank_order_sum(pointers.data(), static_cast<int>(pointers.size()), reinterpret_cast<void*>(destination),
-                             count, element, scale, reinterpret_cast<cudaStream_t>(stream)),
-        "rank_order_sum");
+  cuda::check(
+      cuda::rank_order_sum(pointers.data(), static_cast<int>(pointers.size()), reinterpret_cast<void*>(destination),
+                           count, element, scale, reinterpret_cast<cudaStream_t>(stream)),
+      "rank_order_sum");
+}
+
+void register_collectives(py::module_& m) {
+  using Ranks = cuda::Ranks<cuda::Gpu>;
+  py::class_<Ranks>(m, "Ranks",
+                    "The collectives of one rank on one device, over memory of its peers that is mapped here. Every "
+                    "method only launches, on the given stream; capturing it in a CUDA graph is allowed.")
+      .def(py::init<int, const std::vector<uintptr_t>&, size_t, const std::vector<uintptr_t>&, size_t, uintptr_t,
+                    double, int>(),
+           py::arg("rank"), py::arg("pads"), py::arg("pad_words"), py::arg("workspace"), py::arg("workspace_bytes"),
+           py::arg("record"), py::arg("timeout_s"), py::arg("blocks"))
+      .def("barrier", &Ranks::barrier, py::arg("stream"))
+      .def("all_reduce", &Ranks::all_reduce, py::arg("source"), py::arg("destination"), py::arg("count"),
+           py::arg("dtype"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),
+           "algorithm: \"one_shot\" or \"two_shot\". The source may be the destination.")
+      .def("all_reduce_in_place", &Ranks::all_reduce_in_place, py::arg("addresses"), py::arg("count"),
+           py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
+           "addresses[r]: where rank r's symmetric memory is mapped here. offset: of that part in the allocation, so "
+           "that ranks which pass different parts are told so.")
+      .def("all_reduce_multimem", &Ranks::all_reduce_multimem, py::arg("multicast"), py::arg("count"),
+           py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0, py::arg("own") = 0,
+           "Sums in the order of the switch, not of the ranks. own: this rank's own address of the memory, where NaN "
+           "goes if a wait gives up; without it they go to the memory of every rank.")
+      .def("reduce_scatter", &Ranks::reduce_scatter, py::arg("source"), py::arg("destination"), py::arg("counts"),
+           py::arg("dtype"), py::arg("scale"), py::arg("stream"))
+      .def("all_gather", &Ranks::all_gather, py::arg("source"), py::arg("destinations"), py::arg("bytes"),
+           py::arg("stream"));
+  py::dict names;
+  for (const cuda::WaitName& known : cuda::wait_names) names[py::int_(known.code)] = known.name;
+  m.attr("wait_names") = names;  // what the codes in records stand for: operations and phases
 }
 
 }  // namespace
@@ -63,6 +97,8 @@ void register_cuda(py::module_& m) {
   cuda.def("rank_order_sum", &rank_order_sum, py::arg("sources"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("scale") = 1.0f, py::arg("stream") = 0,
            "destination = scale * sum(sources), in order, accumulated in fp32 and rounded once.");
+  register_collectives(cuda);
+  register_copies(cuda);
 }
 
 }  // namespace weft

@@ -1,9 +1,8 @@
 #include "reduce.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
+
+#include "elements.h"
 
 namespace weft::cuda {
 
@@ -11,30 +10,6 @@ namespace {
 
 struct Sources {
   const void* pointers[most_sources];
-};
-
-__device__ float to_float(float value) { return value; }
-__device__ float to_float(__half value) { return __half2float(value); }
-__device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-template <class T>
-__device__ T from_float(float value);
-template <>
-__device__ float from_float<float>(float value) {
-  return value;
-}
-template <>
-__device__ __half from_float<__half>(float value) {
-  return __float2half_rn(value);
-}
-template <>
-__device__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
-
-template <class T, int n>
-struct alignas(sizeof(T) * n) Pack {
-  T values[n];
 };
 
 // One thread a pack at a time, grid-stride. The order of the additions is the loop's: source 0, 1, 2, ...
@@ -46,15 +21,15 @@ __global__ void __launch_bounds__(256)
     float sums[n];
     const Pack<T, n> first = static_cast<const Pack<T, n>*>(sources.pointers[0])[i];
 #pragma unroll
-    for (int k = 0; k < n; ++k) sums[k] = to_float(first.values[k]);
+    for (int k = 0; k < n; ++k) sums[k] = Convert<T>::to_float(first.values[k]);
     for (int source = 1; source < source_count; ++source) {
       const Pack<T, n> next = static_cast<const Pack<T, n>*>(sources.pointers[source])[i];
 #pragma unroll
-      for (int k = 0; k < n; ++k) sums[k] = __fadd_rn(sums[k], to_float(next.values[k]));
+      for (int k = 0; k < n; ++k) sums[k] = add(sums[k], Convert<T>::to_float(next.values[k]));
     }
     Pack<T, n> result;
 #pragma unroll
-    for (int k = 0; k < n; ++k) result.values[k] = from_float<T>(__fmul_rn(sums[k], scale));
+    for (int k = 0; k < n; ++k) result.values[k] = Convert<T>::from_float(multiply(sums[k], scale));
     reinterpret_cast<Pack<T, n>*>(destination)[i] = result;
   }
 }

@@ -63,8 +63,8 @@ def gathered(
     Args:
         x: [..., K], this rank's shard; sizes: every rank's along the sequence. b: [K, N]; bias: [N].
     """
-    ranks, dim = place.ranks, place.sequence_dim
-    rows = x.numel() // max(1, x.size(-1) * x.size(dim)) * sum(sizes)
+    ranks, dim = place.ranks, _dim(place, x)
+    rows = _rows(x, dim, sizes)
     if not _fuses(place, x, rows, b, "gathered", activation):
         whole = ranks.all_gather(x, dim, sizes)
         return *matmul.product(whole, b, bias, activation), whole
@@ -87,8 +87,8 @@ def gathered(
 def gather_meanwhile(place: Place, x: torch.Tensor, sizes, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begins to gather x along the sequence while a product with b runs that `scattered` computes; call the result to
     have the whole. Where that product does not overlap, nothing begins before the call."""
-    ranks, dim = place.ranks, place.sequence_dim
-    rows = x.numel() // max(1, x.size(-1) * x.size(dim)) * sum(sizes)
+    ranks, dim = place.ranks, _dim(place, x)
+    rows = _rows(x, dim, sizes)
     if not _fuses(place, x, rows, b, "scattered"):
         return lambda: ranks.all_gather(x, dim, sizes)
     return _start(place, x, sizes).finish
@@ -98,8 +98,21 @@ def _start(place: Place, x: torch.Tensor, sizes):
     from weft.comm.gathering import start_gathering, window_bytes
     from weft.comm.workspace import workspace
 
-    dim = place.sequence_dim % x.dim()
+    dim = _dim(place, x)
     return start_gathering(workspace(place.ranks, "gather", window_bytes(x, dim, sizes), x.device), x, dim, sizes)
+
+
+def _dim(place: Place, x: torch.Tensor) -> int:
+    assert place.sequence_dim is not None
+    return place.sequence_dim % x.dim()
+
+
+def _rows(x: torch.Tensor, dim: int, sizes) -> int:
+    """Of the whole, all dimensions but the last flattened."""
+    rows = sum(sizes)
+    for at, size in enumerate(x.shape[:-1]):
+        rows *= size if at != dim else 1
+    return rows
 
 
 def scattered(
@@ -110,7 +123,7 @@ def scattered(
     Args:
         a: [..., K_r], whole along the sequence; b: [K_r, N]; sizes: of the shards.
     """
-    ranks, dim = place.ranks, place.sequence_dim
+    ranks, dim = place.ranks, _dim(place, a)
     if not _fuses(place, a, a.numel() // a.size(-1), b, "scattered"):
         return ranks.reduce_scatter(matmul.dgrad(a, b, activation, z), dim, sizes)
     from weft.comm.workspace import workspace

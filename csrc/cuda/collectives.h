@@ -1,0 +1,51 @@
+// Collectives over the memory of peers: what one rank's host side launches on its device.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace weft::cuda {
+
+struct Group;
+struct Call;
+enum class Operation : int;
+
+// Machine launches bodies (bodies.h): a GPU here, threads of the CPU in the tests.
+//
+// Every method puts one launch on the stream, or one for each piece that fits the workspace; none allocates, waits or
+// keeps count, so all can be captured in a CUDA graph and replayed. All ranks make the same calls in the same order,
+// each rank's on one stream or ordered by events. The results have the bits of rank_order_sum, whatever the algorithm,
+// except all_reduce_multimem's.
+template <class Machine>
+class Ranks {
+ public:
+  // pads[r] and workspace[r] are rank r's memory as mapped here; pads are zero. record: 16 int64 in host memory that
+  // the device writes to, zero. blocks: the most that a launch has, each with a flag for each rank.
+  Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_words, const std::vector<uintptr_t>& workspace,
+        size_t workspace_bytes, uintptr_t record, double timeout_s, int blocks);
+  ~Ranks();
+
+  void barrier(uintptr_t stream) const;
+  void all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype, float scale,
+                  const std::string& algorithm, uintptr_t stream) const;
+  void all_reduce_in_place(const std::vector<uintptr_t>& addresses, size_t count, const std::string& dtype, float scale,
+                           uintptr_t stream, size_t offset) const;
+  void all_reduce_multimem(uintptr_t multicast, size_t count, const std::string& dtype, float scale, uintptr_t stream,
+                           size_t offset, uintptr_t own) const;
+  void reduce_scatter(uintptr_t source, uintptr_t destination, const std::vector<size_t>& counts,
+                      const std::string& dtype, float scale, uintptr_t stream) const;
+  void all_gather(uintptr_t source, const std::vector<uintptr_t>& destinations, const std::vector<size_t>& bytes,
+                  uintptr_t stream) const;
+
+ private:
+  // The operation with a hash of what the ranks must agree on, this object's own numbers included.
+  Call sign(Operation operation, std::vector<uint64_t> agreed) const;
+  int blocks_for(size_t packs) const;
+
+  std::unique_ptr<Group> group_;
+  size_t workspace_bytes_;
+};
+
+}  // namespace weft::cuda

@@ -1,0 +1,163 @@
+// Flags between ranks: how block b of one rank meets block b of every other, and what happens when it does not.
+//
+// A signal pad holds one word for each block and rank: word [b * world + r] of a rank's pad is set by rank r and taken
+// back to 0 by the pad's owner, both by compare-and-swap. So pads are zero whenever the ranks are idle, and calls need
+// no counter that differs from one to the next: a CUDA graph can replay them.
+//
+// The value of a flag is the signature of the call and, in its last two bits, which meeting of the call it is. Ranks
+// that call different things see it at their first flag.
+//
+// What a rank's block wrote before a meeting is seen by the same block of every other rank after it: the setter's
+// swap releases and the taker's acquires, both at system scope, and the block's barrier stands before and after.
+//
+// Every wait is bounded. A block that gives up marks its rank as broken, in words of its own pad that no peer uses
+// ([b * world + own rank]), and says why in the record, if it is the first. Later launches see the mark before they
+// touch a flag or staging memory: they tell no peer anything any more, so nothing is ever taken for what it is not.
+#pragma once
+#include "pieces.h"
+
+namespace weft::cuda {
+
+// What travels with every launch; the same from call to call.
+struct Group {
+  int rank, world, blocks;  // blocks: the most that a launch has
+  uint32_t* pads[most_ranks];
+  char* workspace[most_ranks];
+  int64_t* record;  // in host memory: see RecordField
+  uint64_t timeout_ns;
+};
+
+// Codes in records; those of the Triton kernels begin at 100.
+enum class Operation : int {
+  barrier = 1,
+  all_reduce_one_shot,
+  all_reduce_two_shot,
+  all_reduce_in_place,
+  all_reduce_multimem,
+  reduce_scatter,
+  all_gather,
+};
+
+// What a rank waits for.
+enum class Phase : int { arrived = 21, staged, reduced, read, confirmed };
+
+struct WaitName {
+  int code;
+  const char* name;
+};
+
+constexpr WaitName wait_names[] = {
+    {static_cast<int>(Operation::barrier), "barrier"},
+    {static_cast<int>(Operation::all_reduce_one_shot), "all_reduce (one_shot)"},
+    {static_cast<int>(Operation::all_reduce_two_shot), "all_reduce (two_shot)"},
+    {static_cast<int>(Operation::all_reduce_in_place), "all_reduce (in place)"},
+    {static_cast<int>(Operation::all_reduce_multimem), "all_reduce (multimem)"},
+    {static_cast<int>(Operation::reduce_scatter), "reduce_scatter"},
+    {static_cast<int>(Operation::all_gather), "all_gather"},
+    {static_cast<int>(Phase::arrived), "arrived"},
+    {static_cast<int>(Phase::staged), "staged"},
+    {static_cast<int>(Phase::reduced), "reduced"},
+    {static_cast<int>(Phase::read), "read"},
+    {static_cast<int>(Phase::confirmed), "confirmed"},
+};
+
+struct Call {
+  Operation operation;
+  uint32_t signature;  // its last two bits are zero: they say which meeting, from 1 on
+};
+
+struct RecordField {
+  enum { state, rank, operation, phase, peer, block, seen, expected, claimed };
+};
+
+// Why, in the field `state`.
+enum Why : int64_t { nothing, timed_out, mismatched, stopped_by_host };
+
+constexpr uint32_t broken = 1;
+constexpr uint64_t look_every_ns = 100'000;  // at the record: reading host memory takes longer than a whole meeting
+
+WEFT_ON_DEVICE uint32_t* word(const Group& group, int owner, int block, int setter) {
+  return group.pads[owner] + static_cast<size_t>(block) * group.world + setter;
+}
+
+// Whether this block may begin. Threads may see different answers when another block gives up meanwhile; the first
+// meeting makes them one.
+template <class Here>
+WEFT_ON_DEVICE bool is_intact(const Here& here, const Group& group) {
+  return here.read(word(group, group.rank, here.block(), group.rank)) == 0;
+}
+
+// To set a flag, which is expected to be 0, or to take it back, which is expected to have the value.
+struct Wait {
+  Phase phase;
+  int peer;
+  uint32_t* flag;
+  uint32_t expected, value;
+};
+
+template <class Here>
+WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, const Wait& wait, Why why,
+                            uint32_t seen) {
+  WEFT_ROLLED
+  for (int block = 0; block < group.blocks; ++block)
+    here.write(word(group, group.rank, block, group.rank), broken);
+  // The fields are written before the state, by one thread only; a state that the host set stays.
+  if (here.read(group.record + RecordField::state) != nothing) return;
+  if (here.swap(group.record + RecordField::claimed, 0, 1) != 0) return;
+  here.write(group.record + RecordField::rank, group.rank);
+  here.write(group.record + RecordField::operation, static_cast<int>(call.operation));
+  here.write(group.record + RecordField::phase, static_cast<int>(wait.phase));
+  here.write(group.record + RecordField::peer, wait.peer);
+  here.write(group.record + RecordField::block, here.block());
+  here.write(group.record + RecordField::seen, seen);
+  here.write(group.record + RecordField::expected, wait.expected);
+  here.swap(group.record + RecordField::state, nothing, why);
+}
+
+// Whether the flag was as expected, and so was changed, before the time was over.
+template <class Here>
+WEFT_ON_DEVICE bool changes_in_time(Here& here, const Group& group, const Call& call, const Wait& wait) {
+  uint64_t start = 0, look = 0;
+  while (true) {
+    const uint32_t seen = wait.expected == 0 ? here.set(wait.flag, wait.value) : here.take(wait.flag, wait.value);
+    if (seen == wait.expected) return true;
+    Why why = nothing;
+    const uint64_t now = here.now_ns();
+    if (start == 0) start = now, look = now + look_every_ns;
+    if (wait.expected != 0 && seen != 0) {
+      why = mismatched;
+    } else if (now - start > group.timeout_ns) {
+      why = timed_out;
+    } else if (now > look) {
+      if (here.read(group.record + RecordField::state) != nothing) why = stopped_by_host;  // or by another wait
+      look = now + look_every_ns;
+    }
+    if (why != nothing) {
+      give_up(here, group, call, wait, why, seen);
+      return false;
+    }
+  }
+}
+
+// Returns once this block and block b of every other rank have come here: true for all threads, or false for all where
+// that did not happen, or where `going` was false for one of them.
+template <class Here>
+WEFT_ON_DEVICE bool meet(Here& here, const Group& group, const Call& call, int meeting, Phase phase, bool going) {
+  if (!here.all(going)) return false;
+  const uint32_t flag = call.signature | meeting;
+  // 1. Tell every peer. Its word is 0 once it has taken the flag of the meeting before.
+  // 2. Hear from every peer, and leave its word zero for the next meeting.
+  WEFT_ROLLED
+  for (int step = 1; step <= 2; ++step) {
+    WEFT_ROLLED
+    for (int peer = here.thread(); peer < group.world; peer += here.threads()) {
+      if (peer == group.rank || !going) continue;
+      const int owner = step == 1 ? peer : group.rank, setter = step == 1 ? group.rank : peer;
+      const Wait wait{phase, peer, word(group, owner, here.block(), setter), step == 1 ? 0 : flag, flag};
+      going = changes_in_time(here, group, call, wait);
+    }
+  }
+  return here.all(going);
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,272 @@
+// The host side of the collectives: checks what would corrupt memory, cuts into pieces, signs and launches.
+//
+// A Machine has the types float16 and bfloat16, `threads` in a block, and
+//   launch(operation, body, blocks, stream)    puts body(here) for each thread of the blocks on the stream
+//   need_multimem(operation, body)             throws where the body's instructions are not there
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+
+#include "bodies.h"
+#include "collectives.h"
+
+namespace weft::cuda {
+
+inline std::string name_of(Operation operation) {
+  for (const WaitName& known : wait_names)
+    if (known.code == static_cast<int>(operation)) return known.name;
+  return "?";
+}
+
+inline void require(bool holds, const std::string& otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
+}
+
+inline void require_memory(const std::string& what, uintptr_t address, size_t count, size_t alignment) {
+  require(count == 0 || (address != 0 && address % alignment == 0),
+          what + " must be aligned to " + std::to_string(alignment) + " bytes and not null, got address " +
+              std::to_string(address));
+}
+
+inline void require_one_for_each_rank(const std::string& what, size_t got, int world) {
+  require(got == static_cast<size_t>(world),
+          what + ": expected one for each of " + std::to_string(world) + " ranks, got " + std::to_string(got));
+}
+
+inline uint64_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// Calls with a zero of the element's type, and a number that tells the types apart.
+template <class Machine, class Then>
+void with_element(const std::string& operation, const std::string& dtype, Then then) {
+  if (dtype == "float32")
+    then(float{}, 1);
+  else if (dtype == "float16")
+    then(typename Machine::float16{}, 2);
+  else if (dtype == "bfloat16")
+    then(typename Machine::bfloat16{}, 3);
+  else
+    throw std::invalid_argument(operation + " takes float32, float16 and bfloat16, got " + dtype);
+}
+
+// begin and length of each piece; one empty piece of nothing, so that the ranks meet all the same.
+template <class Then>
+void in_pieces(size_t count, size_t most, Then then) {
+  size_t begin = 0;
+  do {
+    then(begin, std::min(most, count - begin));
+    begin += most;
+  } while (begin < count);
+}
+
+template <class T>
+size_t packs_of(size_t count) {
+  return (count + per_pack<T> - 1) / per_pack<T>;
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class Machine>
+Ranks<Machine>::Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_words,
+                      const std::vector<uintptr_t>& workspace, size_t workspace_bytes, uintptr_t record,
+                      double timeout_s, int blocks)
+    : group_(new Group{}), workspace_bytes_(workspace_bytes / pack_bytes * pack_bytes) {
+  const size_t world = pads.size();
+  require(world >= 1 && world <= most_ranks, "Ranks takes 1 to " + std::to_string(most_ranks) +
+                                                 " signal pads, one for each rank; got " + std::to_string(world));
+  require_one_for_each_rank("workspaces of Ranks", workspace.size(), static_cast<int>(world));
+  require(rank >= 0 && static_cast<size_t>(rank) < world,
+          "rank must be 0 to " + std::to_string(world - 1) + ", got " + std::to_string(rank));
+  require(blocks >= 1, "blocks must be 1 or more, got " + std::to_string(blocks));
+  require(blocks * world <= pad_words,
+          std::to_string(blocks) + " blocks * " + std::to_string(world) + " ranks = " +
+              std::to_string(blocks * world) + " flags do not fit into a signal pad of " + std::to_string(pad_words) +
+              " words; use at most " + std::to_string(pad_words / world) + " blocks");
+  require(timeout_s > 0 && timeout_s <= 1e9, "timeout_s must be more than 0 and at most 1e9 (it is the bound of every "
+                                             "wait), got " + std::to_string(timeout_s));
+  require(workspace_bytes_ >= world * pack_bytes,
+          "a workspace for " + std::to_string(world) + " ranks needs " + std::to_string(world * pack_bytes) +
+              " bytes or more, got " + std::to_string(workspace_bytes));
+  require_memory("the record", record, 1, sizeof(int64_t));
+  Group& group = *group_;
+  group.rank = rank;
+  group.world = static_cast<int>(world);
+  group.blocks = blocks;
+  group.record = pointer<int64_t>(record);
+  group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  for (size_t r = 0; r < world; ++r) {
+    require_memory("the signal pad of rank " + std::to_string(r), pads[r], 1, sizeof(uint32_t));
+    require_memory("the workspace of rank " + std::to_string(r), workspace[r], 1, pack_bytes);
+    group.pads[r] = pointer<uint32_t>(pads[r]);
+    group.workspace[r] = pointer<char>(workspace[r]);
+  }
+}
+
+template <class Machine>
+Ranks<Machine>::~Ranks() = default;
+
+template <class Machine>
+Call Ranks<Machine>::sign(Operation operation, std::vector<uint64_t> agreed) const {
+  agreed.insert(agreed.end(), {static_cast<uint64_t>(operation), static_cast<uint64_t>(group_->world),
+                               static_cast<uint64_t>(group_->blocks), static_cast<uint64_t>(workspace_bytes_)});
+  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by words
+  for (const uint64_t value : agreed) {
+    hash = (hash ^ value) * 0x100000001b3u;
+    hash ^= hash >> 32;
+  }
+  return {operation, static_cast<uint32_t>(hash & 0x1fffffff) << 2};
+}
+
+// As many as have something to do; the same on every rank, since counts are.
+template <class Machine>
+int Ranks<Machine>::blocks_for(size_t packs) const {
+  const size_t busy = (packs + Machine::threads - 1) / Machine::threads;
+  return static_cast<int>(std::clamp(busy, size_t{1}, static_cast<size_t>(group_->blocks)));
+}
+
+template <class Machine>
+void Ranks<Machine>::barrier(uintptr_t stream) const {
+  constexpr Operation operation = Operation::barrier;
+  Machine::launch(name_of(operation), Barrier{*group_, sign(operation, {})}, 1, stream);
+}
+
+template <class Machine>
+void Ranks<Machine>::all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype,
+                                float scale, const std::string& algorithm, uintptr_t stream) const {
+  const bool one_shot = algorithm == "one_shot";
+  require(one_shot || algorithm == "two_shot",
+          "the algorithms of all_reduce are \"one_shot\" and \"two_shot\", got \"" + algorithm + "\"");
+  const Operation operation = one_shot ? Operation::all_reduce_one_shot : Operation::all_reduce_two_shot;
+  with_element<Machine>("all_reduce", dtype, [&](auto zero, uint64_t type) {
+    using T = decltype(zero);
+    require_memory("the source of all_reduce", source, count, sizeof(T));
+    require_memory("the destination of all_reduce", destination, count, sizeof(T));
+    in_pieces(count, workspace_bytes_ / sizeof(T), [&](size_t begin, size_t length) {
+      const Call call = sign(operation, {type, bits_of(scale), count, begin});
+      const T* from = pointer<T>(source) + begin;
+      T* to = pointer<T>(destination) + begin;
+      if (one_shot)
+        Machine::launch(name_of(operation), AllReduceOneShot<T>{*group_, call, from, to, length, scale},
+                        blocks_for(packs_of<T>(length)), stream);
+      else
+        Machine::launch(name_of(operation), AllReduceTwoShot<T>{*group_, call, from, to, length, scale},
+                        blocks_for(packs_of<T>(slice_elements<T>(length, group_->world))), stream);
+    });
+  });
+}
+
+template <class Machine>
+void Ranks<Machine>::all_reduce_in_place(const std::vector<uintptr_t>& addresses, size_t count,
+                                         const std::string& dtype, float scale, uintptr_t stream,
+                                         size_t offset) const {
+  constexpr Operation operation = Operation::all_reduce_in_place;
+  require_one_for_each_rank("addresses of all_reduce_in_place", addresses.size(), group_->world);
+  with_element<Machine>("all_reduce_in_place", dtype, [&](auto zero, uint64_t type) {
+    using T = decltype(zero);
+    AllReduceInPlace<T> body{*group_, {}, {}, count, scale};
+    for (int rank = 0; rank < group_->world; ++rank) {
+      require_memory("the memory of rank " + std::to_string(rank) + " in all_reduce_in_place", addresses[rank], count,
+                     sizeof(T));
+      body.parts.at[rank] = pointer<T>(addresses[rank]);
+    }
+    body.call = sign(operation, {type, bits_of(scale), count, offset});
+    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(slice_elements<T>(count, group_->world))), stream);
+  });
+}
+
+template <class Machine>
+void Ranks<Machine>::all_reduce_multimem(uintptr_t multicast, size_t count, const std::string& dtype, float scale,
+                                         uintptr_t stream, size_t offset, uintptr_t own) const {
+  constexpr Operation operation = Operation::all_reduce_multimem;
+  with_element<Machine>("all_reduce_multimem", dtype, [&](auto zero, uint64_t type) {
+    using T = decltype(zero);
+    require_memory("the multicast address of all_reduce_multimem", multicast, 1, pack_bytes);
+    require(own % pack_bytes == 0, "the own address of all_reduce_multimem must be aligned to 16 bytes, got " +
+                                       std::to_string(own));
+    require(count % per_pack<T> == 0, "all_reduce_multimem takes whole vectors of 16 bytes, so a multiple of " +
+                                          std::to_string(per_pack<T>) + " " + dtype + " elements; got " +
+                                          std::to_string(count));
+    const Call call = sign(operation, {type, bits_of(scale), count, offset});
+    const AllReduceMultimem<T> body{*group_, call, pointer<T>(multicast), own == 0 ? nullptr : pointer<T>(own), count,
+                                    scale};
+    Machine::need_multimem(name_of(operation), body);
+    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(slice_elements<T>(count, group_->world))), stream);
+  });
+}
+
+template <class Machine>
+void Ranks<Machine>::reduce_scatter(uintptr_t source, uintptr_t destination, const std::vector<size_t>& counts,
+                                    const std::string& dtype, float scale, uintptr_t stream) const {
+  constexpr Operation operation = Operation::reduce_scatter;
+  require_one_for_each_rank("counts of reduce_scatter", counts.size(), group_->world);
+  with_element<Machine>("reduce_scatter", dtype, [&](auto zero, uint64_t type) {
+    using T = decltype(zero);
+    const size_t longest = *std::max_element(counts.begin(), counts.end());
+    require_memory("the source of reduce_scatter", source, longest, sizeof(T));
+    require_memory("the destination of reduce_scatter", destination, counts[group_->rank], sizeof(T));
+    const size_t most = workspace_bytes_ / group_->world / pack_bytes * per_pack<T>;
+    in_pieces(longest, most, [&](size_t begin, size_t length) {
+      std::vector<uint64_t> agreed{type, bits_of(scale), begin};
+      agreed.insert(agreed.end(), counts.begin(), counts.end());
+      ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, most, nullptr, scale};
+      const T* part = pointer<T>(source);
+      for (int rank = 0; rank < group_->world; ++rank) {
+        const size_t done = std::min(begin, counts[rank]);
+        body.parts.at[rank] = part + done;
+        body.counts[rank] = std::min(length, counts[rank] - done);
+        part += counts[rank];
+      }
+      body.destination = pointer<T>(destination) + std::min(begin, counts[group_->rank]);
+      Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(length)), stream);
+    });
+  });
+}
+
+template <class Machine>
+void Ranks<Machine>::all_gather(uintptr_t source, const std::vector<uintptr_t>& destinations,
+                                const std::vector<size_t>& bytes, uintptr_t stream) const {
+  constexpr Operation operation = Operation::all_gather;
+  require_one_for_each_rank("destinations of all_gather", destinations.size(), group_->world);
+  require_one_for_each_rank("bytes of all_gather", bytes.size(), group_->world);
+  require_memory("the source of all_gather", source, bytes[group_->rank], 1);
+  const size_t longest = *std::max_element(bytes.begin(), bytes.end());
+  uintptr_t together = bytes[group_->rank] > 0 ? source : 0;
+  for (int rank = 0; rank < group_->world; ++rank) {
+    require_memory("the memory for rank " + std::to_string(rank) + " in all_gather", destinations[rank], bytes[rank],
+                   1);
+    if (bytes[rank] > 0) together |= destinations[rank] | bytes[rank];
+  }
+  // The widest element that divides all addresses and sizes here. Ranks may differ in it: their packs do not.
+  const auto gather = [&](auto zero) {
+    using T = decltype(zero);
+    in_pieces(longest / sizeof(T), workspace_bytes_ / sizeof(T), [&](size_t begin, size_t length) {
+      std::vector<uint64_t> agreed{begin * sizeof(T)};
+      agreed.insert(agreed.end(), bytes.begin(), bytes.end());
+      AllGather<T> body{*group_, sign(operation, agreed), nullptr, {}, {}};
+      for (int rank = 0; rank < group_->world; ++rank) {
+        const size_t count = bytes[rank] / sizeof(T), done = std::min(begin, count);
+        body.destinations.at[rank] = pointer<T>(destinations[rank]) + done;
+        body.counts[rank] = std::min(length, count - done);
+      }
+      body.source = pointer<T>(source) + std::min(begin, bytes[group_->rank] / sizeof(T));
+      Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(length)), stream);
+    });
+  };
+  if (together % sizeof(uint32_t) == 0)
+    gather(uint32_t{});
+  else if (together % sizeof(uint16_t) == 0)
+    gather(uint16_t{});
+  else
+    gather(uint8_t{});
+}
+
+}  // namespace weft::cuda

@@ -1,0 +1,157 @@
+// Which elements a thread works on, and how it reads, sums and writes them: 16 bytes at a time where addresses allow.
+#pragma once
+#include "elements.h"
+
+namespace weft::cuda {
+
+constexpr int most_ranks = 16;
+constexpr int pack_bytes = 16;
+
+template <class T>
+constexpr int per_pack = pack_bytes / static_cast<int>(sizeof(T));
+
+template <class T>
+using Packed = Pack<T, per_pack<T>>;
+
+WEFT_ON_DEVICE bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % pack_bytes == 0; }
+
+// A whole pack from an address that is aligned to its 16 bytes.
+template <class T>
+WEFT_ON_DEVICE Packed<T> load_wide(const T* from) {
+  return *reinterpret_cast<const Packed<T>*>(from);
+}
+
+// The first `valid` elements, from any address.
+template <class T>
+WEFT_ON_DEVICE Packed<T> load_narrow(const T* from, int valid) {
+  Packed<T> pack{};
+  WEFT_UNROLL
+  for (int k = 0; k < per_pack<T>; ++k)
+    if (k < valid) pack.values[k] = from[k];
+  return pack;
+}
+
+template <class T>
+WEFT_ON_DEVICE void store(T* to, const Packed<T>& pack, int valid, bool wide) {
+  if (wide && valid == per_pack<T>) {
+    *reinterpret_cast<Packed<T>*>(to) = pack;
+    return;
+  }
+  WEFT_UNROLL
+  for (int k = 0; k < per_pack<T>; ++k)
+    if (k < valid) to[k] = pack.values[k];
+}
+
+// A range of elements cut into packs: which of them a thread takes. Pack i belongs to block (i / threads) % blocks,
+// whatever the addresses: so block b of every rank works on the same elements in every step, and two ranks whose
+// memory is aligned differently still agree.
+template <class T, class Here>
+struct Share {
+  size_t count, first, stride;
+
+  WEFT_ON_DEVICE Share(const Here& here, size_t count)
+      : count(count),
+        first((static_cast<size_t>(here.block()) * here.threads() + here.thread()) * per_pack<T>),
+        stride(static_cast<size_t>(here.blocks()) * here.threads() * per_pack<T>) {}
+
+  // How many of the pack's elements are in the range: none, a part of the last pack, or all.
+  WEFT_ON_DEVICE int valid(size_t at) const {
+    if (at >= count) return 0;
+    return count - at < static_cast<size_t>(per_pack<T>) ? static_cast<int>(count - at) : per_pack<T>;
+  }
+};
+
+// This thread's packs of `from`, four on their way at a time: one alone would wait for memory most of the time.
+template <class T, class Here>
+WEFT_ON_DEVICE void copy_share(const Here& here, T* to, const T* from, size_t count) {
+  constexpr int batch = 4;
+  const Share<T, Here> share(here, count);
+  size_t next = share.first;
+  if (is_aligned(from) && is_aligned(to)) {
+    for (; share.valid(next) == per_pack<T>; next += batch * share.stride) {
+      Packed<T> packs[batch];
+      WEFT_UNROLL
+      for (int k = 0; k < batch; ++k)
+        if (share.valid(next + k * share.stride) == per_pack<T>) packs[k] = load_wide(from + next + k * share.stride);
+      WEFT_UNROLL
+      for (int k = 0; k < batch; ++k)
+        if (share.valid(next + k * share.stride) == per_pack<T>)
+          store(to + next + k * share.stride, packs[k], per_pack<T>, true);
+    }
+    // What is left is the last pack, if it is a part of one and this thread's.
+    next = count - count % per_pack<T>;
+    if (next / per_pack<T> % (share.stride / per_pack<T>) != share.first / per_pack<T>) return;
+  }
+  for (; next < count; next += share.stride) {
+    const int valid = share.valid(next);
+    WEFT_ROLLED
+    for (int k = 0; k < valid; ++k) to[next + k] = from[next + k];
+  }
+}
+
+// NaN in every floating-point type: all bits one.
+template <class T, class Here>
+WEFT_ON_DEVICE void spoil_share(const Here& here, T* to, size_t count) {
+  const Share<T, Here> share(here, count);
+  Packed<T> ones;
+  __builtin_memset(&ones, 0xff, sizeof ones);
+  for (size_t at = share.first; at < count; at += share.stride) store(to + at, ones, share.valid(at), is_aligned(to));
+}
+
+template <class T>
+WEFT_ON_DEVICE Packed<T> scaled(const float (&sums)[per_pack<T>], float scale) {
+  Packed<T> result;
+  WEFT_UNROLL
+  for (int k = 0; k < per_pack<T>; ++k) result.values[k] = Convert<T>::from_float(multiply(sums[k], scale));
+  return result;
+}
+
+// The contract for one pack: part(0) + part(1) + ... in fp32 in this order, times scale, rounded once. Of aligned
+// packs, the loads of up to eight ranks are on their way together: each takes as long as the way to a peer and back.
+template <class T, class PartOf>
+WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bool wide, float scale) {
+  constexpr int batch = 8;
+  float sums[per_pack<T>];
+  WEFT_UNROLL
+  for (int v = 0; v < per_pack<T>; ++v) sums[v] = -0.0f;  // -0 + x is x for every x, also for -0
+  const auto count_in = [&](const Packed<T>& pack) {
+    WEFT_UNROLL
+    for (int v = 0; v < per_pack<T>; ++v) sums[v] = add(sums[v], Convert<T>::to_float(pack.values[v]));
+  };
+  if (wide && valid == per_pack<T>) {
+    for (int first = 0; first < world; first += batch) {
+      Packed<T> packs[batch];
+      WEFT_UNROLL
+      for (int k = 0; k < batch; ++k)
+        if (first + k < world) packs[k] = load_wide(part(first + k));
+      WEFT_UNROLL
+      for (int k = 0; k < batch; ++k)
+        if (first + k < world) count_in(packs[k]);
+    }
+  } else {
+    WEFT_ROLLED
+    for (int rank = 0; rank < world; ++rank) count_in(load_narrow(part(rank), valid));
+  }
+  return scaled<T>(sums, scale);
+}
+
+// The part of a range that one rank reduces: packs are cut evenly, so that every slice begins where the whole is
+// aligned; the last slices may be empty.
+struct Slice {
+  size_t begin, count;
+};
+
+template <class T>
+WEFT_ON_BOTH size_t slice_elements(size_t count, int world) {
+  const size_t packs = (count + per_pack<T> - 1) / per_pack<T>;
+  return (packs + world - 1) / world * per_pack<T>;
+}
+
+template <class T>
+WEFT_ON_DEVICE Slice slice_of(size_t count, int world, int rank) {
+  const size_t length = slice_elements<T>(count, world);
+  const size_t begin = rank * length < count ? rank * length : count;
+  return {begin, count - begin < length ? count - begin : length};
+}
+
+}  // namespace weft::cuda

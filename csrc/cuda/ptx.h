@@ -1,0 +1,126 @@
+// What kernels that meet other ranks need beyond C++: a GPU's own instructions stand here and nowhere else.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <type_traits>
+
+#include "pieces.h"
+
+namespace weft::cuda {
+
+// A thread of a kernel, as the headers beside this one know it. The tests have another one, on threads of the CPU.
+struct Here {
+  __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ int threads() const { return static_cast<int>(blockDim.x); }
+  __device__ int block() const { return static_cast<int>(blockIdx.x); }
+  __device__ int blocks() const { return static_cast<int>(gridDim.x); }
+
+  // A barrier of the block: whether it is true for all its threads.
+  __device__ bool all(bool mine) const { return __syncthreads_and(mine); }
+
+  __device__ uint64_t now_ns() const {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+  }
+
+  // Sets a flag that is 0; returns what it saw. The block's writes go before it ...
+  __device__ uint32_t set(uint32_t* flag, uint32_t value) const {
+    uint32_t seen;
+    asm volatile("atom.release.sys.global.cas.b32 %0, [%1], 0, %2;"
+                 : "=r"(seen)
+                 : "l"(flag), "r"(value)
+                 : "memory");
+    return seen;
+  }
+  // ... and are seen after taking the flag back to 0, which is done if it has the value.
+  __device__ uint32_t take(uint32_t* flag, uint32_t value) const {
+    uint32_t seen;
+    asm volatile("atom.acquire.sys.global.cas.b32 %0, [%1], %2, 0;"
+                 : "=r"(seen)
+                 : "l"(flag), "r"(value)
+                 : "memory");
+    return seen;
+  }
+  __device__ uint32_t read(const uint32_t* flag) const {
+    uint32_t seen;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    return seen;
+  }
+  __device__ void write(uint32_t* flag, uint32_t value) const {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+  }
+
+  // The record is in host memory. Swaps of it are atomic among the threads of this GPU, and with the host where the
+  // machine can do that; fields written before a swap are seen by whoever sees its value.
+  __device__ int64_t read(const int64_t* field) const {
+    int64_t seen;
+    asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(seen) : "l"(field) : "memory");
+    return seen;
+  }
+  __device__ void write(int64_t* field, int64_t value) const {
+    asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(field), "l"(value) : "memory");
+  }
+  __device__ int64_t swap(int64_t* field, int64_t expected, int64_t desired) const {
+    int64_t seen;
+    asm volatile("atom.release.sys.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(seen)
+                 : "l"(field), "l"(expected), "l"(desired)
+                 : "memory");
+    return seen;
+  }
+
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool has_multimem = true;
+#else
+  static constexpr bool has_multimem = false;
+#endif
+
+  // A multicast address is a second address of memory that kernels also reach by its own. Accesses through the two
+  // are ordered by this fence (PTX ISA, fence.proxy.alias).
+  __device__ void between_aliases() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.alias;" ::: "memory");
+#endif
+  }
+
+  // The sum over all ranks as the switch forms it: fp32 inside for the 16-bit types, rounded to T.
+  template <class T>
+  __device__ Packed<T> load_sum(const T* multicast) const {
+    Packed<T> sum{};
+#if __CUDA_ARCH__ >= 900
+    uint32_t words[4];
+    if constexpr (std::is_same_v<T, float>)
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "l"(multicast)
+                   : "memory");
+    else if constexpr (std::is_same_v<T, __half>)
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "l"(multicast)
+                   : "memory");
+    else
+      asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "l"(multicast)
+                   : "memory");
+    memcpy(&sum, words, sizeof sum);
+#endif
+    return sum;
+  }
+
+  // To every rank's memory at once. The type only says how wide the words are: bits are not changed.
+  template <class T>
+  __device__ void store_to_all(T* multicast, const Packed<T>& pack) const {
+#if __CUDA_ARCH__ >= 900
+    uint32_t words[4];
+    memcpy(words, &pack, sizeof pack);
+    asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(multicast), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+#endif
+  }
+};
+
+}  // namespace weft::cuda

@@ -1,0 +1,222 @@
+// Runs the collectives' kernels on threads of the CPU. Prints what it saw; leaves with 1 at the first wrong result.
+
+#include "world.h"
+
+namespace {
+
+void conversions_are_right() {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const uint16_t half = static_cast<uint16_t>(bits);
+    const float a = Convert<Float16>::to_float({half}), b = Convert<BFloat16>::to_float({half});
+    expect(std::isnan(a) || Convert<Float16>::from_float(a).bits == half, "a float16 does not come back");
+    expect(std::isnan(b) || Convert<BFloat16>::from_float(b).bits == half, "a bfloat16 does not come back");
+    // Half way to the next one: to the even one of the two.
+    if ((bits & 0x7fff) >= 0x7bff || (bits & 0x8000)) continue;
+    const uint16_t next = half + 1, even = half & 1 ? next : half;
+    const float middle = a + (Convert<Float16>::to_float({next}) - a) / 2;
+    expect(Convert<Float16>::from_float(middle).bits == even, "a float16 is not rounded to even");
+    expect(Convert<Float16>::from_float(std::nextafter(middle, INFINITY)).bits == next, "a float16 is rounded down");
+  }
+}
+
+// Random calls back to back, with no other order than each rank's stream.
+void random_calls(unsigned seed, int rounds, int calls) {
+  for (int round = 0; round < rounds; ++round) {
+    Random random(seed * 1000 + round + 1);
+    random.discard(10);
+    const int ranks = 2 + random() % 4;
+    const Shape shape{ranks,
+                      static_cast<int>(1 + random() % 3),
+                      static_cast<int>(4 + random() % 5),
+                      static_cast<int>(16 * (ranks + random() % 60)),
+                      60,
+                      300,
+                      {}};
+    World world(shape, random());
+    std::vector<std::unique_ptr<Trial>> trials;
+    for (int call = 0; call < calls; ++call) {
+      const Operation operation = all_operations[random() % std::size(all_operations)];
+      trials.push_back(make_trial(world, operation, random, 1200));
+      const int first = random() % ranks;
+      for (int r = 0; r < ranks; ++r) enqueue(world, *trials.back(), (first + r) % ranks);
+    }
+    world.drain();
+    for (auto& trial : trials)
+      for (int r = 0; r < ranks; ++r) check(*trial, r, false);
+    world.expect_idle();
+  }
+  std::printf("%d rounds of %d calls\n", rounds, calls);
+}
+
+// "23": bits 2 and 3.
+int bits_of_digits(const std::string& digits) {
+  int bits = 0;
+  for (const char digit : digits) bits |= 1 << (digit - '0');
+  return bits;
+}
+
+// One operation again and again, with some of its meetings left out: for a thread sanitizer to find.
+void without_meetings(const std::string& name, const std::string& left_out) {
+  for (const Operation operation : all_operations) {
+    if (name_of(operation) != name) continue;
+    World world({3, 2, 4, 512, 60, 300, {bits_of_digits(left_out), false}}, 1);
+    Random random(1);
+    std::vector<std::unique_ptr<Trial>> trials;
+    for (int call = 0; call < 10; ++call) {
+      trials.push_back(make_trial(world, operation, random, 500));
+      for (int r = 0; r < 3; ++r) enqueue(world, *trials.back(), r);
+    }
+    world.drain();
+    std::printf("%s ran without meetings %s\n", name.c_str(), left_out.c_str());
+    return;
+  }
+  expect(false, "no operation is called " + name);
+}
+
+void print_record(const Record& record) {
+  for (int field = 0; field < 8; ++field) std::printf("%lld ", static_cast<long long>(record[field]));
+  std::printf("\n");
+}
+
+// Two of three ranks call, each operation in a world of its own. Prints the record of rank 0, a line for each.
+void missing_rank(Faults faults) {
+  for (const Operation operation : all_operations) {
+    World world({3, 2, 4, 512, 0.2, 0, faults}, 1);
+    Random random(7);
+    auto trial = make_trial(world, operation, random, 500);
+    while (std::any_of(trial->counts.begin(), trial->counts.end(), [](size_t count) { return count < 16; }))
+      trial = make_trial(world, operation, random, 500);
+    const auto start = std::chrono::steady_clock::now();
+    for (int r = 0; r < 2; ++r) enqueue(world, *trial, r);
+    for (int r = 0; r < 2; ++r) world.streams[r]->drain();
+    // A later call ends at once. It leaves staging memory alone: a peer may still be reading what is there.
+    Buffer staged = world.workspaces[0];
+    auto later = make_trial(world, Operation::all_reduce_two_shot, random, 500);
+    for (int r = 0; r < 2; ++r) enqueue(world, *later, r);
+    for (int r = 0; r < 2; ++r) world.streams[r]->drain();
+    expect(std::memcmp(staged.data(), world.workspaces[0].data(), staged.bytes()) == 0,
+           "a call after the one that gave up has changed staging memory");
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    expect(seconds < 3, "the ranks that were there took " + std::to_string(seconds) + " s to end");
+    // The rank that was missing comes at last.
+    enqueue(world, *trial, 2);
+    world.streams[2]->drain();
+    for (int r = 0; r < 3; ++r) {
+      expect((*world.records[r])[0] == 1, "rank " + std::to_string(r) + " left no record");
+      if (operation == Operation::barrier) continue;
+      for (const char byte : received(*trial, r)) {
+        const bool own = operation == Operation::all_gather;  // a rank's own part needs no other rank
+        expect(byte == static_cast<char>(0xff) || own, "a result of " + words(*trial, r) + " is not NaN");
+      }
+    }
+    for (int r = 0; r < 2; ++r)
+      for (const char byte : received(*later, r)) expect(byte == static_cast<char>(0xff), "a later result is not NaN");
+    print_record(*world.records[0]);
+  }
+}
+
+// Rank 1 calls something else than ranks 0 and 2. Prints the three records.
+void different_calls() {
+  World world({3, 2, 4, 512, 30, 0, {}}, 1);
+  std::vector<float> values(3 * 64, 1.0f);
+  const auto address = [&](int r) { return reinterpret_cast<uintptr_t>(values.data() + 64 * r); };
+  for (int r = 0; r < 3; ++r)
+    world.ranks[r]->all_reduce(address(r), address(r), r == 1 ? 60 : 64, "float32", 1.0f, "one_shot", world.stream(r));
+  world.drain();
+  for (int r = 0; r < 3; ++r) print_record(*world.records[r]);
+}
+
+// The host wants a rank that waits to give up, and says so in its record.
+void stopped() {
+  World world({2, 1, 4, 512, 60, 0, {}}, 1);
+  world.ranks[0]->barrier(world.stream(0));
+  usleep(50'000);
+  __atomic_store_n(&(*world.records[0])[4], int64_t{1}, __ATOMIC_RELAXED);
+  __atomic_store_n(&(*world.records[0])[0], int64_t{3}, __ATOMIC_RELEASE);
+  world.streams[0]->drain();
+  print_record(*world.records[0]);
+}
+
+// In a reduction in place, rank 0 gives up and goes on to write new values while rank 2 still reads the old ones, which
+// lets rank 1 wait a little longer. Neither rank 2 nor rank 1, to which rank 2 gives its sums, may take them for right.
+void overtaken(Faults faults) {
+  World world({3, 1, 4, 512, 0.8, 0, faults}, 1);
+  Random random(1);
+  auto trial = make_trial(world, Operation::all_reduce_in_place, random, 500);
+  while (trial->counts[0] < 60) trial = make_trial(world, Operation::all_reduce_in_place, random, 500);
+  for (int r = 1; r < 3; ++r) {
+    world.streams[r]->sleeps_after_vote = 1;  // the second vote is the end of the first meeting
+    world.streams[r]->sleep_us = r == 1 ? 500'000 : 1'050'000;
+  }
+  for (int r = 0; r < 3; ++r) enqueue(world, *trial, r);
+  world.run(0, [&world] { std::memset(world.symmetric[0].data(), 0, symmetric_bytes); });
+  world.drain();
+  for (int r = 1; r < 3; ++r) {
+    if (trial->state_after[r] == 0) check(*trial, r, false);
+    print_record(*world.records[r]);
+  }
+}
+
+// Ranks that are often later than the others wait for, so that waits give up anywhere. Whatever a call returns while
+// no wait of its rank has given up is right; later on it is right or NaN. Symmetric memory is only looked at before:
+// peers that are late may write to it long after.
+void late_ranks(unsigned seed, int rounds) {
+  size_t right = 0, spoiled = 0;
+  for (int round = 0; round < rounds; ++round) {
+    Random random(seed * 1000 + round + 1);
+    random.discard(10);
+    const int ranks = 2 + random() % 3;
+    World world({ranks, static_cast<int>(1 + random() % 2), 4, static_cast<int>(16 * (ranks + random() % 60)), 0.02,
+                 6000, {}},
+                random());
+    std::vector<std::unique_ptr<Trial>> trials;
+    const Operation only = all_operations[random() % std::size(all_operations)];
+    for (int call = 0; call < 8; ++call) {
+      const Operation operation = random() % 2 ? only : all_operations[random() % std::size(all_operations)];
+      trials.push_back(make_trial(world, operation, random, 400));
+      for (int r = 0; r < ranks; ++r) {
+        if (random() % 4 == 0) world.run(r, [delay_us = random() % 20'000] { usleep(delay_us); });
+        enqueue(world, *trials.back(), r);
+      }
+    }
+    world.drain();
+    for (auto& trial : trials) {
+      const bool symmetric = trial->operation == Operation::all_reduce_in_place ||
+                             trial->operation == Operation::all_reduce_multimem;
+      for (int r = 0; r < ranks; ++r) {
+        const bool gave_up = trial->state_after[r] > 0;
+        if (gave_up && (symmetric || trial->operation == Operation::barrier)) continue;
+        const size_t rights = check(*trial, r, gave_up);
+        right += rights;
+        if (trial->operation != Operation::barrier) spoiled += trial->expected[r].size() - rights;
+      }
+    }
+  }
+  std::printf("%zu bytes right, %zu spoiled\n", right, spoiled);
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  const auto word = [&](int i) { return std::string(count > i ? words[i] : ""); };
+  const auto number = [&](int i) { return std::atoi(word(i).c_str()); };
+  const std::string what = word(1);
+  conversions_are_right();
+  if (what == "random")
+    random_calls(number(2), number(3), number(4));
+  else if (what == "without")
+    without_meetings(word(2), word(3));
+  else if (what == "missing")
+    missing_rank({0, word(2) == "marks"});
+  else if (what == "different")
+    different_calls();
+  else if (what == "stopped")
+    stopped();
+  else if (what == "overtaken")
+    overtaken({bits_of_digits(word(2)), false});
+  else if (what == "late")
+    late_ranks(number(2), number(3));
+  else
+    expect(false, "nothing to run is called \"" + what + "\"");
+  return 0;
+}

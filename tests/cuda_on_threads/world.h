@@ -1,0 +1,320 @@
+// Ranks with their memory, and calls of every kind with what they must give.
+#pragma once
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+
+#include "machine.h"
+
+using namespace weft::cuda;
+
+inline void expect(bool holds, const std::string& otherwise) {
+  if (holds) return;
+  std::fprintf(stderr, "wrong: %s\n", otherwise.c_str());
+  std::fflush(stderr);
+  std::_Exit(1);  // threads may still wait for each other
+}
+
+// Bytes that begin `offset` after an address that is aligned to 16, with bytes before and after that must not change.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(size_t bytes, size_t offset) : bytes_(bytes), offset_(offset), storage_(bytes / 16 + 4) {
+    std::memset(storage_.data(), untouched, storage_.size() * sizeof(Line));
+  }
+  char* data() { return reinterpret_cast<char*>(storage_.data()) + 16 + offset_; }
+  uintptr_t address() { return reinterpret_cast<uintptr_t>(data()); }
+  size_t bytes() const { return bytes_; }
+  bool surroundings_are_untouched() const {
+    const char* all = reinterpret_cast<const char*>(storage_.data());
+    for (size_t i = 0; i < storage_.size() * sizeof(Line); ++i)
+      if ((i < 16 + offset_ || i >= 16 + offset_ + bytes_) && all[i] != untouched) return false;
+    return true;
+  }
+
+ private:
+  static constexpr char untouched = 0x5a;
+  struct alignas(16) Line {
+    char bytes[16];
+  };
+  size_t bytes_ = 0, offset_ = 0;
+  std::vector<Line> storage_;
+};
+
+struct Shape {
+  int world, blocks, threads, workspace_bytes;
+  double timeout_s;
+  int longest_delay_us;
+  Faults faults;
+};
+
+constexpr size_t symmetric_bytes = 2048;
+using Record = std::array<int64_t, 16>;
+
+struct World {
+  World(const Shape& shape, unsigned seed) : shape(shape) {
+    const size_t words = static_cast<size_t>(shape.blocks) * shape.world + 3;
+    Multicast multicast{nothing_here.data(), symmetric_bytes, {}};
+    for (int r = 0; r < shape.world; ++r) {
+      pads.emplace_back(words, 0);
+      workspaces.emplace_back(shape.workspace_bytes, 0);
+      symmetric.emplace_back(symmetric_bytes, 0);
+      records.push_back(std::make_unique<Record>(Record{}));
+      cells.push_back(std::make_unique<int>(0));
+      pad_addresses.push_back(reinterpret_cast<uintptr_t>(pads.back().data()));
+      workspace_addresses.push_back(workspaces.back().address());
+      multicast.parts.push_back(symmetric.back().data());
+    }
+    multicasts.push_back(multicast);
+    for (int r = 0; r < shape.world; ++r) {
+      streams.push_back(std::make_unique<Stream>(multicasts, shape.blocks, shape.threads, shape.longest_delay_us,
+                                                 shape.faults, seed * 16 + r));
+      ranks.push_back(std::make_unique<Ranks<Threads>>(r, pad_addresses, words, workspace_addresses,
+                                                       shape.workspace_bytes,
+                                                       reinterpret_cast<uintptr_t>(records[r]->data()),
+                                                       shape.timeout_s, shape.blocks));
+    }
+  }
+
+  uintptr_t stream(int rank) { return reinterpret_cast<uintptr_t>(streams[rank].get()); }
+  // A kernel of the user's own.
+  void run(int rank, std::function<void()> work) {
+    streams[rank]->push([work](Here& here) { if (here.thread() == 0) work(); }, 1);
+  }
+  void drain() {
+    for (auto& stream : streams) stream->drain();
+  }
+  void expect_idle() {
+    for (int r = 0; r < shape.world; ++r) {
+      for (const uint32_t word : pads[r]) expect(word == 0, "a signal pad is not zero at the end");
+      for (const int64_t field : *records[r]) expect(field == 0, "a record was left though no wait gave up");
+      expect(workspaces[r].surroundings_are_untouched() && symmetric[r].surroundings_are_untouched(),
+             "memory beside a workspace was written");
+    }
+  }
+
+  Shape shape;
+  std::vector<std::vector<uint32_t>> pads;
+  std::vector<Buffer> workspaces, symmetric;
+  std::vector<std::unique_ptr<Record>> records;
+  std::vector<std::unique_ptr<int>> cells;  // what barriers are tried on
+  std::vector<uintptr_t> pad_addresses, workspace_addresses;
+  std::vector<char> nothing_here = std::vector<char>(symmetric_bytes + 16);
+  std::vector<Multicast> multicasts;
+  std::vector<std::unique_ptr<Ranks<Threads>>> ranks;
+  std::vector<std::unique_ptr<Stream>> streams;
+};
+
+// One call on every rank. Inputs and outputs are each rank's own; what the call must give is known before it runs.
+struct Trial {
+  Operation operation;
+  std::string dtype;
+  size_t element_bytes;
+  float scale;
+  std::vector<size_t> counts;  // one for all ranks, or one for each
+  size_t offset;               // of symmetric memory, in bytes
+  bool in_place;               // the destination is (a part of) the source
+  std::vector<Buffer> sources, results;
+  std::vector<std::vector<Buffer>> gathered;     // [rank][from]
+  std::vector<std::vector<char>> expected;       // [rank]
+  std::vector<int64_t> state_after;              // the record's, when the call had ended
+};
+
+using Random = std::minstd_rand;
+
+template <class T>
+T random_element(Random& random) {
+  return Convert<T>::from_float((static_cast<float>(random() % 20001) - 10000.0f) / 937.0f);
+}
+
+// The contract, written plainly.
+template <class T>
+std::vector<char> plain_sum(const std::vector<const T*>& parts, size_t count, float scale, bool rounded_first) {
+  std::vector<char> bytes(count * sizeof(T));
+  for (size_t i = 0; i < count; ++i) {
+    float sum = Convert<T>::to_float(parts[0][i]);
+    for (size_t r = 1; r < parts.size(); ++r) sum += Convert<T>::to_float(parts[r][i]);
+    if (rounded_first) sum = Convert<T>::to_float(Convert<T>::from_float(sum));
+    const T result = Convert<T>::from_float(sum * scale);
+    std::memcpy(bytes.data() + i * sizeof(T), &result, sizeof(T));
+  }
+  return bytes;
+}
+
+inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Random& random, size_t most) {
+  auto trial = std::make_unique<Trial>();
+  const int ranks = world.shape.world;
+  const char* dtypes[] = {"float32", "float16", "bfloat16"};
+  trial->operation = operation;
+  trial->dtype = dtypes[random() % 3];
+  trial->scale = random() % 2 ? 1.0f : 1.0f / static_cast<float>(ranks);
+  trial->in_place = random() % 3 == 0;
+  trial->state_after.assign(ranks, 0);
+  trial->offset = 0;
+  if (operation == Operation::barrier) return trial;
+
+  const auto offset = [&](size_t unit) { return random() % 2 ? 0 : random() % (16 / unit) * unit; };
+  if (operation == Operation::all_gather) {
+    const size_t unit = size_t{1} << random() % 3;
+    for (int r = 0; r < ranks; ++r) trial->counts.push_back(random() % 4 == 0 ? 0 : random() % (most / unit) * unit);
+    for (int r = 0; r < ranks; ++r) {
+      trial->sources.emplace_back(trial->counts[r], offset(unit));
+      for (size_t i = 0; i < trial->counts[r]; ++i) trial->sources[r].data()[i] = static_cast<char>(random());
+      trial->gathered.emplace_back();
+      for (int from = 0; from < ranks; ++from) trial->gathered[r].emplace_back(trial->counts[from], offset(unit));
+    }
+    for (int r = 0; r < ranks; ++r) {
+      std::vector<char> all;
+      for (int from = 0; from < ranks; ++from)
+        all.insert(all.end(), trial->sources[from].data(), trial->sources[from].data() + trial->counts[from]);
+      trial->expected.push_back(all);
+      if (trial->in_place) std::memcpy(trial->gathered[r][r].data(), trial->sources[r].data(), trial->counts[r]);
+    }
+    return trial;
+  }
+
+  with_element<Threads>("a trial", trial->dtype, [&](auto zero, int) {
+    using T = decltype(zero);
+    trial->element_bytes = sizeof(T);
+    const bool multimem = operation == Operation::all_reduce_multimem;
+    const bool symmetric = multimem || operation == Operation::all_reduce_in_place;
+    const bool scattered = operation == Operation::reduce_scatter;
+    size_t total = 0;
+    for (int r = 0; r < (scattered ? ranks : 1); ++r) {
+      size_t count = random() % 8 == 0 ? random() % 2 : random() % (most / sizeof(T));
+      if (symmetric) count = std::min(count, symmetric_bytes / sizeof(T) - 32);
+      if (multimem) count = count / per_pack<T> * per_pack<T>;
+      trial->counts.push_back(count);
+      total += count;
+    }
+    if (symmetric) trial->offset = multimem ? random() % 4 * 16 : random() % 16 * sizeof(T);
+    std::vector<const T*> inputs;
+    for (int r = 0; r < ranks; ++r) {
+      trial->sources.emplace_back(total * sizeof(T), offset(sizeof(T)));
+      T* values = reinterpret_cast<T*>(trial->sources[r].data());
+      for (size_t i = 0; i < total; ++i) values[i] = random_element<T>(random);
+      trial->results.emplace_back((scattered ? trial->counts[r] : total) * sizeof(T), offset(sizeof(T)));
+    }
+    for (int r = 0; r < ranks; ++r) inputs.push_back(reinterpret_cast<const T*>(trial->sources[r].data()));
+    for (int r = 0; r < ranks; ++r) {
+      const size_t count = trial->counts[scattered ? r : 0];
+      trial->expected.push_back(plain_sum<T>(inputs, count, trial->scale, multimem));
+      if (scattered)
+        for (const T*& input : inputs) input += count;
+    }
+  });
+  return trial;
+}
+
+// Puts the trial on one rank's stream.
+inline void enqueue(World& world, Trial& trial, int rank) {
+  const Ranks<Threads>& ranks = *world.ranks[rank];
+  const uintptr_t stream = world.stream(rank);
+  const auto source = [&] { return trial.sources[rank].address(); };
+  switch (trial.operation) {
+    case Operation::barrier: {
+      // Everybody writes, everybody meets, everybody sees what all wrote, and meets again before the next write.
+      world.run(rank, [&world, rank] { ++*world.cells[rank]; });
+      ranks.barrier(stream);
+      Trial* mine = &trial;
+      world.run(rank, [&world, rank, mine] {
+        for (auto& cell : world.cells)  // more than this rank's only where a peer has given up and gone on
+          if (*cell < *world.cells[rank] && (*world.records[rank])[0] == 0) mine->state_after[rank] = -1;
+      });
+      ranks.barrier(stream);
+      break;
+    }
+    case Operation::all_reduce_one_shot:
+    case Operation::all_reduce_two_shot:
+      ranks.all_reduce(source(), trial.in_place ? source() : trial.results[rank].address(), trial.counts[0],
+                       trial.dtype, trial.scale,
+                       trial.operation == Operation::all_reduce_one_shot ? "one_shot" : "two_shot", stream);
+      break;
+    case Operation::all_reduce_in_place:
+    case Operation::all_reduce_multimem: {
+      char* own = world.symmetric[rank].data() + trial.offset;
+      char *from = trial.sources[rank].data(), *to = trial.results[rank].data();
+      const size_t bytes = trial.sources[rank].bytes();
+      world.run(rank, [=] { std::memcpy(own, from, bytes); });
+      if (trial.operation == Operation::all_reduce_in_place) {
+        std::vector<uintptr_t> addresses;
+        for (Buffer& buffer : world.symmetric) addresses.push_back(buffer.address() + trial.offset);
+        ranks.all_reduce_in_place(addresses, trial.counts[0], trial.dtype, trial.scale, stream, trial.offset);
+      } else {
+        ranks.all_reduce_multimem(reinterpret_cast<uintptr_t>(world.multicasts[0].address) + trial.offset,
+                                  trial.counts[0], trial.dtype, trial.scale, stream, trial.offset,
+                                  reinterpret_cast<uintptr_t>(own));
+      }
+      world.run(rank, [=] { std::memcpy(to, own, bytes); });
+      break;
+    }
+    case Operation::reduce_scatter: {
+      size_t before = 0;
+      for (int r = 0; r < rank; ++r) before += trial.counts[r];
+      ranks.reduce_scatter(source(),
+                           trial.in_place ? source() + before * trial.element_bytes : trial.results[rank].address(),
+                           trial.counts, trial.dtype, trial.scale, stream);
+      if (trial.in_place) {
+        char *from = trial.sources[rank].data() + before * trial.element_bytes, *to = trial.results[rank].data();
+        world.run(rank, [=, bytes = trial.results[rank].bytes()] { std::memcpy(to, from, bytes); });
+      }
+      break;
+    }
+    case Operation::all_gather: {
+      std::vector<uintptr_t> destinations;
+      for (Buffer& buffer : trial.gathered[rank]) destinations.push_back(buffer.address());
+      ranks.all_gather(trial.in_place ? destinations[rank] : source(), destinations, trial.counts, stream);
+      break;
+    }
+  }
+  Trial* mine = &trial;
+  Record* record = world.records[rank].get();
+  world.run(rank, [=] {
+    if (mine->state_after[rank] == 0) mine->state_after[rank] = __atomic_load_n(record->data(), __ATOMIC_ACQUIRE);
+  });
+}
+
+// The bytes that the rank got, wherever they went.
+inline std::vector<char> received(Trial& trial, int rank) {
+  const bool reduced = trial.operation == Operation::all_reduce_one_shot ||
+                       trial.operation == Operation::all_reduce_two_shot;
+  std::vector<char> bytes;
+  const auto append = [&](Buffer& buffer) {
+    expect(buffer.surroundings_are_untouched(), "memory beside a result was written");
+    bytes.insert(bytes.end(), buffer.data(), buffer.data() + buffer.bytes());
+  };
+  if (trial.operation == Operation::all_gather)
+    for (Buffer& buffer : trial.gathered[rank]) append(buffer);
+  else if (trial.operation != Operation::barrier)
+    append(reduced && trial.in_place ? trial.sources[rank] : trial.results[rank]);
+  return bytes;
+}
+
+inline std::string words(const Trial& trial, int rank) {
+  std::string text = name_of(trial.operation) + " of " + trial.dtype + " on rank " + std::to_string(rank) + ", counts";
+  for (const size_t count : trial.counts) text += " " + std::to_string(count);
+  return text;
+}
+
+// How many of the rank's bytes are right; all others must be spoiled, and any others only where a wait gave up.
+inline size_t check(Trial& trial, int rank, bool gave_up) {
+  expect(trial.state_after[rank] != -1, "a barrier let a rank through too early");
+  if (trial.operation == Operation::barrier) return 0;
+  const std::vector<char> got = received(trial, rank);
+  const std::vector<char>& wanted = trial.expected[rank];
+  expect(got.size() == wanted.size(), "sizes differ in the test itself");
+  size_t right = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (got[i] == wanted[i])
+      ++right;
+    else
+      expect(gave_up && got[i] == static_cast<char>(0xff), "byte " + std::to_string(i) + " of " + words(trial, rank));
+  }
+  return right;
+}
+
+inline const Operation all_operations[] = {
+    Operation::barrier,           Operation::all_reduce_one_shot, Operation::all_reduce_two_shot,
+    Operation::all_reduce_in_place, Operation::all_reduce_multimem, Operation::reduce_scatter,
+    Operation::all_gather,
+};

@@ -1,0 +1,459 @@
+"""The CUDA collectives on a GPU, with several ranks on one device: each has its own memory and stream, and grids are
+small enough that all run at a time. The kernels' protocol is also tested without a GPU: tests/test_cuda_on_threads.py.
+"""
+
+import os
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft import _C
+from weft.testing import reference
+
+# Ranks wait for each other, so no stream may stand behind another one's launches.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TIMED_OUT, MISMATCHED, STOPPED = 1, 2, 3
+OPERATIONS = ["one_shot", "two_shot", "in_place", "reduce_scatter", "all_gather"]
+
+needs_cuda_build = pytest.mark.skipif(_C.cuda is None, reason="this build has no CUDA")
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def code_of(name):
+    return next(code for code, known in _C.cuda.wait_names.items() if known == name)
+
+
+class VirtualRanks:
+    """Ranks on one device. Calls go to the ranks' streams in turn, so that no launch stands before one that it waits
+    for; what they need is allocated before."""
+
+    def __init__(self, world, blocks=4, workspace_bytes=2**18, timeout_s=20.0):
+        self.world = world
+        self.pads = [torch.zeros(blocks * world, dtype=torch.int32, device="cuda") for _ in range(world)]
+        self.workspaces = [torch.zeros(workspace_bytes, dtype=torch.uint8, device="cuda") for _ in range(world)]
+        self.records = [torch.zeros(16, dtype=torch.int64).pin_memory() for _ in range(world)]
+        self.streams = [torch.cuda.Stream() for _ in range(world)]
+        pads = [pad.data_ptr() for pad in self.pads]
+        workspaces = [workspace.data_ptr() for workspace in self.workspaces]
+        self.ranks = [
+            _C.cuda.Ranks(
+                rank,
+                pads,
+                blocks * world,
+                workspaces,
+                workspace_bytes,
+                self.records[rank].data_ptr(),
+                timeout_s,
+                blocks,
+            )
+            for rank in range(world)
+        ]
+        torch.cuda._sleep(1)  # loads its kernel: loading may wait for all that runs, and ranks wait for each other
+        torch.cuda.synchronize()
+
+    def put(self, rank, launch):
+        """launch(ranks, rank, stream handle) with the rank's stream as torch's current one."""
+        with torch.cuda.stream(self.streams[rank]):
+            launch(self.ranks[rank], rank, self.streams[rank].cuda_stream)
+
+    def call(self, launch, late=None, cycles=0):
+        for rank in range(self.world):
+            if rank == late:
+                with torch.cuda.stream(self.streams[rank]):
+                    torch.cuda._sleep(cycles)
+            self.put(rank, launch)
+
+    def assert_idle(self):
+        torch.cuda.synchronize()
+        assert all(pad.count_nonzero().item() == 0 for pad in self.pads)
+        assert all(record.count_nonzero().item() == 0 for record in self.records)
+
+
+def values(count, dtype, offset=0):
+    """A vector that begins `offset` elements after an aligned address."""
+    return torch.randn(count + offset, device="cuda").to(dtype)[offset:]
+
+
+class Trial:
+    """One call on every rank: `launch` puts it on a stream, `check` compares once all is done."""
+
+    def __init__(self, operation, ranks, dtype, counts, average=False, offset=0):
+        self.operation, self.dtype, self.counts = operation, dtype, counts
+        world = ranks.world
+        self.scale = 1 / world if average else 1.0
+        op = "avg" if average else "sum"
+        whole = sum(counts) if operation == "reduce_scatter" else counts[0]
+        if operation == "all_gather":
+            self.sources = [values(counts[rank], dtype, offset) for rank in range(world)]
+            self.results = [[values(count, dtype, offset * (rank % 2)) for count in counts] for rank in range(world)]
+            self.expected = [[source.cpu() for source in self.sources]] * world
+            return
+        self.sources = [values(whole, dtype, offset * (rank % 2 or operation == "in_place")) for rank in range(world)]
+        total = reference.reduce([source.cpu() for source in self.sources], op)
+        if operation == "reduce_scatter":
+            self.results = [[values(counts[rank], dtype, offset)] for rank in range(world)]
+            self.expected = [[part] for part in total.split(counts)]
+        elif operation == "in_place":
+            self.results = [[source] for source in self.sources]
+            self.expected = [[total]] * world
+        else:
+            self.results = [[values(whole, dtype, offset)] for rank in range(world)]
+            self.expected = [[total]] * world
+
+    def launch(self, ranks, rank, stream):
+        source, results = self.sources[rank].data_ptr(), [result.data_ptr() for result in self.results[rank]]
+        what = (name_of(self.dtype), self.scale)
+        if self.operation == "all_gather":
+            ranks.all_gather(source, results, [count * self.dtype.itemsize for count in self.counts], stream)
+        elif self.operation == "reduce_scatter":
+            ranks.reduce_scatter(source, results[0], self.counts, *what, stream)
+        elif self.operation == "in_place":
+            ranks.all_reduce_in_place([x.data_ptr() for x in self.sources], self.counts[0], *what, stream)
+        else:
+            ranks.all_reduce(source, results[0], self.counts[0], *what, self.operation, stream)
+
+    def check(self):
+        for results, expected in zip(self.results, self.expected, strict=True):
+            for result, wanted in zip(results, expected, strict=True):
+                assert torch.equal(result.cpu(), wanted), (self.operation, self.dtype, self.counts)
+
+    def is_nan(self, rank):
+        return all(result.isnan().all().item() for result in self.results[rank])
+
+
+def counts_of(operation, world, count):
+    """Parts that differ in size, one of them empty, where the operation takes them."""
+    if operation not in ("reduce_scatter", "all_gather"):
+        return [count]
+    return [count // (rank + 1) if rank != 1 else 0 for rank in range(world)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_results_have_the_bits_of_the_reference(world, operation, dtype):
+    ranks = VirtualRanks(world)
+    for count in (0, 1, 7, 8, 1000, 65_537, 300_003):  # the largest takes several pieces of the workspace
+        for offset in (0, 1):  # in elements: off by one is not aligned to 16 bytes
+            trial = Trial(operation, ranks, dtype, counts_of(operation, world, count), average=True, offset=offset)
+            torch.cuda.synchronize()
+            ranks.call(trial.launch)
+            torch.cuda.synchronize()
+            trial.check()
+    ranks.assert_idle()
+
+
+@pytest.mark.gpu
+def test_all_reduce_has_the_bits_of_rank_order_sum():
+    ranks = VirtualRanks(3)
+    parts, scale = [values(5000, torch.bfloat16) for _ in range(3)], 0.37
+    expected = torch.empty_like(parts[0])
+    _C.cuda.rank_order_sum([part.data_ptr() for part in parts], expected.data_ptr(), 5000, "bfloat16", scale)
+    for algorithm in ("one_shot", "two_shot"):
+        sums = [part.clone() for part in parts]  # the destination is the source
+        torch.cuda.synchronize()
+        addresses = [x.data_ptr() for x in sums]
+        ranks.call(
+            lambda on, rank, stream, to=addresses, how=algorithm: on.all_reduce(
+                to[rank], to[rank], 5000, "bfloat16", scale, how, stream
+            )
+        )
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, expected) for x in sums)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_calls_back_to_back_are_right_however_late_a_rank_is(world):
+    chosen, ranks = random.Random(world), VirtualRanks(world, workspace_bytes=2**14)
+    trials = []
+    for _ in range(50):
+        operation = chosen.choice(OPERATIONS)
+        count = chosen.choice((3, 500, 4096, 20_001))
+        trials.append(Trial(operation, ranks, chosen.choice(DTYPES), counts_of(operation, world, count)))
+    torch.cuda.synchronize()
+    for trial in trials:
+        ranks.call(trial.launch, late=chosen.randrange(2 * world), cycles=chosen.randrange(2_000_000))
+        if chosen.random() < 0.2:
+            ranks.call(lambda on, rank, stream: on.barrier(stream))
+    torch.cuda.synchronize()
+    for trial in trials:
+        trial.check()
+    ranks.assert_idle()
+
+
+@pytest.mark.gpu
+def test_a_barrier_orders_what_ranks_write():
+    ranks = VirtualRanks(4)
+    cells = torch.zeros(4, dtype=torch.int32, device="cuda")
+    seen = [torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    for late in range(4):
+        ranks.call(lambda on, rank, stream: cells[rank].add_(1), late=late, cycles=20_000_000)
+        ranks.call(lambda on, rank, stream: on.barrier(stream))
+        ranks.call(lambda on, rank, stream: seen[rank].copy_(cells))
+        ranks.call(lambda on, rank, stream: on.barrier(stream))
+        torch.cuda.synchronize()
+        assert all(x.tolist() == [late + 1] * 4 for x in seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_captured_calls_can_be_replayed(world):
+    ranks = VirtualRanks(world)
+    trials = [
+        Trial(operation, ranks, torch.bfloat16, counts_of(operation, world, 3001))
+        for operation in OPERATIONS
+        if operation != "in_place"  # it would reduce its own result at the next replay
+    ]
+    for trial in trials:  # once, so that the kernels are loaded
+        ranks.call(trial.launch)
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(world)]
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            for trial in trials:
+                trial.launch(ranks.ranks[rank], rank, ranks.streams[rank].cuda_stream)
+    for replay in range(10):
+        for trial in trials:
+            for results in trial.results:
+                for result in results:
+                    result.zero_()
+        torch.cuda.synchronize()
+        ranks.call(lambda on, rank, stream: graphs[rank].replay(), late=replay % world, cycles=5_000_000)
+        torch.cuda.synchronize()
+        for trial in trials:
+            trial.check()
+    ranks.assert_idle()
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_small_calls_are_right(operation):
+    ranks = VirtualRanks(2, blocks=2, workspace_bytes=4096, timeout_s=120)
+    for offset in (0, 1):
+        trial = Trial(operation, ranks, torch.bfloat16, counts_of(operation, 2, 3001), offset=offset)
+        torch.cuda.synchronize()
+        ranks.call(trial.launch)
+        torch.cuda.synchronize()
+        trial.check()
+    ranks.assert_idle()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_rank_that_does_not_come_is_named_and_results_are_nan(operation):
+    world, timeout_s = 3, 0.3
+    ranks = VirtualRanks(world, timeout_s=timeout_s)
+    trial = Trial(operation, ranks, torch.float32, counts_of(operation, world, 5000))
+    later = Trial("two_shot", ranks, torch.float32, [5000])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for rank in (0, 1):  # and not 2
+        ranks.put(rank, trial.launch)
+        ranks.put(rank, later.launch)
+    torch.cuda.synchronize()
+    assert timeout_s < time.perf_counter() - start < 2 * timeout_s + 1  # the later call does not wait again
+    codes = {
+        "one_shot": ("all_reduce (one_shot)", "staged"),
+        "two_shot": ("all_reduce (two_shot)", "staged"),
+        "in_place": ("all_reduce (in place)", "arrived"),
+        "reduce_scatter": ("reduce_scatter", "staged"),
+        "all_gather": ("all_gather", "staged"),
+    }
+    for rank in (0, 1):
+        state, told_rank, told_operation, phase, peer, block, seen, expected = ranks.records[rank][:8].tolist()
+        assert (state, told_rank, peer, seen) == (TIMED_OUT, rank, 2, 0)
+        assert [told_operation, phase] == [code_of(name) for name in codes[operation]]
+        assert 0 <= block < 4 and 0 < expected < 2**31
+        assert later.is_nan(rank)
+        if operation == "all_gather":  # but for its own part, which needs nobody
+            assert all(result.isnan().all() for r, result in enumerate(trial.results[rank]) if r != rank)
+        else:
+            assert trial.is_nan(rank)
+
+
+@pytest.mark.gpu
+def test_ranks_that_call_different_things_are_told_so():
+    ranks = VirtualRanks(2, timeout_s=60)
+    trials = [Trial("one_shot", ranks, torch.float32, [count]) for count in (5000, 5001)]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for rank, trial in enumerate(trials):
+        ranks.put(rank, trial.launch)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 10
+    records = [record[:8].tolist() for record in ranks.records]
+    assert [record[0] for record in records] == [MISMATCHED] * 2
+    assert records[0][6:8] == records[1][7:5:-1] and records[0][6] != records[0][7]
+    assert all(trial.is_nan(rank) for rank, trial in enumerate(trials))
+
+
+@pytest.mark.gpu
+def test_the_host_can_end_a_wait():
+    ranks = VirtualRanks(2, timeout_s=60)
+    trial = Trial("one_shot", ranks, torch.float32, [5000])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    ranks.put(0, trial.launch)
+    ranks.records[0][4] = 1
+    ranks.records[0][0] = STOPPED
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 10
+    assert ranks.records[0][:8].tolist() == [STOPPED, 0, 0, 0, 1, 0, 0, 0] and trial.is_nan(0)
+
+
+# What needs no GPU.
+
+PADS, WORKSPACE, RECORD = [4096, 8192], [16384, 32768], 65536
+
+
+def some_ranks(**changes):
+    arguments = dict(
+        rank=0,
+        pads=PADS,
+        pad_words=64,
+        workspace=WORKSPACE,
+        workspace_bytes=1024,
+        record=RECORD,
+        timeout_s=1.0,
+        blocks=32,
+    )
+    return _C.cuda.Ranks(**{**arguments, **changes})
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (dict(blocks=33), r"33 blocks \* 2 ranks = 66 flags do not fit into a signal pad of 64 words; use at most 32"),
+        (dict(blocks=0), "blocks must be 1 or more, got 0"),
+        (dict(rank=2), "rank must be 0 to 1, got 2"),
+        (dict(rank=-1), "rank must be 0 to 1, got -1"),
+        (dict(pads=[4096] * 17, workspace=[4096] * 17), "1 to 16 signal pads, one for each rank; got 17"),
+        (dict(pads=[]), "1 to 16 signal pads, one for each rank; got 0"),
+        (dict(workspace=[4096]), "workspaces of Ranks: expected one for each of 2 ranks, got 1"),
+        (dict(workspace=[4096, 8200]), "the workspace of rank 1 must be aligned to 16 bytes and not null, got .* 8200"),
+        (dict(pads=[4096, 0]), "the signal pad of rank 1 must be aligned to 4 bytes and not null, got address 0"),
+        (dict(record=12), "the record must be aligned to 8 bytes and not null, got address 12"),
+        (dict(workspace_bytes=31), "a workspace for 2 ranks needs 32 bytes or more, got 31"),
+        (dict(timeout_s=0.0), "timeout_s must be more than 0"),
+        (dict(timeout_s=float("nan")), "timeout_s must be more than 0"),
+    ],
+    ids=str,
+)
+def test_ranks_refuse_what_would_corrupt_memory(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        some_ranks(**changes)
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("method", "arguments", "complaint"),
+    [
+        ("all_reduce", (16, 16, 4, "int8", 1.0, "one_shot"), "takes float32, float16 and bfloat16, got int8"),
+        ("all_reduce", (16, 16, 4, "float32", 1.0, "ring"), 'are "one_shot" and "two_shot", got "ring"'),
+        ("all_reduce", (0, 16, 4, "float32", 1.0, "one_shot"), "the source of all_reduce .* not null, got address 0"),
+        ("all_reduce", (16, 18, 4, "float32", 1.0, "two_shot"), "the destination of .* to 4 bytes .* got address 18"),
+        ("all_reduce_in_place", ([16], 4, "float32", 1.0), "expected one for each of 2 ranks, got 1"),
+        ("all_reduce_in_place", ([16, 17], 4, "float16", 1.0), "the memory of rank 1 .* to 2 bytes .* got address 17"),
+        ("all_reduce_multimem", (24, 4, "float32", 1.0), "multicast address .* aligned to 16 bytes .* got address 24"),
+        ("all_reduce_multimem", (32, 12, "bfloat16", 1.0), "a multiple of 8 bfloat16 elements; got 12"),
+        ("reduce_scatter", (16, 16, [4, 4, 4], "float32", 1.0), "expected one for each of 2 ranks, got 3"),
+        ("reduce_scatter", (16, 0, [4, 4], "float32", 1.0), "the destination of reduce_scatter .* got address 0"),
+        ("all_gather", (16, [16], [4, 4]), "destinations of all_gather: expected one for each of 2 ranks, got 1"),
+        ("all_gather", (16, [16, 16], [4]), "bytes of all_gather: expected one for each of 2 ranks, got 1"),
+        ("all_gather", (16, [16, 0], [4, 4]), "the memory for rank 1 in all_gather .* got address 0"),
+    ],
+)
+def test_calls_refuse_what_would_corrupt_memory(method, arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        getattr(some_ranks(), method)(*arguments, 0)
+
+
+LAUNCHES = {
+    "barrier": lambda ranks, dtype: ranks.barrier(0),
+    "all_reduce (one_shot)": lambda ranks, dtype: ranks.all_reduce(16, 16, 9, dtype, 1.0, "one_shot", 0),
+    "all_reduce (two_shot)": lambda ranks, dtype: ranks.all_reduce(16, 16, 9, dtype, 1.0, "two_shot", 0),
+    "all_reduce (in place)": lambda ranks, dtype: ranks.all_reduce_in_place([16, 32], 9, dtype, 1.0, 0, offset=4),
+    "all_reduce (multimem)": lambda ranks, dtype: ranks.all_reduce_multimem(32, 8, dtype, 1.0, 0, own=64),
+    "reduce_scatter": lambda ranks, dtype: ranks.reduce_scatter(16, 16, [3, 4], dtype, 1.0, 0),
+    "all_gather": lambda ranks, dtype: ranks.all_gather(16, [16, 32], [dtype_bytes(dtype), 0], 0),
+}
+
+
+def dtype_bytes(name):
+    return getattr(torch, name).itemsize
+
+
+@needs_cuda_build
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the launch would succeed, on addresses that are nobody's")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", LAUNCHES)
+def test_a_launch_that_fails_says_which_and_why(operation, dtype):
+    with pytest.raises(RuntimeError, match=rf"^{re.escape(operation)}: cudaError\w+ \("):
+        LAUNCHES[operation](some_ranks(), name_of(dtype))
+
+
+@needs_cuda_build
+def test_codes_in_records_have_names_below_those_of_triton():
+    names = _C.cuda.wait_names
+    assert {"barrier", "reduce_scatter", "all_gather", "staged", "read"} <= set(names.values())
+    assert all(0 < code < 100 for code in names) and len(set(names.values())) == len(names)
+
+
+def tool(name):
+    triton = pytest.importorskip("triton", reason="triton's wheel has the tools that read device code")
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+@needs_cuda_build
+def test_no_kernel_spills_on_any_architecture():
+    text = subprocess.run(
+        [tool("cuobjdump"), "-res-usage", _C.__file__], check=True, capture_output=True, text=True
+    ).stdout
+    bodies = ("Barrier", "AllReduceOneShot", "AllReduceTwoShot", "AllReduceInPlace", "AllReduceMultimem",
+              "ReduceScatter", "AllGather")  # fmt: skip
+    found = set()
+    for section in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
+        architecture = section.split()[0]
+        for kernel, stack, local in re.findall(
+            r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", section
+        ):
+            assert stack == local == "0", (architecture, kernel)
+            found |= {(architecture, body) for body in bodies if f"{len(body)}{body}" in kernel}
+    assert found == {(architecture, body) for architecture in ("sm_80", "sm_90a", "sm_100a") for body in bodies}
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_the_sum_in_the_switch_is_one_instruction(architecture):
+    paths = os.pathsep.join((str(tool("cuobjdump").parent), os.environ["PATH"]))  # cuobjdump runs nvdisasm
+    text = subprocess.run(
+        [tool("cuobjdump"), "-sass", "-arch", architecture, _C.__file__],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": paths},
+    ).stdout
+    kernels = {part.split()[0]: part for part in text.split("Function : ")[1:]}
+    of_multimem = [code for kernel, code in kernels.items() if "AllReduceMultimem" in kernel]
+    assert len(of_multimem) == len(DTYPES)
+    for code in of_multimem:
+        assert len(re.findall(r"\bLDGMC\.\S*ADD\S*", code)) == 1
+    widths = re.findall(r"\bLDGMC\.\S*?(F32x4|F16x8|BF16x8)", text)
+    assert sorted(widths) == ["BF16x8", "F16x8", "F32x4"]
+    # The switch, too, sums 16 bits in more than that; sm_100a's name for it is another.
+    assert len(re.findall(r"\bLDGMC\.\S*(?:F32ADD|HPADD)", text)) == 2
