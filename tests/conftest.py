@@ -10,6 +10,7 @@ import pytest
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before triton is imported
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each stream of the virtual ranks on one GPU
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import weft
 from weft import _C
+from weft.comm import backend
 from weft.comm import device as gpus
 from weft.comm import record as records
 from weft.comm.communicator import BackendCommunicator, EngineCommunicator, communicator
@@ -187,6 +188,45 @@ def pretended_symmetric(count, dtype=torch.float32, multicast=0):
 
 def last_logged():
     return FakeRanks.log[-1]
+
+
+def torchs_own(rank):
+    """torch.distributed's calls on CUDA tensors, here pretended by fp64, go to the CUDA half and nowhere else."""
+    backend._on_gpu, gpus._DEVICE_TYPE = (lambda x: x.dtype == torch.float64), "cpu"
+    group, world = dist.group.WORLD, dist.get_world_size()
+    calls = group.engine.group.calls
+    x = torch.full((3,), rank + 1.0, dtype=torch.float64)
+    dist.all_reduce(x)
+    assert (x == sum(range(world + 1))).all()
+    whole = torch.empty(world * 3, dtype=torch.float64)
+    dist.all_gather_into_tensor(whole, torch.full((3,), float(rank), dtype=torch.float64))
+    assert whole.tolist() == [float(r) for r in range(world) for _ in range(3)]
+    parts = [torch.empty(1, dtype=torch.float64) for _ in range(world)]
+    dist.all_gather(parts, torch.full((1,), float(rank), dtype=torch.float64))
+    assert [part.item() for part in parts] == list(range(world))
+    dist.broadcast(x.fill_(rank), src=1)
+    assert (x == 1).all()
+    if rank == 0:
+        dist.send(x, 1)
+    elif rank == 1:
+        dist.recv(x, 0)
+    after = group.engine.group.calls
+    dist.all_reduce(torch.ones(2))
+    assert after == calls and group.engine.group.calls == calls + 1
+
+
+def test_torchs_collectives_of_cuda_tensors_go_to_the_other_backend():
+    run_ranks(torchs_own, 3, backend="cpu:weft,cuda:gloo")
+
+
+def no_other_backend(rank):
+    backend._on_gpu = lambda x: True
+    with pytest.raises(TypeError, match='start the group with the backend "cpu:weft,cuda:nccl"'):
+        dist.all_reduce(torch.ones(2))
+
+
+def test_without_another_backend_a_cuda_tensor_is_refused():
+    run_ranks(no_other_backend, 2)
 
 
 # The same laws for both.
@@ -788,6 +828,12 @@ def gpu_one_call_each(rank):
     weft.check_waits()
 
 
+def gpu_torchs_own(rank):
+    x = torch.full((3,), rank + 1.0, device="cuda")
+    dist.all_reduce(x)
+    assert (x.cpu() == sum(range(dist.get_world_size() + 1))).all()
+
+
 def gpu_in_symmetric_memory(rank):
     check_symmetric(rank, gpu_symmetric)
     large = gpu_symmetric(LARGEST_BYTES // 2).fill_(rank + 1)
@@ -906,6 +952,7 @@ def gpu_refused(rank):
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 GPU_CASES = [
     pytest.param(gpu_one_call_each, 2, marks=pytest.mark.sanitize),
+    (gpu_torchs_own, 2),
     (gpu_collectives, 2),
     (gpu_collectives, 4),
     (gpu_in_symmetric_memory, 2),

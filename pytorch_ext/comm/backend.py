@@ -8,6 +8,8 @@ goes on; everything else completes before it returns.
 # torch declares these methods with overloads, and some of them twice, under an old name and a new one.
 # mypy: disable-error-code="override, assignment, call-arg"
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -22,7 +24,11 @@ Tensors = list[torch.Tensor]
 
 
 class WeftProcessGroup(dist.ProcessGroup):
-    """Collectives on CPU tensors: over shared memory inside a machine, over gloo between machines."""
+    """Collectives on CPU tensors: over shared memory inside a machine, over gloo between machines.
+
+    Those on CUDA tensors go to the backend that the group was given for them ("cpu:weft,cuda:nccl"). torch, which keeps
+    a backend for each device type elsewhere, gives a backend that is a process group all calls.
+    """
 
     engine: Engine | SpanningEngine
     timeout: timedelta
@@ -72,6 +78,17 @@ class WeftProcessGroup(dist.ProcessGroup):
         self.timeout = timeout
 
     set_timeout = _set_default_timeout
+
+    def cuda_half(self) -> dist.ProcessGroup:
+        """The group of the same ranks for CUDA tensors. TypeError where none was asked for."""
+        from weft.comm.communicator import backends_of, communicator
+
+        if "cuda" not in backends_of(self):
+            raise TypeError(
+                "the weft backend takes CPU tensors, got one on a GPU; for both start the group with the backend "
+                '"cpu:weft,cuda:nccl"'
+            )
+        return communicator(self).cuda_group()  # type: ignore[attr-defined]
 
     def shutdown(self) -> None:
         self.communicator = None  # it knows this group: without it, the last reference is the last
@@ -221,6 +238,42 @@ class WeftProcessGroup(dist.ProcessGroup):
         if len(sizes) != self.size() or sum(sizes) != x.size(0):
             raise ValueError(f"{what}: splits {sizes} must be {self.size()} sizes that add up to {x.size(0)} rows")
         return list(x.split(sizes))
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _first_tensor(arguments) -> torch.Tensor | None:
+    for argument in arguments:
+        if isinstance(argument, list):
+            argument = _first_tensor(argument)
+        if isinstance(argument, torch.Tensor):
+            return argument
+    return None
+
+
+def _by_device(name: str, on_cpu: Callable) -> Callable:
+    """The method of that name: this group's on CPU tensors, its CUDA half's on CUDA tensors."""
+
+    @functools.wraps(on_cpu)
+    def method(self, *arguments, **options):
+        x = _first_tensor(arguments)
+        if x is None or not _on_gpu(x):
+            return on_cpu(self, *arguments, **options)
+        return getattr(self.cuda_half(), name)(*arguments, **options)
+
+    return method
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "gather"),
+    *("all_gather_single", "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "scatter", "alltoall", "all_to_all_single", "alltoall_base"),
+    *("send", "recv", "recv_anysource"),
+):
+    setattr(WeftProcessGroup, _name, _by_device(_name, getattr(WeftProcessGroup, _name)))
 
 
 class _Work(dist.Work):
