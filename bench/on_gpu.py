@@ -21,7 +21,7 @@ import weft
 from weft.bench.device_time import ceilings, geometric_mean
 from weft.bench.environment import environment
 
-SUITES = ("matmul", "attention", "bucket", "cross_entropy", "rank_order_sum")
+SUITES = ("matmul", "attention", "bucket", "cross_entropy", "rank_order_sum", "communicating", "several_gpus")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,17 +73,34 @@ def bench(suite: str, folder: Path) -> int:
         "environment": environment(),
         "build": weft.build_info(),
         "ceilings": {"tera_operations": limits.tera_operations, "terabytes": limits.terabytes},
-        "geometric_mean_ratio": {
-            op: geometric_mean(row["ratio"] for row in rows if row["op"] == op) for op in {row["op"] for row in rows}
-        },
+        "geometric_mean_ratio": means(rows, "ratio"),
+        "geometric_mean_tax": means(rows, "tax"),
         "rows": rows,
     }
     (folder / f"{suite}.json").write_text(json.dumps(results, indent=1) + "\n")
     for row in rows:
-        times = f"{row['ours']['p50_us']:>10.1f} us  {row['ratio']:.2f}x {row['best_peer']}"
-        print(f"{row['op']:<24} {row['shape']:<56} {times}")
-    print(json.dumps(results["geometric_mean_ratio"]))
+        print(f"{row['op']:<36} {row['shape']:<56} {figures(row)}")
+    for name in ("geometric_mean_ratio", "geometric_mean_tax"):
+        print(name, json.dumps(results[name]))
     return 0
+
+
+def means(rows: list[dict], figure: str) -> dict[str, float]:
+    """The geometric mean of each op's rows that were measured beside something and have the figure."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["ratio"] is not None and row.get(figure) is not None:
+            found.setdefault(row["op"], []).append(row[figure])
+    return {op: geometric_mean(values) for op, values in found.items()}
+
+
+def figures(row: dict) -> str:
+    """What a row says, as far as it was measured."""
+    said = [f"{row['ours']['p50_us']:>10.1f} us"] if row["ours"] else []
+    said += [f"{row['ratio']:.2f}x {row['best_peer']}"] if row["ratio"] is not None else []
+    said += [f"tax {row['tax']:.3f}"] if row.get("tax") is not None else []
+    said += [f"{row['share_of_ceiling']:.0%} of ceiling"] if row["share_of_ceiling"] is not None else []
+    return "  ".join([*said, row.get("remark", "")]).rstrip()
 
 
 def _logged(command: list[str], log: Path) -> int:

@@ -12,6 +12,9 @@ _BENCHES = {
     "attention": "an attention chunk, forward and backward, beside cuDNN, flash and FlexAttention, on a GPU",
     "bucket": "gradients into one buffer and back, and sums of buffers, beside _foreach_copy_, on a GPU",
     "cross_entropy": "the loss over a shard of the vocabulary beside eager and torch.compile, on a GPU",
+    "communicating": "the kernels that cross ranks, as far as one GPU can tell: tax, overlap, host time",
+    "kernels": "the GPU kernels' benches as one table; --communicating: those of the kernels that cross ranks",
+    "several_gpus": "collectives beside NCCL's and overlapped products, one rank a GPU",
 }
 
 _TUNED = ["matmul"]
@@ -43,7 +46,7 @@ def _tune(op: str, arguments: list[str]) -> int:
 def _bench(name: str, arguments: list[str], command: str) -> int:
     suite = importlib.import_module(f"weft.bench.{name}")
     parser = argparse.ArgumentParser(prog=f"weft bench {name}", description=_BENCHES[name])
-    parser.add_argument("--world", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--world", type=int, default=2, help="ranks (default 2; of several_gpus, every GPU)")
     parser.add_argument("--rounds", type=int, default=21, help="measurements of each contender (default 21)")
     parser.add_argument("--json", metavar="FILE", help="also save the results there")
     parser.add_argument("--plot", metavar="FILE", help="also draw them there, where the bench can")

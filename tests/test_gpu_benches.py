@@ -1,15 +1,42 @@
 """The benches that measure on a GPU, as far as they run without one: their problems are checked before they are timed,
 and tuning keeps winners only."""
 
+import argparse
+import importlib
 import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from weft.bench import tune
+import weft
+from weft.bench import (
+    beside_a_copy,
+    communicating,
+    device_time,
+    flag_tax,
+    from_host_memory,
+    host_time,
+    kernels,
+    line,
+    on_gpu,
+    several_gpus,
+    several_gpus_rank,
+    spawned,
+    tune,
+)
+from weft.bench.device_time import Row
 from weft.bench.matmul import products, shards
+from weft.bench.measure import Quantiles
+from weft.comm.communicator import communicator
 from weft.kernels import config, launch, matmul_tiles
 from weft.testing import cases
+from weft.testing.peers import abandoned, run_as_ranks
+from weft.testing.ranks import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.kernel
 
@@ -77,6 +104,387 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_said():
         pytest.skip("there is a CUDA device here")
     from weft.cli import main
 
-    for command in (["tune", "matmul"], ["bench", "matmul"]):
+    benches = ["matmul", "communicating", "kernels"]
+    for command in (["tune", "matmul"], *(["bench", bench] for bench in benches)):
         with pytest.raises(SystemExit, match="there is no CUDA device here"):
             main(command)
+
+
+@pytest.fixture
+def virtual(device, monkeypatch):
+    """Ranks of a bench that uses virtual ones, where there is no GPU to make them on: two of them."""
+    if device.type == "cpu":
+
+        def two(world, bytes, device):
+            assert world == 2
+            first = abandoned(device, rank=0, timeout_s=5, bytes=bytes)
+            return [first, replace(first, rank=1, memory=first.memory._base[1])]
+
+        monkeypatch.setattr(flag_tax, "virtual_peers", two)
+
+
+COMMUNICATING = [(70, 24, 16), (64, 32, 32), (33, 20, 40)]
+
+
+@pytest.mark.parametrize("shape", COMMUNICATING, ids=str)
+@pytest.mark.parametrize("contest", [flag_tax.arriving, flag_tax.departing])
+def test_what_flags_cost_is_measured_of_right_results(device, virtual, contest, shape):
+    made = contest("label", *shape, 2, device, torch.bfloat16)
+    for _ in range(2):
+        made.check()
+    assert list(made.peers) == [flag_tax.WITHOUT, flag_tax.LIBRARY]
+    assert made.operations == 2 * shape[0] * shape[1] * shape[2] and made.moved_bytes > 0
+
+
+@pytest.mark.parametrize(("contest", "kernel"), [("arriving", "all_gather_matmul"), ("departing", "matmul_to_peers")])
+def test_a_communicating_kernel_that_does_nothing_is_not_timed(device, virtual, monkeypatch, contest, kernel):
+    monkeypatch.setattr(flag_tax, kernel, lambda a, b, *rest, **options: (a.new_zeros(a.size(0), b.size(1)), None))
+    with pytest.raises(AssertionError, match="label: the bits are not those of matmul"):
+        getattr(flag_tax, contest)("label", 70, 24, 16, 2, device, torch.bfloat16).check()
+
+
+def test_the_taxed_products_are_those_of_the_published_models(monkeypatch):
+    made = []
+    for name in ("arriving", "departing"):
+        monkeypatch.setattr(flag_tax, name, lambda *arguments, name=name: made.append((name, *arguments[:5])))
+    for names in (flag_tax.COLUMN, flag_tax.ROW):
+        list(flag_tax.contests(names, torch.device("meta"), torch.bfloat16))
+    assert len(made) == 2 * 2 * 4 * 2  # models, splits, layers, tokens
+    assert ("arriving", "llama-3-70b tp=8 rise 8192x7168x8192", 8192, 7168, 8192, 8) in made
+    assert ("departing", "llama-3-8b tp=4 fall 4096x4096x3584", 4096, 4096, 3584, 4) in made
+
+
+def quantiles(us):
+    return Quantiles(us, us, us)
+
+
+def row(ours_us, graph_us, **peers_us):
+    peers = {name: quantiles(us) for name, us in peers_us.items()}
+    best = min(peers_us, key=peers_us.get)
+    return Row("op", "shape", quantiles(ours_us), peers, graph_us, {}, best, peers_us[best] / ours_us, 0.5)
+
+
+def test_the_tax_is_of_graphs_and_of_eager_calls_where_there_are_none():
+    measured = row(10.0, {"ours": 6.0, "free": 5.0, "library": 9.0}, free=4.0, library=20.0)
+    found = line.line_of(measured, peer="library", untaxed="free")
+    assert found.tax == 6.0 / 5.0 and found.ratio == 2.0
+    eager = line.line_of(row(10.0, {"ours": 6.0, "free": None}, free=8.0), untaxed="free")
+    assert eager.tax == 10.0 / 8.0 and eager.ratio == 0.8
+    assert line.line_of(measured).tax is None and line.line_of(measured).best_peer == "free"
+    (mean,) = communicating.tax_lines([found, replace(found, tax=1.2 * 4), line.not_measured("other", "s", "why")])
+    assert mean.tax == pytest.approx(2.4) and mean.remark.startswith("2.00x library")
+
+
+def test_a_line_that_was_not_measured_says_so_and_is_in_no_mean():
+    one = line.line_of(row(10.0, {"ours": None}, library=20.0))
+    none = line.not_measured("op", "shape", "there is nothing")
+    assert dict(zip(line.columns(), line.cells(none), strict=True))["remark"] == "not measured: there is nothing"
+    assert dict(zip(line.columns(), line.cells(one), strict=True))["ratio"] == "2.00x"
+    assert set(line.cells(none)[2:-1]) == {"-"}
+    rows = [one.as_dict(), none.as_dict(), line.Line("op", "k=8", quantiles(9.0), tax=3.0).as_dict()]
+    assert on_gpu.means(rows, "ratio") == {"op": pytest.approx(2.0)} and on_gpu.means(rows, "tax") == {}
+    assert on_gpu.figures(rows[0]) == "      10.0 us  2.00x library  50% of ceiling"
+    assert on_gpu.figures(rows[1]) == "not measured: there is nothing"
+    assert on_gpu.figures(row(10.0, {}, library=5.0).as_dict()) == "      10.0 us  0.50x library  50% of ceiling"
+
+
+def test_blocks_copy_round_and_round_until_they_are_told_to_stop(device):
+    steps_each = 5
+    copier = beside_a_copy.Copier(device, 4 * beside_a_copy._STEP, steps_each)
+    copier.target.fill_(-1)
+    copier.start(1)
+    assert torch.equal(copier.target, copier._source)
+    assert copier.copied_bytes(1) is None, "it came to its end by itself"
+    copier.target.fill_(-1)
+    copier.start(2)
+    assert torch.equal(copier.target, copier._source) and copier.steps[:2].tolist() == [steps_each] * 2
+    copier.stop.fill_(1)
+    copier.target.fill_(-1)
+    copier.start(2)
+    assert (copier.target == -1).all() and copier.copied_bytes(2) == 0
+
+
+def test_a_product_that_leaves_multiprocessors_to_the_copy_has_the_same_bits(device, virtual):
+    x, w = (torch.randn(size, 32, device=device).bfloat16() for size in (70, 24))
+    calls = beside_a_copy.products(x, w)
+    processors = launch.multiprocessors(device)
+    leaving = [blocks for name, blocks in calls if name == beside_a_copy.LEAVING]
+    assert leaving == [blocks for blocks in beside_a_copy.BLOCKS if 0 < blocks < processors]
+    assert {blocks for name, blocks in calls if name == beside_a_copy.FULL} == set(beside_a_copy.BLOCKS)
+    for call in calls.values():
+        call()
+
+
+def test_the_copy_compiles_without_spilling():
+    code = """
+from weft.kernels import check
+for architecture in ("sm_80", "sm_90", "sm_100"):
+    row = check.check_one("weft.bench.beside_a_copy", architecture, 0)
+    assert row.registers and not row.fault and not row.spilled_bytes, row
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+RANKS = """
+import os, time
+import torch.distributed as dist
+
+def says(rank, what):
+    return f"{what} from {rank} of {dist.get_world_size()}, {os.environ['WEFT_TEST_WORD']}"
+
+def fails_on_one(rank):
+    if rank == 1:
+        raise ValueError("rank 1 does not like it")
+    dist.barrier()
+
+def dies_on_one(rank):
+    if rank == 1:
+        os._exit(7)
+    time.sleep(60)
+
+def never_returns(rank):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def ranks_module(tmp_path, monkeypatch):
+    """What new processes can import, unlike this file."""
+    (tmp_path / "weft_test_ranks.py").write_text(RANKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("weft_test_ranks")
+    sys.modules.pop("weft_test_ranks")
+
+
+def test_new_processes_run_as_ranks(ranks_module):
+    environment = {"WEFT_TEST_WORD": "word"}
+    values = spawned.run_spawned(ranks_module.says, 2, "hello", backend="weft", environment=environment)
+    assert values == ["hello from 0 of 2, word", "hello from 1 of 2, word"]
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "text"),
+    [
+        ("fails_on_one", 60, "rank 1: ValueError: rank 1 does not like it"),
+        ("dies_on_one", 60, "rank 1 died with exit code 7"),
+        ("never_returns", 4, r"ranks \[0, 1\] of 2 were not done in 4 s"),
+    ],
+)
+def test_a_rank_that_fails_dies_or_hangs_is_told(ranks_module, function, timeout_s, text):
+    start = time.monotonic()
+    with pytest.raises(spawned.NotRunError, match=text):
+        spawned.run_spawned(getattr(ranks_module, function), 2, backend="weft", timeout_s=timeout_s)
+    assert time.monotonic() - start < 30
+
+
+def make_collectives(rank, sizes):
+    gloo = torch.distributed.new_group(backend="gloo")
+    ranks, made = communicator(None), 0
+    for op in several_gpus.COLLECTIVES:
+        for bytes in sizes:
+            work = several_gpus.Collective(op, bytes, ranks.world)
+            count, shard = work.count, work.count // ranks.world
+
+            def both(new, count=count, shard=shard):
+                return several_gpus_rank.Buffers(new(count, dtype=torch.bfloat16), new(shard, dtype=torch.bfloat16))
+
+            buffers = {
+                "ordinary": both(torch.empty),
+                "symmetric": both(weft.empty_symmetric),
+                "gloo": both(torch.empty),
+            }
+            calls = several_gpus_rank.collective_calls(work, ranks, gloo, buffers)
+            assert list(calls) == list(buffers)
+            for call in calls.values():
+                call()
+            made += len(calls)
+    return made
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_collectives_of_several_gpus_are_checked_before_they_are_timed(world):
+    assert run_ranks(make_collectives, world, [1, 4096, 65536]) == [3 * 3 * 3] * world
+
+
+def make_a_wrong_collective(rank):
+    several_gpus_rank._ours = lambda op, ranks, on: lambda: on.whole.fill_(1)
+    work = several_gpus.Collective("all_reduce", 4096, 2)
+    buffers = several_gpus_rank.Buffers(torch.empty(work.count), torch.empty(work.count // 2))
+    several_gpus_rank.collective_calls(work, communicator(None), None, {"ordinary": buffers})
+
+
+def test_a_wrong_collective_is_not_timed():
+    with pytest.raises(RanksFailedError, match="all_reduce of 4096 bytes, ordinary: 2048 elements are wrong"):
+        run_ranks(make_a_wrong_collective, 2)
+
+
+def make_products(rank, shapes):
+    gloo = torch.distributed.new_group(backend="gloo")
+    ranks, names = communicator(None), []
+    for how in several_gpus_rank.LAYERS:
+        for m, n, k in shapes:
+            work = several_gpus.Product(how, "label", m, n, k)
+            calls, missing = several_gpus_rank.product_calls(work, ranks, gloo, torch.device("cpu"))
+            shapes_of = {tuple(call().shape) for call in calls.values()}
+            assert shapes_of == {(m // ranks.world if how == "scattered" else m, n)} and not missing
+            names.append(list(calls))
+    return names
+
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes in the interpreter"
+)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_overlapped_products_of_several_gpus_are_checked_before_they_are_timed(world):
+    names = run_ranks(make_products, world, [(12, 16, 24), (150, 40, 16)], timeout_s=200)
+    expected = [several_gpus_rank.OVERLAPPED, several_gpus_rank.APART, several_gpus_rank.LIBRARY]
+    assert names == [[expected] * 6] * world
+
+
+def refuse_to_overlap(rank):
+    def decline(place, x, sizes, b):
+        if place.overlap == "always":
+            raise ValueError("they do not reach each other")
+        return original(place, x, sizes, b)
+
+    original, several_gpus_rank.overlap.gathered = several_gpus_rank.overlap.gathered, decline
+    gloo = torch.distributed.new_group(backend="gloo")
+    work = several_gpus.Product("gathered", "label", 8, 8, 8)
+    return several_gpus_rank.product_calls(work, communicator(None), gloo, torch.device("cpu"))[1]
+
+
+def test_products_that_cannot_overlap_say_why():
+    assert run_ranks(refuse_to_overlap, 2) == [{several_gpus_rank.OVERLAPPED: "they do not reach each other"}] * 2
+
+
+def test_the_slowest_rank_counts_and_what_is_missing_is_said():
+    work = several_gpus.Collective("all_reduce", 4096, 2)
+    missing = {"NCCL symmetric": "it is too old"}
+    ranks = [
+        several_gpus_rank.Report(
+            "", [several_gpus_rank.Found({"ordinary": [a], "symmetric": [4.0], "NCCL": [12.0]}, {"NCCL": [b]}, missing)]
+        )
+        for a, b in [(3.0, 8.0), (6.0, 7.0)]
+    ]
+    ordinary, symmetric = several_gpus.of_ranks(work, 0, ranks)
+    assert (ordinary.ours.p50_us, ordinary.ratio, symmetric.ratio) == (6.0, 2.0, 3.0)
+    assert ordinary.graph_us == {"ours": None, "NCCL": 8.0}
+    assert ordinary.remark == "NCCL symmetric not measured: it is too old"
+    lacking = several_gpus_rank.Found({"ordinary": [1.0], "NCCL": [2.0]}, {}, {"symmetric": "no peer access"})
+    _, symmetric = several_gpus.of_ranks(work, 0, [several_gpus_rank.Report("", [lacking])] * 2)
+    assert symmetric.ours is None and symmetric.remark == "not measured: no peer access"
+
+
+def test_without_several_gpus_every_row_says_that_it_was_not_measured(tmp_path, capsys):
+    if torch.cuda.device_count() > 1:
+        pytest.skip("there are several GPUs here")
+    from weft.cli import main
+
+    file = tmp_path / "rows.json"
+    assert main(["bench", "several_gpus", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["op"] for row in rows} == {*several_gpus.COLLECTIVES, *several_gpus_rank._TITLES.values()}
+    assert {row["remark"] for row in rows} == {"not measured: needs several GPUs"}
+    assert len(rows) == 3 * 9 * 2 + 3 * 2 * 2 * 2 and all(row["ours"] is None for row in rows)
+    shapes = [row["shape"] for row in rows if row["op"] == "all_gather"]
+    assert shapes[0] == "4 KiB bfloat16 W=2 ordinary" and shapes[-1] == "256 MiB bfloat16 W=2 symmetric"
+    assert main(["bench", "several_gpus", "--only", "products"]) == 0
+    assert "all_reduce" in capsys.readouterr().out
+
+
+def test_more_ranks_than_gpus_are_refused_by_their_number():
+    assert several_gpus.why_not(4, 2) == "needs 4 GPUs, and there are 2"
+    assert several_gpus.why_not(None, 1) == several_gpus.why_not(1, 8) == "needs several GPUs"
+    assert several_gpus.why_not(None, 2) is several_gpus.why_not(2, 8) is None
+
+
+def test_the_kernels_benches_are_run_with_arguments_that_they_take(monkeypatch):
+    asked = []
+    for name in (*kernels.SUITES, *kernels.COMMUNICATING):
+        suite = importlib.import_module(f"weft.bench.{name}")
+        monkeypatch.setattr(suite, "run", lambda options, name=name: asked.append((name, vars(options))) or [name])
+    parser = argparse.ArgumentParser()
+    kernels.add_arguments(parser)
+    for arguments, names in (([], list(kernels.SUITES)), (["--communicating"], ["communicating"])):
+        options = parser.parse_args(arguments)
+        options.rounds = 5
+        assert kernels.run(options) == names
+    assert all(options["rounds"] == 5 for _, options in asked)
+    assert asked[0] == ("matmul", {"rounds": 5, "model": None, "tp": [1, 8], "tokens": [1024, 16384]})
+    measured = row(10.0, {"ours": 9.0}, library=20.0)
+    assert kernels.cells(measured) == line.cells(line.line_of(measured))
+    assert len(kernels.cells(measured)) == len(kernels.columns())
+
+
+@pytest.mark.parametrize("name", host_time.OURS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_calls_whose_host_time_is_taken_are_whole_ones(device, monkeypatch, name, world):
+    for size in ("TOKENS", "WIDTH", "DEPTH"):
+        monkeypatch.setattr(host_time, size, 48)
+    bytes, call = host_time.OURS[name](device, world)
+    results = run_as_ranks(call, world, bytes, device)
+    for result in results:
+        if name == host_time.GATHERED:
+            y, whole = result
+            assert y.shape == whole.shape == (48, 48) and y.isfinite().all()
+        else:
+            assert result.shape == (48 // world, 48) and result.isfinite().all()
+
+
+def test_the_hosts_time_is_until_the_call_returns(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.01))
+    met = []
+    samples = host_time.host_us({"slow": lambda: time.sleep(0.002), "fast": lambda: None}, 3, lambda: met.append(1))
+    assert len(samples["slow"]) == len(samples["fast"]) == 3 and len(met) == 2 * (3 + host_time._WARM_UP)
+    assert min(samples["slow"]) >= 2000 and sorted(samples["fast"])[1] < 2000
+
+
+def test_without_a_gpu_the_host_time_of_the_peer_is_missing_with_a_reason():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    assert host_time.theirs(3) == ({}, "there is no CUDA device here")
+
+
+def test_make_gpu_takes_the_communicating_benches():
+    for name in on_gpu.SUITES:
+        assert callable(importlib.import_module(f"weft.bench.{name}").rows)
+    assert {"communicating", "several_gpus"} <= set(on_gpu.SUITES)
+
+
+@pytest.mark.gpu
+def test_a_tiny_tax_is_measured(device):
+    for contest in (flag_tax.arriving, flag_tax.departing):
+        made = contest("label", 512, 256, 256, 2, device, torch.bfloat16)
+        (measured,) = device_time.measure([made], device_time.Ceilings(500.0, 2.0), rounds=3)
+        found = line.line_of(measured, flag_tax.LIBRARY, flag_tax.WITHOUT)
+        assert found.tax > 0 and found.ratio > 0 and None not in found.graph_us.values()
+
+
+@pytest.mark.gpu
+def test_a_product_beside_a_copy_is_measured_while_blocks_copy(device):
+    x, w = (torch.randn(2048, 1024, device=device).bfloat16() for _ in range(2))
+    calls = {key: call for key, call in beside_a_copy.products(x, w).items() if key[1] in (0, 8)}
+    copier = beside_a_copy.Copier(device, beside_a_copy._BUFFER, beside_a_copy._MOST)
+    found = beside_a_copy.times(calls, copier, rounds=3)
+    assert found.keys() == calls.keys()
+    for (_, blocks), (times, rate) in found.items():
+        assert times.p50_us > 0 and (rate > 0) == (blocks > 0)
+
+
+@pytest.mark.gpu
+def test_a_product_whose_rows_come_from_host_memory_is_measured():
+    found = from_host_memory.line(device_time.Ceilings(500.0, 2.0), rounds=3, m=2048, k=1024)
+    assert found.ours.p50_us > 0 and found.ratio > 0
+
+
+@pytest.mark.gpu
+def test_the_hosts_time_is_measured():
+    found = host_time.ours(rounds=3)
+    assert found.keys() == host_time.OURS.keys() and all(times.p50_us > 0 for times in found.values())
+    theirs, reason = host_time.theirs(rounds=3)
+    assert (theirs.keys() == host_time.OURS.keys()) != bool(reason)

@@ -1,0 +1,131 @@
+"""weft bench several_gpus: one rank a GPU; our collectives beside NCCL's, and overlapped products beside torch.matmul
+and NCCL one after the other.
+
+Where there are fewer than two GPUs, every row says that it was not measured.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from weft.bench import line as whole_table
+from weft.bench.device_time import Ceilings
+from weft.bench.line import Line, not_measured
+from weft.bench.measure import Quantiles, slowest_rank
+from weft.bench.several_gpus_rank import (
+    APART,
+    COLLECTIVES,
+    KINDS,
+    LAYERS,
+    LIBRARY,
+    OVERLAPPED,
+    Collective,
+    Found,
+    Product,
+    Report,
+    measure_rank,
+)
+from weft.bench.spawned import run_spawned
+from weft.testing import cases
+
+__all__ = ["LIMIT", "add_arguments", "cells", "columns", "rows", "run", "works"]
+
+LIMIT = "the links' rate, which is not measured; times are the slowest rank's of each round"
+_OF_ONE_GPU = ("tax", "of ceiling")  # columns that nothing here fills
+SIZES = [4096 << shift for shift in range(0, 17, 2)]  # 4 KiB to 256 MiB
+MODELS, TOKENS = ("llama-3-8b", "llama-3-70b"), (4096, 8192)
+
+_BACKEND = "cpu:weft,cuda:nccl"
+_TIMEOUT_S = 1800.0
+
+
+def columns() -> list[str]:
+    return [name for name in whole_table.columns() if name not in _OF_ONE_GPU]
+
+
+def cells(line: Line) -> list[str]:
+    pairs = zip(whole_table.columns(), whole_table.cells(line), strict=True)
+    return [text for name, text in pairs if name not in _OF_ONE_GPU]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(world=None)
+    parser.add_argument("--only", choices=("collectives", "products"), help="both by default")
+
+
+def run(options) -> list[Line]:
+    return lines(options.world, options.rounds, options.only)
+
+
+def rows(limits: Ceilings) -> list[Line]:
+    return lines(None, rounds=21)
+
+
+def lines(world: int | None, rounds: int, only: str | None = None) -> list[Line]:
+    """On `world` GPUs; on all that there are by default."""
+    there = torch.cuda.device_count()
+    wanted = works(world or max(there, 2), only)
+    if reason := why_not(world, there):
+        return [not_measured(work.op, shape, reason) for work in wanted for shape in work.shapes()]
+    count = world or there
+    per_rank = run_spawned(measure_rank, count, wanted, rounds, backend=_BACKEND, timeout_s=_TIMEOUT_S)
+    transport = Line("transport", f"W={count}", remark=per_rank[0].transport)
+    return [transport, *(line for number, work in enumerate(wanted) for line in of_ranks(work, number, per_rank))]
+
+
+def why_not(world: int | None, there: int) -> str | None:
+    if there < 2 or world == 1:
+        return "needs several GPUs"
+    return f"needs {world} GPUs, and there are {there}" if world and world > there else None
+
+
+def works(world: int, only: str | None = None) -> list[Collective | Product]:
+    collectives = [Collective(name, bytes, world) for name in COLLECTIVES for bytes in SIZES]
+    products = [
+        Product(how, f"{model} tp={world} {layer.name}", m // world * world, layer.n * (1 + layer.gated), layer.k)
+        for how, layer_names in LAYERS.items()
+        for model in MODELS
+        for layer in cases.linear_layers(cases.MODELS[model], world)
+        if layer.name in layer_names
+        for m in TOKENS
+    ]
+    return [*(collectives if only != "products" else []), *(products if only != "collectives" else [])]
+
+
+def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[Report]) -> list[Line]:
+    """The lines of one work, of what every rank found."""
+    found: list[Found] = [rank.found[number] for rank in per_rank]
+    eager = slowest_rank([one.eager for one in found])
+    graphs = {name: times.p50_us for name, times in slowest_rank([one.graph for one in found]).items()}
+    missing = found[0].missing
+    if isinstance(work, Product):
+        return [_line(work.op, work.shapes()[0], OVERLAPPED, (APART, LIBRARY), eager, graphs, missing)]
+    peers = tuple(name for name in (*eager, *missing) if name not in KINDS)
+    return [
+        _line(work.op, shape, kind, peers, eager, graphs, missing)
+        for kind, shape in zip(KINDS, work.shapes(), strict=True)
+    ]
+
+
+def _line(
+    op: str,
+    shape: str,
+    ours: str,
+    peers: tuple[str, ...],
+    eager: dict[str, Quantiles],
+    graphs: dict[str, float],
+    missing: dict[str, str],
+) -> Line:
+    if ours in missing:
+        return not_measured(op, shape, missing[ours])
+    there = {name: eager[name] for name in peers if name in eager}
+    return Line(
+        op,
+        shape,
+        eager[ours],
+        there,
+        {"ours": graphs.get(ours), **{name: graphs.get(name) for name in there}},
+        min(there, key=lambda name: there[name].p50_us),
+        remark="; ".join(f"{name} not measured: {missing[name]}" for name in peers if name in missing),
+    )

@@ -1,0 +1,353 @@
+"""What one rank of `weft bench several_gpus` measures: the calls, what they must give, and their time.
+
+Our tensors are ordinary or symmetric (`weft.empty_symmetric`). NCCL's are ordinary, or lie in a pool of its own memory
+that is registered as a symmetric window, which is what its symmetric kernels take (NCCL 2.27 and later; PyTorch's page
+on symmetric memory). They are for one NVLink domain; elsewhere NCCL takes its other kernels without a word.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.comm.communicator import Communicator, communicator
+from weft.ops import overlap
+from weft.split import split_sizes
+from weft.testing.tolerance import assert_close
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+ORDINARY, SYMMETRIC = "ordinary", "symmetric"
+KINDS = (ORDINARY, SYMMETRIC)
+NCCL, NCCL_SYMMETRIC = "NCCL", "NCCL symmetric"
+OVERLAPPED, APART, LIBRARY = "overlapped", 'overlap="never"', "torch.matmul, NCCL"
+LAYERS = {  # how the product communicates: the layers of which it is the forward
+    "gathered": ("qkv", "rise"),
+    "scattered": ("attention out", "fall"),
+    "reduced": ("attention out", "fall"),
+}
+_TITLES = {
+    "gathered": "all_gather + matmul",
+    "scattered": "matmul + reduce_scatter",
+    "reduced": "matmul + all_reduce",
+}
+
+_DTYPE = torch.bfloat16
+_CHECKED = 64  # rows of a product that are compared with fp64
+_SMALL_BYTES = 1 << 20
+_SYMMETRIC_SINCE = (2, 27)
+
+Calls = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`bytes` are those of the whole tensor, rounded down to 16 for each rank."""
+
+    op: str
+    bytes: int
+    world: int
+
+    @property
+    def count(self) -> int:
+        each = max(1, self.bytes // (16 * self.world)) * 16
+        return each * self.world // _DTYPE.itemsize
+
+    def shapes(self) -> list[str]:
+        size = f"{self.bytes >> 20} MiB" if self.bytes >= 1 << 20 else f"{self.bytes >> 10} KiB"
+        return [f"{size} bfloat16 W={self.world} {kind}" for kind in KINDS]
+
+
+@dataclass(frozen=True)
+class Product:
+    """[m, k] times [k, n] on each rank, the m rows being shared by the ranks."""
+
+    how: str
+    label: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def op(self) -> str:
+        return _TITLES[self.how]
+
+    def shapes(self) -> list[str]:
+        return [f"{self.label} {self.m}x{self.n}x{self.k}"]
+
+
+@dataclass
+class Found:
+    """Of one work on one rank: microseconds a call in each round, by name; and why a call was not measured."""
+
+    eager: dict[str, list[float]] = field(default_factory=dict)
+    graph: dict[str, list[float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """Of one rank."""
+
+    transport: str
+    found: list[Found]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What collectives work on: the tensor that is whole, and one rank's part of it."""
+
+    whole: torch.Tensor
+    shard: torch.Tensor
+
+    def cut(self, count: int, world: int) -> "Buffers":
+        return Buffers(self.whole[:count], self.shard[: count // world])
+
+
+def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) -> Report:
+    """On the GPU of the rank's number, the default group being one of weft's with NCCL for CUDA tensors."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch is renaming what it had renamed
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    ranks, nccl = communicator(None), dist.new_group(backend="nccl")
+    weft.all_reduce(torch.zeros(1, device=device))  # ours are set up once and before a capture
+    dist.all_reduce(torch.zeros(1, device=device), group=nccl)
+    largest = max((work.count for work in works if isinstance(work, Collective)), default=0)
+    found = []
+    with _every_memory(largest, ranks, nccl, device) as (buffers, missing):
+        for work in works:
+            if isinstance(work, Collective):
+                calls = collective_calls(work, ranks, nccl, buffers)
+                repeats = 20 if work.bytes <= _SMALL_BYTES else 5
+                found.append(_timed(calls, ranks, rounds, repeats, dict(missing)))
+            else:
+                product, without = product_calls(work, ranks, nccl, device)
+                found.append(_timed(product, ranks, rounds, 5, without))
+    return Report(ranks.transport, found)
+
+
+@contextmanager
+def _every_memory(
+    count: int, ranks: Communicator, nccl: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[dict[str, Buffers], dict[str, str]]]:
+    """Buffers of each kind, of that many elements; and why there are none of another."""
+    shard = -(-count // ranks.world)
+    plain = Buffers(_zeros(count, device), _zeros(shard, device))
+    buffers, missing = {ORDINARY: plain, NCCL: plain}, dict[str, str]()
+    if not count:
+        yield buffers, missing
+        return
+    try:
+        whole, part = (weft.empty_symmetric(size, dtype=_DTYPE, device=device).zero_() for size in (count, shard))
+        buffers[SYMMETRIC] = Buffers(whole, part)
+    except (ValueError, OSError) as error:  # the same on every rank
+        missing[SYMMETRIC] = str(error)
+    version = torch.cuda.nccl.version()
+    if version[:2] < _SYMMETRIC_SINCE:
+        missing[NCCL_SYMMETRIC] = f"NCCL {'.'.join(map(str, version))} has no symmetric kernels; 2.27 has"
+        yield buffers, missing
+        return
+    backend: Any = nccl._get_backend(device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        pooled = Buffers(_zeros(count, device), _zeros(shard, device))
+    reason = _registered(backend, pool)
+    reasons = [told for told in ranks.notes(reason) if told]
+    if reasons:
+        missing[NCCL_SYMMETRIC] = reasons[0]
+    else:
+        buffers[NCCL_SYMMETRIC] = pooled
+    try:
+        yield buffers, missing
+    finally:
+        if not reason:
+            torch.cuda.synchronize()
+            backend.deregister_mem_pool(pool)
+
+
+def _registered(backend, pool) -> str:
+    """Makes the pool's memory a symmetric window; why that cannot be."""
+    try:
+        backend.register_mem_pool(pool, symm=True)
+    except TypeError:  # an older torch, which registers for other purposes only
+        return f"torch {torch.__version__} does not register symmetric windows with NCCL"
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=_DTYPE, device=device)
+
+
+def collective_calls(
+    work: Collective, ranks: Communicator, other: dist.ProcessGroup, buffers: dict[str, Buffers]
+) -> Calls:
+    """By the kind of memory: ours, and those of the other group on the rest.
+
+    Raises:
+        AssertionError: one of them is wrong.
+    """
+    calls: Calls = {}
+    for kind, memory in buffers.items():
+        cut = memory.cut(work.count, ranks.world)
+        calls[kind] = _ours(work.op, ranks, cut) if kind in KINDS else _theirs(work.op, other, cut)
+        _check_collective(work.op, ranks, cut, calls[kind], f"{work.op} of {work.bytes} bytes, {kind}")
+    return calls
+
+
+def _ours(op: str, ranks: Communicator, on: Buffers) -> Callable[[], object]:
+    """Without the exchange of sizes that weft.all_gather begins with: layers know theirs."""
+    parts = list(on.whole.chunk(ranks.world))
+    return {
+        "all_reduce": lambda: weft.all_reduce(on.whole, group=ranks.group),
+        "reduce_scatter": lambda: ranks.scatter_sum(parts, on.shard),
+        "all_gather": lambda: ranks.gather_parts(on.shard, parts),
+    }[op]
+
+
+def _theirs(op: str, group: dist.ProcessGroup, on: Buffers) -> Callable[[], object]:
+    return {
+        "all_reduce": lambda: dist.all_reduce(on.whole, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(on.shard, on.whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(on.whole, on.shard, group=group),
+    }[op]
+
+
+def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[[], object], what: str) -> None:
+    """With small whole numbers, whose sums are exact in any order. Leaves zeros, which no further call changes."""
+    on.whole.fill_(ranks.rank + 1)
+    on.shard.fill_(ranks.rank + 1)
+    call()
+    total = ranks.world * (ranks.world + 1) // 2
+    if op == "all_gather":
+        wrong = sum(int((part != rank + 1).sum()) for rank, part in enumerate(on.whole.chunk(ranks.world)))
+    else:
+        wrong = int(((on.whole if op == "all_reduce" else on.shard) != total).sum())
+    if wrong:
+        raise AssertionError(f"{what}: {wrong} elements are wrong")
+    on.whole.zero_()
+    on.shard.zero_()
+
+
+def product_calls(
+    work: Product, ranks: Communicator, other: dist.ProcessGroup, device: torch.device
+) -> tuple[Calls, dict[str, str]]:
+    """The overlapped product and the others, and why there is no overlapped one.
+
+    Raises:
+        AssertionError: one of them is wrong.
+    """
+    generator = torch.Generator(device).manual_seed(ranks.rank)
+    m, n, k, world = work.m, work.n, work.k, ranks.world
+    rows = m // world if work.how == "gathered" else m
+    a = torch.randn(rows, k, generator=generator, device=device).to(_DTYPE)
+    b = (torch.randn(n, k, generator=generator, device=device) / (k * world) ** 0.5).to(_DTYPE).t()
+    sizes = split_sizes(m, world)
+    dim = None if work.how == "reduced" else 0
+
+    def ours(mode: str) -> torch.Tensor:
+        place = overlap.Place(ranks, dim, overlap=mode)
+        if work.how == "gathered":
+            return overlap.gathered(place, a, sizes, b)[0]
+        return overlap.scattered(place, a, b, sizes) if work.how == "scattered" else overlap.reduced(place, a, b)
+
+    def theirs() -> torch.Tensor:
+        if work.how == "gathered":
+            whole = a.new_empty(m, k)
+            dist.all_gather_into_tensor(whole, a, group=other)
+            return whole @ b
+        part = a @ b
+        if work.how == "reduced":
+            dist.all_reduce(part, group=other)
+            return part
+        shard = part.new_empty(m // world, n)
+        dist.reduce_scatter_tensor(shard, part, group=other)
+        return shard
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        OVERLAPPED: lambda: ours("always"),
+        APART: lambda: ours("never"),
+        LIBRARY: theirs,
+    }
+    missing = {}
+    exact = _exact(work, ranks, other, a, b)
+    some = slice(0, len(exact))
+    plain = theirs()[some]
+    for name in (APART, OVERLAPPED):
+        try:
+            result = calls[name]()
+        except ValueError as error:  # before anything is launched, the same on every rank
+            missing[name] = str(error)
+            del calls[name]
+        else:
+            assert_close(result[some], plain, exact, f"{work.op}, {name}, {work.label}")
+    return dict(calls), missing
+
+
+def _exact(work: Product, ranks: Communicator, other: dist.ProcessGroup, a, b) -> torch.Tensor:
+    """The first rows of this rank's result, in fp64."""
+    if work.how == "gathered":
+        whole = a.new_empty(ranks.world * a.size(0), a.size(1))
+        dist.all_gather_into_tensor(whole, a, group=other)
+        return whole[:_CHECKED].double() @ b.double()
+    owned = a.view(ranks.world, -1, a.size(1))[:, :_CHECKED].double() @ b.double()  # of each rank's first rows
+    dist.all_reduce(owned, group=other)
+    return owned[ranks.rank if work.how == "scattered" else 0]
+
+
+def _timed(calls: Calls, ranks: Communicator, rounds: int, repeats: int, missing: dict[str, str]) -> Found:
+    eager = device_us({name: _repeated(call, repeats) for name, call in calls.items()}, rounds, repeats)
+    graphs = {name: graph for name, call in calls.items() if (graph := _captured(call, ranks, repeats)) is not None}
+    replayed = device_us({name: graph.replay for name, graph in graphs.items()}, rounds, repeats)
+    weft.check_waits()
+    return Found(eager, replayed, missing)
+
+
+def _repeated(call: Callable[[], object], repeats: int) -> Callable[[], None]:
+    def several() -> None:
+        for _ in range(repeats):
+            call()
+
+    return several
+
+
+def device_us(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
+    """Microseconds on the device of one of `repeats` calls, in alternation; the ranks meet before each. Two rounds warm
+    up."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    if not calls:
+        return samples
+    order = list(calls.items())
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for round_number in range(rounds + 2):
+        order.append(order.pop(0))
+        for name, call in order:
+            torch.cuda.synchronize()
+            weft.barrier()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if round_number >= 2:
+                samples[name].append(start.elapsed_time(end) * 1e3 / repeats)
+    return samples
+
+
+def _captured(call: Callable[[], object], ranks: Communicator, repeats: int) -> torch.cuda.CUDAGraph | None:
+    """Several calls as a CUDA graph; None on every rank where one of them could not capture it."""
+    graph, reason = torch.cuda.CUDAGraph(), ""
+    torch.cuda.synchronize()
+    weft.barrier()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads look at events meanwhile
+            for _ in range(repeats):
+                call()
+    except RuntimeError as error:  # torch's word for what capture does not permit
+        torch.cuda.synchronize()
+        reason = str(error)
+    return None if any(ranks.notes(reason)) else graph
