@@ -15,7 +15,8 @@ from weft.kernels.attention import (
 )
 from weft.kernels.attention_tiles import listed
 from weft.kernels.config import AttentionConfig
-from weft.testing.attention import attention, expand_positions, philox
+from weft.ops.dropout import philox
+from weft.testing.attention import attention, expand_positions
 from weft.testing.tolerance import assert_close, error_in_tolerances
 
 pytestmark = pytest.mark.kernel

@@ -1,0 +1,91 @@
+"""The chunk primitive of sequence parallelism: some queries against some keys, continuing a state in fp32.
+
+On a GPU, and in Triton's interpreter where it is asked for, our kernel; on the CPU `attention_blocks`.
+"""
+
+import torch
+
+from weft.ops import attention_blocks, choice
+from weft.ops.attention_blocks import Chunk
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over both of two sets of keys from that over each (Dao et al. 2022, section 3.1).
+
+    Args:
+        out_a, out_b: [..., Dv]; lse_a, lse_b: [...], natural logarithm, -inf where no key is seen (out is 0 there).
+
+    Returns:
+        (out, lse), fp32.
+    """
+    lse_a, lse_b = lse_a.float(), lse_b.float()
+    lse = torch.logaddexp(lse_a, lse_b)
+    nothing = lse == -torch.inf
+    lse_safe = lse.masked_fill(nothing, 0)
+    share_a, share_b = (torch.exp(part - lse_safe).unsqueeze(-1) for part in (lse_a, lse_b))
+    return out_a.float() * share_a + out_b.float() * share_b, lse
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, state: tuple | None, last: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state after these keys too.
+
+    Args:
+        state: (out, lse) so far; out None stands for 0. last: no keys follow, so out may be rounded to q's type.
+    """
+    if uses_kernel(q):
+        from weft.kernels.attention import attention_forward
+
+        out_dtype = q.dtype if last else torch.float32
+        return attention_forward(q, k, v, chunk.rules, **chunk.arguments(), previous=state, out_dtype=out_dtype)
+    out, lse = state if state is not None else (None, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32))
+    out = q.new_zeros((*q.shape[:3], v.size(3)), dtype=torch.float32) if out is None else out.clone()
+    lse = lse.clone()
+    for block in attention_blocks.blocks_of(chunk):
+        rows, keys = block.rows, block.keys
+        part = attention_blocks.forward_block(
+            q[:, :, rows].float(), k[:, :, keys].float(), v[:, :, keys].float(), chunk, block
+        )
+        out[:, :, rows], lse[:, :, rows] = merge_attention(out[:, :, rows], lse[:, :, rows], *part)
+    return (out.to(q.dtype) if last else out), lse
+
+
+def backward(q, k, v, dout, out, lse, delta, chunk: Chunk, dq, dk, dv) -> None:
+    """Adds what this chunk contributes to dq, dk and dv, fp32.
+
+    Args:
+        out, lse, delta: of the whole attention: out as it was given, delta [B, H, Sq] = rowsum(out dout) fp32.
+    """
+    if uses_kernel(q):
+        from weft.kernels.attention import attention_backward
+
+        attention_backward(q, k, v, dout, lse, delta, chunk.rules, **chunk.arguments(), dq=dq, dk=dk, dv=dv)
+        return
+    for block in attention_blocks.blocks_of(chunk):
+        rows, keys = block.rows, block.keys
+        operands = (t[:, :, keys].float() for t in (k, v))
+        of_rows = (t[:, :, rows].float() for t in (dout, out, lse, delta))
+        parts = attention_blocks.backward_block(q[:, :, rows].float(), *operands, *of_rows, chunk, block)
+        for total, place, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            total[:, :, place] += part
+
+
+def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """delta = rowsum(out dout), [B, H, Sq] fp32."""
+    if uses_kernel(out):
+        from weft.kernels.attention import attention_delta
+
+        return attention_delta(out, dout)
+    return (out.float() * dout.float()).sum(-1)
+
+
+def uses_kernel(q: torch.Tensor) -> bool:
+    """Whether our kernel computes chunks of such queries; the CPU's way otherwise."""
+    if not choice.on_kernel(q.device):
+        return False
+    from weft.kernels import launch
+
+    return q.dtype in (launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16))

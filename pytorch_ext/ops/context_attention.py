@@ -1,0 +1,339 @@
+"""context_attention: attention over a sequence of which each rank has a part; the unsplit attention's result.
+
+    ring          keys and values travel, queries stay                      ops/ring_attention.py
+    all_gather    keys and values are gathered, some heads at a time        ops/gathered_attention.py
+    ulysses       every rank takes some heads of the whole sequence         ops/head_exchange.py
+    a mesh        ulysses along its last dimension, the ring along the first
+
+All are schedules over one chunk primitive (ops/attention_chunk.py), with the state in fp32 and one rounding.
+"""
+
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.communicator import Communicator, communicator
+from weft.kernels.attention import Rules
+from weft.ops.gathered_attention import GatheredAttentionFunction
+from weft.ops.head_exchange import Heads, to_heads, to_sequence
+from weft.ops.layout import LAYOUTS, Layout
+from weft.ops.regions import split
+from weft.ops.ring_attention import RingAttentionFunction, Schedule, last_step
+
+METHODS = ("ring", "all_gather", "ulysses", "auto")
+
+
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group=None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    document_ids: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    method: str = "auto",
+    layout: str = "zigzag",
+    deterministic: bool = True,
+) -> torch.Tensor:
+    """softmax(scale q k.T, masked) v, where each rank has a part of the sequence; differentiable.
+
+    Args:
+        q: [batch, heads, S_r, head_dim], this rank's queries; k: [batch, kv_heads, Sk_r, head_dim]; v likewise, with a
+            head_dim of its own. heads is a multiple of kv_heads. bf16, fp16 or fp32. Parts are those of
+            `weft.shard_sequence`; queries and keys may be sequences of different lengths, both from position 0 on.
+        group: the ranks that share the sequence: a ProcessGroup, a DeviceMesh of one dimension, or of two: then heads
+            are shared along the last and the sequence goes round the ring along the first.
+        causal: a query sees keys up to its own position.
+        window: and of these the last `window`, its own counted. Needs causal.
+        scale: 1 / sqrt(head_dim) by default.
+        softcap: scores become softcap tanh(scores / softcap).
+        document_ids: [batch, S_r] or [S_r] integers, not decreasing along the sequence; a query sees keys of its own
+            document.
+        sinks: [heads], learned logits that take part in the sum of exponentials and have no value; the same on every
+            rank, and so is their gradient.
+        dropout: of probabilities. The mask follows from the seed and the positions, not from how they are shared. seed:
+            the same on every rank; drawn by the first from torch's generator where None.
+        method: "ring", "all_gather", "ulysses", or "auto", which takes the one that moves the fewest bytes; `plan`
+            says why. A mesh of two dimensions takes "auto".
+        layout: "zigzag" or "contiguous", as the sequence was sharded.
+        deterministic: every method is; the same bits in every run either way.
+
+    Returns:
+        [batch, heads, S_r, head_dim of v], of q's type. Rows that see nothing are 0.
+
+    Raises:
+        ValueError, TypeError: what cannot be done, by name, on every rank, before anything moves but what the ranks
+            tell each other about their parts.
+    """
+    outer, inner = _groups(group)
+    _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner)
+    options = (causal, scale, window, softcap, float(dropout), method, layout, document_ids is not None)
+    call = _agree(q, k, v, outer, inner, options, seed if dropout else None)
+    rules = Rules(
+        left=window - 1 if window is not None else None,
+        right=0 if causal else None,
+        scale=scale,
+        softcap=softcap,
+        dropout=float(dropout),
+        seed=call.seed,
+    )
+    documents = _gather_documents(document_ids, q, call, outer, inner)
+    decision = choose(call, rules, documents is not None, method)
+    if decision.method == "all_gather":
+        schedule = _schedule(call, rules, outer, documents)
+        return GatheredAttentionFunction.apply(q, k, v, sinks, schedule, call.keys)
+    if decision.method == "ring" and inner is None:
+        return RingAttentionFunction.apply(q, k, v, sinks, _schedule(call, rules, outer, documents))
+    return _by_heads(q, k, v, sinks, call, rules, outer, inner, documents)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the ranks have agreed on.
+
+    Attributes:
+        queries, keys: how the two sequences are shared by all ranks.
+        outer, inner: ranks along the ring, and ranks that share heads.
+    """
+
+    queries: Layout
+    keys: Layout
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    outer: int
+    inner: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """Which method runs, and why."""
+
+    method: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.reason}"
+
+
+def choose(call: Call, rules: Rules, packed: bool, method: str = "auto") -> Method:
+    """The method that moves the fewest bytes, forward, per rank on average; the ring where it moves as many as
+    all_gather, since it computes meanwhile, but not for packed documents: a ring waits in every step for the rank with
+    the longest document."""
+    if call.inner > 1:
+        return Method(
+            "ring", "the mesh has two dimensions: heads are shared along the last, the ring goes along the first"
+        )
+    if method != "auto":
+        return Method(method, f'method="{method}"')
+    world = call.queries.world
+    if world == 1:
+        return Method("ring", "there is one rank")
+    key_bytes = call.batch * call.kv_heads * (call.head_dim + call.value_dim) * call.itemsize
+    sees = sees_of(_parts(call.queries, 1), _parts(call.keys, 1), rules, None)
+    ring = sum(last_step(sees, s) * key_bytes * call.keys.sizes[s] for s in range(world)) / world
+    gathered = key_bytes * call.keys.length * (world - 1) / world
+    used = sum(map(len, Heads.over(call.heads, call.kv_heads, world).keys))  # replicated ones too
+    query_bytes = call.batch * call.heads * (call.head_dim + call.value_dim) * call.itemsize
+    there_and_back = query_bytes * call.queries.length + key_bytes * used / call.kv_heads * call.keys.length
+    moved = {"all_gather": gathered, "ulysses": there_and_back * (world - 1) / world**2}
+    if not packed:
+        moved = {"ring": ring, **moved}
+    if call.heads < world:
+        del moved["ulysses"]  # some ranks would have nothing to do
+    best = min(moved, key=lambda name: moved[name])
+    text = ", ".join(f"{name} {bytes / 2**20:.1f}" for name, bytes in moved.items())
+    return Method(best, f"MiB that a rank sends forward: {text}" + (" (packed documents: no ring)" if packed else ""))
+
+
+def _by_heads(q, k, v, sinks, call: Call, rules: Rules, outer, inner, documents) -> torch.Tensor:
+    """Ulysses, alone or inside of a ring."""
+    sharing, ring = (inner, outer) if inner is not None else (outer, None)
+    heads = Heads.over(call.heads, call.kv_heads, sharing.world)
+    group = outer.rank if inner is not None else 0
+    query_layout, key_layout = (_parts(x, call.inner if inner else x.world)[group] for x in (call.queries, call.keys))
+    ranges = [range(first, first + count) for first, count in heads.queries]
+    q_mine = to_heads(q, ranges, sharing, query_layout)
+    k_mine, v_mine = (to_heads(x, heads.keys, sharing, key_layout) for x in (k, v))
+    first, count = heads.queries[sharing.rank]
+    if sinks is not None:
+        sinks = split(sinks, 0, sharing, [count for _, count in heads.queries])
+    rules = replace(rules, head_start=first)
+    if ring is None:
+        ring = Alone()
+    if count:
+        out = RingAttentionFunction.apply(q_mine, k_mine, v_mine, sinks, _schedule(call, rules, ring, documents))
+    else:  # no head, but a part in every exchange of backward
+        mine = (x for x in (q_mine, k_mine, v_mine, sinks) if x is not None)
+        out = q_mine.new_zeros((*q_mine.shape[:3], v.size(3))) + 0 * sum(x.sum() for x in mine)
+    return to_sequence(out, heads.queries, sharing, query_layout)
+
+
+def _parts(layout: Layout, inner: int) -> list[Layout]:
+    """The layout among each group of `inner` consecutive ranks."""
+    return [layout.among(range(first, first + inner)) for first in range(0, layout.world, inner)]
+
+
+def _schedule(call: Call, rules: Rules, ring, documents) -> Schedule:
+    """Over the ranks of the ring, each with what its inner group has together."""
+    inner = call.queries.world // ring.world
+    queries, keys = _parts(call.queries, inner), _parts(call.keys, inner)
+    of_groups = None
+    if documents is not None:
+        of_groups = tuple(group.join([documents[rank] for rank in group.ranks], 1) for group in queries)
+    sees = sees_of(queries, keys, rules, of_groups)
+    positions = (tuple(part.positions for part in parts) for parts in (queries, keys))
+    return Schedule(ring, rules, *positions, of_groups, of_groups, sees)
+
+
+def _groups(group) -> tuple[Communicator, Communicator | None]:
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        first, last = (communicator(group.get_group(dim)) for dim in range(2))
+        return (first, last) if last.world > 1 else (first, None)
+    return communicator(group), None
+
+
+def _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner) -> None:
+    """What this rank can see for itself."""
+    op = "context_attention"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be [batch, heads, sequence, head_dim]")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(f"{op}: q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}; make them alike")
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{op}: {q.dtype} is not one of torch.float32, torch.bfloat16, torch.float16")
+    if q.size(0) != k.size(0) or q.size(3) != k.size(3) or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"{op}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not go together")
+    if k.size(1) == 0 or q.size(1) % k.size(1):
+        raise ValueError(f"{op}: {q.size(1)} query heads are no multiple of {k.size(1)} KV heads")
+    if method not in METHODS:
+        raise ValueError(f"{op}: method={method!r} is not one of {', '.join(map(repr, METHODS))}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
+    if inner is not None and method != "auto":
+        raise ValueError(f'{op}: method={method!r} with a mesh of two dimensions, which fixes it; pass "auto"')
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"{op}: window={window} counts back from the query: at least 1, and with causal=True")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap={softcap} must be positive, or None")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{op}: dropout={dropout} must be at least 0 and less than 1")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"{op}: sinks has shape {tuple(sinks.shape)}; it must be [heads], [{q.size(1)}]")
+    if document_ids is not None:
+        if document_ids.shape not in (q.shape[2:3], (q.size(0), q.size(2))) or document_ids.is_floating_point():
+            raise ValueError(
+                f"{op}: document_ids {document_ids.dtype} {tuple(document_ids.shape)} must be integers [batch, S_r] or "
+                f"[S_r], [{q.size(0)}, {q.size(2)}]"
+            )
+        if k.size(2) != q.size(2):
+            raise ValueError(
+                f"{op}: document_ids need queries and keys of one sequence, got {q.size(2)} and {k.size(2)}"
+            )
+
+
+_AGREED = ["queries", "keys", "batch", "heads", "KV heads", "head_dim", "head_dim of v", "type and options"]
+
+
+def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tuple, seed: int | None) -> Call:
+    """What every rank brings, compared by every rank."""
+    mark = zlib.crc32(repr((q.dtype, q.device.type, options, seed)).encode())
+    drawn = int(torch.randint(2**62, (1,))) if seed is None and options[4] else seed or 0
+    mine = [q.size(2), k.size(2), q.size(0), q.size(1), k.size(1), q.size(3), v.size(3), mark, drawn]
+    rows = _told(mine, outer, inner, q.device)
+    for column, name in list(enumerate(_AGREED))[2:]:
+        told = [row[column] for row in rows]
+        if len(set(told)) > 1:
+            what = "do not agree in" if column == 7 else f"bring {told} as"
+            raise ValueError(f"context_attention: the ranks {what} {name}; every rank must pass the same")
+    layouts = []
+    for column in range(2):
+        sizes = [row[column] for row in rows]
+        layout = Layout(sum(sizes), len(sizes), options[6])
+        if layout.sizes != sizes:
+            raise ValueError(
+                f"context_attention: the ranks bring {sizes} {_AGREED[column]}; {layout.kind} shards of "
+                f"{layout.length} are {layout.sizes}: cut the sequence with weft.shard_sequence"
+            )
+        layouts.append(layout)
+    worlds = outer.world, inner.world if inner is not None else 1
+    batch, heads, kv_heads, head_dim, value_dim = rows[0][2:7]
+    queries, keys = layouts
+    return Call(queries, keys, batch, heads, kv_heads, head_dim, value_dim, q.element_size(), *worlds, seed=rows[0][8])
+
+
+def _told(mine: list[int], outer: Communicator, inner: Communicator | None, device) -> list[list[int]]:
+    """Every rank's numbers, in the order of ranks."""
+    where = torch.device("cpu") if outer.host is not outer or device.type == "cpu" else device
+    table = torch.tensor([mine], device=where)
+    for ranks in (inner, outer):
+        if ranks is not None and ranks.world > 1:
+            table = ranks.all_gather(table, 0, [table.size(0)] * ranks.world)
+    return table.tolist()
+
+
+def _gather_documents(ids, q, call: Call, outer: Communicator, inner: Communicator | None):
+    """[B, positions] of each rank. ValueError on every rank where they decrease."""
+    if ids is None:
+        return None
+    parts, layout = ids.expand(q.size(0), -1).contiguous(), call.queries
+    groups = _parts(layout, call.inner)
+    if inner is not None:
+        parts = inner.all_gather(parts, 1, groups[outer.rank].sizes)
+    parts = outer.all_gather(parts, 1, [sum(group.sizes) for group in groups])
+    of_ranks = parts.split(layout.sizes, 1)
+    whole = layout.join(of_ranks, 1)
+    if (whole.diff(dim=1) < 0).any():
+        raise ValueError("context_attention: document_ids decrease along the sequence; number documents as they come")
+    return of_ranks
+
+
+def sees_of(queries: list[Layout], keys: list[Layout], rules: Rules, documents) -> tuple[tuple[bool, ...], ...]:
+    """sees[r][s]: whether some query of r's runs may see some key of s's."""
+    spans: list | None = None
+    if documents is not None:
+        spans = [(ids.amin(1), ids.amax(1)) if ids.size(1) else None for ids in documents]
+
+    def positions_meet(mine: Layout, theirs: Layout) -> bool:
+        for start, length in mine.runs:
+            for key_start, key_length in theirs.runs:
+                ahead = rules.right is not None and key_start > start + length - 1 + rules.right
+                behind = rules.left is not None and key_start + key_length - 1 < start - rules.left
+                if not ahead and not behind:
+                    return True
+        return False
+
+    def documents_meet(r: int, s: int) -> bool:
+        if spans is None:
+            return True
+        if spans[r] is None or spans[s] is None:
+            return False
+        (low, high), (key_low, key_high) = spans[r], spans[s]
+        return bool(((low <= key_high) & (key_low <= high)).any())
+
+    return tuple(
+        tuple(positions_meet(mine, theirs) and documents_meet(r, s) for s, theirs in enumerate(keys))
+        for r, mine in enumerate(queries)
+    )
+
+
+class Alone:
+    """The communicator of who has nobody to talk to."""
+
+    rank, world = 0, 1
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        return x

@@ -1,0 +1,99 @@
+"""From a share of the sequence with all heads to the whole sequence with a share of the heads, and back (Ulysses:
+Jacobs et al. 2023)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.comm.communicator import Communicator
+from weft.ops.backward import first_order
+from weft.ops.layout import Layout
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which heads each rank computes. Query heads go to one rank each; where ranks outnumber KV heads, several have the
+    same KV head.
+
+    Attributes:
+        queries: (first, count) of each rank.
+        keys: the KV heads of each rank, as many as divide its query heads.
+    """
+
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def over(cls, heads: int, kv_heads: int, world: int) -> "Heads":
+        each = heads // kv_heads
+        units, unit = (kv_heads, each) if kv_heads >= world else (heads, 1)
+        share, more = divmod(units, world)
+        queries, keys, first = [], [], 0
+        for rank in range(world):
+            count = (share + (rank < more)) * unit
+            used = [head // each for head in range(first, first + count)]
+            distinct = sorted(set(used))
+            grouped = len({used.count(head) for head in distinct}) <= 1
+            queries.append((first, count))
+            keys.append(tuple(distinct if grouped else used))
+            first += count
+        return cls(tuple(queries), tuple(keys))
+
+
+def to_heads(x: torch.Tensor, heads: Sequence[Sequence[int]], ranks: Communicator, layout: Layout) -> torch.Tensor:
+    """[B, H, S_r, D] to [B, this rank's heads, S, D], positions in order. Backward goes back, and sums in fp32, in the
+    order of ranks, what several ranks have of one head."""
+    return _ToHeads.apply(x, tuple(map(tuple, heads)), ranks, layout)
+
+
+def to_sequence(x: torch.Tensor, heads: Sequence[tuple[int, int]], ranks: Communicator, layout: Layout) -> torch.Tensor:
+    """[B, this rank's heads, S, D] to [B, H, S_r, D]; heads: (first, count) of each rank, each head with one rank."""
+    return _ToSequence.apply(x, tuple(tuple(range(first, first + count)) for first, count in heads), ranks, layout)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, heads, ranks, layout):
+        ctx.arguments = heads, ranks, layout
+        ctx.heads = x.size(1)
+        return _gather_sequence(x, heads, ranks, layout)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return _gather_heads(dy, ctx.heads, *ctx.arguments), None, None, None
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, heads, ranks, layout):
+        ctx.arguments = heads, ranks, layout
+        return _gather_heads(x, sum(map(len, heads)), heads, ranks, layout)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return _gather_sequence(dy, *ctx.arguments), None, None, None
+
+
+def _gather_sequence(x, heads, ranks: Communicator, layout: Layout) -> torch.Tensor:
+    parts = [x[:, list(of_rank)].contiguous() for of_rank in heads]
+    mine = len(heads[ranks.rank])
+    arrived = [x.new_empty((x.size(0), mine, size, x.size(3))) for size in layout.sizes]
+    ranks.exchange(parts, arrived)
+    return layout.join(arrived, 2)
+
+
+def _gather_heads(x, count: int, heads, ranks: Communicator, layout: Layout) -> torch.Tensor:
+    parts = [part.contiguous() for part in layout.cut(x, 2)]
+    rows = layout.sizes[ranks.rank]
+    arrived = [x.new_empty((x.size(0), len(of_rank), rows, x.size(3))) for of_rank in heads]
+    ranks.exchange(parts, arrived)
+    if len({head for of_rank in heads for head in of_rank}) == sum(map(len, heads)):
+        return torch.cat(arrived, 1)  # each head once, in order
+    whole = x.new_zeros((x.size(0), count, rows, x.size(3)), dtype=torch.float32)
+    for of_rank, part in zip(heads, arrived, strict=True):
+        for place, head in enumerate(of_rank):
+            whole[:, head] += part[:, place]
+    return whole.to(x.dtype)

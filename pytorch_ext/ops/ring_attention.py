@@ -1,0 +1,165 @@
+"""Ring attention: keys and values travel round the ranks while the chunk in hand is computed (Liu et al. 2023)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.comm.communicator import Communicator
+from weft.comm.neighbours import pass_on
+from weft.kernels.attention import Positions, Rules
+from weft.ops import attention_chunk
+from weft.ops.attention_blocks import Chunk
+from weft.ops.backward import first_order
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who meets whose keys, the same on every rank.
+
+    Attributes:
+        query_positions, key_positions: of each rank.
+        query_documents, key_documents: [B, positions of the rank] of each rank, or None.
+        sees: sees[r][s]: whether a query of rank r can see a key of rank s.
+    """
+
+    ranks: Communicator
+    rules: Rules
+    query_positions: tuple[Positions, ...]
+    key_positions: tuple[Positions, ...]
+    query_documents: tuple[torch.Tensor, ...] | None
+    key_documents: tuple[torch.Tensor, ...] | None
+    sees: tuple[tuple[bool, ...], ...]
+
+    def chunk(self, source: int) -> Chunk:
+        """This rank's queries against that rank's keys."""
+        rank = self.ranks.rank
+        documents: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if self.query_documents is not None and self.key_documents is not None:
+            documents = self.query_documents[rank], self.key_documents[source]
+        return Chunk(self.rules, self.query_positions[rank], self.key_positions[source], *documents)
+
+    def last_step(self, source: int) -> int:
+        """The last step at which a rank uses that rank's keys: rank source + t has them at step t."""
+        return last_step(self.sees, source)
+
+
+def last_step(sees: tuple[tuple[bool, ...], ...], source: int) -> int:
+    """How far round the ring the keys of that rank go."""
+    world = len(sees)
+    return max((t for t in range(world) if sees[(source + t) % world][source]), default=0)
+
+
+class RingAttentionFunction(torch.autograd.Function):
+    """out = softmax(scale q k.T, masked) v over all ranks' keys and values, for this rank's queries.
+
+    Per rank, with S_r of S positions:
+        q [B, H, S_r, D]        k [B, Hkv, S_r, D]        v [B, Hkv, S_r, Dv]        sinks [H]        out as q, with Dv
+
+    forward   at step t a rank has the chunk of rank r - t: it sends it on to r + 1, receives the next from r - 1, and
+              meanwhile continues (out, lse), in fp32, by this one's keys
+    backward  the same round; each rank adds to dq, and to the dk and dv (fp32) that travel one step behind their chunk,
+              and whoever is the last to use a chunk sends them home
+    dsinks    -sum over this rank's rows of exp(sinks - lse) delta, since a sink's value is 0; all_reduce
+
+    A chunk goes no farther than the last rank that sees any of it. Besides its own, a rank holds the chunk in hand and
+    the next. The order of every sum is fixed: keys from rank r on downwards, dk and dv from the owner on upwards.
+
+    Saves q, k, v, sinks, out and lse [B, H, S_r] fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, schedule: Schedule):
+        ranks = schedule.ranks
+        state: Any = None if sinks is None else (None, sinks.float().view(1, -1, 1).expand(q.shape[:3]))
+        used = [t for t in range(ranks.world) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world]]
+        held = [k.contiguous(), v.contiguous()]
+        for step in range(ranks.world):
+            source = (ranks.rank - step) % ranks.world
+            coming, passing = _pass_keys(schedule, step, held, (k, v))
+            if step in used:
+                state = attention_chunk.forward(q, *held, schedule.chunk(source), state, step == used[-1])
+            passing.wait()
+            held = coming
+        if not used:
+            out = q.new_zeros((*q.shape[:3], v.size(3)))
+            state = out, state[1].contiguous() if state else q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        out, lse = state
+        ctx.schedule = schedule
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        schedule: Schedule = ctx.schedule
+        ranks = schedule.ranks
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout = dout.contiguous()
+        delta = attention_chunk.row_sums(out, dout)
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        held, outgoing, home = [k.contiguous(), v.contiguous()], [], [_zeros(k), _zeros(v)]
+        for step in range(ranks.world):
+            source = (ranks.rank - step) % ranks.world
+            last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
+            # 1. What the ranks before have added up for this chunk is on its way, and so is the next chunk.
+            sums, arriving = home, None
+            if 0 < step <= last:
+                sums = [_zeros(part) for part in held]
+                arriving = pass_on(ranks, [], None, sums, (ranks.rank - 1) % ranks.world)
+            coming, passing = _pass_keys(schedule, step, held, (k, v))
+            # 2. This rank's part.
+            if sees:
+                own = [_zeros(part) for part in held] if step else home
+                attention_chunk.backward(q, *held, dout, out, lse, delta, schedule.chunk(source), dq, *own)
+            # 3. In the order of the ring.
+            if arriving:
+                arriving.wait()
+                if sees:
+                    for total, part in zip(sums, own, strict=True):
+                        total += part
+            # 4. On, or home.
+            if step < last or 0 < step == last:
+                to = (ranks.rank + 1) % ranks.world if step < last else source
+                outgoing.append((pass_on(ranks, sums, to, [], None), sums))
+            passing.wait()
+            held = coming
+        travelled = schedule.last_step(ranks.rank)
+        if travelled:
+            home = [_zeros(k), _zeros(v)]
+            pass_on(ranks, [], None, home, (ranks.rank + travelled) % ranks.world).wait()
+        for passing, _ in outgoing:
+            passing.wait()
+        dsinks = sinks_gradient(sinks, lse, delta, ranks) if ctx.needs_input_grad[3] else None
+        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), dsinks, None
+
+
+def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
+    """The same on every rank: of all ranks' queries."""
+    gradient = -(torch.exp(sinks.float().view(1, -1, 1) - lse) * delta).sum((0, 2))
+    return ranks.all_reduce_(gradient).to(sinks.dtype)
+
+
+def _pass_keys(schedule: Schedule, step: int, held, like):
+    """Begins to send on the chunk in hand, and to receive the next, each where somebody still uses it; the buffers."""
+    ranks = schedule.ranks
+    source, following = (ranks.rank - step) % ranks.world, (ranks.rank - step - 1) % ranks.world
+    sends = schedule.last_step(source) > step
+    receives = step + 1 < ranks.world and schedule.last_step(following) > step
+    coming = None
+    if receives:
+        positions = schedule.key_positions[following]
+        rows = positions.length + positions.second_length
+        coming = [x.new_empty((*x.shape[:2], rows, x.size(3))) for x in like]
+    passing = pass_on(
+        ranks,
+        held if sends else [],
+        (ranks.rank + 1) % ranks.world if sends else None,
+        coming or [],
+        (ranks.rank - 1) % ranks.world if receives else None,
+    )
+    return coming, passing
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
