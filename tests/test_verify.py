@@ -1,0 +1,113 @@
+"""weft.verify: passes what is right, and names what is wrong."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft.testing.ranks import run_ranks
+
+
+class Tiny(nn.Module):
+    """A causal model on vectors; attend(q, k, v) is its attention."""
+
+    def __init__(self, attend=None):
+        super().__init__()
+        self.project, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.attend = attend or (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        x = x + self.attend(q, k, v).transpose(1, 2).flatten(-2)
+        return x + self.down(F.relu(self.up(x)))
+
+
+def models(attend=None):
+    torch.manual_seed(0)
+    reference = Tiny()
+    model = Tiny(attend)
+    model.load_state_dict(reference.state_dict())
+    return model, reference
+
+
+PLAN = {"up": "column", "down": "row"}
+BATCH = torch.randn(2, 10, 8, generator=torch.Generator().manual_seed(1))
+
+
+def tensor_parallel(rank):
+    model, reference = models()
+    weft.parallelize(model, dist.group.WORLD, plan=PLAN)
+    report = weft.verify(model, reference, BATCH, probes=[weft.causal_probe(6)])
+    assert report.ok, str(report)
+    assert [difference.name for difference in report.differences][:2] == ["output", "gradient of project.weight"]
+    assert len(report.differences) == 7
+    report.raise_faults()
+
+    class Doubled(torch.autograd.Function):
+        """A gradient that is summed over the ranks once too often."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * dy
+
+    wrong = copy.deepcopy(model)
+    wrong.zero_grad()
+    wrong.up.register_forward_hook(lambda module, inputs, output: Doubled.apply(output))
+    report = weft.verify(wrong, reference, BATCH)
+    faults = [difference.name for difference in report.differences if not difference.ok]
+    assert "output" not in faults and "gradient of up.weight" in faults and "gradient of down.weight" not in faults
+    with pytest.raises(AssertionError, match="FAULT .* gradient of up.weight"):
+        report.raise_faults()
+
+
+def test_a_parallel_model_is_compared_with_the_unsplit_one():
+    run_ranks(tensor_parallel, 2)
+
+
+def context_parallel(rank, method):
+    def step(model, x):
+        """The model that has context attention gets a part of the sequence."""
+        split = model.attend in (masked, loose)
+        shard = (lambda t: weft.shard_sequence(t, dim=1)) if split else (lambda t: t)
+        output = model(shard(x))
+        weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(output)
+        (output * shard(weights)).sum().backward()
+        if not split:
+            return output.detach()
+        for parameter in model.parameters():
+            weft.all_reduce(parameter.grad)
+        return weft.unshard_sequence(output.detach(), dim=1)
+
+    def masked(q, k, v):
+        return weft.context_attention(q, k, v, causal=True, method=method)
+
+    def loose(q, k, v):
+        return weft.context_attention(q, k, v, method=method)
+
+    model, reference = models(masked)
+    report = weft.verify(model, reference, BATCH, step=step, probes=[weft.causal_probe(4)])
+    assert report.ok, str(report)
+
+    model, reference = models(loose)
+    report = weft.verify(model, reference, BATCH, step=step, probes=[weft.causal_probe(4)])
+    assert not report.ok and len(report.leaks) == dist.get_world_size()
+    assert "tokens from 4 on are seen before: the output changed by" in report.leaks[0]
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_mask_that_came_loose_is_a_leak(method):
+    run_ranks(context_parallel, 2, method)
+
+
+def test_models_of_other_names_are_refused():
+    model, _ = models()
+    with pytest.raises(ValueError, match="the reference has no parameter 'project.weight'"):
+        weft.verify(model, nn.Sequential(nn.Identity(), nn.Linear(8, 8)), BATCH)
