@@ -5,4 +5,5 @@ PYBIND11_MODULE(_C, m) {
   weft::register_build(m);
   weft::register_shm(m);
   weft::register_cuda(m);
+  weft::register_launch(m);
 }

@@ -151,3 +151,39 @@ class _Cuda(ModuleType):
     ) -> None: ...
 
 cuda: _Cuda | None
+
+class _Launch(ModuleType):
+    class Kernel:
+        """One compiled variant. `arguments`: the C types, in order, of the parameters that are no constants: "ptr",
+        "i1" to "i64", "u1" to "u64", "fp32", "fp64", and "tensordesc:" followed by the parameter's entry of Triton's
+        metadata `tensordesc_meta` as JSON."""
+
+        def __init__(
+            self,
+            name: str,
+            cubin: bytes,
+            arguments: list[str],
+            shared_bytes: int,
+            warps: int,
+            registers: int,
+            clusters: tuple[int, int, int] | None,
+            cooperative: bool,
+            pdl: bool,
+            global_scratch_bytes: int,
+            global_scratch_align: int,
+            profile_scratch_bytes: int,
+        ) -> None: ...
+        @property
+        def name(self) -> str: ...
+
+    class Dispatcher:
+        """The variants of one jit function. `constants` are pairs of name and value, whose order counts."""
+
+        def __init__(self, name: str, parameters: list[str], unspecialised: list[str]) -> None: ...
+        def add(self, key: bytes, kernel: _Launch.Kernel) -> None: ...
+        def key(self, arguments: tuple, constants: tuple) -> bytes: ...
+        def launch(self, grid: tuple[int, ...], arguments: tuple, constants: tuple, stream: int) -> bool: ...
+
+    def driver(self) -> dict[str, bool | int | str | None]: ...
+
+launch: _Launch

@@ -1,0 +1,118 @@
+// The CUDA driver: the entry points that a launch needs, found with dlopen when first needed, and its errors by name.
+//
+// The few types are declared here as the driver's binary interface has them (CUDA driver API reference; cuda.h of CUDA
+// 13), so that this family is built without CUDA too.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace weft::launch {
+
+using Result = int;  // CUresult
+using Context = struct ContextHandle*;
+using Module = struct ModuleHandle*;
+using Function = struct FunctionHandle*;
+using Stream = struct StreamHandle*;
+
+constexpr Result success = 0;
+constexpr Result not_initialized = 3;  // CUDA_ERROR_NOT_INITIALIZED
+
+// CUdevice_attribute, CUfunction_attribute, CUfunc_cache, CUstreamCaptureMode
+constexpr int most_shared_bytes_of_a_block = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int static_shared_bytes = 1;            // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+constexpr int most_dynamic_shared_bytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int large_clusters_allowed = 14;        // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+constexpr int prefer_shared = 1;                  // CU_FUNC_CACHE_PREFER_SHARED
+constexpr int relaxed_capture = 2;                // CU_STREAM_CAPTURE_MODE_RELAXED
+
+// CUlaunchAttributeID
+enum class AttributeId : uint32_t {
+  cooperative = 2,
+  cluster_dimension = 4,
+  cluster_scheduling = 5,
+  programmatic_serialization = 6,
+};
+constexpr uint32_t spread_clusters = 1;  // CU_CLUSTER_SCHEDULING_POLICY_SPREAD
+
+struct Attribute {  // CUlaunchAttribute
+  AttributeId id;
+  uint32_t unused = 0;
+  union {
+    uint32_t words[16];
+    uint64_t aligned;
+  };
+};
+static_assert(sizeof(Attribute) == 72 && offsetof(Attribute, words) == 8);
+
+struct LaunchConfig {  // CUlaunchConfig
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint32_t shared_bytes;
+  Stream stream;
+  const Attribute* attributes;
+  uint32_t attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32);
+
+struct alignas(128) TensorMap {  // CUtensorMap
+  uint64_t words[16];
+};
+
+// One function pointer for each entry point, named after it.
+struct Driver {
+  Result (*init)(unsigned flags);
+  Result (*driver_get_version)(int*);
+  Result (*get_error_name)(Result, const char**);
+  Result (*get_error_string)(Result, const char**);
+  Result (*device_get)(int*, int ordinal);
+  Result (*device_get_attribute)(int*, int attribute, int device);
+  Result (*device_primary_ctx_retain)(Context*, int device);
+  Result (*ctx_get_current)(Context*);
+  Result (*ctx_set_current)(Context);
+  Result (*ctx_get_device)(int*);
+  Result (*stream_get_ctx)(Stream, Context*);
+  Result (*thread_exchange_stream_capture_mode)(int*);
+  Result (*module_load_data)(Module*, const void*);
+  Result (*module_unload)(Module);
+  Result (*module_get_function)(Function*, Module, const char*);
+  Result (*func_get_attribute)(int*, int attribute, Function);
+  Result (*func_set_attribute)(Function, int attribute, int value);
+  Result (*func_set_cache_config)(Function, int);
+  Result (*launch_kernel_ex)(const LaunchConfig*, Function, void** parameters, void** extra);
+  // Null where the driver is older than they are.
+  Result (*ctx_get_id)(Context, unsigned long long*);  // 12.0
+  Result (*tensor_map_encode_tiled)(TensorMap*, int element_type, uint32_t rank, void* address, const uint64_t* sizes,
+                                    const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                                    int interleave, int swizzle, int l2_promotion, int fill);  // 12.0
+  Result (*func_load)(Function);                                                               // 12.4
+  int version;  // 13010 is 13.1
+};
+
+struct Search {
+  std::string error;               // empty where it was found
+  const Driver* driver = nullptr;  // null where it was not; never freed, since kernels hold functions of it
+};
+
+// Looks for the library that WEFT_CUDA_DRIVER names (libcuda.so.1 where it names none), unless that one is in use.
+Search find_driver();
+// The one found last, or found now. Throws std::runtime_error where there is none.
+const Driver& driver();
+
+// The call that failed, the error's name and its text.
+class DriverError : public std::runtime_error {
+ public:
+  DriverError(const Driver& driver, Result result, const char* call);
+};
+
+inline void check(const Driver& driver, Result result, const char* call) {
+  if (result != success) throw DriverError(driver, result, call);
+}
+
+// The number of the current context, never that of another: a new context may stand at the address of an old one.
+// Where none is current, the stream's becomes it, or the primary context of device 0, which is where the CUDA runtime
+// begins in a thread.
+uint64_t current_context(const Driver& driver, Stream stream);
+
+}  // namespace weft::launch

@@ -1,0 +1,89 @@
+// A compiled kernel: loaded into each context that it is launched in, and given its arguments as Triton 3.7.1's own
+// launcher gives them (triton/backends/nvidia/driver.c and driver.py in its wheel).
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "driver.h"
+#include "tensor_map.h"
+
+namespace weft::launch {
+
+// The C type of a parameter that is no constant.
+enum class Type { pointer, i1, i8, i16, i32, i64, u1, u8, u16, u32, u64, fp32, fp64, tensor_map };
+
+using Grid = std::array<uint32_t, 3>;
+
+class Packed;  // a launch's parameters as the driver reads them
+
+class Kernel {
+ public:
+  struct Description {
+    std::string name;
+    pybind11::bytes cubin;
+    std::vector<std::string> arguments;
+    uint32_t shared_bytes;
+    uint32_t warps;
+    int registers;
+    std::optional<Grid> clusters;
+    bool cooperative;
+    bool programmatic;  // may start before the launch before it has ended
+    int64_t global_scratch_bytes;
+    int64_t profile_scratch_bytes;
+  };
+
+  explicit Kernel(Description description);
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  const std::string& name() const { return description_.name; }
+
+  // Throws std::invalid_argument where arguments of these classes are not what the kernel takes.
+  void check_takes(const std::vector<Described>& arguments) const;
+
+  // Launches in the current context (see current_context). Called with the interpreter lock, which it gives up while
+  // the driver loads or launches. Python's exceptions, and std::runtime_error with everything that the launch was.
+  //
+  // Under stream capture it makes only calls that capture allows. A first launch in a context, which loads the kernel,
+  // does so in the relaxed capture mode: the driver forbids loading in the other modes, although it adds nothing to the
+  // stream. The function is loaded at once, not lazily by the launch.
+  void launch(const Parameters& parameters, const Arguments& arguments, Grid grid, Stream stream) const;
+
+ private:
+  // A function in one context. A module is never unloaded: a CUDA graph may hold the function for longer than this
+  // object lives, and a context that goes takes its modules along.
+  struct Loaded {
+    const Driver* driver;
+    uint64_t context;
+    Function function;
+    const Loaded* next;
+  };
+
+  Grid in_blocks(Grid grid) const;
+  void pack(Packed& packed, const Driver& driver, const Parameters& parameters, const Arguments& arguments) const;
+  const Loaded* find(const Driver& driver, uint64_t context) const;
+  Function load(const Driver& driver, uint64_t context) const;
+  Function load_function(const Driver& driver) const;
+  void allow_shared_memory(const Driver& driver, Function function) const;
+  std::string describe(Grid grid) const;
+
+  Description description_;
+  std::vector<Type> types_;
+  std::vector<TensorMapLayout> maps_;  // one for each type tensor_map
+  int parameter_count_ = 0;            // as the device sees them, hidden ones included
+  uint32_t cluster_blocks_ = 1;
+  std::vector<Attribute> attributes_;
+  mutable std::mutex loading_;
+  mutable std::atomic<const Loaded*> loaded_{nullptr};
+};
+
+}  // namespace weft::launch
