@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
-import triton
 
 from weft.kernels import launch
 from weft.kernels.config import Choice, MatmulConfig, choose
+from weft.kernels.language import triton
 
 MOST_SPLITS = 16
 _LEAST_DEPTH = 512  # of a piece of K: less does not fill the pipeline

@@ -8,6 +8,7 @@ the same laws are tested with the kernels, by processes that share one device; e
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from weft.comm import record as records
 from weft.comm.communicator import BackendCommunicator, EngineCommunicator, communicator
 from weft.comm.device import LARGEST_BYTES, DeviceCommunicator, one_shot_below
 from weft.comm.window import open_window
+from weft.ops import choice
 from weft.testing import reference
 from weft.testing.ranks import run_ranks, try_ranks
 
@@ -174,7 +176,7 @@ def lent_memory(lent):
 
 def pretend(timeout_s=20.0):
     """From here on in this process, host memory is a GPU's, for communicators that may use one."""
-    gpus._DEVICE_TYPE, gpus._ranks, gpus._Stream, gpus._as_tensor = "cpu", FakeRanks, FakeStream, lent_memory
+    gpus._DEVICE_TYPE, gpus._ranks, gpus.StreamOrder, gpus._as_tensor = "cpu", FakeRanks, FakeStream, lent_memory
     dist.group.WORLD.timeout = timedelta(seconds=timeout_s)
     FakeRanks.log.clear()
     return communicator()
@@ -790,7 +792,7 @@ def test_a_launch_waits_for_the_one_before_on_another_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].cuda_stream in captured)
-    launches = gpus._Stream(torch.device("cuda:0"))
+    launches = gpus.StreamOrder(torch.device("cuda:0"))
     for name, expected in ((1, []), (1, []), (2, [(2, 1)]), (1, [(2, 1), (1, 2)])):
         with on(streams[name]), launches.next() as handle:
             assert handle == name
@@ -832,6 +834,59 @@ def gpu_torchs_own(rank):
     x = torch.full((3,), rank + 1.0, device="cuda")
     dist.all_reduce(x)
     assert (x.cpu() == sum(range(dist.get_world_size() + 1))).all()
+
+
+def layer_step(overlap, style, sequence_parallel):
+    """y and all gradients of a layer of bf16 on the GPU; 256 tokens."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    options = dict(style=style, sequence_parallel=sequence_parallel, overlap=overlap, device="cuda")
+    layer = weft.ParallelLinear(512, 384, dtype=torch.bfloat16, **options)
+    x, dy = (torch.randn(256, width, device="cuda").bfloat16() for width in (512, 384))
+    if style == "row" or sequence_parallel:
+        dim = -1 if style == "row" else 0
+        x = x.split(weft.split_sizes(x.size(dim), world), dim)[rank].contiguous()
+    if style == "column" or sequence_parallel:
+        dim = -1 if style == "column" else 0
+        dy = dy.split(weft.split_sizes(dy.size(dim), world), dim)[rank].contiguous()
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+def gpu_overlap(rank):
+    """Overlapping changes no bit: the copies, the windows and the kernels, between processes."""
+    with choice.prefer("kernel"):
+        for style, sequence_parallel in itertools.product(("column", "row"), (True, False)):
+            apart = layer_step("never", style, sequence_parallel)
+            for _ in range(3):
+                together = layer_step("always", style, sequence_parallel)
+                assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True)), (style, sequence_parallel)
+    torch.cuda.synchronize()
+    weft.check_waits()
+
+
+def gpu_overlap_graph(rank):
+    """A captured layer is replayed, with other rows each time."""
+    layer = weft.ColumnParallelLinear(512, 384, sequence_parallel=True, overlap="always", device="cuda", bias=False)
+    layer = layer.bfloat16()
+    x = torch.randn(128, 512, device="cuda").bfloat16()
+    with choice.prefer("kernel"), torch.no_grad():
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        for seed in range(3):
+            torch.manual_seed(seed * 10 + rank)
+            x.copy_(torch.randn(128, 512, device="cuda"))
+            graph.replay()
+            torch.cuda.synchronize()
+            weft.check_waits()
+            layer.place = layer.place._replace(overlap="never")
+            assert torch.equal(y, layer(x)), seed
+            layer.place = layer.place._replace(overlap="always")
 
 
 def gpu_in_symmetric_memory(rank):
@@ -953,6 +1008,9 @@ SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 GPU_CASES = [
     pytest.param(gpu_one_call_each, 2, marks=pytest.mark.sanitize),
     (gpu_torchs_own, 2),
+    (gpu_overlap, 2),
+    (gpu_overlap, 4),
+    (gpu_overlap_graph, 2),
     (gpu_collectives, 2),
     (gpu_collectives, 4),
     (gpu_in_symmetric_memory, 2),

@@ -66,7 +66,7 @@ def compare(rank, style, sequence_parallel, cases):
 def test_overlapping_changes_no_bit_of_a_result_or_a_gradient(world, style, sequence_parallel):
     cases = [((2, 7, 24), 1, "gelu", torch.bfloat16), ((23, 17), 0, None, torch.float32)]
     if world == 2:
-        cases += [((5, 3, 8), 0, None, torch.float16), ((9, 8), 0, "silu", torch.bfloat16, True)]
+        cases += [((5, 3, 8), 0, None, torch.float16), ((700, 64), 0, "gelu", torch.float16, True)]
     run_ranks(compare, world, style, sequence_parallel, cases, timeout_s=200)
 
 
@@ -140,7 +140,18 @@ def cannot(rank):
         layer = weft.ColumnParallelLinear(2048, 2048)
         small, large = (weft.explain(layer, tokens=tokens).layers[0].communication["dgrad"] for tokens in (8, 1024))
     assert small == "all_reduce, one after the other: 0.1 MiB travel, the crossover is 8 MiB (estimated)"
-    assert large == "all_reduce, overlapped: 16.0 MiB travel, the crossover is 8 MiB (estimated)"
+    assert large == (
+        "all_reduce, overlapped: 16.0 MiB travel, the crossover is 8 MiB (estimated); if the ranks reach each other's "
+        "memory, which the first such call finds out"
+    )
+    cpu = torch.device("cpu")
+    with choice.prefer("kernel"):
+        layer.communicator.unreached[cpu] = "they are far apart"
+        told = weft.explain(layer, tokens=1024).layers[0].communication["dgrad"]
+        assert told == "all_reduce, one after the other: they are far apart"
+        layer.communicator.unreached.clear()
+        told = weft.explain(weft.RowParallelLinear(65536, 16), tokens=16).layers[0].communication["forward"]
+    assert "one after the other: the product splits K in" in told, "then the bits would be others"
 
 
 CPU = "the product is not our kernel's (ATen: the kernels run on CUDA devices, the tensors are on the CPU)"

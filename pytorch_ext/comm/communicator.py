@@ -89,7 +89,8 @@ class Communicator:
         self.rank: int = group.rank()
         self.world: int = group.size()
         self._records: dict[torch.device, WaitRecord] = {}
-        self.workspaces: dict = {}  # of kernels that write to other ranks (`comm.workspace`)
+        self.unreached: dict[torch.device, str] = {}  # why ranks do not reach each other's memory there; "": they do
+        self.workspaces: dict[tuple[str, torch.device], Any] = {}  # of kernels that write to other ranks
 
     @property
     def name(self) -> str:
@@ -197,8 +198,10 @@ class Communicator:
         """The size of every rank's x along `dim`, in rank order."""
         if self.world == 1:
             return [x.size(dim)]
-        sizes = torch.empty(self.world, dtype=torch.int64, device=x.device)
-        self.gather_parts(torch.tensor([x.size(dim)], device=x.device), list(sizes.split(1)))
+        # Over the host's engine, if there is one: a GPU would have to be waited for.
+        device = torch.device("cpu") if isinstance(self.host, EngineCommunicator) else x.device
+        sizes = torch.empty(self.world, dtype=torch.int64, device=device)
+        self.gather_parts(torch.tensor([x.size(dim)], device=device), list(sizes.split(1)))
         return sizes.tolist()
 
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:

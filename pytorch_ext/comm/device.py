@@ -4,8 +4,6 @@ Tensors in host memory go to the weft engine where that is the group's CPU backe
 the first collective decides, once and on every rank alike, whether the ranks reach each other's memory.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
@@ -20,6 +18,7 @@ from weft.comm.backend import WeftProcessGroup
 from weft.comm.communicator import BackendCommunicator, Communicator, EngineCommunicator, backends_of, communicator
 from weft.comm.dtypes import SUM, op_code
 from weft.comm.fusion import Fusion
+from weft.comm.stream_order import StreamOrder
 from weft.comm.window import Window, open_window
 
 _AVERAGE = _C.reduce_ops["avg"]
@@ -230,7 +229,7 @@ class DeviceCommunicator(Communicator):
 
     def _choose(self, device: torch.device) -> None:
         """Decides, with all ranks, what carries CUDA tensors."""
-        stream = _Stream(device)
+        stream = StreamOrder(device)
         if stream.capturing():
             raise RuntimeError(
                 f'group "{self.name}" has had no collective of CUDA tensors yet, and cannot be set up for them while a '
@@ -279,7 +278,7 @@ class Lent:
 class _Kernels:
     """The extension's collectives on one group and device, with the memory that they meet in."""
 
-    def __init__(self, ranks: DeviceCommunicator, window: Window, stream: "_Stream"):
+    def __init__(self, ranks: DeviceCommunicator, window: Window, stream: "StreamOrder"):
         self._record, self._stream, self._window = ranks.record(stream.device), stream, window
         self._ranks = _ranks(
             ranks.rank,
@@ -304,42 +303,12 @@ class _Kernels:
             getattr(self._ranks, name)(*arguments, handle, **more)
 
 
-class _Stream:
-    """Where launches on one device go: torch's current stream. They share flags, so one waits for the other."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._last: torch.cuda.Stream | None = None
-
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    def on_device(self) -> AbstractContextManager:
-        return torch.cuda.device(self.device)
-
-    @contextmanager
-    def next(self) -> Iterator[int]:
-        """The handle of the current stream, with the device made current."""
-        with self.on_device():
-            stream = torch.cuda.current_stream()
-            # A captured launch is ordered by its graph: it neither waits for what runs now, nor is it waited for.
-            if self._last is not None and stream != self._last and _captures(self._last) == self.capturing():
-                stream.wait_stream(self._last)
-            self._last = stream
-            yield stream.cuda_stream
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
 def one_shot_below(world: int) -> int:
     """Bytes of a tensor below which all_reduce is one-shot: every rank reads all of every other's."""
     return next(bytes for most, bytes in _ONE_SHOT_BELOW_BYTES.items() if world <= most)
 
 
-def _made(ranks: DeviceCommunicator, window: Window, stream: _Stream) -> tuple[_Kernels | None, str]:
+def _made(ranks: DeviceCommunicator, window: Window, stream: StreamOrder) -> tuple[_Kernels | None, str]:
     try:
         return _Kernels(ranks, window, stream), ""
     except (ValueError, RuntimeError) as error:  # of this rank's driver: the others must hear of it

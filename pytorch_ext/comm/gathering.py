@@ -62,13 +62,13 @@ def start_gathering(peers: signal.Peers, x: torch.Tensor, dim: int, sizes) -> Ga
     agreed = signal.signature("all_gather", rows, row_bytes, x.dtype)
 
     # 1. This rank's rows into its window, where the others fetch them once all have come.
-    mine = x.contiguous().view(-1).view(torch.uint8)
-    peers.memory[signal.DATA_OFFSET :][: mine.numel()].copy_(mine)
+    (own_flags,) = peers.keep(_own_flags(rows, peers.rank, x.device))  # before anybody waits: it may be made now
+    signal.fill(peers, signal.DATA_OFFSET, x.contiguous())
     signal.meet(peers, agreed, _OPERATION, signal.COME)
 
     # 2. Its own chunks into the whole: they are there at once.
     whole = x.new_empty(_whole_shape(x, dim, sizes))
-    flags = _own_flags(rows, peers.rank, x.device).clone()
+    flags = own_flags.clone()
     whole.narrow(dim, sum(sizes[: peers.rank]), sizes[peers.rank]).copy_(x)
 
     # 3. The others', one after another.
@@ -127,6 +127,8 @@ class _StreamCopies(_Copies):
     def __init__(self, plan: _Plan, whole: torch.Tensor, flags: torch.Tensor):
         self.stream = _copy_stream(whole.device)
         self.stream.wait_stream(torch.cuda.current_stream(whole.device))
+        for tensor in (whole, flags):  # were nobody to join
+            tensor.record_stream(self.stream)
         start, first_flag = whole.data_ptr(), flags.data_ptr()
         _C.cuda.copy_and_mark(
             [start + offset for offset in plan.offsets],

@@ -4,6 +4,7 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.comm.record import WaitRecord
+from weft.comm.stream_order import StreamOrder
 from weft.comm.window import Window, open_window
 from weft.kernels import launch, signal
 
@@ -12,7 +13,8 @@ def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.devic
     """The group's window for a purpose, of at least that many bytes, as kernels reach it. A collective call where it
     must grow. Raises what the ranks' waits left on record before.
 
-    Two calls that overlap in time use windows of different purposes. One that has become too small is kept: a captured
+    Two calls that overlap in time use windows of different purposes; of one purpose, a call waits for the one before,
+    whatever streams they are on. A window that has become too small is kept: a captured
     CUDA graph may still use it.
 
     Raises:
@@ -21,7 +23,10 @@ def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.devic
     """
     record = ranks.record(device)
     record.check()
-    kept: list[signal.Peers] = ranks.workspaces.setdefault((purpose, device), [])
+    order, kept = ranks.workspaces.setdefault((purpose, device), (StreamOrder(device), []))
+    if device.type == "cuda":
+        with order.next():  # calls from several streams share the window and its flags
+            pass
     if kept and kept[-1].memory.numel() >= bytes:
         return kept[-1]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -78,7 +78,8 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         activation = place.activation
-        if activation and (needs_weight or needs_bias):  # else dgrad alone needs dz, and may form it as it goes
+        # On one rank dgrad may form dz as it goes, where nobody else needs it.
+        if activation and (needs_weight or needs_bias or place.ranks.world > 1):
             dy, activation = activation.backward(dy, z), None
         if needs_weight and split:
             gather_x = overlap.gather_meanwhile(place, x, ctx.sizes, weight)

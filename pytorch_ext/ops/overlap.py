@@ -4,16 +4,17 @@
     scattered   reduce_scatter(a @ b)              kernels/matmul_reduce_scatter.py
     reduced     all_reduce(a @ b)                  kernels/all_reduce.py
 
-Either way the sums are the same; with our matmul in both, the bits too.
+Either way the sums are the same; with our matmul in both, and K not split in it, the bits too. So "auto" does not
+overlap where our matmul would split K.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from weft import _C
 from weft.comm.communicator import Communicator
 from weft.ops import choice, matmul
 from weft.ops.activation import Activation
@@ -25,6 +26,7 @@ MODES = ("auto", "never", "always")
 # costs the meetings of the ranks, about 20 us of launches and flags: 8 MiB take as long at 450 GB/s, NVLink 4's rate in
 # one direction (NVIDIA H100 datasheet). An estimate: no machine with several GPUs was measured.
 CROSSOVER_BYTES = 8 << 20
+_FIRST_WINDOW_BYTES = 1 << 20
 
 
 class Place(NamedTuple):
@@ -118,10 +120,11 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> int:
 def scattered(
     place: Place, a: torch.Tensor, b: torch.Tensor, sizes, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
-    """This rank's shard along the sequence of the sum over ranks of a @ b; of act'(z) a, where there is an activation.
+    """This rank's shard along the sequence of the sum over ranks of a @ b.
 
     Args:
         a: [..., K_r], whole along the sequence; b: [K_r, N]; sizes: of the shards.
+        activation, z: on one rank alone, a is act'(z) a.
     """
     ranks, dim = place.ranks, _dim(place, a)
     if not _fuses(place, a, a.numel() // a.size(-1), b, "scattered"):
@@ -130,18 +133,17 @@ def scattered(
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
 
-    rows = Rows.of(a.shape, dim, sizes)
+    rows = Rows.of(a.shape, dim, sizes, most=256)
     peers = workspace(ranks, "reduce", Inbox(rows, b.size(1), a.dtype).window_bytes(sums=False), a.device)
     shape = [*a.shape[:-1], b.size(1)]
     shape[dim] = sizes[ranks.rank]
-    a = activation.backward(a, z) if activation else a
     return matmul_reduce_scatter(as_matrix(a), b, peers, rows).view(shape)
 
 
 def reduced(
     place: Place, a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
-    """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; of act'(z) a, where there is an activation."""
+    """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; activation and z as in `scattered`."""
     ranks = place.ranks
     if not _fuses(place, a, a.numel() // a.size(-1), b, "reduced"):
         return ranks.all_reduce_(matmul.dgrad(a, b, activation, z))
@@ -150,7 +152,7 @@ def reduced(
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox
 
-    matrix = as_matrix(activation.backward(a, z) if activation else a)
+    matrix = as_matrix(a)
     each, more = divmod(matrix.size(0), ranks.world)  # some may have none, where split_sizes would refuse
     rows = Rows.of(matrix.shape, 0, [each + (rank < more) for rank in range(ranks.world)], most=256)
     peers = workspace(ranks, "reduce", Inbox(rows, b.size(1), a.dtype).window_bytes(sums=True), a.device)
@@ -166,14 +168,14 @@ def decide(place: Place, m: int, b: torch.Tensor, how: str, activation: Activati
     Raises:
         ValueError: overlap="always" where it cannot be.
     """
-    cannot = _why_not(place.ranks, b.device, b.dtype)
+    cannot = _why_not(place.ranks, b.device, b.dtype) or place.ranks.unreached.get(b.device)
     if cannot:
         if place.overlap == "always" and place.ranks.world > 1:
             raise ValueError(f'overlap="always": {cannot}; use overlap="auto"')
         return Overlap(False, cannot)
     if place.overlap != "auto":
         return Overlap(place.overlap == "always", f'overlap="{place.overlap}"')
-    from weft.kernels.matmul_tiles import Problem, is_turned
+    from weft.kernels.matmul_tiles import Problem, choose_tile, is_turned
 
     k, n = b.shape
     if how == "gathered":
@@ -183,11 +185,17 @@ def decide(place: Place, m: int, b: torch.Tensor, how: str, activation: Activati
     turned = is_turned(b)
     aligned = all(size * b.element_size() % 16 == 0 for size in (k, k if turned else n))
     name = activation.name if activation else "none"
-    algorithm = choice.algorithm(Problem(m, n, k, "nt" if turned else "nn", aligned, b.dtype, name), b.device)
+    problem = Problem(m, n, k, "nt" if turned else "nn", aligned, b.dtype, name)
+    algorithm = choice.algorithm(problem, b.device)
     if not algorithm.kernel:
         return Overlap(False, f"the product is not our kernel's ({algorithm})")
+    pieces = choose_tile(problem, b.device).config.split_k
+    if pieces > 1:
+        return Overlap(False, f"the product splits K in {pieces}, which it could not do as it communicates")
     travelling = {"gathered": m * k, "scattered": m * n, "reduced": 2 * m * n}[how] * b.element_size()
     size = f"{travelling / (1 << 20):.1f} MiB travel, the crossover is {CROSSOVER_BYTES >> 20} MiB (estimated)"
+    if travelling >= CROSSOVER_BYTES and b.device not in place.ranks.unreached:
+        size += "; if the ranks reach each other's memory, which the first such call finds out"
     return Overlap(travelling >= CROSSOVER_BYTES, size)
 
 
@@ -204,6 +212,8 @@ def _why_not(ranks: Communicator, device: torch.device, dtype: torch.dtype) -> s
         return "there is one rank"
     if not choice.can_run(device):
         return choice.excluded(device).reason
+    if device.type == "cuda" and _C.cuda is None:
+        return "this weft was built without CUDA"
     from weft.kernels.matmul import COMMUNICATING_DTYPES
 
     return None if dtype in COMMUNICATING_DTYPES else f"the communicating kernels do not take {dtype}"
@@ -211,18 +221,15 @@ def _why_not(ranks: Communicator, device: torch.device, dtype: torch.dtype) -> s
 
 def _reach(place: Place, device: torch.device) -> bool:
     """Whether the ranks reach each other's memory. Found out once, by all of them together."""
-    cannot = _no_window(place.ranks, device)
-    if cannot and place.overlap == "always":
-        raise ValueError(f'overlap="always": {cannot}; use overlap="auto"')
-    return cannot is None
+    unreached = place.ranks.unreached
+    if device not in unreached:
+        from weft.comm.workspace import workspace
 
-
-@lru_cache(maxsize=256)
-def _no_window(ranks: Communicator, device: torch.device) -> str | None:
-    from weft.comm.workspace import workspace
-
-    try:
-        workspace(ranks, "reduce", 1, device)
-    except ValueError as error:
-        return str(error)
-    return None
+        try:
+            workspace(place.ranks, "reduce", _FIRST_WINDOW_BYTES, device)
+            unreached[device] = ""
+        except (ValueError, OSError) as error:  # the same on every rank
+            unreached[device] = str(error)
+    if unreached[device] and place.overlap == "always":
+        raise ValueError(f'overlap="always": {unreached[device]}; use overlap="auto"')
+    return not unreached[device]

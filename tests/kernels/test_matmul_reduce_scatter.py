@@ -1,5 +1,7 @@
 """matmul + reduce_scatter has the bits of matmul and then the reduction contract, whatever the timing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,26 @@ def test_what_never_arrives_makes_the_sum_nan(device):
     result = matmul_reduce_scatter(a, b, peers, rows)
     assert result.isnan().all() and result.shape == (20, 24)
     assert peers.record[:5].tolist() == [1, 1, signal.MATMUL_REDUCE_SCATTER, signal.PARTIAL, 0]
+
+
+def test_a_rank_that_gave_up_writes_nothing_more_to_the_others(device):
+    """Rank 0 gives up in its first call, with a second queued behind it. Rank 1, late, still has what the first wrote."""
+    rows = Rows(1, (20, 20), 8)
+    bytes = Inbox(rows, 24, torch.bfloat16).window_bytes(sums=False)
+    first = abandoned(device, rank=0, timeout_s=0.3, bytes=bytes)
+    windows = [first.memory, torch.zeros_like(first.memory)]
+    at = tuple(window.data_ptr() for window in windows)
+    first, second = (
+        replace(
+            abandoned(device, rank, 0.3, bytes), memory=windows[rank], at=at, addresses=torch.tensor(at, device=device)
+        )
+        for rank in range(2)
+    )
+    b = torch.ones(16, 24, dtype=torch.bfloat16, device=device)
+    for number in (1, 100):
+        assert matmul_reduce_scatter(torch.full_like(b.t()[:1].expand(40, 16), number), b, first, rows).isnan().all()
+    late = matmul_reduce_scatter(torch.full_like(b.t()[:1].expand(40, 16), 1), b, second, rows)
+    assert (late == 32).all()
 
 
 def test_what_the_kernels_do_not_take_is_refused_by_name(device):
