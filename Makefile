@@ -26,7 +26,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# With every Triton kernel compiled: five minutes of two cores at first, seconds where no kernel has changed.
 wheel: $(VENV)/built
+	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.aot
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 # Offline, with the python that is there: builds in place, then the STEPS of bench/on_gpu.py; what came out is in $(OUT).

@@ -2,18 +2,24 @@
 
 The extension sees raw pointers only, so building it needs neither torch nor its headers. CUDA sources are compiled
 where nvcc is found, on the PATH or in CUDA_HOME; `WEFT_CUDA=0` leaves them out, `WEFT_CUDA=1` insists on them.
+
+Triton kernels are not compiled here: the archives of kernels/compiled go along where `python -m weft.kernels.aot` has
+written them and the kernels' sources are still the same.
 """
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tomllib
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 FOLDERS = {"weft": "pytorch_ext", "weft.kernels": "kernels", "weft.bench": "bench"}
@@ -32,6 +38,29 @@ def packages():
     for package, folder in FOLDERS.items():
         found += [package, *(f"{package}.{name}" for name in find_packages(ROOT / folder))]
     return found
+
+
+def compiled_kernels():
+    """The archives to include, and a line about them."""
+    spec = importlib.util.spec_from_file_location("archive", ROOT / "kernels" / "archive.py")
+    archive = sys.modules["archive"] = importlib.util.module_from_spec(spec)  # where its dataclasses look for it
+    spec.loader.exec_module(archive)
+    included, told = [], []
+    for path in sorted(archive.COMPILED.glob("*.weft")):
+        try:
+            stored = archive.Archive(path)
+            fault = next(filter(None, map(stored.drift, stored.sources)), None)
+        except archive.ArchiveError as error:
+            fault = error
+        if fault:
+            told.append(f"weft: left out the compiled kernels of {path.stem}: {fault}")
+        else:
+            included.append(path)
+    if included:
+        told.append(f"weft: with the compiled kernels of {', '.join(path.stem for path in included)}")
+    else:
+        told.append(f"weft: no compiled kernels are included; {archive.HOW_TO_BUILD}")
+    return [path.name for path in included], "\n".join(told)
 
 
 def find_nvcc():
@@ -53,6 +82,15 @@ def cuda_home(nvcc):
     """The toolkit that nvcc itself names; the nvcc on the PATH may be a script that stands elsewhere."""
     dry = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True)
     return Path(re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE).group(1).strip())
+
+
+class PythonBuild(build_py):
+    """Says which compiled kernels are included, and keeps those of an earlier build out."""
+
+    def run(self):
+        print(COMPILED_KERNELS[1])
+        shutil.rmtree(Path(self.build_lib) / "weft" / "kernels" / "compiled", ignore_errors=True)
+        super().run()
 
 
 class NinjaBuild(build_ext):
@@ -140,10 +178,16 @@ def sources():
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cu"))
 
 
+COMPILED_KERNELS = compiled_kernels()
+
 setup(
     packages=packages(),
     package_dir=FOLDERS,
-    package_data={"weft": ["py.typed", "*.pyi"], "weft.kernels": ["configs/*/*.json"]},
+    package_data={
+        "weft": ["py.typed", "*.pyi"],
+        "weft.kernels": ["configs/*/*.json"],
+        "weft.kernels.compiled": COMPILED_KERNELS[0],
+    },
     ext_modules=[Extension("weft._C", sources())],
-    cmdclass={"build_ext": NinjaBuild},
+    cmdclass={"build_py": PythonBuild, "build_ext": NinjaBuild},
 )

@@ -12,10 +12,9 @@ tests/kernels/test_matmul.py.
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from weft.kernels import launch
+from weft.kernels.language import tl, triton
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 

@@ -13,12 +13,11 @@ The bits are those of matmul and then all_reduce. Held by tests/kernels/test_all
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from weft.kernels import launch, signal
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
+from weft.kernels.language import tl, triton
 from weft.kernels.matmul import matmul_to_peers
 from weft.kernels.matmul_reduce_scatter import Inbox, check_rows, sum_parts
 
@@ -63,9 +62,9 @@ def matmul_all_reduce(
 
 def _fetch(inbox: Inbox, peers: signal.Peers, out: torch.Tensor, agreed: int) -> None:
     """Step 3."""
-    table = inbox.rows.table(out.device)
+    (table,) = peers.keep(inbox.rows.table(out.device))
     units = table.size(0) * triton.cdiv(inbox.columns, _COLUMNS)
-    programs = min(units, 4 * peers.processors)
+    programs = min(units, peers.processors)
     launch.launch(
         _fetch_kernel,
         (programs,),
@@ -118,7 +117,7 @@ def _fetch_kernel(
         # 1. The owner has summed the chunk.
         signal.wait(flags + chunk, agreed, spoiled, record, timeout_us, rank, owner,
                     signal.MATMUL_ALL_REDUCE, signal.SUMMED)  # fmt: skip
-        sound = signal.poison(spoiled) == 1.0
+        sound = signal.is_sound(spoiled)
 
         # 2. Its rows, as they are.
         source = signal.at(addresses, owner, sums_offset)

@@ -36,9 +36,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels import launch
 from weft.kernels.attention_backward import delta_kernel, dkdv_kernel, dq_kernel
@@ -55,6 +52,7 @@ from weft.kernels.attention_scores import (
 )
 from weft.kernels.attention_tiles import listed, padded
 from weft.kernels.config import AttentionConfig, choose
+from weft.kernels.language import TensorDescriptor, tl, triton
 
 LARGEST_HEAD_DIM = 256
 _DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)

@@ -1,8 +1,5 @@
 """The kernels of attention's backward; the mathematics and the launchers are in attention.py."""
 
-import triton
-import triton.language as tl
-
 from weft.kernels import launch
 from weft.kernels.attention_scores import (
     LOG2E,
@@ -15,6 +12,7 @@ from weft.kernels.attention_scores import (
     visible_pairs,
     whole_tile,
 )
+from weft.kernels.language import tl, triton
 
 
 @triton.jit

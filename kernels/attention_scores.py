@@ -3,8 +3,7 @@
 The mathematics is in attention.py.
 """
 
-import triton
-import triton.language as tl
+from weft.kernels.language import tl, triton
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _ROUNDS: tl.constexpr = tl.constexpr(7)

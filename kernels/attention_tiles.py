@@ -1,8 +1,7 @@
 """Which tile configurations of the attention kernels exist."""
 
-import triton
-
 from weft.kernels.config import AttentionConfig
+from weft.kernels.language import triton
 
 # The tile configurations that exist, by architecture, kind and padded head dimension; the heuristic takes the first.
 # They are what the registers of that architecture hold: `weft.kernels.check` shows how full they are.

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 
 from weft.kernels import launch
+from weft.kernels.language import tl, triton
 
 ALIGNMENT = 8  # elements; where a tensor may start in the flat buffer
 MOST_BUFFERS = 64

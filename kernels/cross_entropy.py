@@ -23,10 +23,9 @@ Saved for backward by weft.ops.cross_entropy: z, target, h and l. Held by tests/
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from weft.kernels import launch
+from weft.kernels.language import tl, triton
 
 # 16 logits a thread: two (16-bit) or four (fp32) 16-byte accesses in flight, and each lane's running maximum and sums
 # still in registers.

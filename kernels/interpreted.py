@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-import triton.language as tl
+from weft.kernels.language import tl
 
 
 def at_meeting() -> None:

@@ -4,21 +4,27 @@ A kernel runs on a CUDA device, or on CPU tensors in Triton's interpreter (TRITO
 is imported). While a `recording` is on, nothing runs: the launchers are called with meta tensors, and what they would
 have launched is kept. So whoever compiles ahead of time or checks the machine code sees exactly what a call would
 launch.
+
+On a CUDA device a launch takes the variant that was compiled ahead of time, where there is one for its arguments; else
+Triton compiles it, which is said once for each kernel. WEFT_NO_JIT=1 makes that an error.
 """
 
 import contextlib
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+from weft.kernels import dispatch, language, signature
+from weft.kernels.dispatch import use as use
+from weft.kernels.language import tl, triton
+
+INTERPRETED = language.INTERPRETED
 # The interpreter holds bf16 as integers (numpy has none): its dot of them is wrong without a word, and its cast cuts
 # off instead of rounding. `dot` and `rounded` are right in both.
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
@@ -41,6 +47,17 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int
+
+    def __str__(self) -> str:
+        return signature.describe(self.arguments, self.constants, self.warps, self.stages)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the machine code of a launch comes from, and why not from where it would come faster."""
+
+    how: Literal["ahead-of-time", "jit", "interpreter", "nowhere"]
+    why: str
 
 
 @dataclass
@@ -74,10 +91,39 @@ def launch(kernel, grid: Sequence[int], *arguments, warps: int = 4, stages: int 
     if current is not None:
         current.launches.append(Launch(kernel, tuple(grid), arguments, constants, warps, stages))
         return
-    device = next(_tensor(argument).device for argument in arguments if _is_memory(argument))
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        # Contraction to fused multiply-adds is named, since its default differs between versions of Triton.
+    index = _device_index(arguments)
+    if INTERPRETED or index < 0:
         kernel[tuple(grid)](*arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+    elif index == torch.cuda.current_device():
+        _launch_on(index, kernel, tuple(grid), arguments, constants, warps, stages)
+    else:
+        with torch.cuda.device(index):
+            _launch_on(index, kernel, tuple(grid), arguments, constants, warps, stages)
+
+
+def origin(recorded: Launch, architecture: str) -> Origin:
+    """Where the machine code of that launch would come from, on a device that `code_architecture` gives this for."""
+    if INTERPRETED:
+        return Origin("interpreter", "TRITON_INTERPRET=1 is set")
+    found = dispatch.find(recorded.kernel, architecture)
+    if isinstance(found, str):
+        why = found
+    elif found.serves(recorded.arguments, dispatch.constants_of(recorded.constants, recorded.warps, recorded.stages)):
+        return Origin("ahead-of-time", "")
+    else:
+        why = found.lacks()
+    refusal = _why_not_compile()
+    return Origin("nowhere", f"{why}; {refusal}") if refusal else Origin("jit", why)
+
+
+def code_architecture(device: torch.device) -> str:
+    """The architecture whose compiled kernels the device runs: "sm_90", say. One that runs none of ours gives its own.
+
+    Code for 8.0 runs on every 8.x but 8.7, which is Tegra's; ours for sm_90 and sm_100 has instructions of just that
+    architecture (CUDA programming guide, on binary compatibility and architecture-specific features).
+    """
+    current = _recording.get()
+    return current.architecture if current is not None else _code_architecture(device.index or 0)
 
 
 def architecture_of(device: torch.device) -> str:
@@ -181,17 +227,67 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tile.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
 
 
-def _is_memory(argument) -> bool:
-    return isinstance(argument, torch.Tensor | TensorDescriptor)
+def _device_index(arguments: tuple) -> int:
+    """Of the CUDA device that they are on; -1 on the CPU. Written for speed, as every launch asks."""
+    for argument in arguments:
+        if isinstance(argument, language.TensorDescriptor):
+            return argument.base.get_device()
+        if isinstance(argument, torch.Tensor):
+            return argument.get_device()
+    raise TypeError("a kernel was given no tensor, so no device to run on")
 
 
-def _tensor(argument) -> torch.Tensor:
-    return argument.base if isinstance(argument, TensorDescriptor) else argument
+def _launch_on(index: int, kernel, grid: tuple, arguments: tuple, constants: dict, warps: int, stages: int) -> None:
+    """On the device, which is the current one, and its current stream."""
+    found = dispatch.find(kernel, _code_architecture(index))
+    if isinstance(found, str):
+        why = found
+    else:
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if found.launch(grid, arguments, dispatch.constants_of(constants, warps, stages), stream):
+            return
+        why = found.lacks()
+    if id(kernel) not in _compiled_at_run_time or "WEFT_NO_JIT" in os.environ:
+        _announce(Launch(kernel, grid, arguments, constants, warps, stages), why)
+    # Contraction to fused multiply-adds is named, since its default differs between versions of Triton.
+    kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+_compiled_at_run_time: dict[int, Any] = {}  # kernels by identity, of which it was said
+
+
+def _announce(recorded: Launch, why: str) -> None:
+    """Says that Triton compiles the launch, or raises where it must not."""
+    kernel = recorded.kernel
+    variant = f"{dispatch.full_name(kernel)} ({recorded})"
+    refusal = _why_not_compile()
+    if refusal:
+        raise RuntimeError(f"{variant} cannot be launched: {why}; {refusal}")
+    if id(kernel) not in _compiled_at_run_time:
+        _compiled_at_run_time[id(kernel)] = kernel
+        warnings.warn(f"{variant} is compiled at its first call, by triton: {why}", stacklevel=2)
+
+
+def _why_not_compile() -> str | None:
+    if language.VERSION is None:
+        return "triton, which would compile it, is not installed (pip install weft[gpu])"
+    if os.environ.get("WEFT_NO_JIT") == "1":
+        return "WEFT_NO_JIT=1 forbids to compile it now"
+    return None
 
 
 @lru_cache
 def _properties(index: int):
     return torch.cuda.get_device_properties(index)
+
+
+@lru_cache
+def _code_architecture(index: int) -> str:
+    properties = _properties(index)
+    capability = (properties.major, properties.minor)
+    if properties.major == 8 and capability != (8, 7):
+        return "sm_80"
+    return f"sm_{properties.major}{properties.minor}"
 
 
 @lru_cache

@@ -22,14 +22,12 @@ Nothing is saved here; the autograd functions of weft.ops keep x, w and z. Held 
 from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels import launch, signal
 from weft.kernels.activation import ACTIVATIONS, activate, check_activation, derivative, gated_backward
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
+from weft.kernels.language import TensorDescriptor, tl, triton
 from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of
 
 PRECISIONS = ("ieee", "tf32")
@@ -239,11 +237,13 @@ def _meeting_arguments(arrivals: Arrivals | None, departures: Departures | None,
     if arrivals:
         order = arrivals.rows.order(block_m, arrivals.peers.rank, True, device)
         ranks = arrivals.rows.rank_of_chunk(device)
+        arrivals.peers.keep(order, ranks)
         return order, arrivals.flags, None, None, ranks, None, 0, *arrivals.peers.waits()
     if departures:
         peers, rows = departures.peers, departures.rows
         order = rows.order(block_m, peers.rank, False, device)
         tiles = rows.tiles_of_chunk(block_m, device)
+        peers.keep(order, tiles, departures.destinations, departures.flags)
         told = departures.destinations, departures.flags, tiles, peers.counters, departures.agreed
         return order, None, *told, *peers.waits()
     return None, None, None, None, None, None, 0, None, None, 0, 0
@@ -496,17 +496,23 @@ def _matmul_kernel(
                              DESCRIPTORS, B_TURNED)  # fmt: skip
                 total_up = launch.dot(x, w_up, total_up, PRECISION)
 
-        # 3. Out: the partial sum as it is, or everything that comes after the sum.
+        # 3. Out: the partial sum as it is, or everything that comes after the sum. Nothing to other ranks' memory once
+        # a wait gave up: they may still read there what the call before wrote.
         if arrivals is not None:
             total *= signal.poison(spoiled)
-        _emit(total, total_up, bias, addend, out, destinations, z, piece, row, column, rows, columns, stride_bias,
+        if departures is not None:
+            sound = signal.is_sound(spoiled)
+            reach = tl.where(sound, rows, 0)
+        else:
+            reach = rows
+        _emit(total, total_up, bias, addend, out, destinations, z, piece, row, column, reach, columns, stride_bias,
               stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
               BLOCK_M, BLOCK_N, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE, ALIGNED)  # fmt: skip
 
         # 4. Whoever completes a chunk tells its owner.
         if departures is not None:
             for chunk in range(first, final + 1):
-                if signal.last(counters + chunk, tl.load(of_chunk + chunk) * tiles_n):
+                if signal.last(counters + chunk, tl.load(of_chunk + chunk) * tiles_n) & sound:
                     signal.post(tl.load(departures + chunk).to(tl.pointer_type(tl.int32)), agreed)
 
 

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 
 from weft.kernels import launch, signal
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
+from weft.kernels.language import tl, triton
 from weft.kernels.matmul import Departures, matmul_to_peers
 from weft.kernels.matmul_tiles import listed
 
@@ -137,9 +136,9 @@ def sum_parts(
     inbox: Inbox, peers: signal.Peers, out: torch.Tensor, agreed: int, operation: int, tell: bool = False
 ) -> None:
     """Step 2: out = the sum of the parts, as they come; where `tell`, every rank is told of each chunk."""
-    own = inbox.rows.own_chunks(peers.rank, out.device)
+    (own,) = peers.keep(inbox.rows.own_chunks(peers.rank, out.device))
     units = own.size(0) * triton.cdiv(inbox.columns, _COLUMNS)
-    programs = min(units, 4 * peers.processors)
+    programs = min(units, peers.processors)  # while they wait, others' products have room
     launch.launch(
         _sum_kernel,
         (programs,),
@@ -213,7 +212,8 @@ def _sum_kernel(
         for source in range(world):
             signal.wait(flags + source * chunks + chunk, agreed, spoiled, record, timeout_us, rank, source,
                         OPERATION, signal.PARTIAL)  # fmt: skip
-        sound = signal.poison(spoiled)
+        sound = signal.is_sound(spoiled)
+        factor = signal.poison(spoiled)
 
         # 2. In the order of ranks, in fp32, rounded once.
         for start in range(0, count, ROWS):
@@ -225,11 +225,13 @@ def _sum_kernel(
             for _ in tl.range(1, world, loop_unroll_factor=4):
                 part += elements
                 total += tl.load(part, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out + places, launch.rounded(total * sound, out.dtype.element_ty), mask=inside)
+            if addresses is not None:
+                inside = inside & sound  # others read here
+            tl.store(out + places, launch.rounded(total * factor, out.dtype.element_ty), mask=inside)
 
         # 3. Whoever completes the chunk tells everybody, itself too.
         if addresses is not None:
-            if signal.last(counters + chunk, blocks):
+            if signal.last(counters + chunk, blocks) & sound:
                 for peer in range(world):
                     ready = signal.flag_at(addresses, peer, world * chunks + chunk)
                     signal.post(ready, agreed)

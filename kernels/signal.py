@@ -13,23 +13,22 @@ What a rank wrote before it put or posted is seen by whoever waited: release and
 program the barrier that both sides pass. What the tensor copy engine then reads needs `to_copy_engine` besides.
 
 Every wait is bounded by a clock. One that gives up leaves a record for the host (`comm.record`), and marks this rank's
-work as spoiled: from then on waits end at once and results are NaN, never a wrong sum. The host can end waits too, by
-writing to the record.
+work as spoiled: from then on waits end at once, results are NaN, and nothing is written that another rank may still
+read for the call before. So no rank has a wrong sum. The host can end waits too, by writing to the record.
 
 A program waits for other ranks' programs and for copies, never for a later program of its own launch; so a rank makes
 progress however few of its programs run at a time, in the interpreter one.
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from weft.kernels import interpreted as _interpreted_waits
 from weft.kernels import launch
+from weft.kernels.language import tl, triton
 from weft.kernels.launch import _INTERPRETED
 
 _interpreted: Any = _interpreted_waits if launch.INTERPRETED else None  # no Python where Triton compiles
@@ -53,7 +52,7 @@ WAIT_NAMES = {
     SUMMED: "sums are there",
     DONE: "everybody is done",
 }
-_SPOIL_BLOCK = 4096
+_BLOCK = 4096
 RECORD_WORDS = 16  # [state, rank, operation, phase, peer, program, seen, expected, claimed, ...]
 
 
@@ -72,6 +71,7 @@ class Peers:
         timeout_us: of one wait.
         processors: programs that a launch keeps running at a time.
         owner: what keeps the windows mapped.
+        kept: tables that captured CUDA graphs read.
     """
 
     rank: int
@@ -84,10 +84,17 @@ class Peers:
     timeout_us: int
     processors: int
     owner: object = None
+    kept: list = field(default_factory=list)
 
     @property
     def world(self) -> int:
         return len(self.at)
+
+    def keep(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tables, which a CUDA graph that is being captured keeps from being freed."""
+        if self.memory.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.kept.extend(tables)
+        return tables
 
     def waits(self) -> tuple:
         """What a kernel that waits takes, in the order of `wait`'s arguments."""
@@ -134,12 +141,21 @@ def meet(peers: Peers, agreed: int, operation: int, phase: int) -> None:
     )
 
 
+def fill(peers: Peers, offset: int, x: torch.Tensor) -> None:
+    """x, contiguous, into this rank's window, where other ranks read it; not where a wait before it gave up."""
+    source = x.view(-1).view(torch.int16)
+    target = peers.memory[offset:][: 2 * source.numel()].view(torch.int16)
+    if source.numel():
+        programs = min(peers.processors, triton.cdiv(source.numel(), _BLOCK))
+        launch.launch(_fill_kernel, (programs,), target, source, source.numel(), programs, peers.spoiled, BLOCK=_BLOCK)
+
+
 def spoil(peers: Peers, x: torch.Tensor) -> None:
     """NaN all over x (bits of one), where a wait before it gave up."""
     flat = x.view(-1).view(torch.uint8)
     if flat.numel():
-        programs = min(peers.processors, triton.cdiv(flat.numel(), _SPOIL_BLOCK))
-        launch.launch(_spoil_kernel, (programs,), flat, flat.numel(), programs, peers.spoiled, BLOCK=_SPOIL_BLOCK)
+        programs = min(peers.processors, triton.cdiv(flat.numel(), _BLOCK))
+        launch.launch(_spoil_kernel, (programs,), flat, flat.numel(), programs, peers.spoiled, BLOCK=_BLOCK)
 
 
 def _bounded(attempt: str) -> tl.constexpr:
@@ -272,9 +288,15 @@ def last(counter, expected):
 
 
 @triton.jit
+def is_sound(spoiled):
+    """Whether no wait gave up so far."""
+    return tl.load(spoiled, volatile=True) == 0
+
+
+@triton.jit
 def poison(spoiled):
     """1, or NaN once a wait gave up: what results are multiplied with."""
-    return tl.where(tl.load(spoiled, volatile=True) == 0, 1.0, float("nan"))
+    return tl.where(is_sound(spoiled), 1.0, float("nan"))
 
 
 @triton.jit
@@ -319,7 +341,22 @@ def _meet_kernel(
         if failed == 0:
             failed = wait(mine, agreed, spoiled, record, timeout_us, rank, peer, OPERATION, PHASE)
             if failed == 0:
-                tl.store(mine, 0)
+                tl.atomic_xchg(mine, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def _fill_kernel(
+    target,  # [count] int16
+    source,
+    count,
+    programs,
+    spoiled,
+    BLOCK: tl.constexpr,
+):
+    if is_sound(spoiled):
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, programs * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            tl.store(target + place, tl.load(source + place, mask=place < count), mask=place < count)
 
 
 @triton.jit
@@ -330,7 +367,7 @@ def _spoil_kernel(
     spoiled,
     BLOCK: tl.constexpr,
 ):
-    if tl.load(spoiled, volatile=True) != 0:
+    if not is_sound(spoiled):
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, programs * BLOCK):
             place = start + tl.arange(0, BLOCK)
             tl.store(x + place, 255, mask=place < count)
@@ -341,3 +378,4 @@ def variants(architecture: str) -> None:
     peers = unlaunched()
     meet(peers, signature("variants"), ALL_GATHER_MATMUL, COME)
     spoil(peers, peers.memory)
+    fill(peers, DATA_OFFSET, torch.empty(1 << 20, dtype=torch.bfloat16, device="meta"))

@@ -11,6 +11,8 @@ if __name__ != "weft":
     )
 
 import importlib
+import sys
+import types
 
 from weft.comm.register import register_backend_when_torch_is_imported
 
@@ -30,6 +32,8 @@ _HOMES = {
     "weft.comm.device": ["check_waits"],
     "weft.parallelize": ["parallelize"],
     "weft.explain": ["explain"],
+    "weft.doctor": ["doctor"],
+    "weft.verify": ["verify", "causal_probe"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -45,6 +49,17 @@ def __getattr__(name: str):
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
+
+
+class _Package(types.ModuleType):
+    def __setattr__(self, name: str, value) -> None:
+        """weft.explain is the function, also once somebody has imported the module of that name."""
+        if isinstance(value, types.ModuleType) and _HOME_OF.get(name) == value.__name__:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__():

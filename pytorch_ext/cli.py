@@ -1,4 +1,4 @@
-"""The command line: `weft bench`, `weft tune`."""
+"""The command line: `weft doctor`, `weft bench`, `weft tune`."""
 
 import argparse
 import importlib
@@ -7,6 +7,7 @@ import sys
 
 _BENCHES = {
     "linear": "a tensor-parallel MLP step beside DTensor over gloo",
+    "context_attention": "a sequence shared by CPU ranks beside one process with it whole",
     "collectives": "the collectives beside gloo, with nccl-tests' flags and columns",
     "matmul": "the linear layers' products at published models' shards beside torch.matmul, on a GPU",
     "attention": "an attention chunk, forward and backward, beside cuDNN, flash and FlexAttention, on a GPU",
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="weft", description="Kernels and collectives for one model on many devices.")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="whether the package can do its job here; a block for a bug report")
     bench = commands.add_parser("bench", help="measure this machine")
     bench.add_argument("bench", choices=_BENCHES, help="; ".join(f"{name}: {text}" for name, text in _BENCHES.items()))
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
@@ -31,9 +33,19 @@ def main(arguments: list[str] | None = None) -> int:
     tune.add_argument("op", choices=_TUNED)
     tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return _doctor()
     if options.command == "tune":
         return _tune(options.op, options.rest)
     return _bench(options.bench, options.rest, shlex.join(["weft", *arguments]))
+
+
+def _doctor() -> int:
+    from weft.doctor import doctor
+
+    found = doctor()
+    print(found)
+    return 0 if found.healthy else 1
 
 
 def _tune(op: str, arguments: list[str]) -> int:

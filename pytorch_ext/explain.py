@@ -1,12 +1,16 @@
 """`weft.explain`: what runs in each parallel layer of a model, and why not the faster thing."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from weft.nn import ParallelLinear
 from weft.ops import choice, overlap
+
+if TYPE_CHECKING:
+    from weft.kernels.matmul_tiles import Problem
 
 
 @dataclass(frozen=True)
@@ -110,4 +114,32 @@ def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: s
     contiguous = {"nt": (k, k), "nn": (k, n), "tn": (m, n)}[layout]
     aligned = all(size * weight.element_size() % 16 == 0 for size in contiguous)
     problem = Problem(m, n, k, layout, aligned, weight.dtype, fused or "none")
-    return str(choice.algorithm(problem, weight.device))
+    algorithm = choice.algorithm(problem, weight.device)
+    if not algorithm.kernel or weight.device.type != "cuda":
+        return str(algorithm)
+    from weft.kernels import launch
+
+    return f"{algorithm} ({origin_of(problem, launch.code_architecture(weight.device))})"
+
+
+def origin_of(problem: "Problem", architecture: str) -> str:
+    """Where our kernel's machine code for the product comes from: "ahead-of-time", or "jit" and why."""
+    from weft.kernels import launch
+    from weft.kernels.matmul import matmul
+
+    def operand(rows: int, columns: int, turned: bool) -> torch.Tensor:
+        shape = (columns, rows) if turned else (rows, columns)
+        matrix = torch.empty(shape, dtype=problem.dtype, device="meta")
+        return matrix.t() if turned else matrix
+
+    a_turned, b_turned = (letter == "t" for letter in problem.layout)
+    activation = None if problem.fused == "none" else problem.fused
+    with launch.recording(architecture) as launches:
+        matmul(
+            operand(problem.m, problem.k, a_turned),
+            operand(problem.k, problem.n, b_turned),
+            activation=activation,
+            keep_z=activation is not None,
+        )
+    found = launch.origin(launches[0], architecture)
+    return f"{found.how}: {found.why}" if found.why else found.how

@@ -123,10 +123,10 @@ def verify(
         plain_name = name.removeprefix("module.") if name not in whole else name
         if plain_name not in whole:
             raise ValueError(f"verify: the reference has no parameter {name!r}; it has {', '.join(whole)}")
-        gradients = (_gradient(in_type[plain_name]), _gradient(whole[plain_name]))
+        gradients = [_gradient(in_type[plain_name]), _gradient(whole[plain_name])]
         shard = shard_of(parameter)
         if shard is not None:
-            gradients = tuple(g if g is None else shard.take(g) for g in gradients)
+            gradients = [g if g is None else shard.take(g) for g in gradients]
         found.append(_difference(f"gradient of {name}", _gradient(parameter), *gradients))
     leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
     return _over_ranks(found, leaks)

@@ -23,6 +23,8 @@ ALLOWED = {
     "weft.parallelize": {"weft.nn", "weft.ops", "weft.comm", "weft.shard", "weft.mesh", *LEAVES},
     "weft.explain": {"weft.kernels", "weft.nn", "weft.ops"},
     "weft.build_info": {"weft._C"},
+    "weft.verify": {"weft.shard"},
+    "weft.doctor": {"weft._C", "weft.build_info", "weft.kernels", "weft.testing"},
     "weft.split": set(),
     "weft.testing": None,
     "weft.bench": None,
@@ -90,6 +92,12 @@ def test_importing_weft_imports_neither_torch_nor_triton():
         )
         == "[]\n"
     )
+
+
+def test_a_function_is_found_also_where_its_module_has_its_name():
+    names = "build_info doctor explain parallelize verify"
+    code = f"import importlib, weft\nfor n in {names.split()}: importlib.import_module('weft.' + n); print(type(getattr(weft, n)).__name__)"
+    assert run(code).split() == ["function"] * 5
 
 
 def test_what_needs_no_torch_works_where_there_is_none():

@@ -1,5 +1,9 @@
 """weft.explain names what runs in each layer, and why."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -32,6 +36,20 @@ def explains(rank):
 
 def test_every_parallel_layer_is_named_with_what_runs_and_why():
     run_ranks(explains, 2)
+
+
+def test_where_a_kernels_machine_code_comes_from_is_told(tmp_path):
+    """In a process that does not interpret, with no archive: by triton, and why."""
+    code = (
+        "import torch; from weft.explain import origin_of; from weft.kernels import dispatch, launch; "
+        "from weft.kernels.matmul_tiles import Problem; from weft import _C; from pathlib import Path; "
+        f"dispatch.use(_C.launch, Path({str(tmp_path)!r})); "
+        "print(origin_of(Problem(512, 256, 128, 'nt', True, torch.bfloat16), 'sm_90'))"
+    )
+    clean = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "WEFT_NO_JIT")}
+    for extra, start in (({}, "jit: "), ({"WEFT_NO_JIT": "1"}, "nowhere: ")):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **extra})
+        assert done.stdout.startswith(f"{start}this installation has no compiled kernels for sm_90"), done
 
 
 @pytest.mark.kernel

@@ -1,4 +1,4 @@
-"""The wheel: built in isolation with and without nvcc, installed alone, run from."""
+"""The wheel: built in isolation with and without nvcc, with and without compiled kernels, installed alone, run from."""
 
 import ast
 import os
@@ -28,13 +28,20 @@ def run(*command, **options):
     return done.stdout
 
 
-def build_wheel(folder, environment):
-    """As a stranger would: a clean tree, an isolated build environment without torch."""
-    tree, wheels = folder / "tree", folder / "wheels"
+def copy_tree(tree, compiled=None):
+    """What a stranger has: the files of the repository and, where there are any, an archive of compiled kernels."""
     for name in run("git", "ls-files", cwd=ROOT).splitlines():
         if (ROOT / name).exists():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
+    if compiled is not None:
+        shutil.copy(compiled, tree / "kernels" / "compiled")
+
+
+def build_wheel(folder, environment, compiled=None):
+    """As a stranger would: a clean tree, an isolated build environment without torch."""
+    tree, wheels = folder / "tree", folder / "wheels"
+    copy_tree(tree, compiled)
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, tree, env=environment)
     (wheel,) = wheels.glob("weft-*.whl")
     return wheel
@@ -53,12 +60,21 @@ def install(wheel, folder):
 
 @pytest.fixture(scope="module")
 def environment():
-    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "WEFT"))}
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "WEFT", "TRITON"))}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory, environment):
-    return build_wheel(tmp_path_factory.mktemp("wheel"), environment)
+def compiled(tmp_path_factory, environment):
+    """An archive of the smallest op for one architecture."""
+    folder = tmp_path_factory.mktemp("compiled")
+    options = ["--op", "signal", "--architecture", "sm_90", "--out", folder, "--cache", folder / "cache"]
+    run(sys.executable, "-m", "weft.kernels.aot", *options, cwd=folder, env=environment)
+    return folder / "sm_90.weft"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, environment, compiled):
+    return build_wheel(tmp_path_factory.mktemp("wheel"), environment, compiled)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +97,44 @@ def test_the_wheel_holds_weft_whole_and_nothing_beside_it(wheel):
         for path in (ROOT / folder).rglob("*.py"):
             assert f"{package}/{path.relative_to(ROOT / folder).as_posix()}" in names
     assert "weft/py.typed" in names and "weft/_C.pyi" in names
+
+
+KERNELS = """
+import sys
+sys.modules["triton"] = None
+import weft.ops
+from weft.kernels import launch, variants
+assert launch.__file__.startswith(sys.prefix), launch.__file__
+for recorded in variants.record("signal", "sm_90"):
+    origin = launch.origin(recorded, "sm_90")
+    assert origin.how == "ahead-of-time", origin
+print(launch.origin(recorded, "sm_80").why)
+"""
+
+
+def test_an_installed_wheel_finds_its_compiled_kernels_without_triton(python, tmp_path, environment):
+    why = run(python, "-c", KERNELS, cwd=tmp_path, env=environment)
+    assert why.startswith("this installation has no compiled kernels for sm_80")
+
+
+def test_a_build_says_which_compiled_kernels_it_includes(tmp_path, environment, compiled):
+    def build(tree):
+        options = ["setup.py", "-q", "build_py", "--build-lib", tmp_path / "built"]
+        told = run(sys.executable, *options, cwd=tree, env=environment)
+        return told, sorted(path.name for path in (tmp_path / "built").rglob("*.weft"))
+
+    copy_tree(tmp_path / "with", compiled)
+    told, included = build(tmp_path / "with")
+    assert "weft: with the compiled kernels of sm_90\n" in told and included == ["sm_90.weft"]
+    # Into the same folder: what an earlier build left there is no part of this one.
+    copy_tree(tmp_path / "without")
+    told, included = build(tmp_path / "without")
+    assert told.count("no compiled kernels are included") == 1 and "make wheel" in told and included == []
+    copy_tree(tmp_path / "changed", compiled)
+    with (tmp_path / "changed" / "kernels" / "signal.py").open("a") as file:
+        file.write("\n")
+    told, included = build(tmp_path / "changed")
+    assert "left out the compiled kernels of sm_90: sm_90.weft holds weft.kernels.signal" in told and included == []
 
 
 def test_the_extension_needs_nothing_but_the_c_and_cpp_libraries(extension):
@@ -149,7 +203,7 @@ def test_an_nvcc_that_is_insisted_on_and_not_there_is_an_error(environment, tmp_
 
 def test_the_stub_of_the_extension_names_what_is_there():
     stub = ast.parse((ROOT / "pytorch_ext" / "_C.pyi").read_text())
-    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef) and node.name != "_Cuda"}
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"}
     functions = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
     values = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
     assert {name for name in dir(_C) if not name.startswith("_")} == {*classes, *functions, *values}

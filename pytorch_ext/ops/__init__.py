@@ -1,9 +1,13 @@
 """Autograd functions with their collectives. Each docstring says what travels."""
 
+from weft import _C
+from weft.kernels import dispatch
 from weft.ops.cross_entropy import parallel_cross_entropy
 from weft.ops.embedding import parallel_embedding
 from weft.ops.linear import Place, column_parallel_linear, row_parallel_linear
 from weft.ops.regions import gather, split
+
+dispatch.use(_C.launch)  # kernels that were compiled ahead of time are launched by it
 
 __all__ = [
     "Place",

@@ -1,0 +1,211 @@
+"""weft bench context_attention: a sequence shared by CPU ranks, forward and backward, beside one process."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import weft
+from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.testing.ranks import run_ranks
+
+METHODS = ("ring", "all_gather", "ulysses")
+ALONE = "one process"
+TORCH = "torch context_parallel"
+LIMIT = (
+    "one process and one thread with the whole sequence, by F.scaled_dot_product_attention, over the number of ranks"
+)
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 1, 8, 8, 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one length; causal, zigzag, fp32. Peaks are of memory that the call takes beyond what was there."""
+
+    length: int
+    world: int
+    method: str
+    ours: Quantiles
+    alone: Quantiles
+    peer: Quantiles | None  # torch's context_parallel, where it runs
+    why_no_peer: str
+    peak_bytes: int  # of the rank that takes most
+    alone_peak_bytes: int
+    sent_bytes: int  # by the rank that sends most
+    error: float  # relative, of out and gradients, against one process
+
+    def as_dict(self) -> dict:
+        share = self.ours.p50_us / self.alone.p50_us
+        return {**asdict(self), "time_share": share, "memory_share": self.peak_bytes / self.alone_peak_bytes}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--length", action="append", type=int, help="2048, 4096, 8192 and 16384 by default")
+
+
+def columns() -> list[str]:
+    return [
+        "method",
+        "S",
+        "ours ms",
+        "p20-p80",
+        "alone ms",
+        "share",
+        "torch cp ms",
+        "peak MiB",
+        "alone MiB",
+        "sent MiB",
+    ]
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        f"{row.method} W={row.world}",
+        str(row.length),
+        f"{row.ours.p50_us / 1e3:.0f}",
+        f"{row.ours.p20_us / 1e3:.0f}-{row.ours.p80_us / 1e3:.0f}",
+        f"{row.alone.p50_us / 1e3:.0f}",
+        f"{row.ours.p50_us / row.alone.p50_us:.2f}",
+        f"{row.peer.p50_us / 1e3:.0f}" if row.peer else row.why_no_peer,
+        f"{row.peak_bytes / 2**20:.1f}",
+        f"{row.alone_peak_bytes / 2**20:.1f}",
+        f"{row.sent_bytes / 2**20:.1f}",
+    ]
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    for length in options.length or (2048, 4096, 8192, 16384):
+        rounds = max(3, min(options.rounds, 8192 * 21 // length))
+        told = run_ranks(_measure, options.world, length, rounds, timeout_s=1800)
+        times = slowest_rank([samples for samples, *_ in told])
+        why = told[0][4]
+        for method in METHODS:
+            error = max(errors[method] for _, errors, *_ in told)
+            if not error < 1e-5:
+                raise AssertionError(f"{method} at {length}: the result is off by {error:.1e}; not measured")
+            peaks, sent = (max(of_rank[place][method] for of_rank in told) for place in (2, 3))
+            rows.append(
+                Row(length, options.world, method, times[method], times[ALONE], times.get(TORCH), why, peaks,
+                    told[0][2][ALONE], sent, error)
+            )  # fmt: skip
+    return rows
+
+
+def _measure(rank: int, length: int, rounds: int):
+    generator = torch.Generator().manual_seed(length)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    whole = [torch.randn(BATCH, h, length, HEAD_DIM, generator=generator) for h in heads]
+    parts = [weft.shard_sequence(x, dim=2).contiguous() for x in whole]
+    contenders: dict[str, Callable] = {method: _step(_split(method), parts) for method in METHODS}
+    alone = _step(_plain, whole)
+    contenders[ALONE] = alone if rank == 0 else lambda: None
+    theirs, why = _torch(whole)
+    if theirs:
+        contenders[TORCH] = theirs
+    exact = [weft.shard_sequence(x, dim=2) for x in alone()]
+    errors, peaks, sent = {}, {}, {}
+    for method in METHODS:
+        dist.barrier()
+        sent[method], result = _sent_bytes(contenders[method])
+        errors[method] = max(((a - b).norm() / b.norm()).item() for a, b in zip(result, exact, strict=True))
+        del result
+    del exact
+    for name in (*METHODS, ALONE):
+        dist.barrier()
+        peaks[name] = _peak_bytes(contenders[name])
+    samples = alternate(contenders, meet=dist.barrier, rounds=rounds, calls=1)
+    return samples, errors, peaks, sent, why
+
+
+def _split(method: str) -> Callable:
+    return lambda q, k, v: weft.context_attention(q, k, v, causal=True, method=method)
+
+
+def _plain(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=HEADS != KV_HEADS)
+
+
+def _step(attend: Callable, tensors: list[torch.Tensor]) -> Callable:
+    """Forward and backward; gives out and the gradients of q, k, v."""
+    *inputs, dout = (x.detach() for x in tensors)
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def step():
+        for x in inputs:
+            x.grad = None
+        out = attend(*inputs)
+        out.backward(dout)
+        return [out.detach(), *(x.grad for x in inputs)]
+
+    return step
+
+
+def _torch(whole: list[torch.Tensor]) -> tuple[Callable | None, str]:
+    """torch's own, if it runs on this machine, and else why it does not."""
+    try:
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+        def shared():
+            *inputs, dout = (x.clone() for x in whole)
+            inputs = [x.requires_grad_() for x in inputs]
+            with context_parallel(mesh, buffers=[*inputs, dout], buffer_seq_dims=[2] * 4):
+                out = _plain(*inputs)
+                out.backward(dout)
+
+        shared()
+    except Exception as error:  # experimental: whatever it raises is why it is not measured
+        return None, f"not measured ({type(error).__name__})"
+    return shared, ""
+
+
+def _sent_bytes(call: Callable) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that this rank's tensors bring to others, and what the call returned."""
+    engine, sent = dist.group.WORLD.engine, 0  # type: ignore[union-attr]
+    world = engine.world
+
+    def counted(method: Callable, count: Callable) -> Callable:
+        def wrapper(*arguments, **options):
+            nonlocal sent
+            sent += count(*arguments)
+            return method(*arguments, **options)
+
+        return wrapper
+
+    def others(parts) -> int:
+        return sum(x.nbytes for rank, x in enumerate(parts) if rank != engine.rank)
+
+    counts = {
+        "send": lambda x, *_: x.nbytes,
+        "all_gather": lambda x, *_: x.nbytes * (world - 1),
+        "reduce_scatter": lambda parts, *_: others(parts),
+        "all_to_all": lambda parts, *_: others(parts),
+    }
+    for name, count in counts.items():
+        setattr(engine, name, counted(getattr(engine, name), count))
+    try:
+        result = call()
+    finally:
+        for name in counts:
+            delattr(engine, name)
+    return sent, result
+
+
+def _peak_bytes(call: Callable) -> int:
+    """The most resident memory during the call, beyond what was resident before it (Linux)."""
+    call()  # what stays from a first call is not the call's
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins again here
+    before = _status("VmRSS")
+    call()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))

@@ -1,0 +1,204 @@
+"""Archives of compiled kernels: one file for each architecture, written by aot.py, read where a kernel is launched.
+
+    the line "weft compiled kernels 1"
+    8 bytes: the length of the manifest (little-endian)
+    the manifest, JSON, deflated: architecture, triton's version, a hash of each kernel's source, and the variants
+    the variants' machine code, each deflated by itself, so that a launch unpacks one
+
+Equal contents give equal bytes. This file imports the standard library only: setup.py loads it by its path.
+"""
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).parent
+COMPILED = SOURCES / "compiled"  # where an installation has its archives
+# Launching passes what the launcher of this Triton passes (hidden parameters, tensor maps): csrc/launch.
+TRITON = "3.7"
+HOW_TO_BUILD = "`python -m weft.kernels.aot` compiles them, and `make wheel` puts them into a wheel"
+
+_MAGIC = b"weft compiled kernels 1\n"
+_LENGTH_BYTES = 8
+
+
+class ArchiveError(RuntimeError):
+    """An archive that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One variant's machine code, and what its launch must know.
+
+    Attributes:
+        entry: the function's name in the machine code.
+        arguments: the C type of each parameter that is no constant: "ptr", "i32", "fp32" and the like; of a tensor
+            descriptor "tensordesc:" and what its tensor map needs, as JSON.
+        clusters: programs in a cluster, if there are clusters.
+        pdl: it may start before the launch before it has ended.
+        profile_scratch_bytes: like the global ones, of hidden memory for each program.
+    """
+
+    entry: str
+    arguments: tuple[str, ...]
+    shared_bytes: int
+    warps: int
+    registers: int
+    clusters: tuple[int, int, int] | None
+    cooperative: bool
+    pdl: bool
+    global_scratch_bytes: int
+    global_scratch_align: int
+    profile_scratch_bytes: int
+    cubin: bytes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One entry of a manifest."""
+
+    kernel: str  # "weft.kernels.signal._meet_kernel"
+    key: str  # of the launches that it serves, as hex
+    name: str  # in a few words
+    machine: dict[str, Any]  # the fields of Machine but the cubin
+    sha256: str  # of the cubin
+    offset: int  # of its deflated bytes, from the manifest's end
+    size: int
+
+
+class Archive:
+    """One architecture's compiled kernels, read from a file.
+
+    Raises:
+        ArchiveError: the file is none, is cut short, or cannot be launched by this weft.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            head = file.read(len(_MAGIC) + _LENGTH_BYTES)
+            if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _LENGTH_BYTES:
+                raise ArchiveError(f"{path} is no archive of compiled kernels that this weft reads; {HOW_TO_BUILD}")
+            length = int.from_bytes(head[len(_MAGIC) :], "little")
+            self._begin = len(head) + length
+            try:
+                self._manifest = json.loads(zlib.decompress(file.read(length)))
+            except (zlib.error, ValueError) as error:
+                raise ArchiveError(f"{path} is damaged ({error}); {HOW_TO_BUILD}") from None
+        self.architecture: str = self._manifest["architecture"]
+        self.triton: str = self._manifest["triton"]
+        self.sources: dict[str, str] = self._manifest["sources"]
+        if not launches_as(self.triton):
+            raise ArchiveError(
+                f"{path} was compiled by triton {self.triton}; this weft launches what triton {TRITON} compiles"
+            )
+
+    @cached_property
+    def variants(self) -> tuple[Variant, ...]:
+        return tuple(Variant(**entry) for entry in self._manifest["variants"])
+
+    def of_kernel(self, kernel: str) -> dict[bytes, Variant]:
+        """The kernel's variants by their keys."""
+        return {bytes.fromhex(variant.key): variant for variant in self.variants if variant.kernel == kernel}
+
+    def drift(self, kernel: str) -> str | None:
+        """Why the kernel must not be launched, if it must not: what was compiled is not what the source says now."""
+        if self.sources.get(kernel) == source_hash(kernel.rpartition(".")[0]):
+            return None
+        if kernel not in self.sources:
+            return f"{self.path.name} holds no {kernel}"
+        return f"{self.path.name} holds {kernel} as compiled from other sources than these"
+
+    def machine(self, variant: Variant) -> Machine:
+        """
+        Raises:
+            ArchiveError: the bytes are not those that were written.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self._begin + variant.offset)
+            packed = file.read(variant.size)
+        try:
+            cubin = zlib.decompress(packed)
+        except zlib.error:
+            cubin = b""
+        if hashlib.sha256(cubin).hexdigest() != variant.sha256:
+            raise ArchiveError(f"{self.path} is damaged where {variant.kernel} ({variant.name}) is; {HOW_TO_BUILD}")
+        return unpacked(variant.machine, cubin)
+
+
+def launches_as(triton: str) -> bool:
+    """Whether what that version of Triton compiles is launched the way this weft launches."""
+    return triton.split("+")[0].split(".")[:2] == TRITON.split(".")
+
+
+def packed(machine: Machine) -> dict[str, Any]:
+    """All that JSON can hold of it."""
+    fields = asdict(machine)
+    del fields["cubin"]
+    return fields
+
+
+def unpacked(fields: Mapping[str, Any], cubin: bytes) -> Machine:
+    clusters = fields["clusters"]
+    lists = {"arguments": tuple(fields["arguments"]), "clusters": clusters and tuple(clusters)}
+    return Machine(**{**fields, **lists}, cubin=cubin)
+
+
+def write(path: Path, architecture: str, triton: str, built: Iterable[tuple[str, bytes, str, Machine]]) -> None:
+    """An archive of (kernel, key, name, machine code); what is the same twice is stored once."""
+    variants, blobs, places, size = [], [], {}, 0
+    for kernel, key, name, machine in sorted(built, key=lambda one: one[:2]):
+        digest = hashlib.sha256(machine.cubin).hexdigest()
+        if digest not in places:
+            blob = zlib.compress(machine.cubin, 9)
+            places[digest] = size, len(blob)
+            blobs.append(blob)
+            size += len(blob)
+        variants.append(asdict(Variant(kernel, key.hex(), name, packed(machine), digest, *places[digest])))
+    manifest = {
+        "architecture": architecture,
+        "triton": triton,
+        "sources": {one["kernel"]: source_hash(one["kernel"].rpartition(".")[0]) for one in variants},
+        "variants": variants,
+    }
+    head = zlib.compress(json.dumps(manifest, sort_keys=True).encode(), 9)
+    write_whole(path, _MAGIC + len(head).to_bytes(_LENGTH_BYTES, "little") + head + b"".join(blobs))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Whoever reads meanwhile sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
+@lru_cache
+def source_hash(module: str, folder: Path = SOURCES) -> str:
+    """Of the texts that a kernel of the module is made of: its file, and what it imports of weft.kernels."""
+    texts: dict[str, str] = {}
+    left = [module]
+    while left:
+        name = left.pop()
+        if name in texts:
+            continue
+        texts[name] = (folder / f"{name.removeprefix('weft.kernels.')}.py").read_text()
+        left += imports(texts[name])
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+
+
+def imports(text: str) -> set[str]:
+    """The modules of weft.kernels that a file's text imports. Read without parsing, which takes 50 times as long and
+    would delay a process's first launch."""
+    text = re.sub("#.*", "", text)
+    found = set(re.findall(r"^\s*(?:from|import) (weft\.kernels\.\w+)", text, re.MULTILINE))
+    for names in re.findall(r"^\s*from weft\.kernels import (\([^)]*\)|.*)", text, re.MULTILINE):
+        found |= {f"weft.kernels.{name.split()[0]}" for name in names.strip("()").split(",") if name.strip()}
+    return found

@@ -1,0 +1,128 @@
+"""Which compiled kernel serves a launch: looked up in the archive of the device's architecture, by a key that the
+launcher makes of the arguments.
+
+The launcher is weft._C.launch, which launches through the CUDA driver; this package is handed it (`use`) and imports
+none.
+"""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from weft.kernels import archive
+from weft.kernels.archive import Archive, ArchiveError
+
+_launcher: Any = None
+_folder = archive.COMPILED
+_archives: dict[str, Archive | str] = {}  # by architecture; or why there is none
+# By the kernel's identity and architecture; the kernel is kept, so that no other takes its place.
+_found: dict[tuple[int, str], tuple[Any, "Compiled | str"]] = {}
+_lock = threading.Lock()
+
+
+def use(launcher: Any, folder: Path = archive.COMPILED) -> None:
+    """From now on, launches go through this launcher (None: through Triton only), with the archives in the folder."""
+    global _launcher, _folder
+    with _lock:
+        _launcher, _folder = launcher, folder
+        _archives.clear()
+        _found.clear()
+
+
+def archive_of(architecture: str) -> Archive | str:
+    """The archive whose kernels run there, or why there is none."""
+    known = _archives.get(architecture)
+    if known is None:
+        path = _folder / f"{architecture}.weft"
+        try:
+            known = Archive(path)
+        except FileNotFoundError:
+            known = f"this installation has no compiled kernels for {architecture}; {archive.HOW_TO_BUILD}"
+        except ArchiveError as error:
+            known = str(error)
+        _archives[architecture] = known
+    return known
+
+
+class Compiled:
+    """A kernel's compiled variants for one architecture. Each is unpacked at its first launch."""
+
+    def __init__(self, kernel, name: str, stored: Archive) -> None:
+        self._archive = stored
+        self._variants = stored.of_kernel(name)
+        self._added: set[bytes] = set()
+        self._dispatcher = dispatcher(kernel)
+
+    def launch(self, grid: tuple[int, ...], arguments: tuple, constants: tuple, stream: int) -> bool:
+        """False, and nothing is launched, where no variant serves these arguments."""
+        if self._dispatcher.launch(grid, arguments, constants, stream):
+            return True
+        key = self._dispatcher.key(arguments, constants)
+        variant = self._variants.get(key)
+        if variant is None:
+            return False
+        with _lock:
+            if key not in self._added:
+                machine = self._archive.machine(variant)
+                self._dispatcher.add(key, _loadable(machine))
+                self._added.add(key)
+        return self._dispatcher.launch(grid, arguments, constants, stream)
+
+    def serves(self, arguments: tuple, constants: tuple) -> bool:
+        return self._dispatcher.key(arguments, constants) in self._variants
+
+    def lacks(self) -> str:
+        """Why a launch that no variant serves is not served."""
+        return f"{self._archive.path.name} has {len(self._variants)} variants of it, none for these arguments"
+
+
+def find(kernel, architecture: str) -> Compiled | str:
+    """The kernel's compiled variants, or why none may be launched."""
+    place = (id(kernel), architecture)
+    known = _found.get(place)
+    if known is None:
+        known = _found[place] = kernel, _look_for(kernel, architecture)
+    return known[1]
+
+
+def dispatcher(kernel):
+    """What makes the keys of a kernel's launches."""
+    unspecialised = [parameter.name for parameter in kernel.params if parameter.do_not_specialize]
+    return _launcher.Dispatcher(full_name(kernel), list(kernel.arg_names), unspecialised)
+
+
+def full_name(kernel) -> str:
+    """ "weft.kernels.signal._meet_kernel", say: with or without Triton the same."""
+    return f"{kernel.__module__}.{kernel.__name__}"
+
+
+def constants_of(constants: dict[str, Any], warps: int, stages: int) -> tuple[tuple[str, Any], ...]:
+    """A launch's constants as a key has them."""
+    return (*constants.items(), ("warps", warps), ("stages", stages))
+
+
+def _look_for(kernel, architecture: str) -> Compiled | str:
+    if _launcher is None:
+        return "nothing was given to launch compiled kernels with; `import weft.ops` gives it"
+    stored = archive_of(architecture)
+    if isinstance(stored, str):
+        return stored
+    name = full_name(kernel)
+    return stored.drift(name) or Compiled(kernel, name, stored)
+
+
+def _loadable(machine: archive.Machine):
+    return _launcher.Kernel(
+        machine.entry,
+        machine.cubin,
+        list(machine.arguments),
+        machine.shared_bytes,
+        machine.warps,
+        machine.registers,
+        machine.clusters,
+        machine.cooperative,
+        machine.pdl,
+        machine.global_scratch_bytes,
+        machine.global_scratch_align,
+        machine.profile_scratch_bytes,
+    )

@@ -1,0 +1,64 @@
+"""What a launch's arguments are called: by Triton's names of their types, and in a few words for people."""
+
+from typing import Any
+
+import torch
+
+from weft.kernels.language import TensorDescriptor
+
+_ELEMENT_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.bool: "u1",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+
+
+def is_memory(argument: object) -> bool:
+    return isinstance(argument, torch.Tensor | TensorDescriptor)
+
+
+def memory_of(argument) -> torch.Tensor:
+    return argument.base if isinstance(argument, TensorDescriptor) else argument
+
+
+def type_of(name: str, value) -> str:
+    """The argument's type in a signature of Triton.
+
+    Raises:
+        TypeError: no kernel takes such an argument.
+    """
+    if isinstance(value, TensorDescriptor):
+        block = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_ELEMENT_TYPES[value.base.dtype]}[{block}]>"
+    if isinstance(value, torch.Tensor):
+        return "*" + _ELEMENT_TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        if -(2**31) <= value < 2**31:
+            return "i32"
+        return "i64" if value < 2**63 else "u64"
+    if isinstance(value, float):
+        return "fp32"
+    raise TypeError(f"a kernel's argument {name} is a {type(value).__name__}, which no kernel takes")
+
+
+def describe(arguments: tuple, constants: dict[str, Any], warps: int, stages: int) -> str:
+    """The variant in a few words: types of its memory, then the compile-time switches that are on."""
+    types = dict.fromkeys(_ELEMENT_TYPES[memory_of(argument).dtype] for argument in arguments if is_memory(argument))
+    blocks = "x".join(str(value) for name, value in constants.items() if name.startswith("BLOCK"))
+    switches = [
+        name.lower() if value is True else f"{name.lower()}={value}"
+        for name, value in constants.items()
+        if not name.startswith("BLOCK") and value not in (False, None, "none")
+    ]
+    return " ".join(filter(None, [",".join(types), blocks, f"{warps}w {stages}s", *switches]))

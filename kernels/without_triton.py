@@ -1,0 +1,89 @@
+"""The least of Triton that lets the kernel files be imported, and their launches be prepared, where it is not
+installed: a function keeps its name and its parameters, which is what a compiled kernel is found by."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    do_not_specialize: bool
+
+
+class Function:
+    """What `triton.jit` makes of a function."""
+
+    def __init__(self, function: Callable, unspecialised: Iterable[int | str]) -> None:
+        self.fn = function
+        self.__name__ = function.__name__
+        self.__module__ = function.__module__
+        self.__doc__ = function.__doc__
+        self.arg_names = list(inspect.signature(function).parameters)
+        named = set(unspecialised)
+        self.params = [Parameter(name, bool({place, name} & named)) for place, name in enumerate(self.arg_names)]
+
+    def __getitem__(self, grid) -> Callable:
+        raise RuntimeError(f"{self.__module__}.{self.__name__} cannot be compiled: triton is not installed")
+
+
+def jit(function: Callable | None = None, *, do_not_specialize: Iterable[int | str] = ()):
+    if function is None:
+        return lambda decorated: Function(decorated, do_not_specialize)
+    return Function(function, do_not_specialize)
+
+
+def cdiv(x: int, y: int) -> int:
+    return (x + y - 1) // y
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Type:
+    """An element type: the key of a variant has its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class constexpr:  # noqa: N801, Triton's name
+    value: Any
+
+
+class tensor:  # noqa: N801, likewise
+    pass
+
+
+@dataclass
+class TensorDescriptor:
+    """A tensor and the block that the copy engine takes of it at a time."""
+
+    base: Any
+    shape: Any
+    strides: Any
+    block_shape: list[int]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+    @staticmethod
+    def from_tensor(tensor: Any, block_shape: list[int]) -> "TensorDescriptor":
+        return TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape)
+
+
+triton = SimpleNamespace(jit=jit, cdiv=cdiv, next_power_of_2=next_power_of_2)
+tl = SimpleNamespace(
+    constexpr=constexpr,
+    tensor=tensor,
+    bfloat16=Type("bf16"),
+    float16=Type("fp16"),
+    float32=Type("fp32"),
+)

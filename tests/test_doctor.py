@@ -1,0 +1,44 @@
+"""weft doctor: every probe stands alone, and the exit code says whether there is a fault."""
+
+import subprocess
+import sys
+
+import weft
+from weft import cli
+from weft.doctor import PROBES, Diagnosis, Finding
+
+
+def test_this_machine_is_healthy_and_every_probe_says_something():
+    found = weft.doctor()
+    assert [finding.name for finding in found.findings] == list(PROBES)
+    assert found.healthy, str(found)
+    assert all(finding.text for finding in found.findings)
+    assert "two ranks: all_reduce of 1024 KiB in" in str(found)
+
+
+def test_a_probe_that_fails_is_a_finding_and_stops_no_other(monkeypatch, capsys):
+    def broken():
+        raise OSError("no such thing")
+
+    monkeypatch.setitem(PROBES, "cores", broken)
+    monkeypatch.setitem(PROBES, "self-test", lambda: (True, "not run"))
+    found = weft.doctor()
+    assert not found.healthy and len(found.findings) == len(PROBES)
+    assert Finding("cores", False, "OSError: no such thing") in found.findings
+    assert cli.main(["doctor"]) == 1
+    assert "cores                FAULT  OSError: no such thing" in capsys.readouterr().out
+
+
+def test_a_finding_of_several_lines_stays_in_its_column():
+    text = str(Diagnosis((Finding("devices", True, "0: one\n1: two"), Finding("x", None, "y"))))
+    assert text.splitlines() == [
+        "devices              ok     0: one",
+        "                            1: two",
+        "x                    -      y",
+    ]
+
+
+def test_the_command_exits_with_the_verdict():
+    done = subprocess.run([sys.executable, "-m", "weft.cli", "doctor"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compiled kernels" in done.stdout
