@@ -9,7 +9,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup
 # The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test soak lint wheel gpu clean
+.PHONY: demo test soak lint gate wheel gpu clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
@@ -26,7 +26,11 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# With every Triton kernel compiled: five minutes of two cores at first, seconds where no kernel has changed.
+# The machine code of every kernel variant: ten minutes of two cores. `make test` looks at a sample.
+gate: $(VENV)/built
+	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.check
+
+# With every Triton kernel compiled: ten minutes of two cores at first, seconds where no kernel has changed.
 wheel: $(VENV)/built
 	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.aot
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .

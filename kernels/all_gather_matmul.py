@@ -20,6 +20,7 @@ matmul with the same tile configuration. Held by tests/kernels/test_all_gather_m
 import torch
 
 from weft.kernels import launch, signal
+from weft.kernels.activation import ACTIVATIONS
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import Arrivals, matmul
@@ -74,11 +75,16 @@ def variants(architecture: str) -> None:
     rows = Rows.of((m, k), 0, (m // peers.world,) * peers.world)
     arrivals = Arrivals(peers, rows, torch.empty(len(rows.chunks), dtype=torch.int32, device="meta"))
     for dtype in (torch.bfloat16, torch.float16):
-        x, w = (torch.empty(size, k, dtype=dtype, device="meta") for size in (m, n))
+        x, w, dz = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
         for tile in listed(architecture, dtype):
-            all_gather_matmul(x, w.t(), arrivals, bias=w[:, 0], config=tile)
-        all_gather_matmul(x, w.t(), arrivals, bias=w[:, 0], activation="gelu", keep_z=True)
-        dz, w = (torch.empty(size, n, dtype=dtype, device="meta") for size in (m, k))
-        all_gather_matmul(dz, w.t().contiguous(), arrivals)
-        odd_x, odd_w = (torch.empty(size, k + 1, dtype=dtype, device="meta")[:, :k] for size in (m, n))
+            all_gather_matmul(x, w.t(), arrivals, config=tile)
+            all_gather_matmul(x, w.t(), arrivals, bias=w.new_empty(n), config=tile)
+            all_gather_matmul(dz, w, arrivals, config=tile)
+            if dtype == torch.bfloat16:
+                bias = w.new_empty(n)
+                all_gather_matmul(x, w.t(), arrivals, bias=bias, activation="gelu_tanh", keep_z=True, config=tile)
+        for activation in ACTIVATIONS:
+            all_gather_matmul(x, w.t(), arrivals, bias=w.new_empty(n), activation=activation, keep_z=True)
+        odd_x, odd_w = (torch.empty(size, k + 1, dtype=dtype, device="meta") for size in (m, n))
         all_gather_matmul(odd_x, odd_w.t(), arrivals)
+        all_gather_matmul(dz, odd_w, arrivals)

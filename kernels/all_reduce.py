@@ -85,7 +85,7 @@ def _fetch(inbox: Inbox, peers: signal.Peers, out: torch.Tensor, agreed: int) ->
     )
 
 
-@triton.jit(do_not_specialize=["sums_offset", "chunks", "begin", "agreed", "timeout_us", "rank"])
+@triton.jit(do_not_specialize=["flags", "sums_offset", "chunks", "begin", "programs", "agreed", "timeout_us", "rank"])
 def _fetch_kernel(
     addresses,  # [W]
     flags,  # [chunks]

@@ -24,7 +24,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
@@ -70,27 +69,6 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> Compiled:
         cubin=built.asm["cubin"],
     )
     return Compiled(machine, spilled_bytes, built.asm["ttir"])
-
-
-def specialise(recorded: launch.Launch) -> tuple[dict[str, str], dict[str, Any], dict]:
-    """Triton's own rules (`native_specialize_impl`): an argument of 1 or None is a constant, one that 16 divides is
-    known to be. A boolean is neither."""
-    names = recorded.kernel.arg_names
-    unspecialised = {parameter.name for parameter in recorded.kernel.params if parameter.do_not_specialize}
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = dict(recorded.constants)
-    attributes: dict[tuple[int, ...], list] = {}
-    for place, (name, value) in enumerate(zip(names, recorded.arguments, strict=False)):
-        special = name not in unspecialised and not isinstance(value, bool)
-        if value is None or (special and isinstance(value, int) and value == 1):
-            constants[name] = value
-            continue
-        types[name] = signature.type_of(name, value)
-        if special and _divisible_by_16(value):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    for name in constants:
-        types[name] = "constexpr"
-    return {name: types[name] for name in names}, constants, attributes
 
 
 def build(
@@ -178,13 +156,16 @@ def _cache_key(recorded: launch.Launch, architecture: str) -> str:
 @lru_cache
 def _hash_in_order() -> None:
     """Triton's hash of a function also depends on which of the functions that it calls were hashed before it, so all
-    are hashed here in one order, whichever variants a process compiles."""
+    are hashed here in one order, whichever variants a process compiles. And on the function's line, which is nothing to
+    machine code without lines."""
     for op in variants.OPS:
         importlib.import_module(f"weft.kernels.{op}")
-    for name in sorted(name for name in sys.modules if name.startswith("weft.kernels.")):
-        for function in vars(sys.modules[name]).values():
-            if isinstance(function, triton.JITFunction):
-                _ = function.cache_key
+    modules = [sys.modules[name] for name in sorted(sys.modules) if name.startswith("weft.kernels.")]
+    functions = [one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)]
+    for function in functions:
+        function.starting_line_number = 0
+    for function in functions:
+        _ = function.cache_key
 
 
 def _to_compile(recorded: launch.Launch, architecture: str) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
@@ -192,7 +173,7 @@ def _to_compile(recorded: launch.Launch, architecture: str) -> tuple[ASTSource, 
         raise RuntimeError(
             "TRITON_INTERPRET=1 is set: kernels imported for the interpreter cannot be compiled; unset it"
         )
-    types, constants, attributes = specialise(recorded)
+    types, constants, attributes = signature.specialise(recorded)
     source = ASTSource(recorded.kernel, types, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     # Contraction to fused multiply-adds is named, since its default differs between versions of Triton.
@@ -217,12 +198,6 @@ def _arguments(types: dict[str, str], maps: Sequence[dict]) -> tuple[str, ...]:
         elif name != "constexpr":
             given.append("ptr" if name.startswith("*") else name)
     return tuple(given)
-
-
-def _divisible_by_16(value) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr() % 16 == 0
-    return isinstance(value, int) and value % 16 == 0
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:

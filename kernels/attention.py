@@ -41,11 +41,13 @@ from weft.kernels import launch
 from weft.kernels.attention_backward import delta_kernel, dkdv_kernel, dq_kernel
 from weft.kernels.attention_scores import (
     LOG2E,
+    NUMBERS,
     block_of,
     capped,
     kept_pairs,
     load_tile,
     partial_tile,
+    seed_of,
     seen_tiles,
     visible_pairs,
     whole_tile,
@@ -310,10 +312,7 @@ class _Chunk:
             k.size(2),
             q.size(3),
             v.size(3),
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
-            *_strides(dout, 4),
+            *(strides for tensor in (q, k, v, dout) for strides in _strides(None if descriptors else tensor, 4)),
             *_strides(self.documents[0], 2),
             *_strides(self.documents[1], 2),
             *self.query_positions,
@@ -323,8 +322,9 @@ class _Chunk:
             float(scale),
             float(rules.softcap or 0.0),
             float(rules.dropout),
-            round(rules.dropout * 2**32),
-            rules.seed,
+            round(rules.dropout * 2**32) - 2**31,
+            rules.seed % 2**32 - 2**31,
+            rules.seed >> 32,
             rules.head_start,
             *arguments,
             SOFTCAP=rules.softcap is not None,
@@ -396,7 +396,7 @@ def _strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[int, ...]:
     return (0,) * dimensions if tensor is None else tensor.stride()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*NUMBERS, "stride_plb", "stride_plh", "stride_pls"])
 def _forward_kernel(
     q,  # [B, H, Sq, D]
     k,  # [B, Hkv, Sk, D]
@@ -412,7 +412,7 @@ def _forward_kernel(
     stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
     q_start, q_length, q_second_start, q_second_length,
     k_start, k_length, k_second_start, k_second_length,
-    left, right, scale, softcap, dropout, dropped, seed, head_start,
+    left, right, scale, softcap, dropout, dropped, seed_low, seed_high, head_start,
     previous_out,  # [B, H, Sq, Dv] fp32 or None
     previous_lse,  # [B, H, Sq] fp32 or None
     out,  # [B, H, Sq, Dv]
@@ -424,6 +424,7 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
+    seed = seed_of(seed_low, seed_high)
     # 1. Which queries. Later tiles first: with a causal mask they are the longest.
     tiles = tl.cdiv(q_length, BLOCK_M) + tl.cdiv(q_second_length, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -532,34 +533,52 @@ def _see_keys(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launchers once for each variant to check, on meta tensors; for inside `launch.recording`."""
+    """Calls the launchers once for each variant to compile ahead of time, on meta tensors; for inside
+    `launch.recording`. What weft.ops asks for, whatever the lengths and heads (held by tests/kernels/test_served.py):
+    whole, and as steps of a ring; every tile for plain attention of heads of 64 and 128."""
 
     def tensors(head_dim, value_dim, dtype=torch.bfloat16):
         shapes = [(2, 32, 4096, head_dim), (2, 8, 4096, head_dim), (2, 8, 4096, value_dim), (2, 32, 4096, value_dim)]
         return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
 
-    def both_ways(q, k, v, dout, rules, **options):
-        out, lse = attention_forward(q, k, v, rules, **options)
-        delta = attention_delta(out, dout)
-        attention_backward(q, k, v, dout, lse, delta, rules, **options)
+    def forward(q, k, v, rules, state, **options):
+        attention_forward(q, k, v, rules, **options)
+        attention_forward(q, k, v, rules, out_dtype=torch.float32, **options)
+        attention_forward(q, k, v, rules, previous=state, **options)
+        attention_forward(q, k, v, rules, previous=state, out_dtype=torch.float32, **options)
+
+    def backward(q, k, v, dout, lse, rules, **options):
+        dq, dk, dv = (torch.empty_like(t, dtype=torch.float32) for t in (q, k, v))
+        attention_delta(dout, dout)
+        attention_backward(q, k, v, dout, lse, lse, rules, **options)
+        attention_backward(q, k, v, dout, lse, lse, rules, dq=dq, dk=dk, dv=dv, **options)
 
     causal = Rules(right=0)
-    for head_dim, value_dim in ((64, 64), (128, 128), (192, 128)):
+    for head_dim, value_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
         q, k, v, dout = tensors(head_dim, value_dim)
         lse = torch.empty(q.shape[:3], device="meta")
-        for tile in listed("forward", architecture, head_dim):
-            attention_forward(q, k, v, causal, config=tile)
-        pairs = zip_longest(*(listed(kind, architecture, head_dim) for kind in ("dkdv", "dq")))
-        for dkdv, dq in pairs:
-            attention_backward(q, k, v, dout, lse, lse, causal, dkdv_config=dkdv, dq_config=dq)
-        both_ways(q, k, v, dout, Rules(dropout=0.1, seed=1 << 40))
-    q, k, v, dout = tensors(128, 128)
-    documents = torch.empty(2, 4096, dtype=torch.int32, device="meta")
-    both_ways(q, k, v, dout, causal, query_documents=documents, key_documents=documents)
-    both_ways(q, k, v, dout, Rules(softcap=30.0))
-    wide = [t.float() for t in (dout, q, k, v)]
-    lse = torch.empty(q.shape[:3], device="meta")
-    attention_forward(q, k, v, causal, previous=(wide[0], lse), out=wide[0])
-    attention_backward(q, k, v, dout, lse, lse, causal, dq=wide[1], dk=wide[2], dv=wide[3])
-    q, k, v, dout = tensors(128, 128, torch.float16)
-    both_ways(q, k, v, dout, causal)
+        state = dout.float(), lse
+        forward(q, k, v, causal, state)
+        backward(q, k, v, dout, lse, causal)
+        if head_dim <= 128:  # what a table may choose instead
+            for tile in listed("forward", architecture, head_dim):
+                attention_forward(q, k, v, causal, config=tile)
+            for dkdv, dq in zip_longest(*(listed(kind, architecture, head_dim) for kind in ("dkdv", "dq"))):
+                attention_backward(q, k, v, dout, lse, lse, causal, dkdv_config=dkdv, dq_config=dq)
+    for head_dim in (64, 128):
+        q, k, v, dout = tensors(head_dim, head_dim)
+        lse = torch.empty(q.shape[:3], device="meta")
+        state = dout.float(), lse
+        documents = torch.empty(2, 4096, dtype=torch.int64, device="meta")
+        packed = {"query_documents": documents, "key_documents": documents}
+        for rules, options in ((Rules(dropout=0.1), {}), (causal, packed)):
+            forward(q, k, v, rules, state, **options)
+            backward(q, k, v, dout, lse, rules, **options)
+        attention_forward(q, k, v, Rules(softcap=30.0))
+        attention_backward(q, k, v, dout, lse, lse, Rules(softcap=30.0))
+        for out_dtype in (q.dtype, torch.float32):
+            attention_forward(q, k, v, causal, previous=(None, lse), out_dtype=out_dtype)
+        q, k, v, dout = tensors(head_dim, head_dim, torch.float16)
+        attention_forward(q, k, v, causal)
+        attention_delta(dout, dout)
+        attention_backward(q, k, v, dout, lse, lse, causal)

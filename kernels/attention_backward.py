@@ -3,11 +3,13 @@
 from weft.kernels import launch
 from weft.kernels.attention_scores import (
     LOG2E,
+    NUMBERS,
     block_of,
     capped,
     kept_pairs,
     load_tile,
     partial_tile,
+    seed_of,
     seen_tiles,
     visible_pairs,
     whole_tile,
@@ -15,7 +17,7 @@ from weft.kernels.attention_scores import (
 from weft.kernels.language import tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "queries", "tiles"])
 def delta_kernel(
     out,  # [B, H, Sq, Dv]
     dout,  # [B, H, Sq, Dv]
@@ -61,7 +63,7 @@ def _add_rows(target, tile, row, end, first_column, width, stride_row, stride_co
         tl.store(pointers, launch.rounded(tile, target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def dkdv_kernel(
     q,  # [B, H, Sq, D]
     k,  # [B, Hkv, Sk, D]
@@ -77,7 +79,7 @@ def dkdv_kernel(
     stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
     q_start, q_length, q_second_start, q_second_length,
     k_start, k_length, k_second_start, k_second_length,
-    left, right, scale, softcap, dropout, dropped, seed, head_start,
+    left, right, scale, softcap, dropout, dropped, seed_low, seed_high, head_start,
     lse,  # [B, H, Sq] fp32, contiguous
     delta,  # [B, H, Sq] fp32, contiguous
     dk,  # [B, Hkv, Sk, D]
@@ -90,6 +92,7 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Everything transposed, keys by queries, so that no product takes a transposed operand from registers: Triton from
     3.4 on miscompiled dot(trans(ds), q) on Hopper (flash-linear-attention issues 826 and 984)."""
+    seed = seed_of(seed_low, seed_high)
     tiles = tl.cdiv(k_length, BLOCK_N) + tl.cdiv(k_second_length, BLOCK_N)
     tile = tl.program_id(0) % tiles  # early keys first: with a causal mask the most queries see them
     kv_head = (tl.program_id(0) // tiles) % kv_heads
@@ -198,7 +201,7 @@ def _against(lse):
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def dq_kernel(
     q,  # [B, H, Sq, D]
     k,  # [B, Hkv, Sk, D]
@@ -214,7 +217,7 @@ def dq_kernel(
     stride_query_document_b, stride_query_document, stride_key_document_b, stride_key_document,
     q_start, q_length, q_second_start, q_second_length,
     k_start, k_length, k_second_start, k_second_length,
-    left, right, scale, softcap, dropout, dropped, seed, head_start,
+    left, right, scale, softcap, dropout, dropped, seed_low, seed_high, head_start,
     lse,  # [B, H, Sq] fp32, contiguous
     delta,  # [B, H, Sq] fp32, contiguous
     dq,  # [B, H, Sq, D]
@@ -223,6 +226,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
+    seed = seed_of(seed_low, seed_high)
     tiles = tl.cdiv(q_length, BLOCK_M) + tl.cdiv(q_second_length, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles) % heads

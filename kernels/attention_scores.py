@@ -7,6 +7,13 @@ from weft.kernels.language import tl, triton
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _ROUNDS: tl.constexpr = tl.constexpr(7)
+# Arguments of the kernels on which no access depends: one variant serves all their values.
+NUMBERS = (
+    *("heads", "kv_heads", "queries", "keys", "dropped", "seed_low", "seed_high", "head_start", "left", "right"),
+    *("stride_query_document_b", "stride_query_document", "stride_key_document_b", "stride_key_document"),
+    *("q_start", "q_length", "q_second_start", "q_second_length"),
+    *("k_start", "k_length", "k_second_start", "k_second_length"),
+)
 
 
 @triton.jit
@@ -119,8 +126,14 @@ def visible_pairs(query, key, query_inside, key_inside, left, right, query_docum
 
 
 @triton.jit
+def seed_of(low, high):
+    """The 64 bits of a seed that came as two signed 32-bit numbers, low's from -2^31 on."""
+    return high.to(tl.int64) * 4294967296 + low.to(tl.int64) + 2147483648
+
+
+@triton.jit
 def kept_pairs(query, key, head, batch, seed, dropped, dropout):
-    """1 / (1 - dropout) where a probability is kept, else 0: where the random 32 bits are below `dropped`."""
+    """1 / (1 - dropout) where a probability is kept, else 0: where the random 32 bits are below `dropped` + 2^31."""
     zero = (query + key) * 0
     bits, _, _, _ = tl.philox(
         seed,
@@ -130,4 +143,4 @@ def kept_pairs(query, key, head, batch, seed, dropped, dropout):
         (zero + batch).to(tl.uint32),
         _ROUNDS,
     )
-    return tl.where(bits.to(tl.int64) >= dropped, 1 / (1 - dropout), 0.0)
+    return tl.where(bits.to(tl.int64) - 2147483648 >= dropped, 1 / (1 - dropout), 0.0)

@@ -400,7 +400,7 @@ def _unpack_kernel(
     _finish(y, partials, ticket, squared_norm, nonfinite)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "world"])
 def _reduce_kernel(
     addresses,  # [W] i64
     out,  # [N]

@@ -38,10 +38,14 @@ class Row:
 
 
 def check(
-    ops: Sequence[str] = OPS, architectures: Sequence[str] = launch.ARCHITECTURES, processes: int | None = None
+    ops: Sequence[str] = OPS,
+    architectures: Sequence[str] = launch.ARCHITECTURES,
+    processes: int | None = None,
+    every: int = 1,
 ) -> list[Row]:
-    """A row for each variant of the ops. An op is a module with a function `variants(architecture)`, by name."""
-    return on_each(check_one, places(ops, architectures), processes)
+    """A row for each variant of the ops, or for each `every`-th of them. An op is a module with a function
+    `variants(architecture)`, by name."""
+    return on_each(check_one, places(ops, architectures)[::every], processes)
 
 
 def check_one(op: str, architecture: str, number: int) -> Row:
@@ -83,11 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"of {', '.join(OPS)}, or a module with variants(architecture); all by default",
     )
     parser.add_argument("--architecture", action="append", choices=launch.ARCHITECTURES, help="all by default")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th variant")
     parser.add_argument("--json", metavar="FILE", help="also save the table there")
     options = parser.parse_args(arguments)
     if launch.INTERPRETED:
         parser.error("TRITON_INTERPRET=1 is set: there is no machine code to check; unset it")
-    rows = check(options.ops, options.architecture or launch.ARCHITECTURES)
+    rows = check(options.ops, options.architecture or launch.ARCHITECTURES, every=options.every)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"triton": triton.__version__, "rows": [asdict(row) for row in rows]}, file, indent=1)

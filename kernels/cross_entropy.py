@@ -236,7 +236,12 @@ def _lead(row_pointer):
     return ((row_pointer.to(tl.int64) % 16) // (row_pointer.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
 
 
-@triton.jit
+# No number of a row decides how it is read, so none is specialised: one variant serves every shape.
+@triton.jit(
+    do_not_specialize=[
+        "rows", "columns", "stride_row", "stride_target", "pieces", "blocks_each", "offset", "ignore_index"
+    ]
+)  # fmt: skip
 def _statistics_kernel(
     logits,  # [M, V_r], contiguous columns
     target,  # [M] i64
@@ -298,7 +303,7 @@ def _subtrahend(highest):
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pieces"])
 def _merge_kernel(
     partials,  # [pieces, 4, M] fp32
     statistics,  # [4, M] fp32
@@ -331,7 +336,12 @@ def _merge_kernel(
     tl.store(result + rows + rows + rows, at_target, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "columns", "stride_logits", "stride_target", "stride_highest", "stride_log_sum", "stride_dlosses",
+        "stride_out", "blocks", "offset", "ignore_index",
+    ]
+)  # fmt: skip
 def _gradient_kernel(
     logits,  # [M, V_r], contiguous columns
     target,  # [M] i64

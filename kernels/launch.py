@@ -59,6 +59,9 @@ class Origin:
     how: Literal["ahead-of-time", "jit", "interpreter", "nowhere"]
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.how}: {self.why}" if self.why else self.how
+
 
 @dataclass
 class _Recording:

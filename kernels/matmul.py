@@ -20,6 +20,7 @@ Nothing is saved here; the autograd functions of weft.ops keep x, w and z. Held 
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -35,6 +36,7 @@ PRECISIONS = ("ieee", "tf32")
 COMMUNICATING_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _COMBINE_BLOCK = 1024  # elements a program of the second kernel of a split product
 _STRIP = 64  # columns that are written at a time
+_NO_STRIDES = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,8 @@ def _launch_product(
             return TensorDescriptor.from_tensor(matrix.t(), list(reversed(block)))
         return TensorDescriptor.from_tensor(matrix, list(block))
 
+    if partials is not None:  # the rest is of the whole sum
+        bias, addend, z, activation = None, None, None, "none"
     target = partials if partials is not None else out
     strip = min(config.block_n, _STRIP)
     launch.launch(
@@ -200,13 +204,14 @@ def _launch_product(
         rows,
         columns,
         depth,
-        *a.stride(),
-        *(a_z.stride() if a_z is not None else (0, 0)),
-        *b.stride(),
-        *(b_up.stride() if b_up is not None else (0, 0)),
+        # What a descriptor holds is not told again: variants would differ in what they do not use.
+        *(_NO_STRIDES if descriptors else a.stride()),
+        *(_NO_STRIDES if descriptors or a_z is None else a_z.stride()),
+        *(_NO_STRIDES if descriptors else b.stride()),
+        *(_NO_STRIDES if descriptors or b_up is None else b_up.stride()),
         bias.stride(0) if bias is not None else 0,
-        *(addend.stride() if addend is not None else (0, 0)),
-        *(target.stride()[-2:] if target is not None else (0, 0)),
+        *(addend.stride() if addend is not None else _NO_STRIDES),
+        *(_NO_STRIDES if stored or target is None else target.stride()[-2:]),
         z.stride(0) if z is not None else 0,
         config.group_m,
         steps,
@@ -221,6 +226,10 @@ def _launch_product(
         A_ACTIVATION=prologue.activation if prologue else "none",
         PRECISION=problem.precision,
         SPLIT=partials is not None,
+        # Said of those dimensions only along which masked accesses run.
+        ROWS_OF_16=rows % 16 == 0 and not descriptors and a_turned,
+        COLUMNS_OF_16=columns % 16 == 0,
+        DEPTH_OF_16=depth % 16 == 0 and not descriptors and (b_turned or not a_turned),
         DESCRIPTORS=descriptors,
         A_TURNED=a_turned,
         B_TURNED=b_turned,
@@ -392,7 +401,11 @@ def _emit(total, total_up, bias, addend, out, destinations, z, piece, row, colum
                 tl.store(out + r * stride_out_row + c * stride_out_column, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["agreed", "timeout_us", "rank"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "columns", "depth", "group_m", "steps", "splits", "programs", "agreed", "timeout_us", "rank"
+    ]
+)  # fmt: skip
 def _matmul_kernel(
     a,  # [M, K]
     a_z,  # [M, K] or None: then a is dy
@@ -442,6 +455,9 @@ def _matmul_kernel(
     A_ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
+    ROWS_OF_16: tl.constexpr,  # so that a mask has one value for 16 bytes
+    COLUMNS_OF_16: tl.constexpr,
+    DEPTH_OF_16: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     A_TURNED: tl.constexpr,  # its columns are contiguous
     B_TURNED: tl.constexpr,
@@ -449,6 +465,13 @@ def _matmul_kernel(
     OUT_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,  # destinations, at 16 bytes
 ):
+    # The compiler sees the factor; `multiple_of` is lost on an argument.
+    if ROWS_OF_16:
+        rows = rows // 16 * 16
+    if COLUMNS_OF_16:
+        columns = columns // 16 * 16
+    if DEPTH_OF_16:
+        depth = depth // 16 * 16
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -516,7 +539,7 @@ def _matmul_kernel(
                     signal.post(tl.load(departures + chunk).to(tl.pointer_type(tl.int32)), agreed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _combine_kernel(
     partials,  # [splits, M, N or 2N] fp32
     bias,  # [N] or [2N] or None
@@ -564,34 +587,67 @@ def _combine_kernel(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launcher once for each variant to check, on meta tensors; for inside `launch.recording`."""
-
-    def matrix(rows, columns, dtype=torch.bfloat16, padding=0):
-        return torch.empty(rows, columns + padding, dtype=dtype, device="meta")[:, :columns]
-
+    """Calls the launcher once for each variant to compile ahead of time, on meta tensors; for inside
+    `launch.recording`. What the layers of weft.ops ask for, whatever the sizes, in bf16 and fp16 (held by
+    tests/kernels/test_served.py); of activations, prologues and fp32 one tile each."""
     m, n, k = 4096, 2048, 1024
 
-    def linear_layer(dtype, **options):
-        x, w, dy, dw = matrix(m, k, dtype), matrix(n, k, dtype), matrix(m, n, dtype), matrix(n, k, torch.float32)
-        matmul(x, w.t(), bias=w[:, 0], **options)
+    def matrix(rows, columns, dtype):
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+    def forward(x, w, bias=True, **options):
+        matmul(x, w.t(), bias=w.new_empty(w.size(0)) if bias else None, **options)
+
+    def backward(dy, x, w, **options):
+        dw = torch.empty(w.shape, dtype=torch.float32, device="meta")
         matmul(dy, w, **options)
+        matmul(dy.t(), x, **options)
         matmul(dy.t(), x, addend=dw, out=dw, **options)
 
-    x, w, dy = matrix(m, k), matrix(n, k), matrix(m, n)
+    def layer(n, k, dtype, **options):
+        """Forward and backward of a linear layer."""
+        x, w, dy = matrix(m, k, dtype), matrix(n, k, dtype), matrix(m, n, dtype)
+        for bias in (True, False):
+            forward(x, w, bias, **options)
+        backward(dy, x, w, **options)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        x, w, dy = matrix(m, k, dtype), matrix(n, k, dtype), matrix(m, n, dtype)
+        for tile in listed(architecture, dtype):
+            layer(n, k, dtype, config=tile)
+            split = replace(tile, split_k=2)
+            matmul(x, w.t(), config=split)
+            matmul(dy, w, config=split)
+            matmul(dy.t(), x, config=split)
+        matmul(x, w.t(), bias=w.new_empty(n), config=split)
+        matmul(dy.t(), x, addend=w.float(), config=split)
+    x, w, dy = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16), matrix(m, n, torch.bfloat16)
+    odd_w, odd_dy = matrix(n + 1, k, x.dtype), matrix(m, n + 1, x.dtype)
     for tile in listed(architecture, x.dtype):
-        linear_layer(torch.bfloat16, config=tile)
+        forward(x, odd_w, True, config=tile)
+        forward(x, odd_w, False, config=tile)
+        matmul(x, odd_w.t(), config=replace(tile, split_k=2))
     for tile in listed(architecture, x.dtype, narrow=True):
-        matmul(x, w.t(), b_up=w.t(), activation="silu", keep_z=True, config=tile)
-        matmul(dy, w, prologue=Prologue(dy, "gelu"), config=tile)
-        matmul(matrix(m, k, padding=1), matrix(n, k, padding=1).t(), config=tile)
+        layer(n, k + 1, x.dtype, config=tile)
+        backward(odd_dy, x, odd_w, config=tile)
+        split = replace(tile, split_k=2)
+        matmul(matrix(m, k + 1, x.dtype), matrix(n, k + 1, x.dtype).t(), config=split)
+        matmul(dy, matrix(n, k + 1, x.dtype), config=split)
+        matmul(odd_dy, odd_w, config=split)
+        for config, up in product((tile, split), (w, odd_w)):
+            matmul(x, up.t(), b_up=up.t(), activation="silu", keep_z=True, config=config)
     for activation in ACTIVATIONS:
-        matmul(x, w.t(), bias=w[:, 0], activation=activation, keep_z=True)
-    for options in ({}, {"b_up": w.t(), "activation": "silu", "keep_z": True}):
-        split = replace(listed(architecture, x.dtype, narrow=bool(options))[0], split_k=2)
-        matmul(x, w.t(), bias=w.new_empty(2 * n if options else n), config=split, **options)
-    linear_layer(torch.float16)
+        for tile in listed(architecture, x.dtype):
+            forward(x, w, activation=activation, keep_z=True, config=tile)
+        forward(x, w, activation=activation, keep_z=True, config=replace(tile, split_k=2))
+        matmul(dy, w, prologue=Prologue(dy, activation))
+    for activation in ("gelu", "gelu_tanh"):
+        matmul(x, w.t(), b_up=w.t(), activation=activation, keep_z=True)
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        for features, dtype in product((n, n + 1), launch.DTYPES):
+            gated_backward(matrix(m, features, dtype), matrix(m, 2 * features, dtype), activation)
     for precision in PRECISIONS:
-        linear_layer(torch.float32, precision=precision)
+        layer(n, k, torch.float32, precision=precision)
+    layer(n, k, torch.float32, config=replace(listed(architecture, torch.float32)[0], split_k=2))
     x, w = matrix(m, k, torch.float32), matrix(n, k, torch.float32)
-    matmul(x, w.t(), b_up=w.t(), activation="silu")
-    gated_backward(dy, matrix(m, 2 * n), "silu")
+    matmul(x, w.t(), b_up=w.t(), activation="silu", keep_z=True)

@@ -177,7 +177,7 @@ def _addresses(inbox: Inbox, rank: int, at: tuple[int, ...], device: torch.devic
     return destinations.to(device), flags.to(device)
 
 
-@triton.jit(do_not_specialize=["chunks", "world", "agreed", "timeout_us", "rank"])
+@triton.jit(do_not_specialize=["own_chunks", "chunks", "world", "programs", "agreed", "timeout_us", "rank"])
 def _sum_kernel(
     parts,  # [W, rows, columns]
     flags,  # [W, chunks] of the parts, [chunks] of the sums
@@ -245,6 +245,7 @@ def variants(architecture: str) -> None:
         x, w = (torch.empty(size, k, dtype=dtype, device="meta") for size in (m, n))
         for tile in listed(architecture, dtype):
             matmul_reduce_scatter(x, w.t(), peers, rows, config=tile)
-        matmul_reduce_scatter(x, w.t().contiguous(), peers, rows)
-        odd_x, odd_w = (torch.empty(size, k + 1, dtype=dtype, device="meta")[:, :k] for size in (m, n - 1))
+            matmul_reduce_scatter(x, w.view(k, n), peers, rows, config=tile)
+        odd_x, odd_w = (torch.empty(size, k + 1, dtype=dtype, device="meta") for size in (m, n))
         matmul_reduce_scatter(odd_x, odd_w.t(), peers, rows)
+        matmul_reduce_scatter(odd_x, odd_w.new_empty(k + 1, n), peers, rows)

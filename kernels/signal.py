@@ -344,7 +344,7 @@ def _meet_kernel(
                 tl.atomic_xchg(mine, 0, sem="relaxed", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def _fill_kernel(
     target,  # [count] int16
     source,
@@ -359,7 +359,7 @@ def _fill_kernel(
             tl.store(target + place, tl.load(source + place, mask=place < count), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def _spoil_kernel(
     x,  # [count] uint8
     count,
@@ -376,6 +376,8 @@ def _spoil_kernel(
 def variants(architecture: str) -> None:
     """Calls the launcher once for each variant to check; for inside `launch.recording`."""
     peers = unlaunched()
+    for operation in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE):
+        meet(peers, signature("variants"), operation, DONE)
     meet(peers, signature("variants"), ALL_GATHER_MATMUL, COME)
     spoil(peers, peers.memory)
     fill(peers, DATA_OFFSET, torch.empty(1 << 20, dtype=torch.bfloat16, device="meta"))

@@ -1,10 +1,13 @@
 """What a launch's arguments are called: by Triton's names of their types, and in a few words for people."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.kernels.language import TensorDescriptor
+
+if TYPE_CHECKING:
+    from weft.kernels.launch import Launch
 
 _ELEMENT_TYPES = {
     torch.bfloat16: "bf16",
@@ -62,3 +65,30 @@ def describe(arguments: tuple, constants: dict[str, Any], warps: int, stages: in
         if not name.startswith("BLOCK") and value not in (False, None, "none")
     ]
     return " ".join(filter(None, [",".join(types), blocks, f"{warps}w {stages}s", *switches]))
+
+
+def specialise(recorded: "Launch") -> tuple[dict[str, str], dict[str, Any], dict]:
+    """Types, constants and attributes of a launch's arguments, by Triton's own rules (`native_specialize_impl`): an
+    argument of 1 or None is a constant, one that 16 divides is known to be. A boolean is neither."""
+    names = recorded.kernel.arg_names
+    unspecialised = {parameter.name for parameter in recorded.kernel.params if parameter.do_not_specialize}
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = dict(recorded.constants)
+    attributes: dict[tuple[int, ...], list] = {}
+    for place, (name, value) in enumerate(zip(names, recorded.arguments, strict=False)):
+        special = name not in unspecialised and not isinstance(value, bool)
+        if value is None or (special and isinstance(value, int) and value == 1):
+            constants[name] = value
+            continue
+        types[name] = type_of(name, value)
+        if special and _divisible_by_16(value):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    for name in constants:
+        types[name] = "constexpr"
+    return {name: types[name] for name in names}, constants, attributes
+
+
+def _divisible_by_16(value) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0

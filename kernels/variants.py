@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
 
-from weft.kernels import launch
+from weft.kernels import launch, signature
 
 OPS = (
     "matmul",
@@ -25,12 +25,17 @@ T = TypeVar("T")
 
 @lru_cache
 def record(op: str, architecture: str) -> list[launch.Launch]:
-    """The launches of the op's variants. `op` is one of OPS, or the name of another module with a function
-    `variants(architecture)`."""
+    """The launches of the op's variants, one for each. `op` is one of OPS, or the name of another module with a
+    function `variants(architecture)`."""
     module = importlib.import_module(f"weft.kernels.{op}" if op in OPS else op)
     with launch.recording(architecture) as launches:
         module.variants(architecture)
-    return launches
+    return list({_variant_of(recorded): recorded for recorded in launches}.values())
+
+
+def _variant_of(recorded: launch.Launch) -> tuple:
+    """The same for two launches that run the same machine code."""
+    return id(recorded.kernel), repr(signature.specialise(recorded)), recorded.warps, recorded.stages
 
 
 def places(ops: Sequence[str], architectures: Sequence[str]) -> list[Place]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.kernels import config, launch
+from weft.kernels import config, dispatch, launch
 from weft.kernels.config import Entry
 from weft.kernels.matmul_tiles import Problem, listed
 from weft.ops import choice
@@ -41,15 +41,29 @@ def test_every_parallel_layer_is_named_with_what_runs_and_why():
 def test_where_a_kernels_machine_code_comes_from_is_told(tmp_path):
     """In a process that does not interpret, with no archive: by triton, and why."""
     code = (
-        "import torch; from weft.explain import origin_of; from weft.kernels import dispatch, launch; "
+        "import torch; from weft.ops.choice import origin; from weft.kernels import dispatch, launch; "
         "from weft.kernels.matmul_tiles import Problem; from weft import _C; from pathlib import Path; "
         f"dispatch.use(_C.launch, Path({str(tmp_path)!r})); "
-        "print(origin_of(Problem(512, 256, 128, 'nt', True, torch.bfloat16), 'sm_90'))"
+        "print(origin(Problem(512, 256, 128, 'nt', True, torch.bfloat16), 'sm_90'))"
     )
     clean = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "WEFT_NO_JIT")}
     for extra, start in (({}, "jit: "), ({"WEFT_NO_JIT": "1"}, "nowhere: ")):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **extra})
         assert done.stdout.startswith(f"{start}this installation has no compiled kernels for sm_90"), done
+
+
+@pytest.mark.kernel
+def test_without_triton_a_gpu_takes_what_was_compiled_ahead_of_time(monkeypatch, tmp_path):
+    device = torch.device("cuda")
+    monkeypatch.setattr(choice, "_HAS_TRITON", False)
+    for found, taken in (("there is no archive", False), (object(), True)):
+        monkeypatch.setattr(dispatch, "archive_of", lambda architecture, found=found: found)
+        choice._why_no_archive.cache_clear()
+        with launch.recording("sm_90"):
+            assert choice.on_kernel(device) == choice.can_run(device) == taken
+            if not taken:
+                assert choice.excluded(device).reason.endswith("(pip install weft[gpu]), and there is no archive")
+    choice._why_no_archive.cache_clear()
 
 
 @pytest.mark.kernel

@@ -26,7 +26,7 @@ from triton.backends.compiler import BaseBackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import _C
-from weft.kernels import aot, launch
+from weft.kernels import launch, signature
 
 FOLDER = Path(__file__).parent / "stub_driver"
 _spec = importlib.util.spec_from_file_location("stub_driver", FOLDER / "stub.py")
@@ -579,9 +579,9 @@ def test_keys_are_equal_exactly_where_the_compiled_variant_is(pair, unspecialise
     def variant(arguments, named):
         kernel.arg_names = [*parameters, *named]
         recorded = launch.Launch(kernel, (1,), tuple(arguments), named, 4, 1)
-        signature, constant, attributes = aot.specialise(recorded)
+        types, constant, attributes = signature.specialise(recorded)
         # 1, 1.0 and True are equal in Python; as constants of a kernel they are not.
-        return repr((signature, list(constant.items()), attributes))
+        return repr((types, list(constant.items()), attributes))
 
     same = variant(first, first_constants) == variant(second, second_constants)
     keys = [
@@ -1050,11 +1050,11 @@ def compiled_by_triton(kernel, grid, arguments, constants, warps):
     """The variant that Triton runs, for this launcher."""
     built = kernel[grid](*arguments, **constants, num_warps=warps, num_stages=1)
     recorded = launch.Launch(kernel, grid, arguments, constants, warps, 1)
-    signature, _, _ = aot.specialise(recorded)
+    specialised, _, _ = signature.specialise(recorded)
     descriptors = iter(getattr(built.metadata, "tensordesc_meta", None) or [])
     types = [
         "ptr" if kind[0] == "*" else "tensordesc:" + json.dumps(next(descriptors)) if kind[:6] == "tensor" else kind
-        for kind in signature.values()
+        for kind in specialised.values()
         if kind != "constexpr"
     ]
     options = {"arguments": types, "cubin": built.asm["cubin"], "shared_bytes": built.metadata.shared, "warps": warps}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from weft.kernels.launch import Origin
     from weft.kernels.matmul_tiles import Problem
 
 _PREFERENCES = ("auto", "kernel", "library")
@@ -33,7 +34,6 @@ class Algorithm:
 
 
 _ON_CPU = Algorithm(False, "the kernels run on CUDA devices, the tensors are on the CPU")
-_NO_TRITON = Algorithm(False, "triton is not installed (pip install weft[gpu])")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _WANTED = Algorithm(True, "preferred by the caller")
 _UNWANTED = Algorithm(False, "preferred by the caller")
@@ -63,17 +63,30 @@ def prefer(preference: str) -> Iterator[None]:
 
 
 def on_kernel(device: torch.device) -> bool:
-    """Whether a product on this device may take our kernel at all: the quick question, which needs no triton."""
-    return _preference == "kernel" or (device.type == "cuda" and _preference == "auto" and _HAS_TRITON)
+    """Whether a product on this device may take our kernel at all: the quick question."""
+    return _preference == "kernel" or (device.type == "cuda" and _preference == "auto" and _why_no_code(device) is None)
 
 
 def can_run(device: torch.device) -> bool:
     """Whether our kernels run on this device, wanted or not: on a GPU, and on the CPU in Triton's interpreter."""
-    if device.type == "cuda" or not _HAS_TRITON:
-        return _HAS_TRITON
+    if device.type == "cuda":
+        return _why_no_code(device) is None
     from weft.kernels import launch
 
     return launch.INTERPRETED
+
+
+def _why_no_code(device: torch.device) -> str | None:
+    """Why a GPU has neither kernels that were compiled ahead of time nor a compiler, if it has neither."""
+    return None if _HAS_TRITON else _why_no_archive(device)
+
+
+@lru_cache
+def _why_no_archive(device: torch.device) -> str | None:
+    from weft.kernels import dispatch, launch
+
+    found = dispatch.archive_of(launch.code_architecture(device))
+    return f"triton is not installed (pip install weft[gpu]), and {found}" if isinstance(found, str) else None
 
 
 def streams(tensor: torch.Tensor) -> bool:
@@ -86,7 +99,7 @@ def excluded(device: torch.device) -> Algorithm:
     """Why no product on this device takes our kernel, where `on_kernel` says so."""
     if _preference == "library":
         return _UNWANTED
-    return _NO_TRITON if device.type == "cuda" else _ON_CPU
+    return Algorithm(False, _why_no_code(device) or "") if device.type == "cuda" else _ON_CPU
 
 
 def algorithm(problem: "Problem", device: torch.device) -> Algorithm:
@@ -107,6 +120,40 @@ def _measured(problem: "Problem", device: torch.device) -> Algorithm:
     architecture = launch.architecture_of(device)
     if entry is None:
         return Algorithm(False, f"not measured at this size on {architecture}; `weft tune matmul` measures it")
+    if not _HAS_TRITON:
+        code = origin(problem, launch.code_architecture(device))
+        if code.how == "nowhere":
+            return Algorithm(False, code.why)
     ratio = entry.peer_us / entry.ours_us
     sizes = "x".join(str(entry.problem[name]) for name in "mnk")
     return Algorithm(ratio >= 1.0, f"the kernel has {ratio:.2f} times ATen's speed at {sizes} on {architecture}")
+
+
+def origin(problem: "Problem", architecture: str) -> "Origin":
+    """Where our kernel's machine code for the product comes from, on a device of that architecture: of the launches
+    that it takes, the one that comes from farthest."""
+    from weft.kernels import launch
+    from weft.kernels.matmul import Prologue, matmul
+
+    def operand(rows: int, columns: int, turned: bool) -> torch.Tensor:
+        shape = (columns, rows) if turned else (rows, columns)
+        matrix = torch.empty(shape, dtype=problem.dtype, device="meta")
+        return matrix.t() if turned else matrix
+
+    a_turned, b_turned = (letter == "t" for letter in problem.layout)
+    a, b = operand(problem.m, problem.k, a_turned), operand(problem.k, problem.n, b_turned)
+    name = problem.fused.removesuffix("_gated").removesuffix("_prologue")
+    activation = None if name == "none" else name
+    prologue = Prologue(a, activation or "gelu") if problem.fused.endswith("_prologue") else None
+    gated = problem.fused.endswith("_gated")
+    with launch.recording(architecture) as launches:
+        matmul(
+            a,
+            b,
+            b_up=b if gated else None,
+            activation=None if prologue else activation,
+            prologue=prologue,
+            keep_z=activation is not None and prologue is None,
+        )
+    origins = [launch.origin(recorded, architecture) for recorded in launches]
+    return next((found for found in origins if found.how != "ahead-of-time"), origins[0])

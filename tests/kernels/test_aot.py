@@ -21,7 +21,7 @@ from triton.compiler import make_backend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import _C
-from weft.kernels import aot, archive, dispatch, language, launch, signature, without_triton
+from weft.kernels import archive, dispatch, language, launch, signature, without_triton
 from weft.kernels.archive import Archive, ArchiveError, Machine
 
 HERE = Path(__file__).parent
@@ -120,6 +120,18 @@ first.kernel._unsafe_update_src(first.kernel.src + "\\n    pass")
 assert aot._cache_key(first, "sm_90") != before
 print("done")
 """
+
+
+MOVES = """
+import sys
+from weft.kernels import aot, signal, variants
+signal._meet_kernel.starting_line_number += int(sys.argv[1])
+print(aot._cache_key(variants.record("signal", "sm_90")[0], "sm_90"))
+"""
+
+
+def test_a_kernel_that_moved_in_its_file_has_not_changed():
+    assert compiling("-c", MOVES, 0) == compiling("-c", MOVES, 7)
 
 
 def test_what_has_changed_is_looked_for_anew():
@@ -228,7 +240,7 @@ KERNEL = SimpleNamespace(
 
 def check_specialised_as_triton_does(value):
     recorded = launch.Launch(KERNEL, (1,), (value, value), {}, 4, 1)
-    types, constants, attributes = aot.specialise(recorded)
+    types, constants, attributes = signature.specialise(recorded)
     for place, (name, special) in enumerate((("x", True), ("y", False))):
         kind, known = native_specialize_impl(BACKEND, value, False, special, True)
         assert types[name].replace(",", ", ") == kind
@@ -518,7 +530,8 @@ launch.use(_C.launch, Path(sys.argv[1]))
 for op in variants.OPS:
     for recorded in variants.record(op, "sm_90"):
         origin = launch.origin(recorded, "sm_90")
-        assert origin.how == ("ahead-of-time" if op in sys.argv[2:] else "nowhere"), (op, origin)
+        module = recorded.kernel.__module__.rpartition(".")[2]
+        assert origin.how == ("ahead-of-time" if module in sys.argv[2:] else "nowhere"), (module, origin)
         assert origin.how == "ahead-of-time" or "triton, which would compile it, is not installed" in origin.why
     for architecture in ("sm_80", "sm_100"):
         assert {launch.origin(one, architecture).how for one in variants.record(op, architecture)} == {"nowhere"}

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import _C
-from weft.kernels import aot, variants
+from weft.kernels import aot, signature, variants
 
 PARAMETER = re.compile(r"\.param(?: \.align \d+)? \.[a-z]*(\d+)[^\[\n,]*(?:\[(\d+)\])?,?\n")
 
@@ -49,8 +49,8 @@ def parameter_bytes(ptx: str) -> list[int]:
 
 
 def launch_both(stub, recorded, architecture, **changes) -> None:
-    signature, constants, attributes = aot.specialise(recorded)
-    source = ASTSource(recorded.kernel, signature, constexprs=constants, attrs=attributes)
+    types, constants, attributes = signature.specialise(recorded)
+    source = ASTSource(recorded.kernel, types, constexprs=constants, attrs=attributes)
     options = {"num_warps": recorded.warps, "num_stages": recorded.stages, "enable_fp_fusion": True}
     built = triton.compile(source, GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32), options)
     metadata = built.metadata._replace(**changes)
