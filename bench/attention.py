@@ -1,103 +1,211 @@
-"""weft bench attention: a whole attention, forward and backward, beside PyTorch's fastest, on a GPU."""
+"""weft bench attention: a sequence shared by CPU ranks, forward and backward, beside one process."""
 
 import argparse
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
-from weft.ops.attention import attention
-from weft.testing import cases
-from weft.testing.tolerance import assert_close
+import weft
+from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.testing.ranks import run_ranks
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
+METHODS = ("ring", "all_gather", "ulysses")
+ALONE = "one process"
+TORCH = "torch context_parallel"
+LIMIT = (
+    "one process and one thread with the whole sequence, by F.scaled_dot_product_attention, over the number of ranks"
+)
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 1, 8, 8, 64
 
-_TOKENS = 32768  # batch times sequence, so that every length fills the device
-_CHECKED = 2048  # positions
-_LIBRARY = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one length; causal, zigzag, fp32. Peaks are of memory that the call takes beyond what was there."""
+
+    length: int
+    world: int
+    method: str
+    ours: Quantiles
+    alone: Quantiles
+    peer: Quantiles | None  # torch's context_parallel, where it runs
+    why_no_peer: str
+    peak_bytes: int  # of the rank that takes most
+    alone_peak_bytes: int
+    sent_bytes: int  # by the rank that sends most
+    error: float  # relative, of out and gradients, against one process
+
+    def as_dict(self) -> dict:
+        share = self.ours.p50_us / self.alone.p50_us
+        return {**asdict(self), "time_share": share, "memory_share": self.peak_bytes / self.alone_peak_bytes}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--head-dim", type=int, choices=(64, 128), help="both by default")
+    parser.add_argument("--length", action="append", type=int, help="2048, 4096, 8192 and 16384 by default")
 
 
-def run(options) -> list[Row]:
-    limits = ceilings()
-    chosen = [case for case in cases.ATTENTIONS if options.head_dim in (None, case.head_dim)]
-    return measure(contests(chosen), limits, options.rounds)
+def columns() -> list[str]:
+    return [
+        "method",
+        "S",
+        "ours ms",
+        "p20-p80",
+        "alone ms",
+        "share",
+        "torch cp ms",
+        "peak MiB",
+        "alone MiB",
+        "sent MiB",
+    ]
 
 
-def rows(limits: Ceilings) -> list[Row]:
-    return measure(contests(cases.ATTENTIONS), limits)
+def cells(row: Row) -> list[str]:
+    return [
+        f"{row.method} W={row.world}",
+        str(row.length),
+        f"{row.ours.p50_us / 1e3:.0f}",
+        f"{row.ours.p20_us / 1e3:.0f}-{row.ours.p80_us / 1e3:.0f}",
+        f"{row.alone.p50_us / 1e3:.0f}",
+        f"{row.ours.p50_us / row.alone.p50_us:.2f}",
+        f"{row.peer.p50_us / 1e3:.0f}" if row.peer else row.why_no_peer,
+        f"{row.peak_bytes / 2**20:.1f}",
+        f"{row.alone_peak_bytes / 2**20:.1f}",
+        f"{row.sent_bytes / 2**20:.1f}",
+    ]
 
 
-def contests(attentions: list[cases.AttentionCase]) -> Iterator[Contest]:
-    for case in attentions:
-        yield from both_ways(case, max(1, _TOKENS // case.sequence), torch.device("cuda"), torch.bfloat16)
+def run(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    for length in options.length or (2048, 4096, 8192, 16384):
+        rounds = max(3, min(options.rounds, 8192 * 21 // length))
+        told = run_ranks(_measure, options.world, length, rounds, timeout_s=1800)
+        times = slowest_rank([samples for samples, *_ in told])
+        why = told[0][4]
+        for method in METHODS:
+            error = max(errors[method] for _, errors, *_ in told)
+            if not error < 1e-5:
+                raise AssertionError(f"{method} at {length}: the result is off by {error:.1e}; not measured")
+            peaks, sent = (max(of_rank[place][method] for of_rank in told) for place in (2, 3))
+            rows.append(
+                Row(length, options.world, method, times[method], times[ALONE], times.get(TORCH), why, peaks,
+                    told[0][2][ALONE], sent, error)
+            )  # fmt: skip
+    return rows
 
 
-def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[Contest]:
-    """Forward, and backward alone: the forward's graph is kept."""
-    heads = (case.heads, case.kv_heads, case.kv_heads)
-    q, k, v = (
-        torch.randn(batch, h, case.sequence, case.head_dim, device=device).to(dtype).requires_grad_() for h in heads
-    )
-    dout = torch.randn_like(q)
-    peers = {name: partial(_library, backend, case.causal) for name, backend in _LIBRARY.items()}
-    peers["FlexAttention"] = _flex(case, device)
-    ours = partial(attention, causal=case.causal)
-    # Two products forward, five backward, of the pairs that are not masked (Dao et al. 2022, section 3.1).
-    pairs = case.sequence**2 * (0.5 if case.causal else 1.0)
-    product = 2.0 * batch * case.heads * pairs * case.head_dim
-    size = dtype.itemsize
-    moved = size * (2 * q.numel() + 2 * k.numel())
-
-    def with_gradients(function, *tensors):
-        *inputs, dout = tensors
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        out = function(*leaves)
-        return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-    def check():
-        # The query heads of one KV head, and as many positions as fp64 has room for.
-        some, one = (slice(0, 1), slice(0, case.heads // case.kv_heads)), (slice(0, 1), slice(0, 1))
-        part = [t[i][:, :, :_CHECKED] for t, i in ((q, some), (k, one), (v, one), (dout, some))]
-        plain = partial(_library, SDPBackend.MATH, case.causal)
-        references = with_gradients(plain, *part), with_gradients(plain, *(t.double() for t in part))
-        for result, *expected in zip(with_gradients(ours, *part), *references, strict=True):
-            assert_close(result, *expected, str(case))
-
-    def backward(function):
-        out = function(q, k, v)
-        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-    def forward(function):
-        def call():
-            with torch.no_grad():
-                return function(q, k, v)
-
-        return call
-
-    yield Contest("attention forward", str(case), forward(ours), {n: forward(p) for n, p in peers.items()}, check,
-                  2 * product, moved)  # fmt: skip
-    yield Contest("attention backward", str(case), backward(ours), {n: backward(p) for n, p in peers.items()}, check,
-                  5 * product, 2 * moved + size * q.numel())  # fmt: skip
+def _measure(rank: int, length: int, rounds: int):
+    generator = torch.Generator().manual_seed(length)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    whole = [torch.randn(BATCH, h, length, HEAD_DIM, generator=generator) for h in heads]
+    parts = [weft.shard_sequence(x, dim=2).contiguous() for x in whole]
+    contenders: dict[str, Callable] = {method: _step(_split(method), parts) for method in METHODS}
+    alone = _step(_plain, whole)
+    contenders[ALONE] = alone if rank == 0 else lambda: None
+    theirs, why = _torch(whole)
+    if theirs:
+        contenders[TORCH] = theirs
+    exact = [weft.shard_sequence(x, dim=2) for x in alone()]
+    errors, peaks, sent = {}, {}, {}
+    for method in METHODS:
+        dist.barrier()
+        sent[method], result = _sent_bytes(contenders[method])
+        errors[method] = max(((a - b).norm() / b.norm()).item() for a, b in zip(result, exact, strict=True))
+        del result
+    del exact
+    for name in (*METHODS, ALONE):
+        dist.barrier()
+        peaks[name] = _peak_bytes(contenders[name])
+    samples = alternate(contenders, meet=dist.barrier, rounds=rounds, calls=1)
+    return samples, errors, peaks, sent, why
 
 
-def _library(backend, causal, q, k, v):
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.size(1) != k.size(1))
+def _split(method: str) -> Callable:
+    return lambda q, k, v: weft.context_attention(q, k, v, causal=True, method=method)
 
 
-def _flex(case: cases.AttentionCase, device):
-    block_mask = None
-    if case.causal:
-        block_mask = create_block_mask(
-            lambda _batch, _head, query, key: query >= key, None, None, case.sequence, case.sequence, device=device
-        )
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return partial(compiled, block_mask=block_mask, enable_gqa=case.heads != case.kv_heads)
+def _plain(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=HEADS != KV_HEADS)
+
+
+def _step(attend: Callable, tensors: list[torch.Tensor]) -> Callable:
+    """Forward and backward; gives out and the gradients of q, k, v."""
+    *inputs, dout = (x.detach() for x in tensors)
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def step():
+        for x in inputs:
+            x.grad = None
+        out = attend(*inputs)
+        out.backward(dout)
+        return [out.detach(), *(x.grad for x in inputs)]
+
+    return step
+
+
+def _torch(whole: list[torch.Tensor]) -> tuple[Callable | None, str]:
+    """torch's own, if it runs on this machine, and else why it does not."""
+    try:
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+        def shared():
+            *inputs, dout = (x.clone() for x in whole)
+            inputs = [x.requires_grad_() for x in inputs]
+            with context_parallel(mesh, buffers=[*inputs, dout], buffer_seq_dims=[2] * 4):
+                out = _plain(*inputs)
+                out.backward(dout)
+
+        shared()
+    except Exception as error:  # experimental: whatever it raises is why it is not measured
+        return None, f"not measured ({type(error).__name__})"
+    return shared, ""
+
+
+def _sent_bytes(call: Callable) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that this rank's tensors bring to others, and what the call returned."""
+    engine, sent = dist.group.WORLD.engine, 0  # type: ignore[union-attr]
+    world = engine.world
+
+    def counted(method: Callable, count: Callable) -> Callable:
+        def wrapper(*arguments, **options):
+            nonlocal sent
+            sent += count(*arguments)
+            return method(*arguments, **options)
+
+        return wrapper
+
+    def others(parts) -> int:
+        return sum(x.nbytes for rank, x in enumerate(parts) if rank != engine.rank)
+
+    counts = {
+        "send": lambda x, *_: x.nbytes,
+        "all_gather": lambda x, *_: x.nbytes * (world - 1),
+        "reduce_scatter": lambda parts, *_: others(parts),
+        "all_to_all": lambda parts, *_: others(parts),
+    }
+    for name, count in counts.items():
+        setattr(engine, name, counted(getattr(engine, name), count))
+    try:
+        result = call()
+    finally:
+        for name in counts:
+            delattr(engine, name)
+    return sent, result
+
+
+def _peak_bytes(call: Callable) -> int:
+    """The most resident memory during the call, beyond what was resident before it (Linux)."""
+    call()  # what stays from a first call is not the call's
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins again here
+    before = _status("VmRSS")
+    call()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))

@@ -13,7 +13,7 @@ __all__ = ["LIMIT", "SUITES", "add_arguments", "cells", "columns", "run"]
 # With the arguments that each gets: the ends of the splits and of the tokens tell what is between them.
 SUITES = {
     "matmul": ["--tp", "1", "--tp", "8", "--tokens", "1024", "--tokens", "16384"],
-    "attention": [],
+    "attention_chunk": [],
     "bucket": [],
     "cross_entropy": [],
 }

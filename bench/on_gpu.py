@@ -21,7 +21,10 @@ import weft
 from weft.bench.device_time import ceilings, geometric_mean
 from weft.bench.environment import environment
 
-SUITES = ("launch", "matmul", "attention", "bucket", "cross_entropy", "rank_order_sum", "communicating", "several_gpus")
+SUITES = (
+    *("launch", "matmul", "attention_chunk", "bucket", "cross_entropy"),
+    *("rank_order_sum", "communicating", "several_gpus"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

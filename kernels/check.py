@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import triton
 
-from weft.kernels import aot, launch
+from weft.kernels import launch, machine_code
 from weft.kernels.variants import OPS, on_each, places, record
 
 # What a dot must have become; wgmma on Hopper, where plain HMMA would be half as fast.
@@ -40,23 +41,24 @@ class Row:
 def check(
     ops: Sequence[str] = OPS,
     architectures: Sequence[str] = launch.ARCHITECTURES,
-    processes: int | None = None,
     every: int = 1,
+    cache: Path | None = None,
 ) -> list[Row]:
     """A row for each variant of the ops, or for each `every`-th of them. An op is a module with a function
-    `variants(architecture)`, by name."""
-    return on_each(check_one, places(ops, architectures)[::every], processes)
+    `variants(architecture)`, by name. What `aot` compiled before into the cache is not compiled again."""
+    cache = cache or machine_code.default_cache()
+    return on_each(partial(check_one, cache), places(ops, architectures)[::every])
 
 
-def check_one(op: str, architecture: str, number: int) -> Row:
+def check_one(cache: Path, op: str, architecture: str, number: int) -> Row:
     recorded = record(op, architecture)[number]
     row = partial(Row, recorded.kernel.__name__, architecture, str(recorded))
     try:
-        compiled = aot.compile_launch(recorded, architecture)
+        compiled, _ = machine_code.cached(recorded, architecture, cache)
     except Exception as error:  # whatever the compiler raises is the verdict on this variant, not on the gate
         return row(fault=f"does not compile: {str(error).strip().splitlines()[-1]}")
     machine = compiled.machine
-    instructions = aot.disassembled(machine.cubin, "nvdisasm", "-c")
+    instructions = machine_code.disassembled(machine.cubin, "nvdisasm", "-c")
     wanted = TENSOR_CORE_INSTRUCTION[architecture]
     found = wanted if re.search(rf"\b{wanted}\b", instructions) else "-"
     faults = []
@@ -65,16 +67,10 @@ def check_one(op: str, architecture: str, number: int) -> Row:
     allowed = launch.SHARED_LIMIT_BYTES[architecture]
     if machine.shared_bytes > allowed:
         faults.append(f"{machine.shared_bytes} bytes of shared memory, {allowed} allowed")
-    if needs_tensor_cores(compiled.ttir) and found == "-":
+    if compiled.needs_tensor_cores and found == "-":
         faults.append(f"a dot without {wanted}")
     numbers = machine.registers, compiled.spilled_bytes, machine.shared_bytes
     return row(*numbers, found, len(machine.cubin), fault="; ".join(faults))
-
-
-def needs_tensor_cores(ttir: str) -> bool:
-    """Whether a dot is of a type that tensor cores take: any but fp32 in ieee precision."""
-    dots = [line for line in ttir.splitlines() if "tt.dot " in line]
-    return any("xf32> *" not in dot or "inputPrecision = tf32" in dot for dot in dots)
 
 
 def main(arguments: list[str] | None = None) -> int:

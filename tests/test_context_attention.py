@@ -8,8 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import weft
+from weft.kernels import launch
 from weft.kernels.attention import Rules
-from weft.ops import attention_chunk
+from weft.ops import attention_chunk, choice
 from weft.ops.context_attention import choose
 from weft.ops.layout import Layout
 from weft.testing.attention import attention
@@ -99,6 +100,28 @@ def test_a_sequence_may_be_shorter_than_the_ranks_are_many(world):
     run_ranks(
         check, world, METHODS, ["zigzag", "contiguous"], ["full", "causal"], [(1, 4, 2), (4, 2, 1)], torch.float32, 2e-6
     )
+
+
+def by_the_kernel(rank):
+    with choice.prefer("kernel"):
+        check(rank, METHODS[:3], ["zigzag"], ["causal"], [(21, 2, 1)], torch.float32, 2e-6)
+        check(rank, ["ring"], ["zigzag"], ["all"], [(21, 2, 1)], torch.float32, 2e-6)
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="the ranks' tensors are on the CPU, where kernels are interpreted")
+def test_every_method_is_the_same_by_our_kernel():
+    """The code that a GPU runs, but for the device: the chunks are the kernel's."""
+    run_ranks(by_the_kernel, 2, timeout_s=200)
+
+
+@pytest.mark.kernel
+def test_a_ring_of_the_kernels_chunks_is_the_unsplit_attention(device):
+    """Its ranks are virtual: one after the other, on one device."""
+    whole = [t.to(device) for t in draw(53, 2, 1, 16, 16, dtype=torch.bfloat16)]
+    with choice.prefer("kernel"):
+        alone = in_a_ring(1, whole, torch.float32)
+        for error, unsplit_error in zip(in_a_ring(3, whole, torch.float32), alone, strict=True):
+            assert error < 1.5 * unsplit_error < 0.02, (error, unsplit_error)
 
 
 def against_sdpa(rank, dtype):

@@ -70,10 +70,10 @@ def test_the_same_sources_give_the_same_bytes(tmp_path):
 
 ADDRESSES = """
 import subprocess
-from weft.kernels import aot
+from weft.kernels import machine_code
 maps = lambda: subprocess.run(["cat", "/proc/self/maps"], check=True, capture_output=True).stdout
 assert maps() != maps()
-print(aot.fix_addresses() and maps() == maps())
+print(machine_code.fix_addresses() and maps() == maps())
 """
 
 
@@ -111,22 +111,22 @@ def test_what_has_not_changed_is_not_compiled_again(tmp_path, cache, built):
 
 
 CHANGES = """
-from weft.kernels import aot, signal, variants
+from weft.kernels import machine_code, signal, variants
 first, second = (variants.record("signal", "sm_90")[0] for _ in range(2))
-before = aot._cache_key(first, "sm_90")
-assert aot._cache_key(second, "sm_90") == before
-assert aot._cache_key(first, "sm_100") != before
+before = machine_code._cache_key(first, "sm_90")
+assert machine_code._cache_key(second, "sm_90") == before
+assert machine_code._cache_key(first, "sm_100") != before
 first.kernel._unsafe_update_src(first.kernel.src + "\\n    pass")
-assert aot._cache_key(first, "sm_90") != before
+assert machine_code._cache_key(first, "sm_90") != before
 print("done")
 """
 
 
 MOVES = """
 import sys
-from weft.kernels import aot, signal, variants
+from weft.kernels import machine_code, signal, variants
 signal._meet_kernel.starting_line_number += int(sys.argv[1])
-print(aot._cache_key(variants.record("signal", "sm_90")[0], "sm_90"))
+print(machine_code._cache_key(variants.record("signal", "sm_90")[0], "sm_90"))
 """
 
 
@@ -187,7 +187,7 @@ def test_the_hash_of_a_source_is_of_all_that_it_imports_and_of_nothing_else(tmp_
 PARAMETERS = """
 import json, re, sys
 from pathlib import Path
-from weft.kernels import aot, archive, variants
+from weft.kernels import archive, machine_code, variants
 SIZES = {"ptr": 8, "i32": 4, "i64": 8, "fp32": 4}
 
 def passed(arguments):
@@ -197,7 +197,7 @@ def passed(arguments):
     yield from (8, 8)  # hidden memory
 
 def taken(cubin):
-    text = aot.disassembled(cubin, "cuobjdump", "-elf")
+    text = machine_code.disassembled(cubin, "cuobjdump", "-elf")
     pairs = re.findall(r"Ordinal\\s*:\\s*0x(\\w+)\\s+Offset\\s*:\\s*0x\\w+\\s+Size\\s*:\\s*0x(\\w+)", text)
     return [int(size, 16) for _, size in sorted({(int(place, 16), size) for place, size in pairs})]
 
@@ -205,7 +205,7 @@ stored = archive.Archive(Path(sys.argv[1]))
 machines = {variant.kernel: stored.machine(variant) for variant in stored.variants}
 products = variants.record("matmul", "sm_90")
 number = next(i for i, one in enumerate(products) if one.constants.get("DESCRIPTORS"))
-machines["a product with descriptors"] = aot.compile_launch(products[number], "sm_90").machine
+machines["a product with descriptors"] = machine_code.compile_launch(products[number], "sm_90").machine
 assert any(one.startswith("tensordesc:") for one in machines["a product with descriptors"].arguments)
 for name, machine in machines.items():
     assert taken(machine.cubin) == list(passed(machine.arguments)), name
@@ -522,7 +522,7 @@ from pathlib import Path
 sys.modules["triton"] = None
 import weft.kernels
 for module in pkgutil.iter_modules(weft.kernels.__path__):
-    if module.name not in ("aot", "check"):  # they are what compiles
+    if module.name not in ("aot", "check", "machine_code"):  # they are what compiles
         importlib.import_module(f"weft.kernels.{module.name}")
 from weft import _C
 from weft.kernels import launch, variants

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from weft.kernels import launch
-from weft.kernels.check import OPS, needs_tensor_cores, record
+from weft.kernels.machine_code import needs_tensor_cores
+from weft.kernels.variants import OPS, record
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import _C
-from weft.kernels import aot, signature, variants
+from weft.kernels import machine_code, signature, variants
 
 PARAMETER = re.compile(r"\.param(?: \.align \d+)? \.[a-z]*(\d+)[^\[\n,]*(?:\[(\d+)\])?,?\n")
 
@@ -73,7 +73,7 @@ def launch_both(stub, recorded, architecture, **changes) -> None:
     kernel = _C.launch.Kernel(
         name=metadata.name,
         cubin=cubin,
-        arguments=list(aot.compile_launch(recorded, architecture).machine.arguments),
+        arguments=list(machine_code.compile_launch(recorded, architecture).machine.arguments),
         shared_bytes=metadata.shared,
         warps=metadata.num_warps,
         registers=0,

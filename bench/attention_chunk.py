@@ -1,0 +1,133 @@
+"""weft bench attention_chunk: a whole attention, forward and backward, beside PyTorch's fastest, and a step of a ring
+with its merge inside and outside of the kernel, on a GPU."""
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.kernels.attention import Positions, Rules, attention_forward
+from weft.ops.attention import attention
+from weft.ops.attention_chunk import merge_attention
+from weft.testing import cases
+from weft.testing.tolerance import assert_close
+
+__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
+
+_TOKENS = 32768  # batch times sequence, so that every length fills the device
+_CHECKED = 2048  # positions
+_LIBRARY = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--head-dim", type=int, choices=(64, 128), help="both by default")
+
+
+def run(options) -> list[Row]:
+    limits = ceilings()
+    chosen = [case for case in cases.ATTENTIONS if options.head_dim in (None, case.head_dim)]
+    return measure(contests(chosen), limits, options.rounds)
+
+
+def rows(limits: Ceilings) -> list[Row]:
+    return measure(contests(cases.ATTENTIONS), limits)
+
+
+def contests(attentions: list[cases.AttentionCase]) -> Iterator[Contest]:
+    for case in attentions:
+        batch = max(1, _TOKENS // case.sequence)
+        yield from both_ways(case, batch, torch.device("cuda"), torch.bfloat16)
+        if not case.causal:
+            yield ring_step(case, batch, torch.device("cuda"), torch.bfloat16)
+
+
+def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[Contest]:
+    """Forward, and backward alone: the forward's graph is kept."""
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    q, k, v = (
+        torch.randn(batch, h, case.sequence, case.head_dim, device=device).to(dtype).requires_grad_() for h in heads
+    )
+    dout = torch.randn_like(q)
+    peers = {name: partial(_library, backend, case.causal) for name, backend in _LIBRARY.items()}
+    peers["FlexAttention"] = _flex(case, device)
+    ours = partial(attention, causal=case.causal)
+    # Two products forward, five backward, of the pairs that are not masked (Dao et al. 2022, section 3.1).
+    pairs = case.sequence**2 * (0.5 if case.causal else 1.0)
+    product = 2.0 * batch * case.heads * pairs * case.head_dim
+    size = dtype.itemsize
+    moved = size * (2 * q.numel() + 2 * k.numel())
+
+    def with_gradients(function, *tensors):
+        *inputs, dout = tensors
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = function(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    def check():
+        # The query heads of one KV head, and as many positions as fp64 has room for.
+        some, one = (slice(0, 1), slice(0, case.heads // case.kv_heads)), (slice(0, 1), slice(0, 1))
+        part = [t[i][:, :, :_CHECKED] for t, i in ((q, some), (k, one), (v, one), (dout, some))]
+        plain = partial(_library, SDPBackend.MATH, case.causal)
+        references = with_gradients(plain, *part), with_gradients(plain, *(t.double() for t in part))
+        for result, *expected in zip(with_gradients(ours, *part), *references, strict=True):
+            assert_close(result, *expected, str(case))
+
+    def backward(function):
+        out = function(q, k, v)
+        return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    def forward(function):
+        def call():
+            with torch.no_grad():
+                return function(q, k, v)
+
+        return call
+
+    yield Contest("attention forward", str(case), forward(ours), {n: forward(p) for n, p in peers.items()}, check,
+                  2 * product, moved)  # fmt: skip
+    yield Contest("attention backward", str(case), backward(ours), {n: backward(p) for n, p in peers.items()}, check,
+                  5 * product, 2 * moved + size * q.numel())  # fmt: skip
+
+
+def ring_step(case: cases.AttentionCase, batch: int, device, dtype) -> Contest:
+    """A step in the middle of a ring: the state of the keys before is continued in the kernel, or merged outside."""
+    half = case.sequence // 2
+    q = torch.randn(batch, case.heads, half, case.head_dim, device=device).to(dtype)
+    k, v = (torch.randn(batch, case.kv_heads, half, case.head_dim, device=device).to(dtype) for _ in range(2))
+    late, early, all_seen = Positions(half, half), Positions(0, half), Rules()
+    state = attention_forward(q, k, v, all_seen, query_positions=late, key_positions=late, out_dtype=torch.float32)
+    options = {"query_positions": late, "key_positions": early, "out_dtype": torch.float32}
+
+    def inside():
+        return attention_forward(q, k, v, all_seen, previous=state, **options)
+
+    def outside():
+        return merge_attention(*state, *attention_forward(q, k, v, all_seen, **options))
+
+    def check():
+        for ours, theirs in zip(inside(), outside(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+    product = 2.0 * batch * case.heads * half**2 * case.head_dim
+    moved = dtype.itemsize * (q.numel() + 2 * k.numel()) + 2 * 4 * q.numel()
+    return Contest("ring step", str(case), inside, {"merge outside": outside}, check, 2 * product, moved)
+
+
+def _library(backend, causal, q, k, v):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.size(1) != k.size(1))
+
+
+def _flex(case: cases.AttentionCase, device):
+    block_mask = None
+    if case.causal:
+        block_mask = create_block_mask(
+            lambda _batch, _head, query, key: query >= key, None, None, case.sequence, case.sequence, device=device
+        )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return partial(compiled, block_mask=block_mask, enable_gqa=case.heads != case.kv_heads)
