@@ -397,6 +397,10 @@ def test_without_several_gpus_every_row_says_that_it_was_not_measured(tmp_path, 
     assert "all_reduce" in capsys.readouterr().out
 
 
+def test_a_contest_of_which_nothing_can_be_captured_has_no_replays():
+    assert device_time.alternate({}, rounds=3) == {}
+
+
 def test_more_ranks_than_gpus_are_refused_by_their_number():
     assert several_gpus.why_not(4, 2) == "needs 4 GPUs, and there are 2"
     assert several_gpus.why_not(None, 1) == several_gpus.why_not(1, 8) == "needs several GPUs"
