@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --tp 2                      each layer split over two ranks
     torchrun --nproc-per-node 2 examples/train_lm.py --dp 2                      each batch split over two ranks
     torchrun --nproc-per-node 2 examples/train_lm.py --tp 2 --backend gloo       the same over another backend
+    torchrun --nproc-per-node 2 examples/train_lm.py --cp 2 --sequence 16384 --batch 1
+                                                                                 each sequence split over two ranks
 
-The model is plain PyTorch. What makes it parallel are the lines marked (1) to (5).
+The model is plain PyTorch. What makes it parallel are the lines marked (1) to (6).
 """
 
 import argparse
@@ -25,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 
 BYTES = 256
-WIDTH, LAYERS, HEAD, CONTEXT = 256, 6, 64, 128
+WIDTH, LAYERS, HEAD = 256, 6, 64
 
 # (1) Which layers are split, and how. Heads stay whole: queries, keys and values are cut at multiples of one.
 PLAN = {
@@ -67,9 +69,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self):
+    def __init__(self, sequence):
         super().__init__()
-        self.embedding, self.position = nn.Embedding(BYTES, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.embedding, self.position = nn.Embedding(BYTES, WIDTH), nn.Embedding(sequence, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, BYTES, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -89,11 +91,11 @@ def standard_library(size=4_000_000):
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:size]), dtype=torch.uint8)
 
 
-def batch_of(text, step, batch, seed):
+def batch_of(text, step, batch, sequence, seed):
     """The whole batch of a step: the same on every rank, whatever the mesh."""
     generator = torch.Generator().manual_seed(seed + step)
-    starts = torch.randint(len(text) - CONTEXT - 1, (batch,), generator=generator)
-    windows = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long()
+    starts = torch.randint(len(text) - sequence - 1, (batch,), generator=generator)
+    windows = torch.stack([text[start : start + sequence + 1] for start in starts]).long()
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -106,9 +108,11 @@ def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--dp", type=int, default=1, help="ranks that share each batch")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--backend", default="weft", help="of torch.distributed")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
+    parser.add_argument("--sequence", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the loss curve and the figures there, as JSON")
@@ -119,12 +123,13 @@ def main():
     options = parse_options()
     if options.batch % options.dp:
         raise SystemExit(f"--batch {options.batch} must be a multiple of --dp {options.dp}")
-    if options.tp * options.dp > 1:
+    if options.tp * options.cp * options.dp > 1:
         dist.init_process_group(options.backend)  # (2) "weft" where others write "gloo"
-    mesh = weft.init_mesh(dp=options.dp, tp=options.tp, device_type="cpu")  # (3) who shares what
+    mesh = weft.init_mesh(dp=options.dp, cp=options.cp, tp=options.tp, device_type="cpu")  # (3) who shares what
 
     torch.manual_seed(options.seed)
-    model = weft.parallelize(GPT(), mesh["tp"], plan=PLAN)  # (4) this rank's part of every layer
+    # (4) This rank's part of every layer, and with --cp of the sequence, of which the model gets and returns a part.
+    model = weft.parallelize(GPT(options.sequence), mesh["cp", "tp"], plan=PLAN, context={"parts": True})
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if options.dp > 1:
         model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
@@ -133,23 +138,25 @@ def main():
     text = standard_library()
     share = options.batch // options.dp
     mine = slice(share * mesh["dp"].get_local_rank(), share * (mesh["dp"].get_local_rank() + 1))
+    bytes_a_step = options.batch * options.sequence
     losses, seconds = [], []
     shown = Shown(options, parameters)
     with shown.bar:
         for step in range(options.steps):
             start = time.perf_counter()
-            inputs, targets = batch_of(text, step, options.batch, options.seed)
-            # (5) The logits stay split over the vocabulary; the loss is the whole one, on every rank.
-            loss = weft.parallel_cross_entropy(model(inputs[mine]), targets[mine], group=mesh["tp"])
+            whole = batch_of(text, step, options.batch, options.sequence, options.seed)
+            # (5) This rank's sequences, and its part of them.
+            inputs, targets = (weft.shard_sequence(part[mine], dim=1, group=mesh["cp"]) for part in whole)
+            # (6) The logits stay split over the vocabulary; the loss is this rank's part of the mean over all bytes.
+            losses_of_part = weft.parallel_cross_entropy(model(inputs), targets, group=mesh["tp"], reduction="sum")
+            loss = losses_of_part / (share * options.sequence)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            average = loss.detach().clone()
-            if options.dp > 1:
-                dist.all_reduce(average, group=mesh["dp"].get_group())
-            losses.append(average.item() / options.dp)
+            average = weft.all_reduce(loss.detach(), group=mesh["cp"])
+            losses.append(weft.all_reduce(average, group=mesh["dp"], op="avg").item())
             seconds.append(time.perf_counter() - start)
-            shown.show(step, losses[-1], options.batch * CONTEXT / seconds[-1])
+            shown.show(step, losses[-1], bytes_a_step / seconds[-1])
 
     report(options, parameters, losses, seconds)
     dist.destroy_process_group()
@@ -161,7 +168,7 @@ class Shown:
     def __init__(self, options, parameters):
         self.steps, self.speaks, self.console = options.steps, dist.get_rank() == 0, Console()
         self.bar = Progress(
-            TextColumn(f"tp={options.tp} dp={options.dp} {options.backend}"),
+            TextColumn(f"tp={options.tp} dp={options.dp} cp={options.cp} {options.backend}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
@@ -171,7 +178,7 @@ class Shown:
         )
         self.task = self.bar.add_task("", total=options.steps)
         size = f"{parameters / 1e6:.2f} million parameters on this rank"
-        self.say(f"{size}, {options.batch} x {CONTEXT} bytes a step")
+        self.say(f"{size}, {options.batch} x {options.sequence} bytes a step")
 
     def say(self, line):
         if self.speaks:
@@ -192,10 +199,11 @@ def report(options, parameters, losses, seconds):
     figures = {
         "tp": options.tp,
         "dp": options.dp,
+        "cp": options.cp,
         "backend": options.backend if dist.get_world_size() > 1 else "none",
         "parameters_per_rank": parameters,
         "losses": losses,
-        "tokens_per_s": options.batch * CONTEXT / sorted(seconds)[len(seconds) // 2],
+        "tokens_per_s": options.batch * options.sequence / sorted(seconds)[len(seconds) // 2],
         "peak_memory_mb": [round(peak.item()) for peak in memory],
     }
     options.out.write_text(json.dumps(figures) + "\n")

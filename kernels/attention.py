@@ -142,7 +142,7 @@ def attention_forward(
     launch.check_output(op, out=out)
     _check_strides(op, out=out, previous_out=previous_out)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    config = chunk.config("forward", config)
+    config = chunk.config("forward", config, continues=previous_out is not None)
     chunk.launch(
         _forward_kernel,
         config,
@@ -264,18 +264,25 @@ class _Chunk:
         launch.check_shape(op, (q.size(0), q.size(2)), query_documents=query_documents)
         launch.check_shape(op, (q.size(0), k.size(2)), key_documents=key_documents)
 
-    def config(self, kind: str, explicit: AttentionConfig | None) -> AttentionConfig:
+    def config(self, kind: str, explicit: AttentionConfig | None, continues: bool = False) -> AttentionConfig:
         q, k, v = self.q, self.k, self.v
         architecture = launch.architecture_of(q.device)
-        drops = self.rules.dropout > 0
-        exist = listed(kind, architecture, max(q.size(3), v.size(3)), drops)
+        besides = {
+            "dropout": self.rules.dropout > 0,
+            "documents": self.documents[0] is not None,
+            "state": continues,
+            "softcap": self.rules.softcap is not None,
+        }
+        exist = listed(
+            kind, architecture, max(q.size(3), v.size(3)), [what for what, there in besides.items() if there]
+        )
         problem: dict[str, Any] = {
             "queries": q.size(2),
             "keys": k.size(2),
             "head_dim": padded(q.size(3)),
             "value_dim": padded(v.size(3)),
             "bounded": self.rules.left is not None or self.rules.right is not None,
-            "dropout": drops,
+            "dropout": self.rules.dropout > 0,
             "dtype": str(q.dtype).removeprefix("torch."),
         }
         return choose(f"attention_{kind}", architecture, problem, explicit, exist, exist[0]).config
@@ -554,7 +561,7 @@ def variants(architecture: str) -> None:
         attention_backward(q, k, v, dout, lse, lse, rules, dq=dq, dk=dk, dv=dv, **options)
 
     causal = Rules(right=0)
-    for head_dim, value_dim in ((64, 64), (128, 128), (192, 128), (256, 256)):
+    for head_dim, value_dim in ((64, 64), (128, 128), (192, 128)):
         q, k, v, dout = tensors(head_dim, value_dim)
         lse = torch.empty(q.shape[:3], device="meta")
         state = dout.float(), lse

@@ -1,5 +1,7 @@
 """Which tile configurations of the attention kernels exist."""
 
+from collections.abc import Collection
+
 from weft.kernels.config import AttentionConfig
 from weft.kernels.language import triton
 
@@ -59,39 +61,62 @@ _TILES: dict[str, _Table] = {
         },
     },
 }
-# Where drawing random numbers takes registers that those tiles need.
-_DROPOUT_TILES: dict[str, _Table] = {
+# Where something else takes registers that those tiles need: random numbers are drawn ("dropout"), documents compared, a
+# state continued, scores capped. What comes first counts.
+_TIGHT_TILES: dict[str, dict[str, _Table]] = {
     "sm_80": {
-        "dkdv": {
-            64: (AttentionConfig(32, 32, 4, 2),),
-            128: (AttentionConfig(32, 64, 8, 2),),
-            256: (AttentionConfig(16, 32, 8, 2),),
+        "dropout": {
+            "dkdv": {
+                64: (AttentionConfig(32, 32, 8, 2),),
+                128: (AttentionConfig(32, 64, 8, 2),),
+                256: (AttentionConfig(16, 32, 8, 2),),
+            },
         },
+        "documents": {"dq": {64: (AttentionConfig(64, 32, 4, 2),)}},
     },
     "sm_90": {
-        "forward": {64: (AttentionConfig(128, 64, 8, 3),), 128: (AttentionConfig(128, 64, 8, 2),)},
-        "dkdv": {
-            64: (AttentionConfig(32, 128, 8, 2),),
-            128: (AttentionConfig(32, 64, 8, 2),),
-            256: (AttentionConfig(16, 64, 8, 2),),
+        "dropout, state": {"forward": {128: (AttentionConfig(128, 32, 8, 2),)}},
+        "dropout": {
+            "forward": {64: (AttentionConfig(128, 64, 8, 3),), 128: (AttentionConfig(128, 64, 8, 2),)},
+            "dkdv": {
+                64: (AttentionConfig(32, 128, 8, 2),),
+                128: (AttentionConfig(32, 64, 8, 2),),
+                256: (AttentionConfig(16, 64, 8, 2),),
+            },
+            "dq": {128: (AttentionConfig(64, 64, 8, 2),)},
         },
-        "dq": {128: (AttentionConfig(64, 64, 8, 2),)},
+        "state": {
+            "forward": {
+                128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3)),
+                256: (AttentionConfig(128, 32, 8, 2),),
+            },
+        },
+        "softcap": {"forward": {128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3))}},
     },
     "sm_100": {
-        "dkdv": {128: (AttentionConfig(64, 64, 8, 2),), 256: (AttentionConfig(32, 64, 8, 2),)},
-        "dq": {128: (AttentionConfig(64, 32, 8, 2),)},
+        "dropout": {
+            "dkdv": {128: (AttentionConfig(64, 64, 8, 2),), 256: (AttentionConfig(32, 64, 8, 2),)},
+            "dq": {128: (AttentionConfig(64, 32, 8, 2),)},
+        },
     },
 }
 _INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 1))
 
 
-def listed(kind: str, architecture: str, head_dim: int, dropout: bool = False) -> tuple[AttentionConfig, ...]:
-    """The configurations that exist for "forward", "dkdv" or "dq" at the larger of the head dimensions."""
+def listed(kind: str, architecture: str, head_dim: int, besides: Collection[str] = ()) -> tuple[AttentionConfig, ...]:
+    """The configurations that exist for "forward", "dkdv" or "dq" at the larger of the head dimensions.
+
+    Args:
+        besides: what else a kernel does, of "dropout", "documents", "state" and "softcap".
+    """
     if architecture == "interpreter":
         return _INTERPRETED_TILES
     width = max(64, padded(head_dim))
-    plain = _TILES[architecture][kind][width]
-    return _DROPOUT_TILES[architecture].get(kind, {}).get(width, plain) if dropout else plain
+    for needs, tiles in _TIGHT_TILES[architecture].items():
+        found = tiles.get(kind, {}).get(width)
+        if found and set(needs.split(", ")) <= set(besides):
+            return found
+    return _TILES[architecture][kind][width]
 
 
 def padded(head_dim: int) -> int:

@@ -35,7 +35,6 @@ PRECISIONS = ("ieee", "tf32")
 # fp32 has no tile that holds the flags' registers as well without spilling: the interpreter alone takes it.
 COMMUNICATING_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _COMBINE_BLOCK = 1024  # elements a program of the second kernel of a split product
-_STRIP = 64  # columns that are written at a time
 _NO_STRIDES = (0, 0)
 
 
@@ -189,7 +188,7 @@ def _launch_product(
     if partials is not None:  # the rest is of the whole sum
         bias, addend, z, activation = None, None, None, "none"
     target = partials if partials is not None else out
-    strip = min(config.block_n, _STRIP)
+    strip = min(config.block_n, _strip(a, columns, descriptors, splits > 1, b_up is not None or z is not None))
     launch.launch(
         _matmul_kernel,
         (programs,),
@@ -239,6 +238,15 @@ def _launch_product(
         warps=config.warps,
         stages=config.stages,
     )
+
+
+def _strip(a: torch.Tensor, columns: int, descriptors: bool, split: bool, writes_more: bool) -> int:
+    """How many columns a program writes at a time: as many as the registers hold the sums and addresses of. Columns
+    that 16 does not divide have an address each; `weft.kernels.check` holds what is chosen here."""
+    odd, copies = columns % 16 != 0, launch.has_copy_engine(a.device)
+    if (split and (odd or a.dtype == torch.float32)) or (odd and not copies):
+        return 16
+    return 32 if odd or split or writes_more or (copies and not descriptors) else 64
 
 
 def _meeting_arguments(arrivals: Arrivals | None, departures: Departures | None, block_m: int, device) -> tuple:

@@ -37,7 +37,7 @@ _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
         ),
         "narrow": (
             MatmulConfig(128, 128, 64, warps=8, stages=3),
-            MatmulConfig(64, 128, 64, warps=4, stages=3),
+            MatmulConfig(64, 128, 64, warps=8, stages=3),
             MatmulConfig(64, 64, 64, warps=4, stages=3),
         ),
         "fp32": (MatmulConfig(64, 64, 16, warps=8, stages=3),),

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from weft.context.notes import notes
+from weft.context.region import sharing_in
 from weft.nn import ParallelLinear
 from weft.ops import choice, overlap
 
 if TYPE_CHECKING:
-    from weft.kernels.matmul_tiles import Problem
+    pass
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,39 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class SequenceReport:
+    """What a module did with the sequence that ranks share, when it was last called.
+
+    Attributes:
+        name: as in `named_modules`; "" is the model itself.
+        kind: "shares" (the model that was given to parallelize), "attention", or "gathered: " and why.
+        text: of an attention: the layout, the method, and what the others would have sent; of what was gathered, its
+            shape and size.
+    """
+
+    name: str
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'}: {self.kind}: {self.text}"
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """The layers' reports, for a number of tokens."""
+    """The layers' reports, for a number of tokens, and what was seen of a shared sequence."""
 
     tokens: int
     layers: tuple[LayerReport, ...]
+    sequence: tuple[SequenceReport, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([f"at {self.tokens} tokens:", *map(str, self.layers)])
+        return "\n".join([f"at {self.tokens} tokens:", *map(str, self.layers), *map(str, self.sequence)])
 
 
 def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
-    """Which algorithm computes each product of each parallel linear layer, and why.
+    """Which algorithm computes each product of each parallel linear layer, and why; and of a model that shares its
+    sequence, how each attention was computed when it was last called, and for what the sequence was gathered.
 
     Args:
         tokens: of the whole batch that the ranks of a layer's group work on; what is faster depends on it.
@@ -65,7 +88,16 @@ def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
     if tokens < 1:
         raise ValueError(f"explain: tokens={tokens} must be at least 1")
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, ParallelLinear))
-    return Explanation(tokens, tuple(_report(name, layer, tokens) for name, layer in layers))
+    return Explanation(tokens, tuple(_report(name, layer, tokens) for name, layer in layers), _of_sequences(model))
+
+
+def _of_sequences(model: nn.Module) -> tuple[SequenceReport, ...]:
+    seen = [SequenceReport(*found) for found in notes(model)]
+    shares = []
+    for name, sharing in sharing_in(model).items():
+        text = f"dimension {sharing.dim} of its arguments, {sharing.ranks.world} ranks, over {sharing.ranks.transport}"
+        shares.append(SequenceReport(name, "shares", text if seen else f"{text}; call it once to see how"))
+    return (*shares, *seen)
 
 
 def _report(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
@@ -119,27 +151,4 @@ def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: s
         return str(algorithm)
     from weft.kernels import launch
 
-    return f"{algorithm} ({origin_of(problem, launch.code_architecture(weight.device))})"
-
-
-def origin_of(problem: "Problem", architecture: str) -> str:
-    """Where our kernel's machine code for the product comes from: "ahead-of-time", or "jit" and why."""
-    from weft.kernels import launch
-    from weft.kernels.matmul import matmul
-
-    def operand(rows: int, columns: int, turned: bool) -> torch.Tensor:
-        shape = (columns, rows) if turned else (rows, columns)
-        matrix = torch.empty(shape, dtype=problem.dtype, device="meta")
-        return matrix.t() if turned else matrix
-
-    a_turned, b_turned = (letter == "t" for letter in problem.layout)
-    activation = None if problem.fused == "none" else problem.fused
-    with launch.recording(architecture) as launches:
-        matmul(
-            operand(problem.m, problem.k, a_turned),
-            operand(problem.k, problem.n, b_turned),
-            activation=activation,
-            keep_z=activation is not None,
-        )
-    found = launch.origin(launches[0], architecture)
-    return f"{found.how}: {found.why}" if found.why else found.how
+    return f"{algorithm} ({choice.origin(problem, launch.code_architecture(weight.device))})"

@@ -37,7 +37,10 @@ def train(folder, launch, *arguments):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("arguments", [["--tp", "2"], ["--dp", "2"], ["--tp", "2", "--backend", "gloo"]], ids=" ".join)
+WAYS = [["--tp", "2"], ["--dp", "2"], ["--cp", "2"], ["--tp", "2", "--backend", "gloo"]]
+
+
+@pytest.mark.parametrize("arguments", WAYS, ids=" ".join)
 def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone, tmp_path):
     figures = train(tmp_path, TORCHRUN, *arguments)
     assert figures["losses"] == pytest.approx(alone["losses"], abs=1e-4)

@@ -113,8 +113,20 @@ def check_refusals(rank):
             weft.parallelize(model, plan=plan)
         assert [type(module) for module in model.modules()] == before, "the model is as it was"
     assert dist.group.WORLD.engine.group.calls == calls
-    with pytest.raises(NotImplementedError, match='splits over "tp" alone for now, and the mesh also has dp'):
+    with pytest.raises(
+        NotImplementedError, match='"tp" and "cp" alone for now, and the mesh also has dp larger than 1'
+    ):
         weft.parallelize(model, weft.init_mesh(dp=2, device_type="cpu"), plan=PLAN)
+    mesh = weft.init_mesh(cp=2, device_type="cpu")
+    for told, arguments, options in (
+        ('the plan splits embedding, .* and the mesh has "cp" alone; pass mesh', [mesh["cp"]], {"plan": PLAN}),
+        ("context='ring', and the mesh has no dimension \"cp\"", [mesh["tp"]], {"plan": PLAN, "context": "ring"}),
+        ('no plan, and no mesh with ranks along "cp"', [], {}),
+        (r"the dimensions \('pp', 'dp'\), none of them \"tp\" or \"cp\"", [mesh["pp", "dp"]], {"plan": PLAN}),
+    ):
+        with pytest.raises(ValueError, match=told):
+            weft.parallelize(model, *arguments, **options)
+    assert not model._forward_pre_hooks
 
 
 def test_a_plan_that_cannot_be_followed_changes_nothing():

@@ -1,0 +1,186 @@
+"""Models of transformers share their sequence: attention with its windows, softcaps and sinks, labels, caches."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+import weft.parallelize
+import weft.verify
+from weft.testing.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SIZES = dict(
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+DRY = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=1, eos_token_id=2)
+MODELS = {
+    "Llama": lambda kind: kind(**SIZES),
+    "Mistral": lambda kind: kind(**SIZES, sliding_window=5),
+    "Gemma2": lambda kind: kind(**SIZES, sliding_window=5, query_pre_attn_scalar=8),
+    "GPT2": lambda kind: kind(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, **DRY),
+}
+
+
+def models(name):
+    """A model that will be split, and one of the same configuration that will not."""
+    config = MODELS[name](getattr(transformers, f"{name}Config"))
+    head = {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    reference = getattr(transformers, head)(config)
+    model = copy.deepcopy(reference)
+    model.config = reference.config  # which a user's models may share
+    if name == "Gemma2":
+        reference.set_attn_implementation("eager")  # transformers' own for softcaps
+    return model, reference
+
+
+def tokens_of(length):
+    return torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def step(model, batch):
+    """The model's own loss, by labels, and its logits, as one tensor."""
+    output = model(**batch, use_cache=False)
+    output.loss.backward()
+    return torch.cat([output.loss.detach().view(1), output.logits.detach().flatten()])
+
+
+def shares(rank, name):
+    model, reference = models(name)
+    weft.parallelize(model, weft.init_mesh(cp=dist.get_world_size(), device_type="cpu"), context={"strict": True})
+    for length in (16, 13):
+        tokens = tokens_of(length)
+        model.zero_grad()
+        report = weft.verify(model, reference, {"labels": tokens, "input_ids": tokens}, step=step)
+        assert report.ok, str(report)
+    seen = [row.name for row in weft.explain(model).sequence if row.kind == "attention"]
+    assert len(seen) == 2
+    assert reference.config._attn_implementation in ("sdpa", "eager"), "the other model's configuration is its own"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients_are_the_unsplit_models(name):
+    """None of it gathered but labels (strict)."""
+    run_ranks(shares, 2, name, timeout_s=120)
+
+
+def pads(rank):
+    model, reference = models("Llama")
+    mesh = weft.init_mesh(cp=2, device_type="cpu")
+    weft.parallelize(model, mesh)
+    tokens = tokens_of(13)
+    attention_mask = (torch.arange(13) < torch.tensor([[13], [9]])).long()
+    documents = torch.cat([torch.arange(6), torch.arange(7)]).expand(2, -1)
+    for extra in ({"attention_mask": attention_mask}, {"position_ids": documents}):
+        model.zero_grad()
+        batch = {"input_ids": tokens, "labels": tokens, **extra}
+        report = weft.verify(model, reference, batch, step=step)
+        assert report.ok, f"{list(extra)}\n{report}"
+        told = " ".join(row.kind for row in weft.explain(model).sequence)
+        assert "has a mask that is not the causal one" in told
+    strict, _ = models("Llama")
+    weft.parallelize(strict, mesh, context={"strict": True})
+    with pytest.raises(ValueError, match="strict: .* has a mask that is not the causal one"):
+        strict(tokens, attention_mask=attention_mask, use_cache=False)
+
+
+def test_padding_and_packed_documents_are_right_and_told():
+    run_ranks(pads, 2)
+
+
+def caches(rank):
+    model, reference = (part.eval() for part in models("Llama"))
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"))
+    tokens = tokens_of(7)
+    with torch.no_grad():
+        expected = reference.generate(tokens, max_new_tokens=5, do_sample=False)
+        found = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, expected) and found.shape == (2, 12)
+
+
+def test_a_cache_is_whole_on_every_rank():
+    run_ranks(caches, 2)
+
+
+def refuses(rank):
+    mesh = weft.init_mesh(cp=2, device_type="cpu")
+    model, _ = models("Gemma2")
+    weft.parallelize(model, mesh)
+    tokens = tokens_of(13)
+    padding = torch.ones_like(tokens)
+    padding[0, -1] = 0
+    with pytest.raises(ValueError, match="got a mask that is not causal: pass neither padding nor a cache"):
+        model(tokens, attention_mask=padding, use_cache=False)
+    windowed, _ = models("Mistral")
+    weft.parallelize(windowed, mesh)
+    with pytest.raises(ValueError, match="got a sequence that is not shared"):
+        windowed.model(tokens)
+
+
+def test_a_softcap_or_a_window_is_never_dropped():
+    run_ranks(refuses, 2)
+
+
+def sinks(rank):
+    """As the attention of gpt-oss passes them."""
+    from weft.context.hugging_face import Pattern, attention
+    from weft.kernels.attention import Rules
+    from weft.testing.attention import attention as plain
+
+    class Sinking(torch.nn.Module):
+        is_causal = True
+
+        def __init__(self):
+            super().__init__()
+            self.sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0]))
+
+        def forward(self, x):
+            x = x.unflatten(-1, (2, 4)).transpose(1, 2)
+            if type(x) is not torch.Tensor:
+                options = {"sliding_window": 4, "s_aux": self.sinks, "scaling": 0.7}
+                return attention(self, x, x, x, Pattern(4), **options)[0]
+            return plain(x, x, x, Rules(left=3, right=0, scale=0.7), sinks=self.sinks)[0].transpose(1, 2)
+
+    model = weft.parallelize(Sinking(), weft.init_mesh(cp=2, device_type="cpu"))
+    report = weft.verify(model, Sinking(), torch.randn(2, 11, 8, generator=torch.Generator().manual_seed(0)))
+    assert report.ok, str(report)
+
+
+def test_sinks_and_a_window_reach_the_attention():
+    run_ranks(sinks, 2)
+
+
+def test_a_mask_of_chunks_is_not_taken_for_a_window():
+    from transformers.masking_utils import (
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    from weft.context.hugging_face import Pattern, mask
+
+    def made(function, length, size):
+        return mask(1, length, length, mask_function=function, local_size=size)
+
+    for length in range(2, 14):
+        assert made(causal_mask_function, length, None) == Pattern(None)
+        assert made(sliding_window_causal_mask_function(4), length, 4) == Pattern(4)
+        chunked = made(chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), length, 4)
+        expected = torch.ones(length, length, dtype=torch.bool).tril()
+        expected &= torch.arange(length)[:, None] // 4 == torch.arange(length) // 4
+        assert chunked == Pattern(4) if length <= 4 else torch.equal(chunked, expected.view(1, 1, length, length))
+    assert isinstance(mask(1, 1, 5, 4, mask_function=causal_mask_function), torch.Tensor)
