@@ -61,8 +61,8 @@ _TILES: dict[str, _Table] = {
         },
     },
 }
-# Where something else takes registers that those tiles need: random numbers are drawn ("dropout"), documents compared, a
-# state continued, scores capped. What comes first counts.
+# Where something else takes registers that those tiles need: random numbers are drawn ("dropout"), documents compared,
+# a state continued, scores capped. What comes first counts.
 _TIGHT_TILES: dict[str, dict[str, _Table]] = {
     "sm_80": {
         "dropout": {

@@ -188,7 +188,8 @@ def _launch_product(
     if partials is not None:  # the rest is of the whole sum
         bias, addend, z, activation = None, None, None, "none"
     target = partials if partials is not None else out
-    strip = min(config.block_n, _strip(a, columns, descriptors, splits > 1, b_up is not None or z is not None))
+    adds = b_up is not None or z is not None or (meeting is not None and not descriptors)
+    strip = min(config.block_n, _strip(a, columns, splits > 1, adds))
     launch.launch(
         _matmul_kernel,
         (programs,),
@@ -240,13 +241,17 @@ def _launch_product(
     )
 
 
-def _strip(a: torch.Tensor, columns: int, descriptors: bool, split: bool, writes_more: bool) -> int:
-    """How many columns a program writes at a time: as many as the registers hold the sums and addresses of. Columns
-    that 16 does not divide have an address each; `weft.kernels.check` holds what is chosen here."""
-    odd, copies = columns % 16 != 0, launch.has_copy_engine(a.device)
-    if (split and (odd or a.dtype == torch.float32)) or (odd and not copies):
+def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
+    """How many columns a program writes at a time: as many as the registers hold the sums and addresses of
+    (`weft.kernels.check` looks). Columns that 16 does not divide have an address each.
+
+    Args:
+        adds: it writes z, has a second sum, or flags beside its operands' addresses.
+    """
+    odd = columns % 16 != 0
+    if (split and (odd or a.dtype == torch.float32)) or (odd and adds and not launch.has_copy_engine(a.device)):
         return 16
-    return 32 if odd or split or writes_more or (copies and not descriptors) else 64
+    return 32 if split or adds else 64
 
 
 def _meeting_arguments(arrivals: Arrivals | None, departures: Departures | None, block_m: int, device) -> tuple:
@@ -656,6 +661,8 @@ def variants(architecture: str) -> None:
             gated_backward(matrix(m, features, dtype), matrix(m, 2 * features, dtype), activation)
     for precision in PRECISIONS:
         layer(n, k, torch.float32, precision=precision)
-    layer(n, k, torch.float32, config=replace(listed(architecture, torch.float32)[0], split_k=2))
-    x, w = matrix(m, k, torch.float32), matrix(n, k, torch.float32)
+    x, w, dy = matrix(m, k, torch.float32), matrix(n, k, torch.float32), matrix(m, n, torch.float32)
+    split = replace(listed(architecture, x.dtype)[0], split_k=2)
+    matmul(x, w.t(), config=split)
+    matmul(dy, w, config=split)
     matmul(x, w.t(), b_up=w.t(), activation="silu", keep_z=True)
