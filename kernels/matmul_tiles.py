@@ -50,6 +50,7 @@ _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
             MatmulConfig(128, 64, 64, warps=8, stages=4),
         ),
         "narrow": (MatmulConfig(128, 128, 64, warps=8, stages=3), MatmulConfig(128, 64, 64, warps=8, stages=3)),
+        "narrow communicating": (MatmulConfig(128, 32, 64, warps=8, stages=3),),
         "fp32": (MatmulConfig(64, 64, 16, warps=8, stages=3),),
         "fp32 narrow": (MatmulConfig(64, 32, 16, warps=8, stages=3),),
     },
@@ -126,12 +127,12 @@ def listed(
     architecture: str, dtype: torch.dtype, narrow: bool = False, communicates: bool = False
 ) -> tuple[MatmulConfig, ...]:
     """The tile configurations that exist: `weft.kernels.check` compiles them, and tuning picks among them. Flags and
-    the ranks' addresses take registers too, which only the smallest tile of a narrow product has to give."""
+    the ranks' addresses take registers too, which only the smallest tile of a narrow product, or a smaller one, has."""
     if architecture == "interpreter":
         return _INTERPRETED_TILES
     kinds = _TILES[architecture]
     if narrow and communicates and dtype != torch.float32:
-        return kinds["narrow"][-1:]
+        return kinds.get("narrow communicating", kinds["narrow"][-1:])
     if dtype == torch.float32:
         return kinds["fp32 narrow" if narrow else "fp32"]
     return kinds["narrow" if narrow else "wide"]
