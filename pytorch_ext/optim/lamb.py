@@ -1,0 +1,74 @@
+"""LAMB: layer-wise adaptive moments (You et al. 2019, arXiv:1904.00962, algorithm 2)."""
+
+import math
+
+import torch
+
+from weft.optim.layerwise import Layerwise, Step
+
+
+class LAMB(Layerwise):
+    """Adam with decoupled weight decay, each parameter's step in proportion to its norm.
+
+        m = beta1 * m + (1 - beta1) * g             v = beta2 * v + (1 - beta2) * g^2
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
+        w = w - lr * phi(|w|) / |u| * u             phi(x) = min(max(x, bounds[0]), bounds[1])
+
+    Where |w| or |u| is 0, and in groups with adapt=False, the ratio is 1.
+
+    Args:
+        params: parameters or groups, which may have options of their own; `weft.layerwise_groups(model, weight_decay)`
+            leaves biases and norms out. Shards of ParallelLinear count as the whole.
+        lr, betas, eps, weight_decay, bounds: as above.
+        adapt: False is AdamW, whose decay goes with the rate.
+
+    Raises:
+        ValueError: an option is out of its range. TypeError: pieces of a sharded optimizer.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        bounds: tuple[float, float] = (0.0, math.inf),
+        adapt: bool = True,
+    ):
+        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in options.items():
+            if not value >= 0:
+                raise ValueError(f"LAMB: {name}={value} must not be negative")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"LAMB: betas={betas} must be at least 0 and less than 1")
+        if not 0 <= bounds[0] <= bounds[1]:
+            raise ValueError(f"LAMB: bounds={bounds} must be a lower and an upper one, neither negative")
+        super().__init__(params, {**options, "betas": betas, "bounds": bounds, "adapt": adapt})
+
+    def _first_state(self, weight: torch.Tensor) -> dict:
+        return {"step": 0, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+
+    def _direct(self, group, weights, gradients, states):
+        beta1, beta2 = group["betas"]
+        means, squares = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        for state in states:
+            state["step"] += 1
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        updates = torch._foreach_sqrt(squares)
+        torch._foreach_div_(updates, [math.sqrt(1 - beta2 ** state["step"]) for state in states])
+        torch._foreach_add_(updates, group["eps"])
+        updates = torch._foreach_div(means, updates)
+        torch._foreach_div_(updates, [1 - beta1 ** state["step"] for state in states])
+        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        return updates, updates
+
+    def _ratio(self, group, weight_norms, measured_norms):
+        return weight_norms.clamp(*group["bounds"]) / measured_norms
+
+    def _take(self, step: Step) -> None:
+        if step.parameters:
+            torch._foreach_add_(step.weights, step.updates, alpha=-float(step.group["lr"]))

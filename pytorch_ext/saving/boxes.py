@@ -1,0 +1,94 @@
+"""A rank's memory as boxes of whole tensors: offsets and sizes along every dimension. Arithmetic only."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from weft.gradients.sharding import Piece
+from weft.shard import shard_of
+
+Extent = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a whole tensor, from `offset` on, and this rank's memory of it (a view, shaped as in the whole)."""
+
+    offset: Extent
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> Extent:
+        return tuple(self.tensor.shape)
+
+
+def whole_shape(parameter: torch.Tensor) -> Extent:
+    shard = shard_of(parameter)
+    return tuple(parameter.shape) if shard is None else shard.global_shape
+
+
+def parts_of(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece | None = None) -> list[Part]:
+    """Where a tensor stands in the whole of a parameter that it is shaped like, as is the parameter itself.
+
+    Args:
+        piece: the tensor is flat, and covers this stretch of the parameter only.
+    """
+    shard = shard_of(parameter)
+    corner = [0] * parameter.dim()
+    if shard is not None:
+        corner[shard.dim] = shard.offset
+    if piece is None:
+        return [Part(tuple(corner), tensor)]
+    # The stretch is in the order of memory: row-major over the dimensions from the slowest to the fastest.
+    strides = torch.empty_like(parameter, device="meta").stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(parameter.dim())]
+    parts, begin = [], 0
+    for offset, size in boxes_of_stretch([parameter.size(dim) for dim in order], piece.start, piece.stop):
+        view = tensor[begin : begin + prod(size)].view(size).permute(back)
+        parts.append(Part(tuple(corner[dim] + offset[back[dim]] for dim in range(parameter.dim())), view))
+        begin += prod(size)
+    return parts
+
+
+def boxes_of_stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Extent, Extent]]:
+    """(offset, size) of the boxes that elements start to stop, in row-major order, are made of, in that order: at most
+    two for each dimension but the slowest, and one."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = prod(shape[1:])
+    first, into = divmod(start, row)
+    last, beyond = divmod(stop, row)
+    if first == last:
+        yield from _in_row(shape, first, into, beyond)
+        return
+    if into:
+        yield from _in_row(shape, first, into, row)
+        first += 1
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, beyond)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[Extent, Extent]]:
+    for offset, size in boxes_of_stretch(shape[1:], start, stop):
+        yield (row, *offset), (1, *size)
+
+
+def overlap(offset: Extent, shape: Extent, other: Extent, other_shape: Extent) -> tuple[slice, ...] | None:
+    """What two boxes share, in coordinates of the whole; None where that is nothing."""
+    begin = [max(a, b) for a, b in zip(offset, other, strict=True)]
+    end = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, other, other_shape, strict=True)]
+    if any(first >= last for first, last in zip(begin, end, strict=True)):
+        return None
+    return tuple(slice(first, last) for first, last in zip(begin, end, strict=True))
+
+
+def seen_from(offset: Extent, box: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The box in coordinates that begin at `offset`."""
+    return tuple(slice(one.start - begin, one.stop - begin) for begin, one in zip(offset, box, strict=True))
