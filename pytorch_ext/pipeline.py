@@ -1,0 +1,369 @@
+"""Pipeline: a model's layers on ranks in sequence, each batch cut into micro-batches that follow one another.
+
+Schedules are those of torch.distributed.pipelining; `weft.stages` cuts the model, sums what is tied and keeps the time.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft._C import CommError
+from weft.comm.communicator import Communicator, communicator
+from weft.stages.balance import balanced, times, undisturbed
+from weft.stages.chain import Chain, chain_of
+from weft.stages.clock import Clock, ClockedStage
+from weft.stages.holding import hold
+from weft.stages.schedules import SCHEDULES, Schedule
+from weft.stages.ties import Ties, holders_of
+from weft.stages.timeline import Timeline, timeline_of
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Inputs = torch.Tensor | Sequence[torch.Tensor]
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a model, and how a step runs through all of them.
+
+        mesh = weft.init_mesh(pp=4)
+        pipe = weft.Pipeline(model, mesh, schedule="1f1b", microbatches=8, loss=nn.functional.cross_entropy)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+        loss = pipe.step(inputs, targets)  # the whole batch's, on every rank; gradients are those of the whole batch
+        optimizer.step()
+
+    Parameters keep the model's names; all ranks' state_dicts together are the model's. A parameter that several stages
+    use (tied embeddings) has a copy on each of their ranks; after a step each has the sum of all gradients, the same
+    bits. To split layers over "tp" as well, call `weft.parallelize(model, mesh["tp"], plan=...)` first. Where the mesh
+    has "dp", each of these ranks gives its own part of the batch, and gradients and the loss are averaged over them.
+    See docs/pipeline.md.
+
+    Args:
+        model: the same whole model on every rank, of which the stages of others can be freed afterwards.
+        mesh: a mesh of init_mesh, or its "pp" alone.
+        schedule: "afab" (GPipe), "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
+        microbatches: into how many equal parts, along their first dimension, a step cuts inputs and targets.
+        loss: loss(output, targets) -> scalar, of a micro-batch.
+        reduction: "mean": the loss is a mean over the micro-batch, and the step's is the mean of these. "sum": losses
+            add up, for what is divided by a count of its own (tokens that are not padding).
+        balance: "parameters": the stage with the most has as few as possible; "time": likewise with the layers'
+            forward times, measured on `example`; or the number of layers of each stage.
+        example: a micro-batch of inputs, for balance="time".
+        layers: names of modules called one after the other, `*` for the elements of a list, where the model's forward
+            cannot be traced: ["embedding", "blocks.*", "head"].
+        arguments: names of forward's arguments that a step gives, where these are more than those without a default.
+        stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
+
+    Raises:
+        ValueError: a mesh without "pp", more stages than layers, fewer micro-batches than the schedule needs, a model
+            that cannot be cut; before anything is sent. Also ranks that say different things; on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        schedule: str = "1f1b",
+        microbatches: int,
+        loss: Loss,
+        reduction: str = "mean",
+        balance: str | Sequence[int] = "parameters",
+        example: Inputs | None = None,
+        layers: Sequence[str] | None = None,
+        arguments: Sequence[str] | None = None,
+        stages_per_rank: int | None = None,
+    ):
+        super().__init__()
+        along = _along(mesh)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"Pipeline: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'Pipeline: reduction={reduction!r} is not "mean" or "sum"')
+        self._ranks: Communicator = communicator(along["pp"])
+        self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
+        self._name, self._plan = schedule, SCHEDULES[schedule]
+        self._microbatches, self._reduction = microbatches, reduction
+        self._loss = partial(loss)  # which may be a module, and is none of the model's
+        self._total = _number_of_stages(self._plan, schedule, self._ranks.world, stages_per_rank, microbatches)
+        chain = chain_of("Pipeline", model, layers, arguments)
+        sizes = _sizes(chain, self._total, schedule, balance, example)
+        for dimension in along.values():  # shards and times may differ, the cut must not
+            told = communicator(dimension).notes((schedule, microbatches, self._total, len(chain.layers), sizes))
+            if any(note[:4] != told[0][:4] for note in told):
+                raise ValueError(
+                    "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
+                    + "; ".join(f"rank {rank} has {note[:4]}" for rank, note in enumerate(told))
+                )
+            sizes = told[0][4]
+
+        stages = chain.stages(sizes)
+        self._device = _device_of(mesh)
+        mine = self._plan.stages_of(self._ranks.rank, self._ranks.world, self._total)
+        self._stages = {number: stages[number] for number in mine}
+        hold(self, model, self._stages.values())
+        self._ties = Ties(holders_of(stages, self._owner), self._ranks)
+        self._ties.align()
+        self._clock = Clock(self._device)
+        self._schedule = None
+        self._built_for: list | None = None
+        self.layers_per_stage = tuple(sizes)
+
+    def step(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of a batch. A collective call.
+
+        Args:
+            inputs: what the model takes, a tensor or several: [batch, ...] each. The same on every rank of the pipeline
+                (only the first stage's rank reads them, except for their shapes).
+            targets: [batch, ...], which the last stage's rank reads.
+
+        Returns:
+            The batch's loss, a detached fp32 scalar, the same on every rank. Gradients have been added to `.grad`.
+
+        Raises:
+            ValueError: a batch that is not a multiple of the micro-batches; before anything is sent.
+            RankLostError: a rank was lost.
+        """
+        given = self._checked(inputs, targets)
+        schedule = self._schedule_for(given)
+        dist.barrier(self._ranks.group)  # from here on, every rank's clock counts
+        self._clock.reset()
+        earlier = self._put_aside()
+        losses: list[torch.Tensor] = []
+        batch = given if 0 in self._stages else ()
+        ends = {"target": targets, "losses": losses} if self._ends_here else {}
+        try:
+            schedule.step(*batch, return_outputs=False, **ends)
+        except RuntimeError as error:
+            _raise_cause(error)
+        self._ties.sum()
+        if self._replicas is not None:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    self._over_replicas(parameter.grad)
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        return self._loss_everywhere(losses)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+        """The batch's loss as of `step`, without gradients; one micro-batch after the other. A collective call."""
+        given = self._checked(inputs, targets)
+        losses = []
+        for number, part in enumerate(zip(*(x.chunk(self._microbatches) for x in given), strict=True)):
+            output = self._through(part)
+            if self._ends_here:
+                losses.append(self._scaled_loss(output, targets.chunk(self._microbatches)[number]))
+        return self._loss_everywhere(losses)
+
+    def timeline(self) -> Timeline:
+        """The last step as it ran on all ranks. A collective call.
+
+        Raises:
+            ValueError: there has been none.
+        """
+        told = self._ranks.notes(self._clock.actions(self._ranks.rank))
+        if not all(told):
+            raise ValueError("Pipeline.timeline: no step has run yet; call step() first")
+        return timeline_of(self._name, self._total, self._microbatches, told)
+
+    def forward(self, *inputs, **options):
+        raise TypeError(
+            "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
+        )
+
+    # How it is done.
+
+    def _owner(self, stage: int) -> int:
+        return self._plan.rank_of(stage, self._ranks.world)
+
+    @property
+    def _ends_here(self) -> bool:
+        return self._total - 1 in self._stages
+
+    def _checked(self, inputs: Inputs, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        for name, x in [*((f"inputs[{number}]", x) for number, x in enumerate(given)), ("targets", targets)]:
+            if not isinstance(x, torch.Tensor) or x.dim() == 0:
+                raise TypeError(f"Pipeline: {name} must be a tensor [batch, ...], got {type(x).__name__}")
+            if x.size(0) != targets.size(0):
+                raise ValueError(f"Pipeline: {name} has a batch of {x.size(0)}, and targets one of {targets.size(0)}")
+        if targets.size(0) == 0 or targets.size(0) % self._microbatches:
+            fitting = [m for m in range(1, targets.size(0) + 1) if targets.size(0) % m == 0]
+            raise ValueError(
+                f"Pipeline: a batch of {targets.size(0)} cannot be cut into {self._microbatches} equal micro-batches. "
+                f"Pad or drop to a multiple of {self._microbatches}, or choose microbatches from {fitting}"
+            )
+        tied = {tie.parameter for tie in self._ties.ties}
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "main_grad") and (self._replicas is not None or parameter in tied):
+                raise ValueError(
+                    f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
+                    'and "dp": remove main_grad, or use dp=1 and no ties'
+                )
+        return given
+
+    def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The gradients of earlier steps that ranks have summed already, which are not to be summed again."""
+        summed = (tie.parameter for tie in self._ties.ties) if self._replicas is None else self.parameters()
+        earlier = {parameter: parameter.grad for parameter in summed if parameter.grad is not None}
+        for parameter in earlier:
+            parameter.grad = None
+        return earlier
+
+    def _schedule_for(self, given: tuple[torch.Tensor, ...]):
+        """torch's schedule for inputs of these shapes; it is made anew when they change."""
+        shapes = [(x.shape, x.dtype) for x in given]
+        if self._built_for != shapes:
+            self._schedule = self._built(tuple(x.chunk(self._microbatches)[0] for x in given))
+            self._built_for = shapes
+        return self._schedule
+
+    def _built(self, microbatch: tuple[torch.Tensor, ...]):
+        """torch would find the shapes between stages by running these on uninitialised memory, which a norm's running
+        means would keep and an embedding would be indexed with. So a real micro-batch goes through first."""
+        shapes: dict[int, tuple] = {}
+        with undisturbed(self), torch.no_grad():
+            self._through(microbatch, shapes)
+        built = []
+        for number, module in self._stages.items():
+            entering, leaving = shapes[number]
+            stage = ClockedStage(
+                module,
+                number,
+                self._total,
+                self._device,
+                input_args=tuple(_like(x, number > 0) for x in entering),
+                output_args=tuple(_like(x, True) for x in leaving),
+                group=self._ranks.group,
+            )
+            stage.clock = self._clock
+            built.append(stage)
+        return self._plan.kind(
+            built[0] if self._plan.single else built,
+            self._microbatches,
+            loss_fn=self._timed_loss,
+            scale_grads=False,
+        )
+
+    def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
+        """One micro-batch through all stages, without a schedule: the output where the last stage is, else None."""
+        output = None
+        for number, stage in self._stages.items():
+            if number > 0 and self._owner(number - 1) != self._ranks.rank:
+                values = _receive(self._owner(number - 1), self._ranks, self._device)
+            output = stage(*values)
+            leaving = output if isinstance(output, tuple) else (output,)
+            if not all(isinstance(x, torch.Tensor) for x in leaving):
+                raise TypeError(
+                    f"Pipeline: the model returns {type(output).__name__}; let it return a tensor or a tuple of tensors"
+                )
+            if shapes is not None:
+                shapes[number] = (values, leaving)
+            values = leaving
+            if number + 1 < self._total and self._owner(number + 1) != self._ranks.rank:
+                dist.send_object_list(
+                    [[x.cpu() for x in values]], group=self._ranks.group, group_dst=self._owner(number + 1)
+                )
+        return output if self._ends_here else None
+
+    def _scaled_loss(self, output, target) -> torch.Tensor:
+        value = self._loss(output, target)
+        return value / self._microbatches if self._reduction == "mean" else value * 1.0
+
+    def _timed_loss(self, output, target) -> torch.Tensor:
+        value = self._scaled_loss(output, target)
+        self._clock.extend()
+        return value
+
+    def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        loss = torch.zeros((), device=self._device)
+        if self._ends_here:
+            loss = torch.stack([one.detach().float() for one in losses]).sum()
+        loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))
+        return loss if self._replicas is None else self._over_replicas(loss)
+
+    def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._replicas is not None
+        self._replicas.all_reduce_(x)
+        return x.div_(self._replicas.world) if self._reduction == "mean" else x
+
+
+def _along(mesh) -> dict[str, DeviceMesh]:
+    """The mesh's dimensions, "pp" among them."""
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else None
+    if names is None or "pp" not in names:
+        told = type(mesh).__name__ if names is None else f"one with the dimensions {names}"
+        raise ValueError(f'Pipeline: mesh must be a DeviceMesh with a dimension "pp", got {told}: weft.init_mesh(pp=2)')
+    along = {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
+    if "cp" in along and along["cp"].size() > 1:
+        raise ValueError(
+            f'Pipeline: the mesh has "cp" of {along["cp"].size()}, and a pipeline shares no sequences yet: use cp=1'
+        )
+    return along
+
+
+def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | None, microbatches: int) -> int:
+    per_rank = plan.stages_per_rank if per_rank is None else per_rank
+    if per_rank < 1 or (plan.fixed and per_rank != plan.stages_per_rank):
+        raise ValueError(
+            f"Pipeline: schedule {name!r} has {plan.stages_per_rank} stages on a rank, got stages_per_rank={per_rank}"
+        )
+    stages = ranks * per_rank
+    obstacle = "" if microbatches >= 1 else "it needs at least one: microbatches=1 or more"
+    obstacle = obstacle or plan.obstacle(ranks, stages, microbatches)
+    if obstacle:
+        raise ValueError(
+            f"Pipeline: schedule {name!r} cannot run {microbatches} micro-batches on {ranks} ranks: {obstacle}"
+        )
+    return stages
+
+
+def _sizes(chain: Chain, stages: int, name: str, balance, example: Inputs | None) -> list[int]:
+    """How many layers each stage has."""
+    layers = len(chain.layers)
+    if layers < stages:
+        raise ValueError(
+            f"Pipeline: schedule {name!r} needs {stages} stages, and the model has {layers} layers with parameters "
+            f'({", ".join(layer.name for layer in chain.layers)}). Use fewer ranks along "pp", a schedule with one '
+            'stage on a rank ("1f1b"), or split containers further with layers=[...]'
+        )
+    if not isinstance(balance, str):
+        sizes = list(balance)
+        if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers:
+            raise ValueError(
+                f"Pipeline: balance={sizes} must be {stages} numbers, 1 or more, that add up to {layers} layers"
+            )
+        return sizes
+    if balance == "parameters":
+        return balanced([layer.elements for layer in chain.layers], stages)
+    if balance != "time":
+        raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
+    if example is None:
+        raise ValueError('Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example=')
+    return balanced(times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example)), stages)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _like(x: torch.Tensor, differentiable: bool) -> torch.Tensor:
+    """x without its memory."""
+    return torch.empty_like(x, device="meta", requires_grad=differentiable and x.is_floating_point())
+
+
+def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[torch.Tensor, ...]:
+    box: list = [None]
+    dist.recv_object_list(box, group=ranks.group, group_src=source)
+    return tuple(x.to(device) for x in box[0])
+
+
+def _raise_cause(error: RuntimeError) -> None:
+    """torch wraps what a stage raises; who waits for a lost rank shall read that."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, CommError):
+        cause = cause.__cause__
+    raise cause if cause is not None else error

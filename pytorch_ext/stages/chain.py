@@ -1,0 +1,266 @@
+"""A model's forward as a chain of layers, which can be cut between any two of them.
+
+torch.fx traces the outermost code of the model; the elements of its outermost ModuleLists and Sequentials, and every
+other module on the way, stay whole and are called as they are. A cut passes on every value that is needed behind it, so
+that skip connections, masks and tables of angles go along. Stages hold the model's own modules and parameters.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from weft.stages.crossing import cross
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that has parameters, with the parameterless operations that follow it.
+
+    Attributes:
+        name: the module's.
+        nodes: of the trace.
+        parameters: the distinct ones that it uses.
+        buffers: of the modules that it calls.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    parameters: tuple[nn.Parameter, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model's layers in the order in which its forward calls them."""
+
+    model: nn.Module
+    inputs: tuple[fx.Node, ...]
+    output: fx.Node
+    layers: tuple[Layer, ...]
+
+    def stages(self, sizes: Sequence[int]) -> list[fx.GraphModule]:
+        """The model cut into stages of so many layers each, in sequence.
+
+        The first takes the model's inputs; each one but the last returns a tuple, which are the next one's arguments;
+        the last returns what the model returns.
+        """
+        stages, before, crossing = [], 0, list(self.inputs)
+        for size in sizes:
+            nodes = [node for layer in self.layers[before : before + size] for node in layer.nodes]
+            before += size
+            later = {node for layer in self.layers[before:] for node in layer.nodes} | {self.output}
+            leaving = None
+            if before < len(self.layers):
+                produced = [*crossing, *nodes]
+                leaving = [node for node in produced if later & set(node.users)]
+            stages.append(self._stage(crossing, nodes, leaving))
+            crossing = leaving or []
+        return stages
+
+    def _stage(self, entering, nodes, leaving) -> fx.GraphModule:
+        graph, copies = fx.Graph(), {}
+        for node in entering:
+            copies[node] = graph.placeholder(node.name)
+
+        def copy_of(node: fx.Node) -> fx.Node:
+            if node not in copies:  # a parameter or buffer, which every stage that uses it has
+                copies[node] = graph.node_copy(node, copy_of)
+            return copies[node]
+
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copy_of)
+        if leaving is None:
+            graph.output(fx.map_arg(self.output.args[0], copy_of))
+        else:
+            graph.output(tuple(graph.call_function(cross, (copy_of(node),)) for node in leaving))
+        return fx.GraphModule(self.model, graph, class_name="Stage")
+
+
+def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments: Sequence[str] | None) -> Chain:
+    """The chain of a model.
+
+    Args:
+        who: begins the texts of errors.
+        layers: names of modules that are called one after the other, each with what the one before returned; a `*`
+            stands for the elements of a ModuleList. None traces the model's forward.
+        arguments: those of forward that a call gives; by default those that have no default of their own.
+
+    Raises:
+        ValueError: no such module, a forward that cannot be traced or that has hooks, a model without parameters.
+    """
+    graph = _traced(who, model, arguments) if layers is None else _listed(who, model, layers)
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    runs: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        begins = node.op == "call_module" and _parameters(model, [node])
+        if runs and not (begins and _parameters(model, runs[-1])):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    found = tuple(
+        Layer(_name(run), tuple(run), tuple(_parameters(model, run)), tuple(_buffers(model, run))) for run in runs
+    )
+    if not any(layer.parameters for layer in found):
+        raise ValueError(f"{who}: the model has no layer with parameters; there is nothing to split")
+    return Chain(model, inputs, output, found)
+
+
+def _name(run: Sequence[fx.Node]) -> str:
+    modules = [str(node.target) for node in run if node.op == "call_module"]
+    return modules[0] if modules else run[0].name
+
+
+def _parameters(model: nn.Module, run: Sequence[fx.Node]) -> list[nn.Parameter]:
+    found: dict[int, nn.Parameter] = {}
+    for node in run:
+        if node.op == "call_module":
+            found |= {id(one): one for one in model.get_submodule(str(node.target)).parameters()}
+        for used in node.all_input_nodes:
+            if used.op == "get_attr":
+                owner, _, name = str(used.target).rpartition(".")
+                value = getattr(model.get_submodule(owner), name)
+                if isinstance(value, nn.Parameter):
+                    found[id(value)] = value
+    return list(found.values())
+
+
+def _buffers(model: nn.Module, run: Sequence[fx.Node]) -> list[torch.Tensor]:
+    modules = [model.get_submodule(str(node.target)) for node in run if node.op == "call_module"]
+    return [buffer for module in modules for buffer in module.buffers()]
+
+
+def _listed(who: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
+    named = dict(model.named_modules(remove_duplicate=False))
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for pattern in layers:
+        owner = pattern.removesuffix(".*")
+        children = named[owner].named_children() if pattern.endswith(".*") and owner in named else []
+        for name in [f"{owner}.{child}" for child, _ in children] or [pattern]:
+            if name not in named:
+                raise ValueError(
+                    f"{who}: layers names {pattern!r}, and no module is called that; there are {_some(named)}"
+                )
+            value = graph.call_module(name, (value,))
+    graph.output(value)
+    return graph
+
+
+def _some(named: dict[str, nn.Module]) -> str:
+    return ", ".join([name for name in named if name.count(".") < 2 and name][:20])
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the root, and into modules that contain a list of layers; all others are called as they are."""
+
+    def __init__(self, opened: set[str]):
+        super().__init__()
+        self._opened = opened
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return name not in self._opened
+
+
+def opened_in(model: nn.Module) -> set[str]:
+    """Names of the modules that contain the outermost lists of layers, and of these lists."""
+    opened: set[str] = set()
+
+    def look(module: nn.Module, name: str) -> bool:
+        prefix = f"{name}." if name else ""
+        if type(module) in _LISTS:
+            opened.add(name)
+            for child_name, child in module.named_children():
+                if type(child) in _LISTS:
+                    look(child, prefix + child_name)
+            return True
+        found = [look(child, prefix + child_name) for child_name, child in module.named_children()]
+        if any(found):
+            opened.add(name)
+        return any(found)
+
+    look(model, "")
+    return opened | {""}
+
+
+def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.Graph:
+    opened = opened_in(model)
+    hooked = [name for name in opened if _has_hooks(model.get_submodule(name))]
+    if hooked:
+        raise ValueError(
+            f"{who}: {hooked[0] or 'the model'} has hooks, which would not run in a part of it: remove them, or move "
+            "them to its layers"
+        )
+    given, defaults = _arguments(who, model, arguments)
+    graphs = []
+    was_training = [(module, module.training) for module in model.modules()]
+    try:
+        for mode in (True, False):
+            model.train(mode)
+            graphs.append(_only(given, _Tracer(opened).trace(model, dict(defaults) or None)))
+    except Exception as error:
+        raise ValueError(
+            f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}). If its layers are called one after the other, name "
+            'them: layers=["embedding", "blocks.*", "norm", "head"]'
+        ) from error
+    finally:
+        for module, mode in was_training:
+            module.training = mode
+    if str(graphs[0]) != str(graphs[1]):
+        raise ValueError(
+            f"{who}: the forward of {type(model).__name__} itself asks whether it trains, outside of its layers; make "
+            "that a module of its own (nn.Dropout for F.dropout)"
+        )
+    return graphs[0]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> tuple[list[str], dict]:
+    """The arguments of forward that a call gives, and the others with their defaults."""
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    given = [name for name, default in known.items() if default is inspect.Parameter.empty]
+    if arguments is not None:
+        unknown = [name for name in arguments if name not in known]
+        missing = [name for name in given if name not in arguments]
+        if unknown or missing:
+            raise ValueError(
+                f"{who}: arguments={list(arguments)}, and forward takes {', '.join(known)}, of which "
+                f"{', '.join(given) or 'none'} must be given"
+            )
+        given = [name for name in known if name in arguments]
+    return given, {name: default for name, default in known.items() if name not in given}
+
+
+def _only(given: Sequence[str], graph: fx.Graph) -> fx.Graph:
+    """The graph without the arguments that have been replaced by their values, and torch.fx's checks of these."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.target not in given:
+            _erase(graph, node)
+    return graph
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)

@@ -1,0 +1,87 @@
+"""When each action of a step began and ended: torch's pipeline stage, with a clock."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+
+@dataclass(frozen=True)
+class Action:
+    """One computation of one stage on one micro-batch. kind: "F" forward, "B" backward, "I" and "W" its two halves: of
+    the inputs and of the weights. Times in seconds."""
+
+    rank: int
+    stage: int
+    kind: str
+    microbatch: int
+    start: float
+    end: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Clock:
+    """Marks of the host's time, or on CUDA of the device's (events, which are read only when asked for)."""
+
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        self.marks: list[tuple[int, str, int, Any, Any]] = []  # stage, kind, micro-batch, start, end
+        self.origin = self.now()
+
+    def now(self):
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def extend(self) -> None:
+        """The last action goes on until now."""
+        stage, kind, microbatch, start, _ = self.marks[-1]
+        self.marks[-1] = (stage, kind, microbatch, start, self.now())
+
+    def actions(self, rank: int) -> list[Action]:
+        """Since the origin."""
+        return [
+            Action(rank, stage, kind, microbatch, self._seconds(start), self._seconds(end))
+            for stage, kind, microbatch, start, end in self.marks
+        ]
+
+    def _seconds(self, mark) -> float:
+        if not self.on_cuda:
+            return mark - self.origin
+        mark.synchronize()
+        return self.origin.elapsed_time(mark) / 1e3
+
+
+class ClockedStage(PipelineStage):
+    """PipelineStage that leaves marks on a clock."""
+
+    clock: Clock
+
+    def forward_one_chunk(self, fwd_chunk_id, *arguments, **options):
+        start = self.clock.now()
+        result = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        self._mark("F", fwd_chunk_id, start)
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+        start = self.clock.now()
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+        self._mark("B" if full_backward else "I", bwd_chunk_id, start)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        start = self.clock.now()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self._mark("W", bwd_chunk_id, start)
+
+    def _mark(self, kind, microbatch, start) -> None:
+        self.clock.marks.append((self.stage_index, kind, microbatch, start, self.clock.now()))

@@ -1,0 +1,66 @@
+"""The schedules by their names: how many stages a rank has, which, and how many micro-batches they need."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed.pipelining import schedules as of_torch
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of torch.distributed.pipelining.
+
+    Attributes:
+        kind: its class.
+        stages_per_rank: how many a rank has where the caller does not say.
+        fixed: and it can have no other number.
+        v_shaped: rank r of p has stages r and 2p - 1 - r, so that the first rank has both ends; otherwise r, r + p, ...
+        obstacle: (ranks, stages, micro-batches) -> why it cannot run so, and the way out; "" where it can.
+    """
+
+    kind: type
+    stages_per_rank: int
+    fixed: bool
+    v_shaped: bool
+    obstacle: Callable[[int, int, int], str]
+
+    @property
+    def single(self) -> bool:
+        return issubclass(self.kind, of_torch.PipelineScheduleSingle)
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        round_, place = divmod(stage, ranks)
+        return ranks - 1 - place if self.v_shaped and round_ % 2 else place
+
+    def stages_of(self, rank: int, ranks: int, stages: int) -> list[int]:
+        return [stage for stage in range(stages) if self.rank_of(stage, ranks) == rank]
+
+
+def _anything(ranks: int, stages: int, microbatches: int) -> str:
+    return ""
+
+
+def _one_for_each_stage(ranks: int, stages: int, microbatches: int) -> str:
+    if microbatches >= stages:
+        return ""
+    return f"it needs a micro-batch for each of the {stages} stages: microbatches={stages} or more"
+
+
+def _whole_rounds(ranks: int, stages: int, microbatches: int) -> str:
+    if microbatches < ranks:
+        return f"it needs a micro-batch for each of the {ranks} ranks: microbatches={ranks} or a multiple of it"
+    if microbatches % (microbatches // ranks):
+        return (
+            f"its rounds must be equal: microbatches={microbatches // ranks * ranks}, a multiple of the {ranks} ranks"
+        )
+    return ""
+
+
+SCHEDULES = {
+    "afab": Schedule(of_torch.ScheduleGPipe, 1, True, False, _anything),
+    "1f1b": Schedule(of_torch.Schedule1F1B, 1, True, False, _one_for_each_stage),
+    "interleaved": Schedule(of_torch.ScheduleInterleaved1F1B, 2, False, False, _whole_rounds),
+    "zero-bubble": Schedule(of_torch.ScheduleInterleavedZeroBubble, 1, False, False, _whole_rounds),
+    "zbv": Schedule(of_torch.ScheduleZBVZeroBubble, 2, True, True, _anything),
+    "dualpipev": Schedule(of_torch.ScheduleDualPipeV, 2, True, True, _one_for_each_stage),
+}

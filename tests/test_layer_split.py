@@ -1,0 +1,120 @@
+"""weft.LayerSplit: layers on several devices or ranks give the plain model's values and gradients, bit for bit."""
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.stages.placement import placed
+from weft.testing.models import TiedModel, batch_of, loss_of
+from weft.testing.ranks import run_ranks, try_ranks
+
+
+def model_of():
+    torch.manual_seed(0)
+    return TiedModel()
+
+
+def assert_same_bits(split, model):
+    tokens, targets = batch_of()
+    expected = model(tokens)
+    output = split(tokens)
+    assert torch.equal(output, expected)
+    loss_of(expected, targets).backward()
+    loss_of(output, targets).backward()
+    plain = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    held = dict(split.named_parameters(remove_duplicate=False))
+    assert held
+    for name, parameter in held.items():
+        assert torch.equal(parameter.grad, plain[name]), name
+    return set(held)
+
+
+def test_devices_give_the_same_bits():
+    model = model_of()
+    split = weft.LayerSplit(copy.deepcopy(model), ["cpu", "cpu"])
+    assert assert_same_bits(split, model) == set(dict(model.named_parameters(remove_duplicate=False)))
+    assert split.state_dict().keys() == model.state_dict().keys()
+    split.eval()
+    assert not any(module.training for module in split.modules())
+
+
+def test_layers_are_called_where_they_are():
+    split = weft.LayerSplit(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), ["cpu", "meta"])
+    assert [parameter.device.type for parameter in split.parameters()] == ["cpu"] * 4 + ["meta"] * 4
+    assert split(torch.randn(2, 4)).device.type == "meta"
+
+
+def test_a_transformers_model_is_split_over_devices():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=4, vocab_size=17, tie_word_embeddings=True, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    split = weft.LayerSplit(copy.deepcopy(model), ["cpu", "cpu"])
+    tokens, targets = batch_of()
+    for each in (model, split):
+        loss_of(each(input_ids=tokens, use_cache=False).logits, targets).backward()
+    for (name, got), expected in zip(split.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(got.grad, expected.grad), name
+    meta = weft.LayerSplit(copy.deepcopy(model), ["cpu", "meta"])
+    places = {name: parameter.device.type for name, parameter in meta.named_parameters()}
+    assert places["model.embed_tokens.weight"] == "cpu" and places["model.layers.3.mlp.up_proj.weight"] == "meta"
+
+
+def over_ranks(rank):
+    model = model_of()
+    split = weft.LayerSplit(model_of(), weft.init_mesh(pp=torch.distributed.get_world_size(), device_type="cpu"))
+    names = assert_same_bits(split, model)
+    with torch.no_grad():
+        assert torch.equal(split(batch_of()[0]), model(batch_of()[0]))
+    return names
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_give_the_same_bits_and_hold_their_layers_only(world):
+    held = run_ranks(over_ranks, world)
+    whole = set(dict(model_of().named_parameters(remove_duplicate=False)))
+    assert set().union(*held) == whole and sum(map(len, held)) == len(whole)
+    assert {"embedding.weight", "logits.weight"} <= held[0]  # tied: one parameter, on one rank
+
+
+def test_a_tied_layer_goes_with_the_first_holder_and_counts_once():
+    one, two, three, four = (torch.zeros(size) for size in (4, 4, 2, 2))
+    assert placed([[one], [two], [three], [four]], 2) == [0, 1, 1, 1]
+    assert placed([[one], [two], [three], [four], [one]], 2) == [0, 1, 1, 1, 0]
+    assert placed([[one], [two], [three], [four, one]], 3) == [0, 1, 2, 0]
+
+
+def too_many_places(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(ValueError, match="1 layers .* too few for 2 places: use 1 at most"):
+        weft.LayerSplit(model, weft.init_mesh(pp=2, device_type="cpu"))
+
+
+def test_more_places_than_layers_are_refused():
+    with pytest.raises(ValueError, match="1 layers .* too few for 2 places: use 1 at most"):
+        weft.LayerSplit(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), ["cpu", "cpu"])
+    run_ranks(too_many_places, 2)
+
+
+class Dying(nn.Linear):
+    def forward(self, x):
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def split_until_one_dies(rank):
+    model = nn.Sequential(nn.Linear(4, 4), Dying(4, 4), nn.Linear(4, 4))
+    weft.LayerSplit(model, weft.init_mesh(pp=3, device_type="cpu"))(torch.randn(2, 4))
+
+
+def test_a_dead_rank_is_named():
+    outcomes = try_ranks(split_until_one_dies, 3, timeout_s=20)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.RankLostError) and "rank 1" in str(survivor.error), survivor

@@ -1,0 +1,563 @@
+"""weft.Pipeline: whatever the schedule, the cut and the mesh, a step is the single process's."""
+
+import copy
+import gc
+import itertools
+import json
+import os
+import signal
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft.shard import shard_of
+from weft.stages.balance import balanced
+from weft.stages.chain import chain_of
+from weft.stages.schedules import SCHEDULES
+from weft.testing.models import TiedModel, batch_of, loss_of
+from weft.testing.ranks import run_ranks, try_ranks
+from weft.testing.tolerance import assert_close
+
+STAGES = {"afab": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zbv": 2, "dualpipev": 2}
+
+
+def model_of():
+    torch.manual_seed(0)
+    return TiedModel()
+
+
+def gradients_of(model, steps=1):
+    for step in range(steps):
+        tokens, targets = batch_of(step=step)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def assert_same_step(pipe, loss, model, steps=1):
+    """Loss and gradients are the unsplit model's of as many steps, whose gradients add up. Returns the names held."""
+    plain_loss, plain = gradients_of(copy.deepcopy(model), steps)
+    exact_loss, exact = gradients_of(copy.deepcopy(model).double(), steps)
+    assert_close(loss, plain_loss, exact_loss, "loss")
+    held = dict(pipe.named_parameters(remove_duplicate=False))
+    assert held
+    for name, parameter in held.items():
+        take = getattr(shard_of(parameter), "take", lambda whole: whole)
+        assert_close(parameter.grad, take(plain[name]), take(exact[name]), name)
+    return set(held)
+
+
+def pipeline_of(model, pp=None, *, mesh=None, schedule="1f1b", microbatches=4, loss=loss_of, **options):
+    mesh = mesh or weft.init_mesh(pp=pp or torch.distributed.get_world_size(), device_type="cpu")
+    return weft.Pipeline(model, mesh, schedule=schedule, microbatches=microbatches, loss=loss, **options)
+
+
+def run_schedule(rank, schedule, microbatches):
+    model = model_of()
+    pipe = pipeline_of(model, schedule=schedule, microbatches=microbatches)
+    loss = pipe.step(*batch_of())
+    names = assert_same_step(pipe, loss, model)
+    assert_close(pipe.evaluate(*batch_of()), loss, loss.double(), "evaluate")
+    loss = pipe.step(*batch_of(step=1))  # gradients of both steps add up
+    assert_same_step(pipe, loss, model, steps=2)
+    return names, loss, [action.name for action in pipe.timeline().actions]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_the_single_process(schedule, world):
+    microbatches = 4 if world == 3 and schedule != "dualpipev" else 8
+    told = run_ranks(run_schedule, world, schedule, microbatches, timeout_s=120)
+    assert set().union(*(names for names, _, _ in told)) == set(model_of().state_dict())
+    assert len({loss.item() for _, loss, _ in told}) == 1
+    actions = told[0][2]
+    assert len(actions) == len(set(actions))
+    stages = world * STAGES[schedule]
+    assert sum("F" in name for name in actions) == stages * microbatches
+    assert sum("B" in name or "W" in name for name in actions) == stages * microbatches
+
+
+def run_untied(rank):
+    """As a pipeline that forgets the ties would be."""
+    model = model_of()
+    pipe = pipeline_of(model)
+    pipe._ties.ties.clear()
+    loss = pipe.step(*batch_of())
+    with pytest.raises(AssertionError, match="embedding.weight"):
+        assert_same_step(pipe, loss, model)
+
+
+def test_the_tolerance_would_catch_a_tie_that_is_not_summed():
+    run_ranks(run_untied, 2)
+
+
+def train_tied(rank, schedule):
+    if rank:
+        torch.manual_seed(100)  # another copy: it becomes the first holder's
+        model = TiedModel()
+    else:
+        model = model_of()
+    pipe = pipeline_of(model, schedule=schedule)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        pipe.step(*batch_of(step=step))
+        optimizer.step()
+    return [value for name, value in pipe.state_dict().items() if name in ("embedding.weight", "logits.weight")]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_tied_copies_stay_bit_identical_through_training(schedule):
+    told = run_ranks(train_tied, 2, schedule)
+    assert all(map(len, told))
+    assert all(torch.equal(copy, told[0][0]) for copies in told for copy in copies)
+
+
+def train_whole():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens, targets = batch_of(step=step)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_same(rank):
+    pipe = pipeline_of(model_of(), schedule="interleaved")
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    losses = []
+    for step in range(5):
+        optimizer.zero_grad()
+        losses.append(pipe.step(*batch_of(step=step)).item())
+        optimizer.step()
+    return losses
+
+
+def test_training_is_the_single_process_s():
+    torch.testing.assert_close(
+        torch.tensor(run_ranks(train_same, 2)[0]), torch.tensor(train_whole()), rtol=1e-4, atol=0
+    )
+
+
+def keep_own(rank):
+    model = linears(4)
+    stays, goes = (weakref.ref(model[2 * part]) for part in (rank, 1 - rank))
+    pipe = pipeline_of(model, loss=F.mse_loss)
+    del model
+    gc.collect()
+    pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+    return stays() is not None, goes() is None
+
+
+def test_stages_of_other_ranks_are_freed_with_the_model():
+    assert run_ranks(keep_own, 2) == [(True, True)] * 2
+
+
+PLAN = {
+    "embedding": "vocabulary",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+    "logits": {"style": "column", "gather_output": True},
+}
+
+
+def run_on_mesh(rank, schedule, sizes):
+    model, mesh = model_of(), weft.init_mesh(**sizes, device_type="cpu")
+    split = model_of()
+    if "tp" in sizes:
+        weft.parallelize(split, mesh["tp"], plan=PLAN)
+    pipe = pipeline_of(split, mesh=mesh, schedule=schedule, microbatches=2 if schedule == "1f1b" else 4)
+    loss = pipe.step(*batch_of(mesh["dp"].get_local_rank(), sizes.get("dp", 1)))
+    assert_same_step(pipe, loss, model)
+    assert any(shard_of(parameter) for parameter in pipe.parameters()) == ("tp" in sizes)
+    return loss.item()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_other_dimensions_of_the_mesh_change_nothing(schedule, sizes):
+    assert len(set(run_ranks(run_on_mesh, 4, schedule, {"pp": 2, **sizes}, timeout_s=120))) == 1
+
+
+def run_sum(rank):
+    """Two steps whose gradients add up, as a sum divided by the count of what is no padding."""
+    model, mesh = model_of(), weft.init_mesh(pp=2, dp=2, device_type="cpu")
+    tokens, targets = batch_of()
+    targets[0, :4] = -100  # means of micro-batches are not the batch's mean
+
+    def of_counted(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 36
+
+    pipe = pipeline_of(model_of(), mesh=mesh, microbatches=2, loss=of_counted, reduction="sum")
+    part = mesh["dp"].get_local_rank()
+    for _ in range(2):
+        loss = pipe.step(tokens.chunk(2)[part], targets.chunk(2)[part])
+        expected = loss_of(model(tokens), targets)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+    plain = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        torch.testing.assert_close(parameter.grad, plain[name].grad)
+
+
+def test_a_sum_divided_by_its_own_count_is_the_mean_over_what_counts():
+    run_ranks(run_sum, 4)
+
+
+def run_frozen(rank):
+    """The first stage has nothing to train, and its output needs no gradient of its own."""
+    model = model_of()
+    model.logits.weight = nn.Parameter(model.logits.weight.detach().clone())
+    trained = copy.deepcopy(model)
+    for each in (model, trained):
+        for part in (each.embedding, each.position, each.gate, each.blocks[0]):
+            part.requires_grad_(False)
+    pipe = pipeline_of(trained, schedule="zero-bubble", balance=[3, 7])
+    pipe.step(*batch_of())
+    tokens, targets = batch_of()
+    loss_of(model(tokens), targets).backward()
+    plain = dict(model.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert (parameter.grad is None) == (plain[name].grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, plain[name].grad)
+
+
+def test_a_frozen_first_stage_loses_no_gradient_of_the_next():
+    run_ranks(run_frozen, 2)
+
+
+class Residual(nn.Module):
+    def __init__(self, inner, outer):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer)
+        self.short = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)) + self.short(x))
+
+
+def images(channels=3):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, channels, 6, 6, generator=generator), torch.randint(5, (4,), generator=generator)
+
+
+def convolutional():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(Residual(8, 8), Residual(8, 16)), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(trunk, nn.Flatten(), nn.Linear(16, 5))
+
+
+def run_images(rank):
+    """Nested Sequentials; with one micro-batch, running means are the plain model's: each is updated once a step."""
+    model, (x, y) = convolutional(), images()
+    pipe = pipeline_of(convolutional(), schedule="afab", microbatches=1, loss=nn.CrossEntropyLoss(torch.ones(5)))
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    assert torch.equal(pipe.step(x, y), loss.detach())
+    plain = dict(model.named_parameters())
+    assert all(torch.equal(parameter.grad, plain[name].grad) for name, parameter in pipe.named_parameters())
+    whole = model.state_dict()
+    state = pipe.state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in state.items())
+    pipe.step(x[:2], y[:2])  # another shape
+    return set(state)
+
+
+def test_one_micro_batch_has_the_plain_model_s_bits_and_running_means():
+    held = run_ranks(run_images, 3)
+    assert set().union(*held) == set(convolutional().state_dict()) and all(held)
+
+
+class Untraceable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.inner = nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.sum() > 1e9:
+            return x
+        for layer in self.inner:
+            x = layer(x)
+        return self.last(x)
+
+
+def run_listed(rank):
+    torch.manual_seed(0)
+    model = Untraceable()
+    x = torch.randn(4, 4)
+    pipe = pipeline_of(
+        copy.deepcopy(model), loss=F.mse_loss, layers=["first", "inner.*", "last"], balance="time", example=x[:1]
+    )
+    loss = F.mse_loss(model(x), torch.zeros(4, 4))
+    torch.testing.assert_close(pipe.step(x, torch.zeros(4, 4)), loss.detach())
+    assert sum(pipe.layers_per_stage) == 3
+    return pipe.layers_per_stage
+
+
+def test_layers_that_are_named_run_in_sequence_and_ranks_agree_on_measured_cuts():
+    assert len(set(run_ranks(run_listed, 2))) == 1
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([5, 1, 1, 1, 1], 2, [1, 4]),
+        ([1, 1, 1, 1, 5], 3, [2, 2, 1]),
+        ([3, 0, 0, 3], 3, [1, 2, 1]),
+        ([0, 0, 0], 3, [1, 1, 1]),
+    ],
+)
+def test_the_largest_part_is_as_small_as_it_can_be(costs, parts, expected):
+    sizes = balanced(costs, parts)
+    sums = [sum(costs[sum(sizes[:k]) : sum(sizes[: k + 1])]) for k in range(parts)]
+    best = [sum(costs[sum(expected[:k]) : sum(expected[: k + 1])]) for k in range(parts)]
+    assert min(sizes) >= 1
+    assert sorted(sums) == sorted(best)
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class SavedBytes:
+    """Bytes that autograd's graph holds for backward, now and at most; parameters do not count."""
+
+    def __init__(self, model):
+        self.parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.now = self.most = 0
+
+    def pack(self, x):
+        held = Held(x)
+        if x.untyped_storage().data_ptr() not in self.parameters:
+            self.add(x.nbytes)
+            weakref.finalize(held, self.add, -x.nbytes)
+        return held
+
+    def add(self, size):
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def peak_activations(rank, schedule):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)))
+    pipe = pipeline_of(model, schedule=schedule, microbatches=8, loss=F.mse_loss)
+    x = torch.randn(32, 16)
+    saved = SavedBytes(pipe)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+        pipe.step(x, x)
+    timeline = pipe.timeline()
+    return saved.most, [timeline.in_flight(each) for each in range(timeline.ranks)]
+
+
+def test_afab_keeps_the_activations_of_all_micro_batches_and_1f1b_of_as_many_as_stages_follow():
+    ranks, microbatches = 3, 8
+    afab, alternating = (run_ranks(peak_activations, ranks, schedule) for schedule in ("afab", "1f1b"))
+    assert afab[0][1] == [microbatches] * ranks
+    assert alternating[0][1] == [ranks - rank for rank in range(ranks)]
+    for rank in range(ranks):
+        assert alternating[rank][0] * microbatches == afab[rank][0] * (ranks - rank) > 0
+
+
+def draw(rank, folder):
+    pipe = pipeline_of(model_of(), schedule="zero-bubble", microbatches=4)
+    with pytest.raises(ValueError, match="no step has run yet"):
+        pipe.timeline()
+    pipe.step(*batch_of())
+    timeline = pipe.timeline()
+    if rank == 0:
+        timeline.save_png(folder / "step.png")
+        timeline.save_trace(folder / "step.json")
+    return timeline
+
+
+def test_a_timeline_tells_what_ran_when(tmp_path):
+    timeline, other = run_ranks(draw, 2, tmp_path)
+    assert timeline == other
+    assert timeline.formula == pytest.approx(1 / 5)
+    assert 0 < timeline.bubble < 1
+    end_of = {action.name: action.end for action in timeline.actions}
+    for action in timeline.actions:
+        assert 0 <= action.start <= action.end
+        stage, microbatch = action.stage, action.microbatch
+        # Ranks' clocks begin at a barrier, which they leave at slightly different times: order is told within a rank.
+        if action.kind != "F":
+            assert end_of[f"{stage}F{microbatch}"] <= action.start
+        if action.kind == "W":
+            assert end_of[f"{stage}I{microbatch}"] <= action.start
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    events = [event for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(timeline.actions)
+    assert {event["tid"] for event in events} == {0, 1}
+
+
+def linears(count):
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
+class Dying(nn.Linear):
+    """Ends its rank in the second backward."""
+
+    def forward(self, x):
+        return _DieInBackward.apply(super().forward(x))
+
+
+class _DieInBackward(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        _DieInBackward.calls += 1
+        if _DieInBackward.calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return dy
+
+
+def step_until_one_dies(rank, schedule, layer):
+    model = linears(6)
+    if rank == 1:
+        model[layer] = Dying(4, 4)
+    x = torch.randn(6, 4)
+    pipeline_of(model, schedule=schedule, microbatches=3, loss=F.mse_loss).step(x, x)
+
+
+@pytest.mark.parametrize(("schedule", "layer"), [("1f1b", 2), ("interleaved", 1)])
+def test_a_rank_that_dies_in_a_step_is_named(schedule, layer):
+    outcomes = try_ranks(step_until_one_dies, 3, schedule, layer, timeout_s=30)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.RankLostError) and "rank 1" in str(survivor.error), survivor
+
+
+def step_until_a_partner_dies(rank):
+    """Its partner in tensor parallelism notices inside of a stage, whose errors torch wraps."""
+    mesh, model = weft.init_mesh(pp=2, tp=2, device_type="cpu"), linears(4)
+    weft.parallelize(model, mesh["tp"], plan={"2": {"style": "column", "gather_output": True}})
+    if rank == 3:
+        forwards = itertools.count()  # number 0 is the one that tells the shapes
+        model[3].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(forwards) == 1 else None)
+    x = torch.randn(4, 4)
+    pipeline_of(model, mesh=mesh, microbatches=2, loss=F.mse_loss).step(x, x)
+
+
+def test_a_rank_that_dies_inside_of_a_stage_is_named():
+    outcomes = try_ranks(step_until_a_partner_dies, 4, timeout_s=30)
+    assert outcomes[3].exit_code == -signal.SIGKILL
+    assert isinstance(outcomes[2].error, weft.RankLostError), outcomes[2]
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.dropout(layer(x), training=self.training)
+        return x
+
+
+class Hooked(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.register_forward_hook(lambda module, inputs, output: output)
+
+
+def expect_refusals(rank):
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    refusals = [
+        (dict(model=linears(1)), "needs 2 stages, and the model has 1 layers with parameters \\(0\\).*fewer ranks"),
+        (dict(model=linears(3), schedule="zbv"), 'needs 4 stages, and the model has 3 layers.*"1f1b"'),
+        (dict(schedule="1F1B"), "schedule='1F1B' is not one of 'afab', '1f1b'"),
+        (dict(microbatches=1), "cannot run 1 micro-batches on 2 ranks.*microbatches=2 or more"),
+        (dict(microbatches=3, schedule="dualpipev"), "each of the 4 stages: microbatches=4 or more"),
+        (dict(microbatches=5, schedule="interleaved"), "rounds must be equal: microbatches=4"),
+        (dict(microbatches=1, schedule="zero-bubble"), "each of the 2 ranks: microbatches=2 or a multiple"),
+        (dict(microbatches=0, schedule="afab"), "needs at least one"),
+        (dict(stages_per_rank=2), "'1f1b' has 1 stages on a rank, got stages_per_rank=2"),
+        (dict(balance=[1, 2]), "balance=\\[1, 2\\] must be 2 numbers, 1 or more, that add up to 4 layers"),
+        (dict(balance="size"), "balance='size' is not"),
+        (dict(balance="time"), "pass it as example="),
+        (dict(reduction="none"), "reduction='none'"),
+        (dict(mesh=weft.init_mesh(tp=2, device_type="cpu")["tp"]), 'a dimension "pp", got one with the dimensions'),
+        (dict(mesh=weft.init_mesh(cp=2, device_type="cpu")), "shares no sequences yet"),
+        (dict(mesh=None), 'must be a DeviceMesh with a dimension "pp", got NoneType'),
+        (dict(model=Untraceable()), "cannot be traced .*layers="),
+        (dict(model=Asking()), "asks whether it trains.*nn.Dropout"),
+        (dict(model=Hooked()), "has hooks"),
+        (dict(model=nn.ReLU()), "no layer with parameters"),
+        (
+            dict(model=nn.Sequential(linears(4)), layers=["1.*"]),
+            "names '1.\\*', and no module is called that; there are 0",
+        ),
+        (dict(arguments=["y"]), "forward takes input, of which input must be given"),
+    ]
+    for options, text in refusals:
+        known = dict(model=linears(4), mesh=mesh, microbatches=4, loss=F.mse_loss) | options
+        with pytest.raises(ValueError, match=text):
+            weft.Pipeline(known.pop("model"), known.pop("mesh"), **known)
+    pipe = weft.Pipeline(linears(4), mesh, microbatches=4, loss=F.mse_loss)
+    with pytest.raises(
+        ValueError, match="a batch of 6 cannot be cut into 4 equal.*choose microbatches from .1, 2, 3, 6."
+    ):
+        pipe.step(torch.randn(6, 4), torch.randn(6, 4))
+    with pytest.raises(ValueError, match="inputs.0. has a batch of 4, and targets one of 8"):
+        pipe.step(torch.randn(4, 4), torch.randn(8, 4))
+    with pytest.raises(TypeError, match="call step"):
+        pipe(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="ranks differ.*rank 0 has .'1f1b', 4.*rank 1 has .'1f1b', 8"):
+        weft.Pipeline(linears(4), mesh, microbatches=4 * (rank + 1), loss=F.mse_loss)
+
+
+def test_what_cannot_be_done_is_refused_with_the_way_out():
+    run_ranks(expect_refusals, 2)
+
+
+def give_main_grad(rank):
+    pipe = pipeline_of(model_of())
+    pipe.embedding.weight.main_grad = torch.zeros(17, 12)
+    with pytest.raises(ValueError, match="gradient of embedding.weight goes to main_grad"):
+        pipe.step(*batch_of())
+
+
+def test_a_main_grad_that_would_not_be_summed_is_refused():
+    run_ranks(give_main_grad, 2)
+
+
+class Measures(nn.Module):
+    """Makes a number in one layer that a later one uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        rows = x.size(0)
+        for layer in self.layers[1:]:
+            x = layer(x) * rows
+        return x
+
+
+def test_a_number_that_would_have_to_cross_is_refused():
+    first, _ = chain_of("Pipeline", Measures(), None, None).stages([2, 2])
+    with pytest.raises(TypeError, match="a int .2. is made in one stage and needed in a later one"):
+        first(torch.randn(2, 4))
