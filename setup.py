@@ -185,6 +185,7 @@ setup(
     package_dir=FOLDERS,
     package_data={
         "weft": ["py.typed", "*.pyi"],
+        "weft.planner": ["data/*.json", "data/*.csv"],
         "weft.kernels": ["configs/*/*.json"],
         "weft.kernels.compiled": COMPILED_KERNELS[0],
     },

@@ -31,8 +31,15 @@ _HOMES = {
     "weft.comm.symmetric": ["empty_symmetric"],
     "weft.comm.device": ["check_waits"],
     "weft.parallelize": ["parallelize"],
+    "weft.data_parallel": ["DataParallel"],
+    "weft.pipeline": ["Pipeline"],
+    "weft.layer_split": ["LayerSplit"],
+    "weft.gradients.hooks": ["ddp_hook", "HookState", "FSDPReduceScatter", "FSDPAllGather"],
+    "weft.checkpoint": ["save_checkpoint", "load_checkpoint", "export_safetensors", "CheckpointError"],
+    "weft.optim": ["LARS", "LAMB", "DiLoCo", "linear_scaling", "layerwise_groups"],
     "weft.explain": ["explain"],
     "weft.doctor": ["doctor"],
+    "weft.planner": ["plan"],
     "weft.verify": ["verify", "causal_probe"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,0 +1,314 @@
+"""weft bench data_parallel: steps of data parallel models and sets of gradients, beside torch's DDP over gloo and over
+the weft backend, with the peak memory of each.
+
+A set of gradients is a model without arithmetic, so what is measured is how gradients get into buckets, cross the ranks
+and come back. Its backward hands autograd tensors that lie ready, which autograd may keep, as it may those of a real
+backward; or ("of a sum") what the sum of all parameters has for gradients, one number expanded, which autograd must
+write out. The limit is the same step without any wrapper.
+"""
+
+import argparse
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.testing import reference
+from weft.testing.ranks import run_ranks
+
+OURS, DDP_WEFT, DDP_GLOO, ALONE = "weft", "DDP on weft", "DDP on gloo", "limit"
+LIMIT = "the same step without a wrapper and without communication"
+_SAMPLE_EVERY_S = 0.01
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: microseconds a step, and the peak of each rank's memory in such steps, without what was there before.
+
+    Attributes:
+        peak_mb: the proportional set size, which counts memory that W ranks share as a W-th of each; the worst rank's.
+        state_mb: of a row of optimizer state: what each rank keeps, by its name.
+    """
+
+    name: str
+    world: int
+    parameters: int
+    times: dict[str, Quantiles] = field(default_factory=dict)
+    peak_mb: dict[str, float] = field(default_factory=dict)
+    state_mb: dict[str, list[float]] = field(default_factory=dict)
+
+    def ratio(self, peer: str) -> float | None:
+        return self.times[peer].p50_us / self.times[OURS].p50_us if self.times else None
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "ratio_to_gloo": self.ratio(DDP_GLOO), "ratio_to_ddp_on_weft": self.ratio(DDP_WEFT)}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what its loss is of."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], torch.Tensor]  # of the wrapped model, on a rank
+    before: Callable[[nn.Module], object] = lambda model: None  # each step, not measured
+
+
+class Handed(torch.autograd.Function):
+    """Gives each parameter a gradient that lies ready, and keeps none; without such, those of a sum."""
+
+    @staticmethod
+    def forward(ctx, ready, *parameters):
+        ctx.ready, ctx.shapes = ready, [parameter.shape for parameter in parameters]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, dy):
+        gradients = ctx.ready[:] or [dy.expand(shape) for shape in ctx.shapes]
+        ctx.ready.clear()
+        return None, *gradients
+
+
+class Gradients(nn.Module):
+    """Parameters of these shapes and no arithmetic."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]):
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self.ready: list[torch.Tensor] = []
+
+    def forward(self) -> torch.Tensor:
+        return Handed.apply(self.ready, *self.all)
+
+
+def _make_ready(model: nn.Module) -> None:
+    """This rank's gradients, the same numbers every time."""
+    assert isinstance(model, Gradients)
+    for number, parameter in enumerate(model.all):
+        model.ready.append(torch.full(parameter.shape, (dist.get_rank() + 1) * 1.01**number))
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """He et al. 2015, table 1: 25.6 million parameters in 161 tensors, each convolution with its batch norm."""
+
+    def convolution(outputs: int, inputs: int, kernel: int) -> list[tuple[int, ...]]:
+        return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]
+
+    shapes, inputs = convolution(64, 3, 7), 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += convolution(width, inputs, 1) + convolution(width, width, 3) + convolution(4 * width, width, 1)
+            if block == 0:
+                shapes += convolution(4 * width, inputs, 1)
+            inputs = 4 * width
+    return [*shapes, (1000, inputs), (1000,)]
+
+
+def bert_base_shapes() -> list[tuple[int, ...]]:
+    """Devlin et al. 2018, BERT-base: 109 million parameters in 199 tensors."""
+    width, between = 768, 3072
+    layer: list[tuple[int, ...]] = [(width, width), (width,)] * 4 + [(width,), (width,)]
+    layer += [(between, width), (between,), (width, between), (width,), (width,), (width,)]
+    return [(30522, width), (512, width), (2, width), (width,), (width,)] + layer * 12 + [(width, width), (width,)]
+
+
+def linear_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
+
+
+class Block(nn.Module):
+    """Of the demo's GPT: attention and a perceptron, each behind a norm."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1, self.norm2, self.heads = nn.LayerNorm(width), nn.LayerNorm(width), heads
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(y.transpose(1, 2).flatten(-2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+def demo_gpt() -> nn.Module:
+    """The sizes of examples/train_lm.py: 256 wide, 6 layers, bytes as tokens."""
+    return nn.Sequential(
+        nn.Embedding(256, 256), *(Block(256, 4) for _ in range(6)), nn.LayerNorm(256), nn.Linear(256, 256, bias=False)
+    )
+
+
+def _linear_loss(model: nn.Module, rank: int) -> torch.Tensor:
+    return model(torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank))).square().mean()
+
+
+def _gpt_loss(model: nn.Module, rank: int) -> torch.Tensor:
+    tokens = torch.randint(256, (4, 128), generator=torch.Generator().manual_seed(rank))
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def _no_loss(model: nn.Module, rank: int) -> torch.Tensor:
+    return model()
+
+
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        Subject("12 linear layers", linear_layers, _linear_loss),
+        Subject("demo GPT", demo_gpt, _gpt_loss),
+        Subject("ResNet-50's gradients", lambda: Gradients(resnet50_shapes()), _no_loss, _make_ready),
+        Subject("ResNet-50's, of a sum", lambda: Gradients(resnet50_shapes()), _no_loss),
+        Subject("BERT-base's gradients", lambda: Gradients(bert_base_shapes()), _no_loss, _make_ready),
+        Subject("BERT-base's, of a sum", lambda: Gradients(bert_base_shapes()), _no_loss),
+    )
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=list(SUBJECTS), help="models to run")
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    rows = [_row(SUBJECTS[name], options) for name in options.only]
+    states = run_ranks(_optimizer_state, options.world, timeout_s=300)
+    state_mb = {name: [state[name] for state in states] for name in states[0]}
+    return [*rows, Row("Adam's state", options.world, _count(linear_layers()), state_mb=state_mb)]
+
+
+def _row(subject: Subject, options: argparse.Namespace) -> Row:
+    per_rank = run_ranks(_measure, options.world, subject, options.rounds, timeout_s=600, group_timeout_s=120)
+    peaks = {}
+    for name in (OURS, DDP_WEFT, DDP_GLOO):
+        peaks[name] = max(run_ranks(_peak_mb, options.world, subject, name, timeout_s=300))
+    return Row(subject.name, options.world, _count(subject.model()), slowest_rank(per_rank), peaks)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _wrapped(name: str, model: nn.Module) -> nn.Module:
+    if name == OURS:
+        return weft.DataParallel(model)
+    if name == DDP_WEFT:
+        return DistributedDataParallel(model)
+    return DistributedDataParallel(model, process_group=dist.new_group(backend="gloo"))
+
+
+def _step(subject: Subject, model: nn.Module, rank: int) -> Callable[[], None]:
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        subject.loss(model, rank).backward()
+
+    return step
+
+
+def _measure(rank: int, subject: Subject, rounds: int) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    alone = subject.model()
+    models = {ALONE: alone} | {name: _wrapped(name, copy.deepcopy(alone)) for name in (OURS, DDP_WEFT, DDP_GLOO)}
+    plain = [getattr(model, "module", model) for model in models.values()]
+    steps = {name: _step(subject, model, rank) for name, model in models.items()}
+
+    def meet() -> None:
+        for model in plain:
+            if not getattr(model, "ready", None):
+                subject.before(model)
+        dist.barrier()
+
+    for step in steps.values():
+        for _ in range(2):  # the first shows the order of gradients
+            meet()
+            step()
+    _check(alone, models[OURS])
+    return alternate(steps, meet=meet, rounds=rounds, calls=1)
+
+
+def _check(alone: nn.Module, ours: nn.Module) -> None:
+    """Ours are the averages of the ranks' own gradients, in rank order, to the bit."""
+    for mine, averaged in zip(alone.parameters(), ours.parameters(), strict=True):
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        assert mine.grad is not None and averaged.grad is not None
+        dist.all_gather(parts, mine.grad)
+        if not torch.equal(reference.reduce(parts, "avg"), averaged.grad):
+            raise AssertionError("the gradients are not the average of the ranks'; not measured")
+
+
+def _peak_mb(rank: int, subject: Subject, name: str) -> float:
+    """The most that this rank's memory grew by from before the model was made, in three steps."""
+    torch.manual_seed(0)
+    gc.collect()
+    before, peak, done = _proportional_mb(), 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(_SAMPLE_EVERY_S):
+            peak = max(peak, _proportional_mb())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = subject.model()
+    step = _step(subject, _wrapped(name, model), rank)
+    for _ in range(3):
+        subject.before(model)
+        step()
+        dist.barrier()
+        peak = max(peak, _proportional_mb())
+    done.set()
+    watcher.join()
+    dist.barrier()
+    return peak - before
+
+
+def _proportional_mb() -> float:
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+def _optimizer_state(rank: int) -> dict[str, float]:
+    """MB of Adam's state on this rank, whole and sharded."""
+    found = {}
+    for name, sharded in (("whole", False), ("shard_optimizer", True)):
+        model = weft.DataParallel(linear_layers(), shard_optimizer=sharded)
+        optimizer = model.optimizer(torch.optim.Adam) if sharded else torch.optim.Adam(model.parameters())
+        _linear_loss(model, rank).backward()
+        optimizer.step()
+        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        found[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
+    return found
+
+
+def columns() -> list[str]:
+    times = ["ours us", "p20-p80", f"{DDP_WEFT} us", f"{DDP_GLOO} us", "ratios", "limit us"]
+    return ["step of", *times, "peak MB: ours", "DDP's"]
+
+
+def cells(row: Row) -> list[str]:
+    if not row.times:
+        state = ", ".join(f"{name} {max(mb):.2f}" for name, mb in row.state_mb.items())
+        return [f"{row.name}, MB a rank: {state}", *[""] * 8]
+    ours, weft_, gloo = (row.times[name] for name in (OURS, DDP_WEFT, DDP_GLOO))
+    return [
+        f"{row.name}, {row.parameters / 1e6:.1f} M, W={row.world}",
+        f"{ours.p50_us:.0f}",
+        f"{ours.p20_us:.0f}-{ours.p80_us:.0f}",
+        f"{weft_.p50_us:.0f}",
+        f"{gloo.p50_us:.0f}",
+        f"{row.ratio(DDP_WEFT):.2f}x, {row.ratio(DDP_GLOO):.2f}x",
+        f"{row.times[ALONE].p50_us:.0f}",
+        f"{row.peak_mb[OURS]:.0f}",
+        f"{row.peak_mb[DDP_WEFT]:.0f}, {row.peak_mb[DDP_GLOO]:.0f}",
+    ]

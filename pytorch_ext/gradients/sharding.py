@@ -1,0 +1,172 @@
+"""A sharded optimizer (ZeRO stage 1, Rajbhandari et al. 2020): each rank steps its part of every bucket of parameters.
+
+Parameters are laid out like their gradients, so that rank r's part of a bucket of gradients, which a reduce-scatter
+leaves it, belongs to its part of the parameters. The optimizer is one of torch's own: its parameters are `pieces`, the
+stretches of this rank's part that belong to one parameter each. After its step the parts are gathered.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from weft.comm.communicator import Communicator
+from weft.gradients.layout import Bucket, Slot, place_in, shared_memory
+from weft.gradients.transport import measure
+
+# Each element's update depends on that element alone, so a piece is stepped as it would be in the whole.
+_ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a piece is of: elements start to stop of its parameter, in the order of memory; `ranks` hold the others."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    ranks: Communicator
+
+
+def piece_of(parameter: torch.Tensor) -> Piece | None:
+    """Of which parameter an optimizer's parameter is a piece; None for one that is no piece."""
+    return getattr(parameter, "_weft_piece", None)
+
+
+@dataclass(eq=False)
+class _Part:
+    """A bucket's parameters, and what this rank holds of them.
+
+    Attributes:
+        flat: all of them, as the module's parameters lie there; `mine` is this rank's part of it.
+        stepped: what the optimizer steps: `mine`, or an fp32 copy of it where gradients are in main_grad.
+        gradients: of what is stepped, after a reduction.
+        pieces: with their places in `gradients`.
+    """
+
+    bucket: Bucket
+    flat: torch.Tensor
+    mine: torch.Tensor
+    stepped: torch.Tensor
+    gradients: torch.Tensor
+    pieces: dict[Slot, tuple[nn.Parameter, torch.Tensor]] = field(default_factory=dict)
+
+    def have_gradients(self) -> bool:
+        return any(piece.grad is not None for piece, _ in self.pieces.values())
+
+
+class Shards:
+    """The parameters of all buckets as this rank's pieces."""
+
+    def __init__(self, buckets: list[Bucket], ranks: Communicator):
+        self._ranks = ranks
+        self._parts = {bucket: self._share(bucket) for bucket in buckets}
+
+    def optimizer(self, kind, parameters: Iterable | None, elementwise: bool | None, options: dict):
+        """An optimizer of that class over this rank's pieces; see `DataParallel.optimizer`."""
+        self._check(kind, elementwise)
+        pieces = {
+            id(slot.parameter): piece for part in self._parts.values() for slot, (piece, _) in part.pieces.items()
+        }
+        known = {id(parameter) for parameter in self._trained()}
+
+        def mine(given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+            found = []
+            for parameter in given:
+                if parameter.requires_grad and id(parameter) not in known:
+                    shape = tuple(parameter.shape)
+                    raise ValueError(f"a parameter {shape} of the optimizer is not of the wrapped module")
+                if id(parameter) in pieces:  # else this rank has no part of it, or it is frozen
+                    found.append(pieces[id(parameter)])
+            return found
+
+        groups = list(self._trained() if parameters is None else parameters)
+        if not groups or not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        made = kind([{**group, "params": mine(group["params"])} for group in groups], **options)
+        made.register_step_post_hook(lambda *_: self.gather())
+        return made
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [slot.parameter for bucket in self._parts for slot in bucket.slots]
+
+    def _check(self, kind, elementwise: bool | None) -> None:
+        if elementwise is None:
+            elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+        if not elementwise:
+            raise TypeError(
+                f"shard_optimizer=True: {kind.__name__} is not known to update each element by itself, and a rank "
+                "holds pieces of parameters, flat and cut anywhere. Known are torch's "
+                f"{', '.join(sorted(_ELEMENTWISE))}; pass elementwise=True for another that does (norms of whole "
+                "parameters are sums over the ranks of weft.gradients.sharding.piece_of), or shard_optimizer=False"
+            )
+
+    @torch.no_grad()
+    def deliver(self) -> None:
+        """Gives each piece its reduced gradient, or adds it to what the optimizer has not zeroed yet. The module's
+        parameters have none: this rank knows a part of theirs."""
+        for bucket, part in self._parts.items():
+            reduced = bucket.parts(self._ranks.world)[self._ranks.rank]
+            if part.have_gradients():
+                measure(part.gradients.add_(reduced), bucket)
+            else:
+                part.gradients.copy_(reduced)
+            for piece, gradient in part.pieces.values():
+                piece.grad = gradient
+            for slot in bucket.slots:
+                slot.parameter.grad = None
+                if slot.into_main_grad:
+                    slot.view.zero_()
+
+    def zero_grad(self) -> None:
+        for part in self._parts.values():
+            for piece, _ in part.pieces.values():
+                piece.grad = None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Every rank gets every part. Parameters are whole when this returns."""
+        for part in self._parts.values():
+            if part.stepped is not part.mine:
+                part.mine.copy_(part.stepped)
+            self._ranks.gather_parts(part.mine, list(part.flat.chunk(self._ranks.world)))
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """The module's parameters were given new values: what is stepped is those."""
+        for part in self._parts.values():
+            if part.stepped is not part.mine:
+                part.stepped.copy_(part.mine)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's part of each bucket's gradients."""
+        return [part.gradients for part in self._parts.values()]
+
+    @torch.no_grad()
+    def _share(self, bucket: Bucket) -> _Part:
+        """Moves the bucket's parameters to where they can be cut like their gradients, and cuts this rank's pieces."""
+        first = bucket.slots[0].parameter
+        count = bucket.flat.numel()
+        flat = shared_memory(count * first.element_size(), first.device, self._ranks).view(first.dtype)
+        for slot in bucket.slots:
+            place = place_in(flat, slot)
+            place.copy_(slot.parameter)
+            slot.parameter.data = place
+        mine = flat.chunk(self._ranks.world)[self._ranks.rank]
+        stepped = mine.to(bucket.flat.dtype)
+        part = _Part(bucket, flat, mine, stepped, torch.zeros_like(stepped))
+        begin = self._ranks.rank * mine.numel()
+        for slot in bucket.slots:
+            offset = slot.offset
+            start, stop = max(offset, begin), min(offset + slot.parameter.numel(), begin + mine.numel())
+            if start < stop:
+                piece = nn.Parameter(stepped[start - begin : stop - begin])
+                piece._weft_piece = Piece(  # type: ignore[attr-defined]
+                    slot.name, slot.parameter, start - offset, stop - offset, self._ranks
+                )
+                part.pieces[slot] = piece, part.gradients[start - begin : stop - begin]
+        return part

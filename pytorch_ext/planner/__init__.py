@@ -1,0 +1,73 @@
+"""Which paradigm, which mesh: memory and time of a training step, by arithmetic. Imports the standard library only."""
+
+from typing import Any
+
+from weft.planner.hardware import Hardware
+from weft.planner.job import Job, Layout
+from weft.planner.memory import Memory, Scale
+from weft.planner.model import Model
+from weft.planner.search import Found, Plan, Rejection, search, too_big
+from weft.planner.step import Clock, Step
+from weft.planner.validate import Comparison, mean_error, validate
+
+__all__ = [
+    "Clock",
+    "Comparison",
+    "Found",
+    "Hardware",
+    "Job",
+    "Layout",
+    "Memory",
+    "Model",
+    "Plan",
+    "Rejection",
+    "Scale",
+    "Step",
+    "mean_error",
+    "plan",
+    "search",
+    "too_big",
+    "validate",
+]
+
+
+def plan(
+    model: Any,
+    *,
+    gpus: int,
+    hardware: Any,
+    sequence_length: int,
+    global_batch: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    recompute: str | None = None,
+    gpus_per_node: int | None = None,
+    overlap: str = "some",
+) -> list[Plan]:
+    """Ways to train a model on so many devices, the fastest first: the best of each mesh that fits.
+
+    Args:
+        model: a preset's name, a Hugging Face config.json (path or content), a module with a .config, or a Model.
+        gpus: devices (ranks) in all.
+        hardware: a preset's name, a file of `weft bench --save`, or a Hardware.
+        sequence_length: tokens of a sequence.
+        global_batch: sequences of an optimizer step.
+        precision: "bf16", "fp16" or "fp32".
+        optimizer: "adamw", "adam", "lamb", "lars", "momentum" or "sgd".
+        recompute: "none", "selective" or "full"; None tries each.
+        gpus_per_node: where it is not the hardware's.
+        overlap: "none", "some" or "all"; see Job.
+
+    Raises:
+        ValueError: something is unknown or impossible, or nothing fits: by how much, and what would make it fit.
+
+    Source: memory by Korthikanti et al. 2022, time by a roofline and alpha-beta model; docs/planner.md has both.
+    """
+    device = Hardware.of(hardware)
+    if gpus_per_node is not None:
+        device = device.with_nodes_of(gpus_per_node)
+    job = Job(Model.of(model), device, sequence_length, global_batch, precision, optimizer, overlap=overlap)
+    found = search(job, gpus, recompute)
+    if not found.plans:
+        raise ValueError(too_big(job, gpus, recompute, found))
+    return found.plans

@@ -1,0 +1,180 @@
+"""`weft plan`: a ranked table of layouts, why the others are not in it, and the commands that start the best."""
+
+import argparse
+import json
+import sys
+
+from weft.planner.hardware import Hardware, presets
+from weft.planner.job import OPTIMIZERS, OVERLAP, PRECISIONS, RECOMPUTE, Job
+from weft.planner.model import Model
+from weft.planner.model import presets as models
+from weft.planner.search import Found, Plan, search, too_big
+from weft.planner.validate import Comparison, mean_error, validate
+
+USAGE_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help=f"a Hugging Face config.json, or one of {', '.join(models())}")
+    parser.add_argument("--gpus", type=int, help="devices in all")
+    parser.add_argument("--hardware", help=f"a file of weft bench --save, or one of {', '.join(presets())}")
+    parser.add_argument("--sequence-length", type=int, help="tokens of a sequence")
+    parser.add_argument("--global-batch", type=int, help="sequences of an optimizer step")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of weights and activations")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--recompute", choices=RECOMPUTE, help="only this; otherwise each is tried")
+    parser.add_argument("--overlap", choices=OVERLAP, default="some", help="communication beside arithmetic")
+    parser.add_argument("--gpus-per-node", type=int, help="where it is not the hardware's")
+    parser.add_argument("--top", type=int, default=10, help="layouts to print (default 10)")
+    parser.add_argument("--plot", metavar="FILE", help="draw memory and the trade-off against time there (PNG)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--validate", metavar="FILE", help="compare the planner with the published runs of a CSV file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was asked for; a message and 2 where that cannot be."""
+    try:
+        return _validate(options) if options.validate else _plan(options)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"weft plan: {error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _plan(options: argparse.Namespace) -> int:
+    wanted = ("model", "gpus", "hardware", "sequence_length", "global_batch")
+    lacking = [name for name in wanted if getattr(options, name) is None]
+    if lacking:
+        names = ", ".join(name if name == "model" else "--" + name.replace("_", "-") for name in lacking)
+        raise ValueError(f"says nothing about {names}; weft plan --help lists the options")
+    hardware = Hardware.of(options.hardware)
+    if options.gpus_per_node is not None:
+        hardware = hardware.with_nodes_of(options.gpus_per_node)
+    job = Job(
+        Model.of(options.model),
+        hardware,
+        options.sequence_length,
+        options.global_batch,
+        options.precision,
+        options.optimizer,
+        overlap=options.overlap,
+    )
+    found = search(job, options.gpus, options.recompute)
+    if not found.plans:
+        raise ValueError(too_big(job, options.gpus, options.recompute, found))
+    plans = found.plans[: max(1, options.top)]
+    if options.json:
+        rejected = [{"family": rejection.family, "why": rejection.why} for rejection in found.rejected]
+        print(json.dumps({"plans": [plan.as_dict() for plan in plans], "rejected": rejected}, indent=2))
+    else:
+        _print_plans(job, options.gpus, found, plans)
+    if options.plot:
+        from weft.planner.plot import plot
+
+        plot(plans, options.plot)
+    return 0
+
+
+def _print_plans(job: Job, gpus: int, found: Found, plans: list[Plan]) -> None:
+    from rich.markup import escape
+
+    model = job.model
+    console, table = (
+        _console(),
+        _table(
+            f"{model.name}: {model.parameters / 1e9:.2f}B parameters, {gpus} x {job.hardware.name}, sequence "
+            f"{job.sequence_length}, global batch {job.global_batch}, {job.precision}, {job.optimizer}",
+            "pp x dp x cp x tp|micro-batch|schedule|recompute|ZeRO|step s|TFLOP/s|MFU|bubble|waits|GiB|weights"
+            "|gradients|optimizer|activations|rest",
+        ),
+    )
+    for plan in plans:
+        layout, step, split = plan.layout, plan.step, plan.memory.split()
+        named = [split[name] for name in ("weights", "gradients", "optimizer", "activations")]
+        schedule = layout.schedule + (f" {layout.chunks}" if layout.chunks > 1 else "") if layout.pp > 1 else "-"
+        table.add_row(
+            " x ".join(str(size) for size in plan.mesh.values()),
+            f"{layout.micro_batch} ({layout.micro_batches(job)})",
+            schedule,
+            layout.recompute,
+            str(layout.zero),
+            f"{step.seconds:.4g}",
+            f"{step.flops_per_s / 1e12:.3g}",
+            f"{step.mfu:.1%}",
+            f"{step.bubble:.1%}",
+            f"{step.exposed_s / step.seconds:.1%}",
+            *(f"{size / 2**30:.3g}" for size in (plan.memory.total, *named, plan.memory.total - sum(named))),
+        )
+    console.print(table)
+    print(
+        f"TFLOP/s per device: 6 N D + attention's causal half, N the parameters that tokens are multiplied with, D the "
+        f"tokens; recomputation is not counted. MFU: of {job.peak_flops / 1e12:g}. Memory: of "
+        f"{job.hardware.memory_bytes / 2**30:.1f} GiB; rest: logits, buffers, workspace, fragmentation. waits: "
+        f"communication that nothing hides. micro-batch: sequences (how many a step)."
+    )
+    print("\nNot chosen:")
+    for rejection in found.rejected:
+        console.print(f"  {rejection.family:<20} {escape(rejection.why)}", highlight=False, soft_wrap=True)
+    print(
+        f"\nTo start the first, on each node:\n  {plans[0].torchrun}\nand in train.py:\n  mesh = {plans[0].init_mesh}"
+    )
+
+
+def _validate(options: argparse.Namespace) -> int:
+    compared = validate(options.validate)
+    if options.json:
+        rows = [
+            {
+                "source": comparison.source,
+                "parameters": comparison.parameters,
+                "gpus": comparison.gpus,
+                "unit": comparison.unit,
+                "published": comparison.published,
+                "predicted": comparison.predicted,
+                "error": comparison.error,
+                "flops": comparison.flops,
+            }
+            for comparison in compared
+        ]
+        print(json.dumps({"rows": rows, "mean_error": mean_error(compared)}, indent=2))
+        return 0
+    _print_comparisons(compared)
+    return 0
+
+
+def _print_comparisons(compared: list[Comparison]) -> None:
+    table = _table(
+        "the planner and published runs",
+        "source|model|GPUs|pp x dp x cp x tp|micro-batch, chunks|recompute|published|planner|error|FLOPs counted",
+    )
+    for comparison in compared:
+        layout = comparison.layout
+        table.add_row(
+            comparison.source,
+            f"{comparison.parameters / 1e9:.1f}B",
+            str(comparison.gpus),
+            f"{layout.pp}x{layout.dp}x{layout.cp}x{layout.tp}",
+            f"{layout.micro_batch}, {layout.chunks}",
+            layout.recompute,
+            f"{comparison.published:g} {comparison.unit}",
+            f"{comparison.predicted:.4g}",
+            f"{comparison.error:+.1%}",
+            comparison.flops if comparison.unit != "s" else "",
+        )
+    _console().print(table)
+    print(f"mean error {mean_error(compared):.1%} over {len(compared)} rows")
+
+
+def _console():
+    from rich.console import Console
+
+    return Console() if Console().is_terminal else Console(width=200)
+
+
+def _table(title: str, columns: str):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for number, column in enumerate(columns.split("|")):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table

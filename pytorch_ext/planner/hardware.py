@@ -1,0 +1,150 @@
+"""What a device and its links can do: presets from datasheets, or a machine measured by `weft bench --save hw.json`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+VERSION = 1  # of the file's format
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A node of equal devices. Rates are what is sustained, in bytes and operations per second.
+
+    Args:
+        name: for the reader.
+        memory_bytes: of a device, as the framework sees it.
+        peak_flops: by precision ("fp32", "fp16", "bf16"), from the datasheet: what MFU is a share of.
+        matmul_fraction: the share of the peak that large square products reach.
+        attention_fraction: the share of that which a fused attention kernel reaches.
+        memory_bytes_s: of a device's memory.
+        node_bytes_s, node_latency_s: one direction of a device's link inside of a node, and a hop's latency.
+        network_bytes_s, network_latency_s: the same between nodes, per device.
+        processors: what works on tiles of a product at the same time (SMs); 0 where tiles do not matter (CPUs).
+        devices_per_node: how many share a node's links.
+        launch_s: the shortest time between two kernels.
+        reserved_bytes: taken on each device before the first tensor (context, libraries).
+        fragmentation: the share of what is allocated that the allocator loses.
+        full_speed_ranks: ranks of a node that run at these rates at once; further ranks share them (CPU cores).
+            0: as many as there are devices.
+        link_fraction: what node_bytes_s and network_bytes_s are of a datasheet's rates.
+    """
+
+    name: str
+    memory_bytes: float
+    peak_flops: Mapping[str, float]
+    memory_bytes_s: float
+    node_bytes_s: float
+    network_bytes_s: float
+    matmul_fraction: float = 1.0
+    attention_fraction: float = 1.0
+    processors: int = 0
+    devices_per_node: int = 8
+    node_latency_s: float = 3e-6
+    network_latency_s: float = 10e-6
+    launch_s: float = 4e-6
+    reserved_bytes: float = 0.0
+    fragmentation: float = 0.0
+    full_speed_ranks: int = 0
+    link_fraction: float = 1.0
+
+    @staticmethod
+    def of(source: Any) -> "Hardware":
+        """A Hardware from a Hardware, a preset's name or a file.
+
+        Raises:
+            ValueError: the name is no preset and no file, or the file is of another version or lacks fields.
+        """
+        if isinstance(source, Hardware):
+            return source
+        name = str(source).lower().replace("_", "-")
+        known = presets().get(name)
+        if known:
+            return known
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"hardware {str(source)!r} is neither a file nor one of {', '.join(presets())}")
+        try:
+            return _from_file(path, json.loads(path.read_text()))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+
+    def with_nodes_of(self, devices: int) -> "Hardware":
+        """The same devices in nodes of another size.
+
+        Raises:
+            ValueError: less than one.
+        """
+        if devices < 1:
+            raise ValueError(f"gpus_per_node={devices} must be at least 1")
+        return replace(self, devices_per_node=devices)
+
+    def with_network_of(self, gb_s: float) -> "Hardware":
+        """The same devices behind another network, of so many GB/s by its datasheet."""
+        return replace(self, network_bytes_s=gb_s * 1e9 * self.link_fraction)
+
+
+@cache
+def presets() -> dict[str, Hardware]:
+    """The devices that are known by name, under every name."""
+    stored = json.loads(files(__package__).joinpath("data/hardware.json").read_text())
+    devices = {name: _build(name, {**stored["every"], **values}) for name, values in stored["hardware"].items()}
+    return devices | {other: devices[name] for other, name in stored["also_called"].items()}
+
+
+# Keys of a file, with the field and the unit: {"memory_gb_s": 40} is memory_bytes_s=40e9.
+_REQUIRED = {
+    "memory_gib": ("memory_bytes", _GIB),
+    "memory_gb_s": ("memory_bytes_s", 1e9),
+    "node_gb_s": ("node_bytes_s", 1e9),
+    "network_gb_s": ("network_bytes_s", 1e9),
+}
+_OPTIONAL = {
+    "matmul_fraction": ("matmul_fraction", 1),
+    "attention_fraction": ("attention_fraction", 1),
+    "processors": ("processors", 1),
+    "devices_per_node": ("devices_per_node", 1),
+    "node_latency_us": ("node_latency_s", 1e-6),
+    "network_latency_us": ("network_latency_s", 1e-6),
+    "launch_us": ("launch_s", 1e-6),
+    "reserved_gib": ("reserved_bytes", _GIB),
+    "fragmentation": ("fragmentation", 1),
+    "full_speed_ranks": ("full_speed_ranks", 1),
+}
+
+
+def _build(name: str, values: Mapping) -> Hardware:
+    fields: dict[str, Any] = {"peak_flops": {key: rate * 1e12 for key, rate in values["peak_tflops"].items()}}
+    for key, (field, unit) in {**_REQUIRED, **_OPTIONAL}.items():
+        if key in values:
+            fields[field] = values[key] * unit
+    if "link_fraction" in values:  # the datasheets' presets; what was measured is sustained already
+        fields["link_fraction"] = values["link_fraction"]
+        fields["memory_bytes_s"] *= values["memory_fraction"]
+        fields["node_bytes_s"] *= values["link_fraction"]
+        fields["network_bytes_s"] *= values["link_fraction"]
+    return Hardware(name=name, **fields)
+
+
+def _from_file(path: Path, values: Any) -> Hardware:
+    version = values.get("weft_hardware") if isinstance(values, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"{path}: weft_hardware is {version!r}, and this weft reads version {VERSION}: "
+            f"measure again (weft bench --save {path.name})"
+        )
+    lacking = [key for key in (*_REQUIRED, "peak_tflops") if key not in values]
+    if lacking:
+        raise ValueError(f"{path}: lacks {', '.join(lacking)}")
+    numbers = {key: value for key, value in values.items() if key in _REQUIRED or key in _OPTIONAL}
+    rates = values["peak_tflops"] if isinstance(values["peak_tflops"], dict) else {"peak_tflops": None}
+    for key, value in {**numbers, **rates}.items():
+        positive = key in _REQUIRED or key in rates
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (positive and value == 0):
+            raise ValueError(f"{path}: {key}={value!r} must be a {'positive ' if positive else ''}number")
+    return _build(str(values.get("name", path.stem)), {**numbers, "peak_tflops": rates})

@@ -1,0 +1,138 @@
+"""What is to be trained, and one way to lay it out over devices."""
+
+from dataclasses import dataclass
+
+from weft.planner.hardware import Hardware
+from weft.planner.model import Model
+
+# Bytes an element of weights and activations takes, and whether an fp32 copy of the weights is kept beside them.
+PRECISIONS = {"fp32": (4, False), "bf16": (2, True), "fp16": (2, True)}
+# fp32 numbers that the optimizer keeps per parameter, besides that copy.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "lamb": 2, "lars": 1, "momentum": 1, "sgd": 0}
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero-bubble")
+RECOMPUTE = ("none", "selective", "full")
+OVERLAP = ("none", "some", "all")
+GRADIENT_BYTES = 4  # gradients are accumulated and summed in fp32
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A model, its batch and the machine.
+
+    Args:
+        sequence_length: tokens of a sequence.
+        global_batch: sequences of an optimizer step, over all ranks and micro-batches.
+        precision: "fp32", "bf16" or "fp16": of weights and activations; gradients and optimizer states are fp32.
+        optimizer: one of OPTIMIZERS.
+        fused_attention: attention without its matrix of scores in memory, which also skips what a causal mask hides.
+        sequence_parallel: norms and dropout are split over the tensor-parallel ranks too.
+        overlap: which communication runs beside arithmetic: "none"; "some": gradients beside the last backward, and
+            tensor parallelism's collectives in backward beside the weights' gradients; "all": those in forward too,
+            in pieces, and the pipeline's.
+        bucket_bytes: of the data-parallel gradients' buckets.
+    """
+
+    model: Model
+    hardware: Hardware
+    sequence_length: int
+    global_batch: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    overlap: str = "some"
+    bucket_bytes: float = 25 * 2**20
+
+    def __post_init__(self):
+        choices = {"precision": tuple(PRECISIONS), "optimizer": tuple(OPTIMIZERS), "overlap": OVERLAP}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}")
+        for name in ("sequence_length", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.precision not in self.hardware.peak_flops:
+            raise ValueError(
+                f"{self.hardware.name} has no rate for {self.precision}; it has {', '.join(self.hardware.peak_flops)}"
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        return PRECISIONS[self.precision][0]
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of a parameter's optimizer states, the fp32 copy of a 16-bit weight included."""
+        return 4 * (OPTIMIZERS[self.optimizer] + PRECISIONS[self.precision][1])
+
+    @property
+    def peak_flops(self) -> float:
+        return self.hardware.peak_flops[self.precision]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to use pp x dp x cp x tp devices; tp changes fastest, as in weft.init_mesh.
+
+    Args:
+        pp, dp, cp, tp: ranks along each dimension of the mesh.
+        micro_batch: sequences that pass through the model together on a data-parallel rank.
+        schedule: of the pipeline.
+        chunks: pieces of the model on each rank of an interleaved pipeline.
+        recompute: what is computed again in backward: "none", "selective" (attention's core; where attention is
+            fused, the MLP's activation with it) or "full" (layers).
+        zero: what data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    micro_batch: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: str = "none"
+    zero: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same parameters and sum their gradients."""
+        return self.dp * self.cp
+
+    def micro_batches(self, job: Job) -> int:
+        return -(-job.global_batch // (self.dp * self.micro_batch))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The largest share that a rank has of a layer, its products and its tokens."""
+
+    tokens: int
+    sequences: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+
+    @staticmethod
+    def of(job: Job, cp: int, tp: int, micro_batch: int) -> "Shard":
+        """What does not divide is split as weft.split_sizes does it; a key-value head is replicated, never cut."""
+        model = job.model
+        return Shard(
+            tokens=micro_batch * -(-job.sequence_length // cp),
+            sequences=micro_batch,
+            heads=-(-model.heads // tp),
+            kv_heads=-(-model.kv_heads // tp),
+            intermediate=-(-model.intermediate // tp),
+            vocab=-(-model.vocab // tp),
+        )
+
+    def layer_parameters(self, model: Model) -> int:
+        """Of a rank's part of one layer; norms are counted whole."""
+        qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
+        products = model.hidden * (qkv + self.heads * model.head_dim)
+        return products + (3 if model.gated_mlp else 2) * model.hidden * self.intermediate + model.vectors_per_layer

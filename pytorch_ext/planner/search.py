@@ -1,0 +1,347 @@
+"""Every layout worth looking at, the best of each mesh, and why the others are not it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import inf
+from typing import Any
+
+from weft.planner.hardware import presets
+from weft.planner.job import RECOMPUTE, SCHEDULES, Job, Layout
+from weft.planner.memory import Memory, Scale
+from weft.planner.step import Clock, Step
+
+DIMENSIONS = ("pp", "dp", "cp", "tp")
+# A mechanism more (a dimension, a ZeRO stage, recomputation, chunks) must make a step faster by this share: the model
+# is not more exact than that, and every mechanism is one more thing to get right.
+WORTH = 0.005
+_MECHANISMS = 2  # as much as this many more count as no faster
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_CHUNKS = (2, 3, 4, 6, 8, 12)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout of a job, what it takes on the fullest rank and how long a step lasts."""
+
+    job: Job
+    layout: Layout
+    memory: Memory
+    step: Step
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {name: getattr(self.layout, name) for name in DIMENSIONS}
+
+    @property
+    def init_mesh(self) -> str:
+        """The call that makes this mesh."""
+        return f"weft.init_mesh({', '.join(f'{name}={size}' for name, size in self.mesh.items())})"
+
+    @property
+    def torchrun(self) -> str:
+        """The command that starts its ranks, once on each node."""
+        here = min(self.layout.ranks, self.job.hardware.devices_per_node)
+        nodes = -(-self.layout.ranks // here)
+        several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if nodes > 1 else ""
+        return f"torchrun {several}--nproc-per-node {here} train.py"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; bytes and seconds."""
+        layout = self.layout
+        return {
+            **self.mesh,
+            "micro_batch": layout.micro_batch,
+            "micro_batches": layout.micro_batches(self.job),
+            "schedule": layout.schedule if layout.pp > 1 else None,
+            "chunks": layout.chunks,
+            "recompute": layout.recompute,
+            "zero": layout.zero,
+            "seconds_per_step": self.step.seconds,
+            "tflops_per_gpu": self.step.flops_per_s / 1e12,
+            "mfu": self.step.mfu,
+            "bubble": self.step.bubble,
+            "exposed_communication_s": self.step.exposed_s,
+            "memory_bytes": {**self.memory.split(), "total": self.memory.total},
+            "torchrun": self.torchrun,
+            "init_mesh": self.init_mesh,
+        }
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A family of layouts, and in one line why its best is not the plan."""
+
+    family: str
+    why: str
+
+
+@dataclass
+class Found:
+    """What a search found: plans, the best first; rejections; leanest: the layout that takes the least memory."""
+
+    plans: list[Plan]
+    rejected: list[Rejection]
+    leanest: tuple[Layout, Memory] | None
+
+
+def search(job: Job, gpus: int, recompute: str | None = None) -> Found:
+    """Compares all meshes of so many devices.
+
+    Raises:
+        ValueError: gpus is less than 1, or recompute is none of the known.
+    """
+    if gpus < 1:
+        raise ValueError(f"gpus={gpus} must be at least 1")
+    if recompute is not None and recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
+    scale, clock = Scale(job), Clock(job)
+    enough = job.hardware.memory_bytes
+    levels = RECOMPUTE if recompute is None else (recompute,)
+    best: dict[str, Plan] = {}
+    lean: dict[str, tuple[Layout, Memory]] = {}
+    plans = []
+    for mesh in meshes(job, gpus):
+        name = family(mesh)
+        leanest = _leanest(mesh, levels[-1])
+        memory = scale.memory(leanest)
+        if name not in lean or memory.total < lean[name][1].total:
+            lean[name] = leanest, memory
+        if memory.total > enough:
+            continue
+        plan = min(_fitting(job, mesh, scale, clock, levels), key=_cost)
+        plans.append(plan)
+        if name not in best or _cost(plan) < _cost(best[name]):
+            best[name] = plan
+    plans.sort(key=_cost)
+    rejected = _rejected(job, gpus, plans[0], best, lean, scale, clock) if plans else []
+    return Found(plans, rejected, min(lean.values(), key=lambda pair: pair[1].total, default=None))
+
+
+def meshes(job: Job, gpus: int) -> Iterator[Layout]:
+    """Every pp x dp x cp x tp of so many devices that can compute the job at all, as a bare Layout.
+
+    Left out: tensor parallelism over more heads than there are or over more than two nodes, stages without a layer,
+    data-parallel ranks without a whole and equal share of the batch, context-parallel ranks with next to no tokens.
+    """
+    for tp in _divisors(gpus):
+        if tp > min(job.model.heads, 2 * job.hardware.devices_per_node):
+            break
+        for pp in _divisors(gpus // tp):
+            if pp > job.model.layers:
+                break
+            for cp in _divisors(gpus // tp // pp):
+                dp = gpus // tp // pp // cp
+                if cp > max(1, job.sequence_length // 128):
+                    break
+                if job.global_batch % dp == 0:
+                    yield Layout(pp, dp, cp, tp)
+
+
+def family(layout: Layout) -> str:
+    """Which dimensions it uses."""
+    return " x ".join(name for name in DIMENSIONS if getattr(layout, name) > 1) or "one device"
+
+
+def _leanest(mesh: Layout, recompute: str) -> Layout:
+    """The mesh's layout of least memory."""
+    return replace(mesh, recompute=recompute, zero=_stages(mesh)[-1])
+
+
+def _fitting(job: Job, mesh: Layout, scale: Scale, clock: Clock, levels: tuple[str, ...]) -> Iterator[Plan]:
+    """The mesh's layouts that fit, without those that cannot beat one before them: more recomputation where less of it
+    fits, ZeRO stages 2 and 3, which communicate more, where stage 1 fits, and what is slower before it is weighed."""
+    share = job.global_batch // mesh.dp
+    fastest = inf
+    for micro_batch in _MICRO_BATCHES:
+        if share % micro_batch:
+            break
+        for schedule, chunks in _schedules(job, mesh, share // micro_batch):
+            for recompute in levels:
+                layout = replace(mesh, micro_batch=micro_batch, schedule=schedule, chunks=chunks, recompute=recompute)
+                ways = [replace(layout, zero=zero) for zero in _stages(mesh)]
+                if clock.step(ways[:2][-1]).seconds > fastest * (1 + WORTH * _MECHANISMS):
+                    break  # with ZeRO stage 1, the fastest
+                fits = False
+                for way in ways:
+                    memory = scale.memory(way)
+                    if memory.total <= job.hardware.memory_bytes:
+                        plan = Plan(job, way, memory, clock.step(way))
+                        fastest = min(fastest, plan.step.seconds)
+                        fits = fits or way.zero < 2
+                        yield plan
+                        if way.zero > 0:
+                            break
+                if fits:
+                    break
+
+
+def _stages(mesh: Layout) -> range:
+    """The ZeRO stages that a mesh can have: under a pipeline no further than the optimizer's states, since gradients
+    and weights would be communicated for each micro-batch."""
+    return range(1 if mesh.data_ranks == 1 else 2 if mesh.pp > 1 else 4)
+
+
+def _schedules(job: Job, mesh: Layout, micro_batches: int) -> Iterator[tuple[str, int]]:
+    """The schedules that can be the best: GPipe takes 1F1B's time and more memory, and never is."""
+    yield "1f1b", 1
+    if mesh.pp == 1:
+        return
+    yield "zero-bubble", 1
+    if micro_batches % mesh.pp == 0:
+        yield from (("interleaved", chunks) for chunks in _CHUNKS if job.model.layers % (mesh.pp * chunks) == 0)
+
+
+def _cost(plan: Plan) -> float:
+    layout = plan.layout
+    mechanisms = sum(getattr(layout, name) > 1 for name in DIMENSIONS) + layout.zero + (layout.schedule != "1f1b")
+    mechanisms += RECOMPUTE.index(layout.recompute)
+    return plan.step.seconds * (1 + WORTH * mechanisms)
+
+
+def _rejected(
+    job: Job,
+    gpus: int,
+    chosen: Plan,
+    best: dict[str, Plan],
+    lean: dict[str, tuple[Layout, Memory]],
+    scale: Scale,
+    clock: Clock,
+) -> list[Rejection]:
+    """A line for each combination of dimensions that was not chosen, and for each other way to run the chosen mesh."""
+    rejected = []
+    for count in range(1, len(DIMENSIONS) + 1):
+        for names in combinations(DIMENSIONS, count):
+            name = " x ".join(names)
+            if name == family(chosen.layout) or gpus == 1:
+                continue
+            if name in best:
+                rejected.append(Rejection(name, _slower(best[name], chosen)))
+            elif name in lean:
+                rejected.append(Rejection(name, _too_big(*lean[name], job)))
+            else:
+                rejected.append(Rejection(name, _impossible(job, gpus, names)))
+    for text, layout in _other_ways(chosen):
+        memory = scale.memory(layout)
+        if memory.total > job.hardware.memory_bytes:
+            rejected.append(Rejection(text, _too_big(layout, memory, job)))
+        else:
+            rejected.append(Rejection(text, _slower(Plan(job, layout, memory, clock.step(layout)), chosen)))
+    return rejected
+
+
+def _other_ways(chosen: Plan) -> Iterator[tuple[str, Layout]]:
+    layout = chosen.layout
+    if layout.pp > 1:
+        for schedule in SCHEDULES:
+            if schedule not in (layout.schedule, "interleaved"):  # whose chunks have been tried
+                yield f"schedule {schedule}", replace(layout, schedule=schedule, chunks=1)
+    yield from (
+        (f"recompute {recompute}", replace(layout, recompute=recompute))
+        for recompute in RECOMPUTE
+        if recompute != layout.recompute
+    )
+    if layout.data_ranks > 1:
+        other = (zero for zero in _stages(layout) if zero != layout.zero)
+        yield from ((f"ZeRO stage {zero}", replace(layout, zero=zero)) for zero in other)
+
+
+def _slower(plan: Plan, chosen: Plan) -> str:
+    """How much slower, and what it spends more of its time on than the chosen plan does."""
+    theirs, ours = plan.step, chosen.step
+    where = f"[{describe(plan.layout)}]"
+    if theirs.seconds <= ours.seconds * (1 + WORTH * _MECHANISMS):
+        memory = plan.memory.total / chosen.memory.total
+        return f"no faster ({theirs.seconds / ours.seconds:.3f}x the time, {memory:.2f}x the memory) {where}"
+    spent = {
+        "waits for communication": (theirs.exposed_s / theirs.seconds, ours.exposed_s / ours.seconds),
+        "fills and drains the pipeline": (theirs.bubble, ours.bubble),
+        "waits for the slowest stage": (theirs.uneven, ours.uneven),
+    }
+    name, (share, against) = max(spent.items(), key=lambda item: item[1][0] - item[1][1])
+    if RECOMPUTE.index(plan.layout.recompute) > RECOMPUTE.index(chosen.layout.recompute):
+        why = f"computes more again (recompute {plan.layout.recompute})"
+    elif share - against > 0.02:
+        why = f"{share:.0%} of it {name} (chosen: {against:.0%})"
+    else:
+        why = "its products are smaller and run further from the peak"
+    return f"{theirs.seconds / ours.seconds:.2f}x the time: {why} {where}"
+
+
+def _too_big(layout: Layout, memory: Memory, job: Job) -> str:
+    name, most = max(memory.split().items(), key=lambda item: item[1])
+    return (
+        f"does not fit: {_gib(memory.total)} of {_gib(job.hardware.memory_bytes)}, {_gib(most)} of it {name} "
+        f"[{describe(layout)}]"
+    )
+
+
+def _impossible(job: Job, gpus: int, names: tuple[str, ...]) -> str:
+    if names == ("dp",) and job.global_batch % gpus:
+        return f"a batch of {job.global_batch} sequences does not divide over {gpus} ranks"
+    limits = {
+        "pp": f"pp <= {job.model.layers} layers",
+        "dp": f"dp divides a batch of {job.global_batch}",
+        "cp": f"cp <= {max(1, job.sequence_length // 128)} (128 tokens a rank)",
+        "tp": f"tp <= {min(job.model.heads, 2 * job.hardware.devices_per_node)} (heads; two nodes)",
+    }
+    return f"no such mesh of {gpus}: {', '.join(limits[name] for name in names)}, each more than 1"
+
+
+def too_big(job: Job, gpus: int, recompute: str | None, found: Found) -> str:
+    """Why nothing fits: by how much, and what would make it fit."""
+    if found.leanest is None:
+        return (
+            f"{job.model.name} on {gpus} devices: no mesh is possible: "
+            f"{_impossible(job, gpus, DIMENSIONS)}. Choose a global batch that shares a factor with {gpus}."
+        )
+    layout, memory = found.leanest
+    over = memory.total - job.hardware.memory_bytes
+    text = (
+        f"{job.model.name} does not fit on {gpus} x {job.hardware.name}: the leanest layout [{describe(layout)}] takes "
+        f"{_gib(memory.total)} on a rank, {_gib(over)} more than the {_gib(job.hardware.memory_bytes)} there are"
+    )
+    remedies = []
+    level = RECOMPUTE[-1] if recompute is None else recompute
+    for factor in (2, 3, 4, 6, 8, 16, 32, 64):
+        if _fits(job, gpus * factor, level):
+            remedies.append(f"{gpus * factor} devices")
+            break
+    for device in sorted(presets().values(), key=lambda device: device.memory_bytes):
+        usable = job.precision in device.peak_flops and device.memory_bytes > job.hardware.memory_bytes
+        if usable and _fits(replace(job, hardware=device), gpus, level):
+            remedies.append(f"{device.name} ({_gib(device.memory_bytes)})")
+            break
+    if recompute not in (None, "full") and _fits(job, gpus, "full"):
+        remedies.append("recompute full")
+    if job.optimizer != "sgd" and _fits(replace(job, optimizer="sgd"), gpus, level):
+        remedies.append("an optimizer without states (sgd)")
+    if job.sequence_length > 1 and _fits(replace(job, sequence_length=job.sequence_length // 2), gpus, level):
+        remedies.append(f"a sequence of {job.sequence_length // 2}")
+    return f"{text}. It would fit with {' or '.join(remedies) if remedies else 'a smaller model only'}."
+
+
+def _fits(job: Job, gpus: int, recompute: str) -> bool:
+    scale = Scale(job)
+    return any(scale.memory(_leanest(mesh, recompute)).total <= job.hardware.memory_bytes for mesh in meshes(job, gpus))
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a few words."""
+    parts = [f"{name}={getattr(layout, name)}" for name in DIMENSIONS if getattr(layout, name) > 1]
+    parts.append(f"micro-batch {layout.micro_batch}")
+    if layout.pp > 1:
+        parts.append(layout.schedule + (f" of {layout.chunks}" if layout.chunks > 1 else ""))
+    if layout.recompute != "none":
+        parts.append(f"recompute {layout.recompute}")
+    if layout.zero:
+        parts.append(f"ZeRO {layout.zero}")
+    return ", ".join(parts)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

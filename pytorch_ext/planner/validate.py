@@ -1,0 +1,178 @@
+"""Holds the planner to published training runs: one prediction a row, no constant of which belongs to a row."""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.planner.hardware import Hardware
+from weft.planner.job import OVERLAP, RECOMPUTE, Job, Layout
+from weft.planner.memory import Scale
+from weft.planner.model import Model
+from weft.planner.step import Clock
+
+_REQUIRED = (
+    *("source", "hardware", "gpus", "layers", "hidden", "heads", "intermediate", "seq", "vocab"),
+    *("tp", "pp", "dp", "global_batch", "recompute", "tflops_per_gpu"),
+)
+_OLD = ("v100", "a100")  # the generations whose published runs mostly came before fused attention
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A published figure and the planner's, in the same unit ("TFLOP/s" per GPU or "s" an iteration).
+
+    layout: as published; what was not is the fastest that fits. flops: what the row's figure counts.
+    """
+
+    source: str
+    parameters: int
+    gpus: int
+    layout: Layout
+    unit: str
+    published: float
+    predicted: float
+    flops: str
+
+    @property
+    def error(self) -> float:
+        """Signed, relative to what was published."""
+        return self.predicted / self.published - 1
+
+
+def validate(path: str | Path, device: Callable[[str], Hardware] = Hardware.of) -> list[Comparison]:
+    """Predicts every row of a CSV file with the columns of weft/planner/data/published_training_runs.csv.
+
+    device: gives the hardware of a name.
+
+    Raises:
+        ValueError: the file or a column is missing, or a row's value cannot be.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        lacking = [name for name in _REQUIRED if name not in (reader.fieldnames or ())]
+        if lacking:
+            raise ValueError(f"{path}: lacks the columns {', '.join(lacking)}")
+        rows = [row for row in reader if any(row.values())]
+    if not rows:
+        raise ValueError(f"{path}: has no rows")
+    compared = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            compared.append(_compare(row, device))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    return compared
+
+
+def mean_error(compared: list[Comparison]) -> float:
+    """Of the errors' sizes."""
+    return sum(abs(comparison.error) for comparison in compared) / len(compared)
+
+
+def _compare(row: dict[str, str], device: Callable[[str], Hardware]) -> Comparison:
+    job, recompute = _job(row, device), row["recompute"] or "none"
+    layouts = _layouts(row, job, recompute)
+    fitting = [layout for layout in layouts if Scale(job).memory(layout).total <= job.hardware.memory_bytes]
+    clock = Clock(job)
+    # A published run did fit, whatever the planner thinks of its memory.
+    layout = min(fitting or layouts, key=lambda layout: clock.step(layout).seconds)
+    step = clock.step(layout)
+    recomputed = recompute == "full"
+    flops = f"{'8' if recomputed else '6'}N + {'causal' if job.fused_attention else 'full'} attention"
+    if row["tflops_per_gpu"]:
+        counted = job.model.flops_per_token(job.sequence_length, causal=job.fused_attention, recomputed=recomputed)
+        predicted = counted * job.sequence_length * job.global_batch / step.seconds / layout.ranks / 1e12
+        published, unit = _number(row, "tflops_per_gpu", float), "TFLOP/s"
+    else:
+        predicted, published, unit = step.seconds, _number(row, "seconds_per_iteration", float), "s"
+    source = row["source"]
+    return Comparison(source, job.model.parameters, layout.ranks, layout, unit, published, predicted, flops)
+
+
+def _number(row: dict[str, str], name: str, kind=int, default=None):
+    text = (row.get(name) or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a number") from None
+    if value <= 0:
+        raise ValueError(f"{name}={text} must be more than 0")
+    return value
+
+
+def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
+    """The row's model and the software of its time.
+
+    A row says what was recomputed, which dates it: full recomputation on a V100 or an A100 is from before sequence
+    parallelism and communication beside arithmetic; selective recomputation (Korthikanti et al. 2022) came with
+    both, and both still kept the scores in memory, which is why there was something to recompute. Everything else
+    has fused attention. A column "overlap" (none, some, all) says otherwise of the communication, and a column
+    "network_gb_s" of the datasheet's rate between nodes, per device and direction.
+    """
+    hardware = device(row["hardware"])
+    if row.get("network_gb_s"):
+        hardware = hardware.with_network_of(_number(row, "network_gb_s", float))
+    recompute = row["recompute"] or "none"
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
+    old = hardware.name.startswith(_OLD)
+    fused = not old or recompute == "none"
+    overlap = row.get("overlap") or ("none" if old and recompute == "full" else "some")
+    if overlap not in OVERLAP:
+        raise ValueError(f"overlap={overlap!r} is none of {', '.join(OVERLAP)}")
+    gated = (row.get("gated_mlp") or "false").strip().lower() == "true"
+    sequence, heads = _number(row, "seq"), _number(row, "heads")
+    model = Model(
+        layers=_number(row, "layers"),
+        hidden=_number(row, "hidden"),
+        intermediate=_number(row, "intermediate"),
+        heads=heads,
+        vocab=_number(row, "vocab"),
+        kv_heads=_number(row, "kv_heads", default=heads),
+        gated_mlp=gated,
+        # A gate came with rotated positions, no biases, no dropout and an output layer of its own.
+        tied_embeddings=not gated,
+        bias=not gated,
+        dropout=not gated,
+        positions=0 if gated else sequence,
+    )
+    return Job(
+        model,
+        hardware,
+        sequence,
+        _number(row, "global_batch"),
+        precision="bf16" if "bf16" in hardware.peak_flops else "fp16",
+        fused_attention=fused,
+        sequence_parallel=not (old and recompute == "full"),
+        overlap=overlap,
+    )
+
+
+def _layouts(row: dict[str, str], job: Job, recompute: str) -> list[Layout]:
+    """The published layout; a blank micro-batch or interleaving stands for each that is possible."""
+    pp, dp, tp = (_number(row, name) for name in ("pp", "dp", "tp"))
+    cp = _number(row, "cp", default=1)
+    if pp * dp * cp * tp != _number(row, "gpus"):
+        raise ValueError(f"pp={pp} x dp={dp} x cp={cp} x tp={tp} is not gpus={row['gpus']}")
+    per_rank = max(1, job.global_batch // dp)
+    small = [size for size in (1, 2, 4, 8, 16) if per_rank % size == 0]
+    micro = [_number(row, "micro_batch")] if row.get("micro_batch") else small
+    depth = -(-job.model.layers // pp)
+    chunks = [c for c in _CHUNKS if depth % c == 0 and (c == 1 or pp > 1)]
+    if row.get("interleave"):
+        chunks = [_number(row, "interleave")]
+    zero = 1 if job.overlap != "none" and dp * cp > 1 else 0
+    return [
+        Layout(
+            pp, dp, cp, tp, size, "interleaved" if count > 1 else "1f1b", count, recompute, zero if dp * cp > 1 else 0
+        )
+        for size in micro
+        for count in chunks
+    ]

@@ -1,0 +1,76 @@
+"""DataParallel on CUDA: the same buckets on a side stream, ranks that share one GPU."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
+
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+def as_one_process(rank, options):
+    """Gradients written late, on their streams, are waited for."""
+    world, device = dist.get_world_size(), torch.device("cuda")
+    model, alone = weft.DataParallel(mlp().to(device), bucket_mb=1e-3, **options), mlp().to(device)
+    for step in range(4):
+        model.zero_grad()
+        loss = loss_of(model(batch(step, rank).to(device)))
+        torch.cuda._sleep(20_000_000 * (rank + 1))
+        loss.backward()
+        losses = [lambda one, r=r, s=step: loss_of(one(batch(s, r).to(device))) for r in range(world)]
+        expected = rank_order_gradients(alone, losses)
+        if not options:
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
+        norm = torch.stack([gradient.double().square().sum() for gradient in expected]).sum().sqrt()
+        torch.testing.assert_close(model.grad_norm, norm, rtol=1e-5, atol=0)
+        assert model.found_nonfinite.device.type == "cuda" and not model.found_nonfinite
+
+
+def plain(rank):
+    as_one_process(rank, {})
+
+
+def sharded(rank):
+    as_one_process(rank, {"shard_optimizer": True})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [plain, sharded])
+@pytest.mark.parametrize("world", [1, 2])
+def test_on_one_gpu(case, world, tmp_path):
+    outputs = [tmp_path / f"rank_{rank}.txt" for rank in range(world)]
+    ranks = []
+    for rank, output in enumerate(outputs):
+        command = [sys.executable, __file__, case.__name__, str(rank), str(world), str(tmp_path / "store")]
+        with output.open("w") as file:
+            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, SHARED_GPU: "1"}))
+    deadline = time.monotonic() + 240
+    try:
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    told = "\n".join(f"rank {rank}: {output.read_text()}" for rank, output in enumerate(outputs))
+    assert codes == [0] * world, told
+
+
+if __name__ == "__main__":
+    case, rank, world, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    dist.init_process_group(
+        "cpu:weft,cuda:gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    globals()[case](rank)
+    dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""`weft plan` from end to end, where torch cannot be imported."""
+
+import json
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'triton', 'numpy', 'safetensors']))\n"
+PUBLISHED = str(files("weft.planner").joinpath("data/published_training_runs.csv"))
+LLAMA = ["llama-3-8b", "--gpus", "16", "--hardware", "h100", "--sequence-length", "8192", "--global-batch", "128"]
+
+
+def weft(*arguments, code=0):
+    main = f"{WITHOUT}from weft.cli import main; sys.exit(main({list(arguments)!r}))"
+    done = subprocess.run([sys.executable, "-c", main], capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_the_arithmetic_imports_the_standard_library_only():
+    code = (
+        "import sys, weft.planner; print({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
+    )
+    before = "import sys; print({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
+    loaded, site = (
+        eval(subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout)
+        for text in (code, before)
+    )
+    assert loaded - site == {"weft"}
+
+
+def test_a_plan_is_a_table_reasons_and_the_commands_that_start_it():
+    told = weft("plan", *LLAMA)
+    for heading in ("TFLOP/s", "MFU", "bubble", "waits", "optimizer", "activations"):
+        assert heading in told
+    assert "Not chosen:\n  pp " in told
+    assert "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $HOST:29500 --nproc-per-node 8 train.py" in told
+    assert "mesh = weft.init_mesh(pp=" in told
+
+
+def test_json_is_the_function_s_plans():
+    told = json.loads(weft("plan", *LLAMA, "--json", "--top", "3", "--precision", "fp16", "--recompute", "full"))
+    from weft import plan
+
+    plans = plan(
+        "llama-3-8b",
+        gpus=16,
+        hardware="h100",
+        sequence_length=8192,
+        global_batch=128,
+        precision="fp16",
+        recompute="full",
+    )
+    assert told["plans"] == [json.loads(json.dumps(found.as_dict())) for found in plans[:3]]
+    assert {found["recompute"] for found in told["plans"]} == {"full"}
+    assert all(set(rejection) == {"family", "why"} for rejection in told["rejected"])
+    first = told["plans"][0]
+    assert sum(size for name, size in first["memory_bytes"].items() if name != "total") == pytest.approx(
+        first["memory_bytes"]["total"]
+    )
+
+
+def test_validate_prints_each_run_and_the_mean_error():
+    told = weft("plan", "--validate", PUBLISHED)
+    assert "137 TFLOP/s" in told and "mean error" in told
+    told = json.loads(weft("plan", "--validate", PUBLISHED, "--json"))
+    assert told["mean_error"] == pytest.approx(sum(abs(row["error"]) for row in told["rows"]) / len(told["rows"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"llama-3-8b": "llama-9"}, "weft plan: model 'llama-9' is neither a file nor one of gpt2"),
+        ({"h100": "abacus"}, "weft plan: hardware 'abacus' is neither a file nor one of v100-32gb"),
+        ({"llama-3-8b": "llama-3-405b"}, "more than the 79.1 GiB there are. It would fit with "),
+        ({"16": "0"}, "weft plan: gpus=0 must be at least 1"),
+        ({"128": "0"}, "weft plan: global_batch=0 must be at least 1"),
+        ({"--gpus": "--top"}, "weft plan: says nothing about --gpus"),
+    ],
+)
+def test_bad_input_is_a_message_and_exit_code_2(change, message):
+    assert message in weft("plan", *(change.get(argument, argument) for argument in LLAMA), code=2)
+
+
+def test_bad_files_are_a_message_and_exit_code_2(tmp_path):
+    config, hardware, runs = tmp_path / "config.json", tmp_path / "hw.json", tmp_path / "runs.csv"
+    config.write_text('{"model_type": "llama", "hidden_size": 64}')
+    hardware.write_text('{"weft_hardware": 7}')
+    runs.write_text("source,gpus\na,1\n")
+    assert "lacks layers (num_hidden_layers" in weft("plan", str(config), *LLAMA[1:], code=2)
+    rest = ["--gpus", "2", "--hardware", str(hardware), "--sequence-length", "8", "--global-batch", "8"]
+    assert "weft_hardware is 7, and this weft reads version 1" in weft("plan", "gpt2", *rest, code=2)
+    assert "lacks the columns hardware, layers" in weft("plan", "--validate", str(runs), code=2)
+    assert "is no file" in weft("plan", "--validate", str(tmp_path / "none.csv"), code=2)
+
+
+def test_a_plot_is_a_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    path = tmp_path / "plan.png"
+    from weft.cli import main
+
+    assert main(["plan", *LLAMA, "--top", "4", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000

@@ -1,0 +1,169 @@
+"""The planner's models: parameters and operations as published, and what it reads."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from weft.planner import Hardware, Job, Model
+from weft.planner.model import presets
+
+# Narayanan et al. 2021, table 1: billions of parameters, layers, hidden, heads.
+NARAYANAN = [
+    (1.7, 24, 2304, 24),
+    (3.6, 30, 3072, 32),
+    (7.5, 36, 4096, 32),
+    (18.4, 40, 6144, 48),
+    (39.1, 48, 8192, 64),
+    (76.1, 60, 10240, 80),
+    (145.6, 80, 12288, 96),
+    (310.1, 96, 16384, 128),
+    (529.6, 105, 20480, 128),
+    (1008.0, 128, 25600, 160),
+]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+}
+
+
+def gpt(layers, hidden, heads, **more):
+    sizes = dict(gated_mlp=False, tied_embeddings=True, bias=True, positions=2048, dropout=True)
+    return Model(layers, hidden, 4 * hidden, heads, 51200, **(sizes | more))
+
+
+@pytest.mark.parametrize(("billions", "layers", "hidden", "heads"), NARAYANAN)
+def test_parameters_are_those_that_narayanan_et_al_publish(billions, layers, hidden, heads):
+    model = gpt(layers, hidden, heads)
+    assert round(model.parameters / 1e9, 1) == billions
+    # Their equation 2, term by term, less the final norm that it leaves out.
+    equation = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (51200 + 2048) / (12 * layers * hidden))
+    assert model.parameters - 2 * hidden == pytest.approx(equation, rel=1e-12)
+
+
+def test_operations_are_equation_3_of_narayanan_et_al():
+    layers, hidden, sequence, vocab = 80, 12288, 2048, 51200
+    equation = 96 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden))
+    model = gpt(layers, hidden, 96)
+    assert model.flops_per_token(sequence, causal=False, recomputed=True) == pytest.approx(equation, rel=1e-12)
+    # Without recomputation and attention: six for each parameter that a token is multiplied with.
+    plain = model.flops_per_token(sequence, causal=False) - 12 * layers * hidden * sequence
+    assert plain == 6 * (12 * layers * hidden**2 + vocab * hidden)
+    half = model.flops_per_token(sequence, causal=False) - model.flops_per_token(sequence, causal=True)
+    assert half == 6 * layers * hidden * sequence
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3-405b", 405_853_388_800),
+        ("qwen3-32b", 32_762_123_264),
+    ],
+)
+def test_a_preset_has_the_parameters_of_the_published_checkpoint(name, parameters):
+    assert presets()[name].parameters == parameters
+
+
+def test_a_hugging_face_configuration_is_the_preset(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    for source in (path, str(path), tmp_path, LLAMA, SimpleNamespace(config=SimpleNamespace(to_dict=lambda: LLAMA))):
+        model = Model.of(source)
+        assert model == Model(**{**vars(presets()["llama-3-8b"]), "name": model.name})
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    assert Model.of({**gpt2, "n_inner": None, "resid_pdrop": 0.1}) == Model(
+        **{**vars(presets()["gpt2"]), "name": "gpt2"}
+    )
+
+
+def test_missing_fields_are_named():
+    lacking = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "vocab_size")}
+    with pytest.raises(ValueError, match=r"lacks hidden \(hidden_size or n_embd or d_model\), vocab \(vocab_size\)"):
+        Model.of(lacking)
+    with pytest.raises(ValueError, match="lacks gated_mlp"):
+        Model.of({**LLAMA, "model_type": "unheard-of"})
+    assert Model.of({**LLAMA, "model_type": "unheard-of", "gated_mlp": True}).gated_mlp
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("llama-9", ValueError, "'llama-9' is neither a file nor one of gpt2, .*llama-3-8b"),
+        ({**LLAMA, "num_local_experts": 8}, ValueError, "num_local_experts=8: the planner knows dense transformers"),
+        ({**LLAMA, "num_key_value_heads": 7}, ValueError, "kv_heads=7 does not divide heads=32"),
+        ({**LLAMA, "hidden_size": 0}, ValueError, "hidden=0 must be a whole number of at least 1"),
+        (3, TypeError, "and not a int"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(source, error, message):
+    with pytest.raises(error, match=message):
+        Model.of(source)
+
+
+MACHINE = {
+    "weft_hardware": 1,
+    "name": "laptop",
+    "memory_gib": 16,
+    "peak_tflops": {"fp32": 0.1},
+    "memory_gb_s": 20,
+    "node_gb_s": 5,
+    "network_gb_s": 0.1,
+    "full_speed_ranks": 2,
+}
+
+
+def test_a_measured_machine_is_taken_as_measured(tmp_path):
+    path = tmp_path / "hw.json"
+    path.write_text(json.dumps(MACHINE))
+    hardware = Hardware.of(path)
+    assert (hardware.name, hardware.memory_bytes, hardware.full_speed_ranks) == ("laptop", 16 * 2**30, 2)
+    assert (hardware.memory_bytes_s, hardware.node_bytes_s) == (20e9, 5e9)
+    assert dict(hardware.peak_flops) == {"fp32": 1e11}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weft_hardware": 2}, "weft_hardware is 2, and this weft reads version 1: measure again"),
+        ({"weft_hardware": None}, "weft_hardware is None"),
+        ({"memory_gb_s": 0}, "memory_gb_s=0 must be a positive number"),
+        ({"node_gb_s": "fast"}, "node_gb_s='fast' must be a positive number"),
+        ({"peak_tflops": 3}, "peak_tflops=None must be a positive number"),
+    ],
+)
+def test_another_hardware_file_is_refused_by_what_is_wrong_with_it(tmp_path, change, message):
+    path = tmp_path / "hw.json"
+    path.write_text(json.dumps(MACHINE | change))
+    with pytest.raises(ValueError, match=message):
+        Hardware.of(path)
+
+
+def test_a_hardware_file_that_lacks_fields_names_them(tmp_path):
+    path = tmp_path / "hw.json"
+    path.write_text('{"weft_hardware": 1, "memory_gib": 3, "memory_gb_s": 3}')
+    with pytest.raises(ValueError, match="lacks node_gb_s, network_gb_s, peak_tflops"):
+        Hardware.of(path)
+    path.write_text("not json")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Hardware.of(path)
+
+
+def test_a_job_names_what_it_does_not_know():
+    model, hardware = Model.of("gpt2"), Hardware.of("v100")
+    with pytest.raises(ValueError, match="v100-32gb has no rate for bf16; it has fp32, fp16"):
+        Job(model, hardware, 1024, 8)
+    with pytest.raises(ValueError, match="optimizer='adagrad' is none of adamw, adam"):
+        Job(model, hardware, 1024, 8, "fp16", "adagrad")
+    with pytest.raises(ValueError, match="global_batch=0 must be at least 1"):
+        Job(model, hardware, 1024, 0, "fp16")
