@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     rows = []
     for length in options.length or (2048, 4096, 8192, 16384):
         rounds = max(3, min(options.rounds, 8192 * 21 // length))
-        told = run_ranks(_measure, options.world, length, rounds, timeout_s=1800)
+        told = run_ranks(_measure, options.world, length, rounds, timeout_s=3600, group_timeout_s=1800)
         times = slowest_rank([samples for samples, *_ in told])
         why = told[0][4]
         for method in METHODS:
