@@ -1,9 +1,6 @@
 """DataParallel on CUDA: the same buckets on a side stream, ranks that share one GPU."""
 
-import os
-import subprocess
 import sys
-import time
 from datetime import timedelta
 
 import pytest
@@ -12,8 +9,7 @@ import torch.distributed as dist
 
 import weft
 from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
-
-SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+from weft.testing.one_gpu import run_on_one_gpu
 
 
 def as_one_process(rank, options):
@@ -47,20 +43,7 @@ def sharded(rank):
 @pytest.mark.parametrize("case", [plain, sharded])
 @pytest.mark.parametrize("world", [1, 2])
 def test_on_one_gpu(case, world, tmp_path):
-    outputs = [tmp_path / f"rank_{rank}.txt" for rank in range(world)]
-    ranks = []
-    for rank, output in enumerate(outputs):
-        command = [sys.executable, __file__, case.__name__, str(rank), str(world), str(tmp_path / "store")]
-        with output.open("w") as file:
-            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, SHARED_GPU: "1"}))
-    deadline = time.monotonic() + 240
-    try:
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    told = "\n".join(f"rank {rank}: {output.read_text()}" for rank, output in enumerate(outputs))
-    assert codes == [0] * world, told
+    run_on_one_gpu(__file__, case.__name__, world, tmp_path)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from weft.comm.device import LARGEST_BYTES, DeviceCommunicator, one_shot_below
 from weft.comm.window import open_window
 from weft.ops import choice
 from weft.testing import reference
+from weft.testing.one_gpu import SHARED_GPU, run_on_one_gpu
 from weft.testing.ranks import run_ranks, try_ranks
 
 BOTH = "cpu:weft,cuda:gloo"
@@ -1004,7 +1004,6 @@ def gpu_refused(rank):
         gpu_symmetric(10)
 
 
-SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 GPU_CASES = [
     pytest.param(gpu_one_call_each, 2, marks=pytest.mark.sanitize),
     (gpu_torchs_own, 2),
@@ -1029,20 +1028,7 @@ GPU_CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "world"), GPU_CASES)
 def test_on_one_gpu(case, world, tmp_path):
-    outputs = [tmp_path / f"rank_{rank}.txt" for rank in range(world)]
-    ranks = []
-    for rank, output in enumerate(outputs):
-        command = [sys.executable, __file__, case.__name__, str(rank), str(world), str(tmp_path / "store")]
-        with output.open("w") as file:
-            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, SHARED_GPU: "1"}))
-    deadline = time.monotonic() + 240
-    try:
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    told = "\n".join(f"rank {rank}: {output.read_text()}" for rank, output in enumerate(outputs))
-    assert codes == [0] * world, told
+    run_on_one_gpu(__file__, case.__name__, world, tmp_path)
 
 
 def run_as_rank(case, rank, world, store):
