@@ -57,10 +57,10 @@ def test_communication_beside_arithmetic_costs_part_of_its_time():
     assert beside(10, 100) == pytest.approx(4) and beside(10, 5) == pytest.approx(5 + 2)
 
 
-def pipeline(schedule, chunks=1, pp=4):
+def pipeline(schedule, chunks=1, pp=4, layers=24):
     """A pipeline of equal stages: next to no output layer, and links that take no time."""
     fast = replace(ROUND, node_bytes_s=1e30, network_bytes_s=1e30, devices_per_node=pp)
-    model = replace(GPT, layers=24, vocab=1)
+    model = replace(GPT, layers=layers, vocab=1)
     clock = Clock(Job(model, fast, 100, 64, "bf16", optimizer="sgd"))
     return clock.step(Layout(pp=pp, micro_batch=4, schedule=schedule, chunks=chunks))
 
@@ -72,6 +72,7 @@ def test_the_bubble_is_the_formula_of_narayanan_et_al():
         assert pipeline(schedule, chunks).bubble == pytest.approx(over_work / (1 + over_work), rel=0.02)
     # Zero-bubble H1 leaves what its weights' gradients do not fill: about a third (Qi et al. 2023, table 1).
     assert 0.2 < pipeline("zero-bubble").bubble / pipeline("1f1b").bubble < 0.5
+    assert pipeline("zero-bubble", pp=7, layers=8).bubble > 0  # unequal stages wait for the longest, not here
 
 
 # Milliseconds of forward and backward of a layer of the 22B model on eight A100: Korthikanti et al. 2022, table 4.

@@ -27,7 +27,7 @@ class Hardware:
         network_bytes_s, network_latency_s: the same between nodes, per device.
         processors: what works on tiles of a product at the same time (SMs); 0 where tiles do not matter (CPUs).
         devices_per_node: how many share a node's links.
-        launch_s: the shortest time between two kernels.
+        launch_s: of the host for a kernel or operation; added to it where processors is 0.
         reserved_bytes: taken on each device before the first tensor (context, libraries).
         fragmentation: the share of what is allocated that the allocator loses.
         full_speed_ranks: ranks of a node that run at these rates at once; further ranks share them (CPU cores).

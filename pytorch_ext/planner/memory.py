@@ -12,7 +12,8 @@ class Memory:
 
     weights, gradients, optimizer: by parameter. activations: what forward keeps for backward, of the micro-batches in
     flight. logits: and their softmax and gradient in fp32. buffers: communication. workspace: what a layer's backward
-    needs while it runs, beyond the logits' room. lost: fragmentation, and what a device holds before the first tensor.
+    needs while it runs, recomputed activations included, beyond the logits' room. lost: fragmentation, and what a
+    device holds before the first tensor.
     """
 
     weights: float
@@ -58,16 +59,16 @@ class Scale:
         full = self._activations(layout.cp, layout.tp, layout.micro_batch, "none")
         kept = self._activations(layout.cp, layout.tp, layout.micro_batch, layout.recompute)
         activations = layers * kept * in_flight(layout, stage, layout.micro_batches(job))
-        activations += full - kept  # of the one layer whose activations have just been computed again
         last = stage == layout.pp - 1
         # Logits as the layer gives them, fp32 softmax, its gradient.
         logits = shard.tokens * shard.vocab * (job.element_bytes + 8) if last else 0.0
         if last:  # the inputs of the last norm and of the output layer
             activations += 2 * self._region(layout, shard) * job.model.hidden * job.element_bytes
         buffers = self._buffers(layout, shard, gradients, parameters / max(1, layers))
-        inner = (3 if job.model.gated_mlp else 2) * shard.intermediate
-        # The logits are gone by the time a layer runs backward.
-        workspace = max(0.0, shard.tokens * (2 * job.model.hidden + inner) * job.element_bytes - logits)
+        # A layer that runs backward: what has just been computed again, and the gradients that pass through it, one as
+        # wide as the MLP and two as wide as the model. The logits are gone then.
+        passing = shard.tokens * (2 * job.model.hidden + shard.intermediate) * job.element_bytes
+        workspace = max(0.0, full - kept + passing - logits)
         moving = activations + logits + buffers + workspace
         lost = hardware.reserved_bytes + hardware.fragmentation * moving
         return Memory(weights, gradients, optimizer, activations, logits, buffers, workspace, lost)

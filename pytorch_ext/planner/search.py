@@ -16,6 +16,7 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 # is not more exact than that, and every mechanism is one more thing to get right.
 WORTH = 0.005
 _MECHANISMS = 2  # as much as this many more count as no faster
+MIN_TOKENS = 32  # of a sequence on a context-parallel rank
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _CHUNKS = (2, 3, 4, 6, 8, 12)
 
@@ -132,7 +133,7 @@ def meshes(job: Job, gpus: int) -> Iterator[Layout]:
                 break
             for cp in _divisors(gpus // tp // pp):
                 dp = gpus // tp // pp // cp
-                if cp > max(1, job.sequence_length // 128):
+                if cp > max(1, job.sequence_length // MIN_TOKENS):
                     break
                 if job.global_batch % dp == 0:
                     yield Layout(pp, dp, cp, tp)
@@ -260,9 +261,12 @@ def _slower(plan: Plan, chosen: Plan) -> str:
     }
     name, (share, against) = max(spent.items(), key=lambda item: item[1][0] - item[1][1])
     if RECOMPUTE.index(plan.layout.recompute) > RECOMPUTE.index(chosen.layout.recompute):
-        why = f"computes more again (recompute {plan.layout.recompute})"
+        why = f"it recomputes more ({plan.layout.recompute}; chosen: {chosen.layout.recompute})"
     elif share - against > 0.02:
         why = f"{share:.0%} of it {name} (chosen: {against:.0%})"
+    elif plan.layout == replace(chosen.layout, zero=plan.layout.zero):
+        more = plan.layout.zero > chosen.layout.zero
+        why = "it communicates more" if more else "every rank updates all that it holds"
     else:
         why = "its products are smaller and run further from the peak"
     return f"{theirs.seconds / ours.seconds:.2f}x the time: {why} {where}"
@@ -277,15 +281,17 @@ def _too_big(layout: Layout, memory: Memory, job: Job) -> str:
 
 
 def _impossible(job: Job, gpus: int, names: tuple[str, ...]) -> str:
-    if names == ("dp",) and job.global_batch % gpus:
+    if names == ("dp",):
         return f"a batch of {job.global_batch} sequences does not divide over {gpus} ranks"
+    if _factors(gpus) < len(names):
+        return f"{gpus} is no product of {len(names)} sizes above 1"
     limits = {
         "pp": f"pp <= {job.model.layers} layers",
         "dp": f"dp divides a batch of {job.global_batch}",
-        "cp": f"cp <= {max(1, job.sequence_length // 128)} (128 tokens a rank)",
+        "cp": f"cp <= {max(1, job.sequence_length // MIN_TOKENS)} ({MIN_TOKENS} tokens a rank)",
         "tp": f"tp <= {min(job.model.heads, 2 * job.hardware.devices_per_node)} (heads; two nodes)",
     }
-    return f"no such mesh of {gpus}: {', '.join(limits[name] for name in names)}, each more than 1"
+    return f"no such mesh of {gpus}: {', '.join(limits[name] for name in names)}"
 
 
 def too_big(job: Job, gpus: int, recompute: str | None, found: Found) -> str:
@@ -341,6 +347,14 @@ def describe(layout: Layout) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _factors(n: int) -> int:
+    """How many primes n is a product of."""
+    for divisor in range(2, n + 1):
+        if n % divisor == 0:
+            return 1 + _factors(n // divisor)
+    return 0
 
 
 def _divisors(n: int) -> list[int]:

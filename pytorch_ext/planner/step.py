@@ -95,7 +95,7 @@ class Clock:
         transfers = self._transfers(layout) if layout.pp > 1 else 0.0
         idle = (layout.pp - 1) / layout.chunks * (mean + transfers)
         if layout.schedule == "zero-bubble":
-            idle = (layout.pp - 1) * (mean + transfers - 2 * most * block.weight)
+            idle -= (layout.pp - 1) * 2 * job.model.layers / layout.pp * block.weight
         gradients, update = self.synchronisation(layout.pp, layout.dp, layout.cp, layout.tp, layout.zero)
         if layout.zero >= 2:
             gradients *= m if layout.zero == 2 else 0  # stage 3 scatters them with the layers, see _weights_gathered
@@ -147,11 +147,9 @@ class Clock:
         outer_forward += memory_s(hardware, rotated)
         outer_backward += memory_s(hardware, rotated)
 
-        forward_s = max(
-            forward + attention_forward + outer_forward + inner_forward, KERNELS_FORWARD * hardware.launch_s
-        )
-        backward_s = max(
-            data + weight + attention_backward + outer_backward + inner_backward, KERNELS_BACKWARD * hardware.launch_s
+        forward_s = self._launched(forward + attention_forward + outer_forward + inner_forward, KERNELS_FORWARD)
+        backward_s = self._launched(
+            data + weight + attention_backward + outer_backward + inner_backward, KERNELS_BACKWARD
         )
         once = gather_s(hardware, tokens * model.hidden * bytes_, tp, 1)
         forward_exposed, backward_exposed = self._tensor_exposed(once, tp, forward, data, weight)
@@ -163,6 +161,11 @@ class Clock:
         elif recompute == "selective":
             recomputed = attention_forward + (inner_forward if job.fused_attention else 0)
         return Block(forward_s, backward_s, recomputed, weight, forward_exposed, backward_exposed)
+
+    def _launched(self, seconds: float, kernels: int) -> float:
+        """Beside a GPU the host launches ahead, and is in the way only where kernels are shorter than their launch."""
+        launches = kernels * self.job.hardware.launch_s
+        return max(seconds, launches) if self.job.hardware.processors else seconds + launches
 
     def _attention(self, shard: Shard) -> tuple[float, float]:
         """Seconds of attention's core, forward and backward."""
