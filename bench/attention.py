@@ -1,6 +1,7 @@
 """weft bench attention: a sequence shared by CPU ranks, forward and backward, beside one process."""
 
 import argparse
+import ctypes
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -135,11 +136,12 @@ def _step(attend: Callable, tensors: list[torch.Tensor]) -> Callable:
     inputs = [x.requires_grad_() for x in inputs]
 
     def step():
-        for x in inputs:
-            x.grad = None
         out = attend(*inputs)
         out.backward(dout)
-        return [out.detach(), *(x.grad for x in inputs)]
+        results = [out.detach(), *(x.grad for x in inputs)]
+        for x in inputs:  # what is left over would be missing in the next call's peak
+            x.grad = None
+        return results
 
     return step
 
@@ -199,6 +201,7 @@ def _sent_bytes(call: Callable) -> tuple[int, list[torch.Tensor]]:
 def _peak_bytes(call: Callable) -> int:
     """The most resident memory during the call, beyond what was resident before it (Linux)."""
     call()  # what stays from a first call is not the call's
+    ctypes.CDLL(None).malloc_trim(0)  # but what it freed is
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins again here
     before = _status("VmRSS")
