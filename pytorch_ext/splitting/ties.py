@@ -1,0 +1,28 @@
+"""Parameters that several layers share, when these layers are split."""
+
+from torch import nn
+
+from weft.shard import shard_of
+
+
+def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
+    """Parameters that were one stay one; refuses a plan under which they could not."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((name, key))
+    for places in owners.values():
+        split = [place for place in places if place[0] in replacements]
+        if len(places) == 1 or not split:
+            continue
+        first = getattr(replacements[split[0][0]], split[0][1])
+        for name, key in places:
+            layer = replacements.get(name)
+            if layer is None or shard_of(getattr(layer, key)) != shard_of(first):
+                told = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
+                raise ValueError(
+                    f"parallelize: {told} are one parameter, and the plan does not split them in the same way; "
+                    "name all of them, along the same dimension"
+                )
+            setattr(layer, key, first)
