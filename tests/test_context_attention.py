@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import weft
 from weft.kernels import launch
 from weft.kernels.attention import Rules
-from weft.ops import attention_chunk, choice
+from weft.ops import attention_chunk, choice, head_groups
 from weft.ops.context_attention import choose
 from weft.ops.layout import Layout
 from weft.testing.attention import attention
@@ -179,6 +179,22 @@ def test_accuracy_does_not_depend_on_the_size_of_the_ring():
         assert out < 1.05 * alone[0] and dk < 1.5 * alone[1], (world, out, dk, alone)
     out, dk = in_a_ring(16, whole, torch.bfloat16)
     assert out > 1.2 * alone[0] and dk > 1.5 * alone[1], "a merge in bf16 would not be found"
+
+
+def in_groups_of_heads(rank):
+    """One KV head at a time instead of all."""
+    whole = draw(37, 6, 3, dtype=torch.bfloat16)
+    for name, method in itertools.product(["causal", "window", "all"], METHODS[:3]):
+        at_once = split(whole, MASKS[name], method, "zigzag")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(head_groups.AT_ONCE_BYTES, "cpu", 1)
+            for result, right in zip(split(whole, MASKS[name], method, "zigzag"), at_once, strict=True):
+                assert torch.equal(result, right), (name, method)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_bits_do_not_depend_on_how_many_heads_go_at_a_time(world):
+    run_ranks(in_groups_of_heads, world)
 
 
 def same_bits(rank, method):

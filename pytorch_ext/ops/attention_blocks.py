@@ -110,16 +110,16 @@ def backward_block(q, k, v, dout, out, lse, delta, chunk: Chunk, block: Block):
         return dq, _over_group(torch.matmul(dscores.transpose(-1, -2), q), k), dv
     widths = q.size(-1), v.size(-1)
     q_wide, k, v, dout, out = _as_wide(q, k, v, dout, out)
-    dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    dqs: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
     parts = zip(*(_grouped(t, k) for t in (q_wide, dout, out, lse)), strict=True)
     for part, dout_part, out_part, lse_part in parts:
-        one = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, *of_keys = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout_part, part, k, v, out_part, lse_part, 0.0, block.kind == "causal", scale=_scale(q, chunk)
         )
-        dqs.append(one[0])
-        dk += one[1]
-        dv += one[2]
-    return _ungrouped(dqs)[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
+        dqs.append(dq)
+        sums = [a.add_(b) for a, b in zip(sums, of_keys, strict=True)] if sums else of_keys
+    return _ungrouped(dqs)[..., : widths[0]], sums[0][..., : widths[0]], sums[1][..., : widths[1]]
 
 
 def _as_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:

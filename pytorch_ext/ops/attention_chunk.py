@@ -34,7 +34,8 @@ def forward(
     """The state after these keys too.
 
     Args:
-        state: (out, lse) so far; out None stands for 0. last: no keys follow, so out may be rounded to q's type.
+        state: (out, lse) so far, which may be written over; out None stands for 0. last: no keys follow, so out may be
+            rounded to q's type.
     """
     if uses_kernel(q):
         from weft.kernels.attention import attention_forward
@@ -42,8 +43,11 @@ def forward(
         out_dtype = q.dtype if last else torch.float32
         return attention_forward(q, k, v, chunk.rules, **chunk.arguments(), previous=state, out_dtype=out_dtype)
     out, lse = state if state is not None else (None, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32))
-    out = q.new_zeros((*q.shape[:3], v.size(3)), dtype=torch.float32) if out is None else out.clone()
-    lse = lse.clone()
+    if out is None:
+        out, lse = (
+            q.new_zeros((*q.shape[:3], v.size(3)), dtype=torch.float32),
+            lse.clone(memory_format=torch.contiguous_format),
+        )
     for block in attention_blocks.blocks_of(chunk):
         rows, keys = block.rows, block.keys
         part = attention_blocks.forward_block(
@@ -51,6 +55,13 @@ def forward(
         )
         out[:, :, rows], lse[:, :, rows] = merge_attention(out[:, :, rows], lse[:, :, rows], *part)
     return (out.to(q.dtype) if last else out), lse
+
+
+def beginning(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple | None:
+    """The state before any keys: what the sinks [H] of these heads leave, which have no value."""
+    if sinks is None:
+        return None
+    return None, sinks.float().view(1, -1, 1).expand(q.size(0), -1, q.size(2))
 
 
 def backward(q, k, v, dout, out, lse, delta, chunk: Chunk, dq, dk, dv) -> None:

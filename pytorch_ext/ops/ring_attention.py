@@ -1,16 +1,16 @@
 """Ring attention: keys and values travel round the ranks while the chunk in hand is computed (Liu et al. 2023)."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft.comm.communicator import Communicator
-from weft.comm.neighbours import pass_on
+from weft.comm.neighbours import Passing, pass_on
 from weft.kernels.attention import Positions, Rules
 from weft.ops import attention_chunk
 from weft.ops.attention_blocks import Chunk
 from weft.ops.backward import first_order
+from weft.ops.head_groups import head_groups, joined
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,15 @@ class Schedule:
             documents = self.query_documents[rank], self.key_documents[source]
         return Chunk(self.rules, self.query_positions[rank], self.key_positions[source], *documents)
 
+    @property
+    def longest(self) -> int:
+        """The most positions of keys that a rank has."""
+        return max(positions.length + positions.second_length for positions in self.key_positions)
+
+    def from_head(self, first: int) -> "Schedule":
+        """For heads from that one on."""
+        return replace(self, rules=replace(self.rules, head_start=self.rules.head_start + first))
+
     def last_step(self, source: int) -> int:
         """The last step at which a rank uses that rank's keys: rank source + t has them at step t."""
         return last_step(self.sees, source)
@@ -63,28 +72,21 @@ class RingAttentionFunction(torch.autograd.Function):
     dsinks    -sum over this rank's rows of exp(sinks - lse) delta, since a sink's value is 0; all_reduce
 
     A chunk goes no farther than the last rank that sees any of it. Besides its own, a rank holds the chunk in hand and
-    the next. The order of every sum is fixed: keys from rank r on downwards, dk and dv from the owner on upwards.
+    the next, of some heads: these go round together, one group of heads after the other. The order of every sum is
+    fixed: keys from rank r on downwards, dk and dv from the owner on upwards.
 
     Saves q, k, v, sinks, out and lse [B, H, S_r] fp32.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, schedule: Schedule):
-        ranks = schedule.ranks
-        state: Any = None if sinks is None else (None, sinks.float().view(1, -1, 1).expand(q.shape[:3]))
-        used = [t for t in range(ranks.world) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world]]
-        held = [k.contiguous(), v.contiguous()]
-        for step in range(ranks.world):
-            source = (ranks.rank - step) % ranks.world
-            coming, passing = _pass_keys(schedule, step, held, (k, v))
-            if step in used:
-                state = attention_chunk.forward(q, *held, schedule.chunk(source), state, step == used[-1])
-            passing.wait()
-            held = coming
-        if not used:
-            out = q.new_zeros((*q.shape[:3], v.size(3)))
-            state = out, state[1].contiguous() if state else q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        out, lse = state
+        outs, lses = [], []
+        for queries, keys in head_groups(q, k, v, schedule.longest):
+            state = attention_chunk.beginning(q, None if sinks is None else sinks[queries])
+            out, lse = _round(q[:, queries], k[:, keys], v[:, keys], state, schedule.from_head(queries.start))
+            outs.append(out)
+            lses.append(lse)
+        out, lse = joined(outs), joined(lses)
         ctx.schedule = schedule
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
@@ -93,45 +95,85 @@ class RingAttentionFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, dout):
         schedule: Schedule = ctx.schedule
-        ranks = schedule.ranks
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
         delta = attention_chunk.row_sums(out, dout)
-        dq = torch.zeros_like(q, dtype=torch.float32)
-        held, outgoing, home = [k.contiguous(), v.contiguous()], [], [_zeros(k), _zeros(v)]
-        for step in range(ranks.world):
-            source = (ranks.rank - step) % ranks.world
-            last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
-            # 1. What the ranks before have added up for this chunk is on its way, and so is the next chunk.
-            sums, arriving = home, None
-            if 0 < step <= last:
-                sums = [_zeros(part) for part in held]
-                arriving = pass_on(ranks, [], None, sums, (ranks.rank - 1) % ranks.world)
-            coming, passing = _pass_keys(schedule, step, held, (k, v))
-            # 2. This rank's part.
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for queries, keys in head_groups(q, k, v, schedule.longest):
+            gradients = _round_back(
+                [x[:, queries] for x in (q, dout, out, lse, delta)],
+                [x[:, keys] for x in (k, v)],
+                schedule.from_head(queries.start),
+            )
+            for whole, heads, gradient in zip((dq, dk, dv), (queries, keys, keys), gradients, strict=True):
+                whole[:, heads] = gradient
+        dsinks = sinks_gradient(sinks, lse, delta, schedule.ranks) if ctx.needs_input_grad[3] else None
+        return dq, dk, dv, dsinks, None
+
+
+def _round(q, k, v, state, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
+    """out, in q's type, and lse of some heads."""
+    ranks = schedule.ranks
+    used = [t for t in range(ranks.world) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world]]
+    held = [k.contiguous(), v.contiguous()]
+    for step in range(ranks.world):
+        source = (ranks.rank - step) % ranks.world
+        coming, passing = _pass_keys(schedule, step, held, (k, v))
+        if step in used:
+            state = attention_chunk.forward(q, *held, schedule.chunk(source), state, step == used[-1])
+        passing.wait()
+        held = coming
+    if used:
+        return state
+    lse = state[1].contiguous() if state else q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    return q.new_zeros((*q.shape[:3], v.size(3))), lse
+
+
+def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], schedule: Schedule) -> list[torch.Tensor]:
+    """dq, dk and dv, fp32, of some heads, from their q, dout, out, lse and delta, and their k and v."""
+    q, *others = of_queries
+    k, v = of_keys
+    ranks = schedule.ranks
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
+    leaving, going_home = Passing([]), []  # the second are received when their owners' rounds are over
+    for step in range(ranks.world):
+        source = (ranks.rank - step) % ranks.world
+        last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
+        # 1. What the ranks before have added up for this chunk is on its way, and so is the next chunk.
+        arriving = None
+        if 0 < step <= last:
+            sums = [_zeros(part) for part in held]
+            arriving = pass_on(ranks, [], None, sums, (ranks.rank - 1) % ranks.world)
+        coming, passing = _pass_keys(schedule, step, held, (k, v))
+        # 2. This rank's part.
+        if sees:
+            own = [_zeros(part) for part in held] if step else sums
+            attention_chunk.backward(q, *held, *others, schedule.chunk(source), dq, *own)
+        # 3. In the order of the ring.
+        if arriving:
+            arriving.wait()
             if sees:
-                own = [_zeros(part) for part in held] if step else home
-                attention_chunk.backward(q, *held, dout, out, lse, delta, schedule.chunk(source), dq, *own)
-            # 3. In the order of the ring.
-            if arriving:
-                arriving.wait()
-                if sees:
-                    for total, part in zip(sums, own, strict=True):
-                        total += part
-            # 4. On, or home.
-            if step < last or 0 < step == last:
-                to = (ranks.rank + 1) % ranks.world if step < last else source
-                outgoing.append((pass_on(ranks, sums, to, [], None), sums))
-            passing.wait()
-            held = coming
-        travelled = schedule.last_step(ranks.rank)
-        if travelled:
-            home = [_zeros(k), _zeros(v)]
-            pass_on(ranks, [], None, home, (ranks.rank + travelled) % ranks.world).wait()
-        for passing, _ in outgoing:
-            passing.wait()
-        dsinks = sinks_gradient(sinks, lse, delta, ranks) if ctx.needs_input_grad[3] else None
-        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), dsinks, None
+                for total, part in zip(sums, own, strict=True):
+                    total += part
+                del own
+        # 4. On, or home.
+        leaving.wait()
+        if step < last:
+            leaving = pass_on(ranks, sums, (ranks.rank + 1) % ranks.world, [], None)
+        elif 0 < step == last:
+            going_home.append(pass_on(ranks, sums, source, [], None))
+        elif step == 0:
+            home = sums
+        passing.wait()
+        held = coming
+    travelled = schedule.last_step(ranks.rank)
+    if travelled:
+        home = [_zeros(k), _zeros(v)]
+        pass_on(ranks, [], None, home, (ranks.rank + travelled) % ranks.world).wait()
+    for passing in (leaving, *going_home):
+        passing.wait()
+    return [dq, *home]
 
 
 def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
