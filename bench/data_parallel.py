@@ -9,9 +9,7 @@ write out. The limit is the same step without any wrapper.
 
 import argparse
 import copy
-import gc
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -21,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.memory import peak_mb
 from weft.testing import reference
 from weft.testing.ranks import run_ranks
 
 OURS, DDP_WEFT, DDP_GLOO, ALONE = "weft", "DDP on weft", "DDP on gloo", "limit"
 LIMIT = "the same step without a wrapper and without communication"
-_SAMPLE_EVERY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,7 @@ class Gradients(nn.Module):
     def __init__(self, shapes: list[tuple[int, ...]]):
         super().__init__()
         self.all = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self.memory: list[torch.Tensor] = []
         self.ready: list[torch.Tensor] = []
 
     def forward(self) -> torch.Tensor:
@@ -90,10 +89,13 @@ class Gradients(nn.Module):
 
 
 def _make_ready(model: nn.Module) -> None:
-    """This rank's gradients, the same numbers every time."""
+    """This rank's gradients, the same numbers every time, in memory that nobody frees or asks for in a step."""
     assert isinstance(model, Gradients)
-    for number, parameter in enumerate(model.all):
-        model.ready.append(torch.full(parameter.shape, (dist.get_rank() + 1) * 1.01**number))
+    if not model.memory:
+        model.memory = [torch.empty(parameter.shape) for parameter in model.all]
+    for number, x in enumerate(model.memory):
+        x.fill_((dist.get_rank() + 1) * 1.01**number)
+        model.ready.append(x.detach())  # nobody else has this tensor, so autograd may keep it
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -178,11 +180,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=list(SUBJECTS), help="models to run")
 
 
-def run(options: argparse.Namespace) -> list[Row]:
-    rows = [_row(SUBJECTS[name], options) for name in options.only]
+def run(options: argparse.Namespace) -> Iterator[Row]:
+    for name in options.only:
+        yield _row(SUBJECTS[name], options)
     states = run_ranks(_optimizer_state, options.world, timeout_s=300)
     state_mb = {name: [state[name] for state in states] for name in states[0]}
-    return [*rows, Row("Adam's state", options.world, _count(linear_layers()), state_mb=state_mb)]
+    yield Row("Adam's state", options.world, _count(linear_layers()), state_mb=state_mb)
 
 
 def _row(subject: Subject, options: argparse.Namespace) -> Row:
@@ -250,32 +253,19 @@ def _check(alone: nn.Module, ours: nn.Module) -> None:
 def _peak_mb(rank: int, subject: Subject, name: str) -> float:
     """The most that this rank's memory grew by from before the model was made, in three steps."""
     torch.manual_seed(0)
-    gc.collect()
-    before, peak, done = _proportional_mb(), 0.0, threading.Event()
 
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(_SAMPLE_EVERY_S):
-            peak = max(peak, _proportional_mb())
+    def three_steps(look: Callable[[], None]) -> None:
+        model = subject.model()
+        step = _step(subject, _wrapped(name, model), rank)
+        for _ in range(3):
+            subject.before(model)
+            step()
+            dist.barrier()
+            look()
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = subject.model()
-    step = _step(subject, _wrapped(name, model), rank)
-    for _ in range(3):
-        subject.before(model)
-        step()
-        dist.barrier()
-        peak = max(peak, _proportional_mb())
-    done.set()
-    watcher.join()
+    peak = peak_mb(three_steps)
     dist.barrier()
-    return peak - before
-
-
-def _proportional_mb() -> float:
-    with open("/proc/self/smaps_rollup") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+    return peak
 
 
 def _optimizer_state(rank: int) -> dict[str, float]:
@@ -292,21 +282,18 @@ def _optimizer_state(rank: int) -> dict[str, float]:
 
 
 def columns() -> list[str]:
-    times = ["ours us", "p20-p80", f"{DDP_WEFT} us", f"{DDP_GLOO} us", "ratios", "limit us"]
+    times = ["ours us", "p20-p80", f"{DDP_WEFT} us", "p20-p80", f"{DDP_GLOO} us", "p20-p80", "ratios", "limit us"]
     return ["step of", *times, "peak MB: ours", "DDP's"]
 
 
 def cells(row: Row) -> list[str]:
     if not row.times:
         state = ", ".join(f"{name} {max(mb):.2f}" for name, mb in row.state_mb.items())
-        return [f"{row.name}, MB a rank: {state}", *[""] * 8]
-    ours, weft_, gloo = (row.times[name] for name in (OURS, DDP_WEFT, DDP_GLOO))
+        return [f"{row.name}, MB a rank: {state}", *[""] * 10]
+    three = [row.times[name] for name in (OURS, DDP_WEFT, DDP_GLOO)]
     return [
         f"{row.name}, {row.parameters / 1e6:.1f} M, W={row.world}",
-        f"{ours.p50_us:.0f}",
-        f"{ours.p20_us:.0f}-{ours.p80_us:.0f}",
-        f"{weft_.p50_us:.0f}",
-        f"{gloo.p50_us:.0f}",
+        *(text for each in three for text in (f"{each.p50_us:.0f}", each.spread())),
         f"{row.ratio(DDP_WEFT):.2f}x, {row.ratio(DDP_GLOO):.2f}x",
         f"{row.times[ALONE].p50_us:.0f}",
         f"{row.peak_mb[OURS]:.0f}",

@@ -105,3 +105,14 @@ def test_an_average_of_integers_and_bits_of_floats_are_refused():
 def test_an_instruction_set_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="does not run here; this machine runs .*baseline"):
         reduce([torch.ones(1)], "sum", "avx1024")
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000, 100_003])
+@pytest.mark.parametrize(("source_start", "start"), [(0, 0), (1, 0), (0, 3), (5, 61)])
+def test_a_copy_past_the_cache_copies_its_bytes_and_no_others(count, source_start, start):
+    source = torch.randint(256, (count + 128,), dtype=torch.uint8)
+    target = torch.randint(256, (count + 256,), dtype=torch.uint8)
+    expected = target.clone()
+    expected[start : start + count] = source[source_start : source_start + count]
+    _C.copy_past_cache(source.data_ptr() + source_start, target.data_ptr() + start, count)
+    assert torch.equal(target, expected)

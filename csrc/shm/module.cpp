@@ -10,6 +10,7 @@
 #include "../families.h"
 #include "collectives.h"
 #include "reduce.h"
+#include "streaming.h"
 
 namespace py = pybind11;
 using namespace weft::shm;
@@ -181,6 +182,13 @@ void register_reductions(py::module_& m) {
       "check_reduction",
       [](uint32_t dtype, uint32_t op) { reduce_function(reduce_table(), dtype_of(dtype), op_of(op)); },
       py::arg("dtype"), py::arg("op"), "ValueError where the operator means nothing for the type.");
+  m.def(
+      "copy_past_cache",
+      [](Address source, Address destination, size_t bytes) {
+        copy_past_cache(pointer(destination), pointer(source), bytes);
+      },
+      py::arg("source"), py::arg("destination"), py::arg("bytes"), NoGil(),
+      "A copy that leaves the cache alone: for what is not read again soon.");
   m.def(
       "reduce",
       [](const std::vector<Address>& sources, Address destination, size_t count, uint32_t dtype, uint32_t op,
