@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import weft
 from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.sent import counted
 from weft.testing.ranks import run_ranks
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -170,34 +171,9 @@ def _torch(whole: list[torch.Tensor]) -> tuple[Callable | None, str]:
 
 def _sent_bytes(call: Callable) -> tuple[int, list[torch.Tensor]]:
     """Bytes that this rank's tensors bring to others, and what the call returned."""
-    engine, sent = dist.group.WORLD.engine, 0  # type: ignore[union-attr]
-    world = engine.world
-
-    def counted(method: Callable, count: Callable) -> Callable:
-        def wrapper(*arguments, **options):
-            nonlocal sent
-            sent += count(*arguments)
-            return method(*arguments, **options)
-
-        return wrapper
-
-    def others(parts) -> int:
-        return sum(x.nbytes for rank, x in enumerate(parts) if rank != engine.rank)
-
-    counts = {
-        "send": lambda x, *_: x.nbytes,
-        "all_gather": lambda x, *_: x.nbytes * (world - 1),
-        "reduce_scatter": lambda parts, *_: others(parts),
-        "all_to_all": lambda parts, *_: others(parts),
-    }
-    for name, count in counts.items():
-        setattr(engine, name, counted(getattr(engine, name), count))
-    try:
+    with counted() as sent:
         result = call()
-    finally:
-        for name in counts:
-            delattr(engine, name)
-    return sent, result
+    return sent.bytes, result
 
 
 def _peak_bytes(call: Callable) -> int:

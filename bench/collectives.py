@@ -7,6 +7,7 @@ ranks do that each copy N bytes at the same time.
 import argparse
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -26,6 +27,7 @@ OPERATIONS = {  # name: share of the bytes that cross a rank's link, for W ranks
     "broadcast": lambda world: 1.0,
     DDP_STEP: lambda world: 2 * (world - 1) / world,
 }
+DATATYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint8", "int32", "int64")
 LIMIT = "W ranks that each copy that many bytes at the same time (y.copy_(x)); of a ddp_step: the step by itself"
 
 
@@ -67,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--minbytes", type=_bytes, default=4096, help="smallest size (default 4K)")
     parser.add_argument("-e", "--maxbytes", type=_bytes, default=25 << 20, help="largest size (default 25M)")
     parser.add_argument("-f", "--stepfactor", type=int, default=0, help="factor between sizes (default: 4K, 1M, 25M)")
-    parser.add_argument("-d", "--datatype", default="float32", help="float32, bfloat16, float16, float64, int32, ...")
+    parser.add_argument(
+        "-d", "--datatype", choices=DATATYPES, default="float32", metavar="TYPE", help=f"of {', '.join(DATATYPES)}"
+    )
     parser.add_argument("-n", "--iters", type=int, default=0, help="calls a measurement (default: by size)")
     parser.add_argument(
         "--machines",
@@ -92,18 +96,16 @@ def sizes(options: argparse.Namespace) -> list[int]:
     return found
 
 
-def run(options: argparse.Namespace) -> list[Line]:
+def run(options: argparse.Namespace) -> Iterator[Line]:
     dtype = getattr(torch, options.datatype)
-    lines = []
     for operation in options.op:
         if operation == DDP_STEP:
-            lines.append(_line(operation, ddp.PARAMETERS, torch.float32, options, ddp.measure, options.iters or 3))
+            yield _line(operation, ddp.PARAMETERS, torch.float32, options, ddp.measure, options.iters or 3)
             continue
         for size in sizes(options):
             count = max(1, size // dtype.itemsize)
             calls = options.iters or max(8, min(1000, (64 << 20) // max(size, 1)))
-            lines.append(_line(operation, count, dtype, options, _measure, calls, operation, count, dtype))
-    return lines
+            yield _line(operation, count, dtype, options, _measure, calls, operation, count, dtype)
 
 
 def _line(operation: str, count: int, dtype: torch.dtype, options, measure, calls: int, *arguments) -> Line:
@@ -186,19 +188,13 @@ def _wrong_elements(rank, operation, source, shard, whole, call) -> int:
 
 
 def columns() -> list[str]:
+    one = ["us", "p20-p80", "algbw GB/s", "busbw GB/s"]
     return [
-        "op",
-        "size B",
-        "count",
-        "type",
-        "in place us",
-        "algbw GB/s",
-        "busbw GB/s",
-        "ordinary us",
-        "algbw GB/s",
-        "busbw GB/s",
+        *("op", "size B", "count", "type"),
+        *("in place " + one[0], *one[1:]),
+        *("ordinary " + one[0], *one[1:]),
         "#wrong",
-        "gloo us",
+        *("gloo us", "p20-p80"),
         "in place / ordinary to gloo",
         "limit us",
         "of limit",
@@ -212,18 +208,26 @@ def cells(line: Line) -> list[str]:
         str(line.bytes),
         str(line.count),
         line.dtype,
-        f"{symmetric.p50_us:.1f}" if symmetric else "-",
-        f"{line.algbw_gb_s(symmetric):.2f}" if symmetric else "-",
-        f"{line.busbw_gb_s(symmetric):.2f}" if symmetric else "-",
-        f"{line.ordinary.p50_us:.1f}",
-        f"{line.algbw_gb_s(line.ordinary):.2f}",
-        f"{line.busbw_gb_s(line.ordinary):.2f}",
+        *_rates(line, symmetric),
+        *_rates(line, line.ordinary),
         str(line.wrong),
         f"{line.gloo.p50_us:.0f}",
+        line.gloo.spread(),
         (f"{line.gloo.p50_us / symmetric.p50_us:.0f}x / " if symmetric else "")
         + f"{line.gloo.p50_us / line.ordinary.p50_us:.1f}x",
         f"{line.limit.p50_us:.1f}",
         f"{line.limit.p50_us / line.best.p50_us:.0%}",
+    ]
+
+
+def _rates(line: Line, times: Quantiles | None) -> list[str]:
+    if times is None:
+        return ["-"] * 4
+    return [
+        f"{times.p50_us:.1f}",
+        times.spread(1),
+        f"{line.algbw_gb_s(times):.2f}",
+        f"{line.busbw_gb_s(times):.2f}",
     ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from weft.bench import beside_a_copy, device_time, flag_tax, from_host_memory, host_time
 from weft.bench.device_time import LIMIT, Ceilings, ceilings
 from weft.bench.line import Line, cells, columns
+from weft.bench.measure import ROUNDS
 
 __all__ = ["LIMIT", "PARTS", "add_arguments", "cells", "columns", "rows", "run", "tax_lines"]
 
@@ -37,7 +38,7 @@ def run(options) -> list[Line]:
 
 
 def rows(limits: Ceilings) -> list[Line]:
-    return _lines(PARTS, limits, rounds=21)
+    return _lines(PARTS, limits, rounds=ROUNDS)
 
 
 def _lines(parts: Iterable[str], limits: Ceilings, rounds: int) -> list[Line]:

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from weft.bench.measure import Quantiles
+from weft.bench import progress
+from weft.bench.measure import ROUNDS, Quantiles
 
 _FLUSH_BYTES = 256 << 20  # more than any L2: 50 MB on an H100 and an H200, 126 MB on a B200
 LIMIT = "a large bf16 product and a large copy, measured in the same run"
@@ -64,7 +65,7 @@ def ceilings() -> Ceilings:
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    times = alternate({"product": lambda: a @ b, "copy": lambda: target.copy_(source)}, rounds=21)
+    times = alternate({"product": lambda: a @ b, "copy": lambda: target.copy_(source)}, rounds=ROUNDS)
     return Ceilings(2 * 8192**3 / times["product"].p50_us / 1e6, 2 * source.nbytes / times["copy"].p50_us / 1e6)
 
 
@@ -76,6 +77,7 @@ def alternate(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     events: dict[str, list] = {name: [] for name in calls}
     order = list(calls.items())
     for round_number in range(rounds + 2):
+        progress.tell(max(0, round_number - 1), rounds)
         order.append(order.pop(0))
         for name, call in order:
             flush.zero_()
@@ -91,7 +93,7 @@ def alternate(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     }
 
 
-def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = 21) -> list[Row]:
+def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:
     """A row for each contest, once our call's result has been checked."""
     return [_measure(contest, limits, rounds) for contest in contests]
 

@@ -3,6 +3,9 @@
 import importlib.metadata
 import os
 import platform
+import re
+import subprocess
+from pathlib import Path
 
 import torch
 
@@ -12,11 +15,12 @@ import weft
 def environment() -> dict:
     return {
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version_of("triton"),
         "weft": weft.__version__,
+        "commit": commit(),
         "instruction_set": os.environ.get("WEFT_ISA") or weft.build_info()["instruction_sets"][0],
     }
 
@@ -28,9 +32,48 @@ def _version_of(package: str) -> str | None:
         return None
 
 
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def processor() -> str:
     with open("/proc/cpuinfo") as lines:
         for line in lines:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+def device(on_gpu: bool) -> str:
+    """What a bench measures, by name: the first GPU, where it measures one and one is there, else the processor."""
+    if on_gpu and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{processor()}, {cores()} cores"
+
+
+def folder_name(device: str) -> str:
+    """The device's folder among the results."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def checkout() -> Path | None:
+    """The repository that this weft is imported from; None where it was installed from a wheel."""
+    package = Path(weft.__file__).resolve().parent
+    return package.parent if package.name == "pytorch_ext" else None
+
+
+def commit() -> str | None:
+    """Of the checkout, with "+" where files were changed since; None without git or checkout."""
+    root = checkout()
+    if root is None or not (root / ".git").exists():
+        return None
+    name = _git(root, "rev-parse", "--short=12", "HEAD")
+    return name and name + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -22,7 +22,7 @@ from weft.bench import device_time
 from weft.bench.device_time import Ceilings
 from weft.bench.flag_tax import unsplit
 from weft.bench.line import Line, cells, columns, not_measured
-from weft.bench.measure import Quantiles, alternate
+from weft.bench.measure import ROUNDS, Quantiles, alternate
 from weft.kernels import bucket, dispatch, language, launch
 from weft.kernels.launch import Launch
 from weft.kernels.matmul import matmul
@@ -45,7 +45,7 @@ def run(options) -> list[Line]:
 
 
 def rows(limits: Ceilings) -> list[Line]:
-    return _lines(PARTS, rounds=21)
+    return _lines(PARTS, rounds=ROUNDS)
 
 
 def _lines(parts: Iterable[str], rounds: int) -> list[Line]:

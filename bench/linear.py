@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -49,9 +50,9 @@ def cells(row: Row) -> list[str]:
     return [
         f"{row.shape} fp32 W={row.world}",
         f"{row.ours.p50_us:.0f}",
-        f"{row.ours.p20_us:.0f}-{row.ours.p80_us:.0f}",
+        row.ours.spread(),
         f"{peer.p50_us:.0f}" if peer else "-",
-        f"{peer.p20_us:.0f}-{peer.p80_us:.0f}" if peer else "-",
+        peer.spread() if peer else "-",
         PEER if peer else f"{PEER}: refuses uneven sizes",
         f"{peer.p50_us / row.ours.p50_us:.1f}x" if peer else "-",
         f"{row.limit.p50_us:.0f}",
@@ -59,16 +60,14 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def run(options: argparse.Namespace) -> list[Row]:
-    rows = []
+def run(options: argparse.Namespace) -> Iterator[Row]:
     for case in MLPS:
         per_rank = run_ranks(_measure, options.world, case, options.rounds, backend="gloo", timeout_s=300)
         times = slowest_rank([samples for samples, _ in per_rank])
         error = max(error for _, error in per_rank)
         if error > 1:
             raise AssertionError(f"{case}: the result is off by {error:.1f} tolerances; not measured")
-        rows.append(Row(str(case), options.world, times["weft"], times.get(PEER), times["limit"], error))
-    return rows
+        yield Row(str(case), options.world, times["weft"], times.get(PEER), times["limit"], error)
 
 
 def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]], float]:

@@ -4,6 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.bench import progress
+
+ROUNDS = 21
+
 
 @dataclass(frozen=True)
 class Quantiles:
@@ -18,6 +22,10 @@ class Quantiles:
         ordered = sorted(samples_us)
         return cls(*(ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8)))
 
+    def spread(self, digits: int = 0) -> str:
+        """The 20th and the 80th, for a table."""
+        return f"{self.p20_us:.{digits}f}-{self.p80_us:.{digits}f}"
+
 
 def alternate(
     contenders: dict[str, Callable[[], object]], *, meet: Callable[[], object], rounds: int, calls: int
@@ -29,6 +37,7 @@ def alternate(
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders.items())
     for round_number in range(rounds + 1):
+        progress.tell(round_number, rounds)
         order.append(order.pop(0))
         for name, call in order:
             meet()

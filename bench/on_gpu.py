@@ -7,7 +7,6 @@ for minutes is used step by step, the most telling first.
 import argparse
 import importlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -18,8 +17,11 @@ from pathlib import Path
 import torch
 
 import weft
+from weft.bench import suites
 from weft.bench.device_time import ceilings, geometric_mean
-from weft.bench.environment import environment
+from weft.bench.environment import folder_name
+from weft.bench.measure import ROUNDS
+from weft.bench.report import results, save_json
 
 SUITES = (
     *("launch", "matmul", "attention_chunk", "bucket", "cross_entropy"),
@@ -40,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no CUDA device here: {weft.build_info()['gpu']}", file=sys.stderr)
         return 2
     device = torch.cuda.get_device_name()
-    folder = Path(options.out) / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    folder = Path(options.out) / folder_name(device)
     folder.mkdir(parents=True, exist_ok=True)
     codes = {step: steps[step](folder) for step in options.steps or [step for step in steps if step != "tune"]}
     print(", ".join(f"{step}: {'ok' if code == 0 else f'exit code {code}'}" for step, code in codes.items()))
@@ -69,22 +71,20 @@ def tune(folder: Path) -> int:
 def bench(suite: str, folder: Path) -> int:
     module = importlib.import_module(f"weft.bench.{suite}")
     limits = ceilings()
-    rows = [row.as_dict() for row in module.rows(limits)]
-    results = {
-        "command": f"make gpu STEPS={suite}",
-        "device": torch.cuda.get_device_name(),
-        "environment": environment(),
+    rows_found = module.rows(limits)
+    found = results(suite, suites.SUITES[suite], module, rows_found, f"make gpu STEPS={suite}", ROUNDS)
+    rows = found["rows"]
+    found |= {
         "build": weft.build_info(),
         "ceilings": {"tera_operations": limits.tera_operations, "terabytes": limits.terabytes},
         "geometric_mean_ratio": means(rows, "ratio"),
         "geometric_mean_tax": means(rows, "tax"),
-        "rows": rows,
     }
-    (folder / f"{suite}.json").write_text(json.dumps(results, indent=1) + "\n")
+    save_json(found, str(folder / f"{suite}.json"))
     for row in rows:
         print(f"{row['op']:<36} {row['shape']:<56} {figures(row)}")
     for name in ("geometric_mean_ratio", "geometric_mean_tax"):
-        print(name, json.dumps(results[name]))
+        print(name, json.dumps(found[name]))
     return 0
 
 

@@ -1,12 +1,23 @@
-"""The CUDA extension's rank-order sum of W buffers, beside torch.sum of a stack."""
+"""weft bench rank_order_sum: the CUDA extension's rank-order sum of W buffers, beside torch.sum of a stack."""
 
+import argparse
 from collections.abc import Iterator
 
 import torch
 
 from weft import _C
-from weft.bench.device_time import Ceilings, Contest, Row, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
 from weft.testing import reference
+
+__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None but those that every bench has."""
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    return measure(contests(), ceilings(), options.rounds)
 
 
 def rows(limits: Ceilings) -> list[Row]:

@@ -12,7 +12,7 @@ import torch
 from weft.bench import line as whole_table
 from weft.bench.device_time import Ceilings
 from weft.bench.line import Line, not_measured
-from weft.bench.measure import Quantiles, slowest_rank
+from weft.bench.measure import ROUNDS, Quantiles, slowest_rank
 from weft.bench.several_gpus_rank import (
     APART,
     COLLECTIVES,
@@ -59,7 +59,7 @@ def run(options) -> list[Line]:
 
 
 def rows(limits: Ceilings) -> list[Line]:
-    return lines(None, rounds=21)
+    return lines(None, rounds=ROUNDS)
 
 
 def lines(world: int | None, rounds: int, only: str | None = None) -> list[Line]:

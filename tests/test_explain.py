@@ -1,17 +1,23 @@
-"""weft.explain names what runs in each layer, and why."""
+"""weft.explain names what runs in each layer, what it sends, and why not the faster path."""
 
+import contextlib
+import io
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import weft
+from weft.bench.sent import counted
 from weft.kernels import config, dispatch, launch
 from weft.kernels.config import Entry
 from weft.kernels.matmul_tiles import Problem, listed
+from weft.nn import ParallelConv1D, ParallelConv2d
 from weft.ops import choice
 from weft.testing.ranks import run_ranks
 
@@ -36,6 +42,107 @@ def explains(rank):
 
 def test_every_parallel_layer_is_named_with_what_runs_and_why():
     run_ranks(explains, 2)
+
+
+TOKENS = 6
+
+
+def layers():
+    """Each kind of layer and option that sends something, with whether its input wants a gradient."""
+    yield weft.ColumnParallelLinear(10, 14)
+    yield weft.ColumnParallelLinear(10, 14, gather_output=True)
+    yield weft.ColumnParallelLinear(10, 14, sequence_parallel=True, sequence_dim=0)
+    yield weft.ColumnParallelLinear(10, 14, sequence_parallel=True, sequence_dim=0).requires_grad_(False)
+    yield weft.ColumnParallelLinear(10, 8, unit=4, heads=(6, 2))  # two KV heads, which three ranks share
+    yield weft.RowParallelLinear(14, 10)
+    yield weft.RowParallelLinear(14, 10, split_input=True)
+    yield weft.RowParallelLinear(14, 10, sequence_parallel=True, sequence_dim=0)
+    yield weft.RowParallelLinear(14, 10, bias=False, sequence_parallel=True, sequence_dim=0)
+    yield weft.ParallelEmbedding(14, 10)
+
+
+def bytes_told_and_sent(rank):
+    """For each layer: forward and backward, as explained and as sent."""
+    world, found = torch.distributed.get_world_size(), []
+    for layer in layers():
+        mine = weft.split_sizes(TOKENS, world)[rank]
+        if isinstance(layer, weft.ParallelEmbedding):
+            x = torch.zeros(TOKENS, dtype=torch.int64)
+        else:
+            column = layer.style == "column"
+            features = layer.in_features if column or layer.split_input else layer.weight.size(1)
+            x = torch.randn(mine if column and layer.sequence_parallel else TOKENS, features, requires_grad=True)
+        layer.communicator.all_sizes = lambda x, dim: weft.split_sizes(TOKENS, world)  # a few bytes that nobody counts
+        with counted() as forward:
+            y = layer(x)
+        with counted() as backward:
+            y.sum().backward()
+        (told,) = weft.explain(layer, tokens=TOKENS).layers
+        found.append((str(layer), told.forward_bytes, forward.bytes, told.backward_bytes, backward.bytes))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_bytes_that_are_told_are_those_that_the_layers_send(world):
+    """On average over the ranks, uneven shards included; both are rounded down collective by collective."""
+    for rows in zip(*run_ranks(bytes_told_and_sent, world), strict=True):
+        for told, sent in ((1, 2), (3, 4)):
+            average = sum(row[sent] for row in rows) / world
+            assert all(abs(row[told] - average) < 3 for row in rows), rows
+    assert any(row[1] for row in rows) == (world > 1)
+
+
+def shows(rank):
+    model = nn.Sequential(weft.ParallelEmbedding(9, 8), weft.ColumnParallelLinear(8, 10), weft.RowParallelLinear(10, 6))
+    found = weft.explain(model, tokens=64)
+    assert json.loads(found.json()) == json.loads(json.dumps(found.as_dict()))
+    embedding, column, row = json.loads(found.json())["layers"]
+    assert embedding["forward_bytes"] == 64 * 8 * 4 and embedding["backward_bytes"] == 0
+    assert column["backward_bytes"] == 64 * 8 * 4 and row["forward_bytes"] == 64 * 6 * 4
+    assert column["computed"]["wgrad"]["algorithm"] == "ATen" and column["computed"]["wgrad"]["variant"] == ""
+    assert column["why_not_faster"]["wgrad"] == "the kernels run on CUDA devices, the tensors are on the CPU"
+    assert set(column["why_not_faster"]) == {"forward", "dgrad", "wgrad"}
+    assert row["communicated"]["forward"]["collective"] == "all_reduce"
+    text = str(found)
+    assert "1.5 KiB forward, 0 B backward" in text and "\x1b" not in text
+    drawn = io.StringIO()
+    Console(file=drawn, width=220).print(found)
+    for word in ("1: ColumnParallelLinear column", "(6, 5) of (6, 10)", "all_reduce dx", "2 KiB", "why not faster"):
+        assert word in drawn.getvalue(), drawn.getvalue()
+    for terminal in ("", "1"):
+        shown, os.environ["FORCE_COLOR"] = io.StringIO(), terminal
+        with contextlib.redirect_stdout(shown):
+            found.show()
+        assert ("┃" in shown.getvalue()) == bool(terminal)
+        assert (shown.getvalue() == f"{text}\n") == (not terminal)
+    with choice.prefer("kernel"):
+        (column,) = weft.explain(weft.ColumnParallelLinear(64, 64), tokens=64).layers
+    assert column.computed["forward"].variant.startswith("MatmulConfig(")
+    assert set(column.why_not_faster) == {"dgrad"}, "products on kernels are not slow, the communication still is apart"
+
+
+def shows_others(rank):
+    model = nn.Sequential(ParallelConv2d(4, 6, 3, style="column"), ParallelConv1D(8, 10, style="row"))
+    convolution, linear = weft.explain(model, tokens=64).layers
+    assert (convolution.layer, convolution.shard) == ("ParallelConv2d column", "(3, 4, 3, 3) of (6, 4, 3, 3)")
+    assert convolution.forward_bytes is None and "not told by tokens forward" in str(convolution)
+    assert convolution.why_not_faster["forward"] == "weft has no kernel for this layer"
+    assert linear.shard == "(4, 10) of (8, 10)" and linear.forward_bytes == 64 * 10 * 4
+    with choice.prefer("kernel"):
+        (linear,) = weft.explain(model[1], tokens=64).layers
+    assert linear.computed["forward"].variant.startswith("MatmulConfig(")
+    drawn = io.StringIO()
+    Console(file=drawn, width=220).print(weft.explain(model))
+    assert "not told by tokens" in drawn.getvalue()
+    json.loads(weft.explain(model).json())
+
+
+def test_no_split_layer_is_passed_over():
+    run_ranks(shows_others, 2)
+
+
+def test_an_explanation_is_text_a_table_and_json():
+    run_ranks(shows, 2)
 
 
 def test_where_a_kernels_machine_code_comes_from_is_told(tmp_path):

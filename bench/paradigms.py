@@ -1,0 +1,232 @@
+"""weft bench paradigms: one model's training step on two and on four CPU ranks, split in every way.
+
+The model is a small Llama; a step is forward, backward and AdamW. Every rank has one thread. Four ranks share the cores
+that there are: where these are two, their times say what a paradigm costs, not what four cores would gain.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import weft
+from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.memory import peak_mb
+from weft.bench.sent import counted
+from weft.bench.suites import RefusedError
+from weft.testing.models import Llama
+from weft.testing.ranks import run_ranks
+
+LIMIT = "one process and one thread with the whole model and batch, over the number of ranks that have a core"
+BATCH, SEQUENCE, MICROBATCHES, BLOCKS = 8, 256, 4, 8
+ALONE = "one process"
+_TOLERANCE = 1e-3  # relative, of the loss after two steps in fp32; a lost gradient or a mask that came loose shows
+
+
+class Model(Llama):
+    """6.4 million parameters: 8 blocks, 256 wide, 8 heads of queries and 4 of keys, bytes as words."""
+
+    HEAD, KV_HEADS, HIDDEN, WORDS = 32, 4, 768, 256
+
+
+@dataclass(frozen=True)
+class Paradigm:
+    """One way to use the ranks.
+
+    Attributes:
+        sizes: of init_mesh.
+        schedule: of weft.Pipeline; None: what weft.parallelize does.
+        sharded: the optimizer's state over "dp" (ZeRO-1).
+    """
+
+    name: str
+    sizes: dict[str, int] = field(default_factory=dict)
+    schedule: str | None = None
+    sharded: bool = False
+
+
+PARADIGMS = {
+    2: [
+        Paradigm("data", {"dp": 2}),
+        Paradigm("data, sharded optimizer", {"dp": 2}, sharded=True),
+        Paradigm("layer-wise", {"pp": 2}),
+        Paradigm("pipeline, afab", {"pp": 2}, "afab"),
+        Paradigm("pipeline, 1f1b", {"pp": 2}, "1f1b"),
+        Paradigm("tensor", {"tp": 2}),
+        Paradigm("sequence (context)", {"cp": 2}),
+    ],
+    4: [
+        Paradigm("data", {"dp": 4}),
+        Paradigm("data, sharded optimizer", {"dp": 4}, sharded=True),
+        Paradigm("layer-wise", {"pp": 4}),
+        Paradigm("pipeline, 1f1b", {"pp": 4}, "1f1b"),
+        Paradigm("tensor", {"tp": 4}),
+        Paradigm("sequence (context)", {"cp": 4}),
+        Paradigm("data x tensor", {"dp": 2, "tp": 2}),
+        Paradigm("data x sequence", {"dp": 2, "cp": 2}),
+        Paradigm("sequence x tensor", {"cp": 2, "tp": 2}),
+        Paradigm("pipeline x data", {"pp": 2, "dp": 2}, "1f1b"),
+        Paradigm("pipeline x tensor", {"pp": 2, "tp": 2}, "1f1b"),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One paradigm.
+
+    Attributes:
+        ours: a step of the slowest rank. alone: of one process, in the same run.
+        peak_mb: of the rank that takes most, in three steps, beyond what was there before the model was made.
+        sent_bytes: by the rank that sends most, in a step.
+        bubble: of a pipeline, as it ran; formula: were all stages equal and messages free.
+    """
+
+    paradigm: str
+    world: int
+    mesh: str
+    ours: Quantiles
+    alone: Quantiles
+    peak_mb: float
+    alone_peak_mb: float
+    sent_bytes: int
+    bubble: float | None
+    formula: float | None
+    error: float  # relative, of the loss after two steps, against one process
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "ratio": self.alone.p50_us / self.ours.p50_us}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="paradigms whose name contains this")
+
+
+def columns() -> list[str]:
+    return ["paradigm", "mesh", "step ms", "p20-p80", "alone ms", "speedup", "peak MB", "alone MB", "sent MB", "bubble"]
+
+
+def cells(row: Row) -> list[str]:
+    return [
+        row.paradigm,
+        row.mesh,
+        f"{row.ours.p50_us / 1e3:.0f}",
+        f"{row.ours.p20_us / 1e3:.0f}-{row.ours.p80_us / 1e3:.0f}",
+        f"{row.alone.p50_us / 1e3:.0f}",
+        f"{row.alone.p50_us / row.ours.p50_us:.2f}x",
+        f"{row.peak_mb:.0f}",
+        f"{row.alone_peak_mb:.0f}",
+        f"{row.sent_bytes / 2**20:.1f}",
+        f"{row.bubble:.0%} ({row.formula:.0%})" if row.bubble is not None else "-",
+    ]
+
+
+def run(options: argparse.Namespace) -> Iterator[Row]:
+    if options.world != 2:
+        raise RefusedError("weft bench paradigms runs on two and on four ranks; it takes no --world")
+    (alone_peak,) = run_ranks(_peak, 1, Paradigm(ALONE), timeout_s=600)
+    for world, paradigms in PARADIGMS.items():
+        chosen = [one for one in paradigms if not options.only or options.only in one.name]
+        if not chosen:
+            continue
+        told = run_ranks(_measure, world, chosen, options.rounds, timeout_s=3600, group_timeout_s=600)
+        times = slowest_rank([samples for samples, _ in told])
+        for paradigm in chosen:
+            figures = [of_rank[paradigm.name] for _, of_rank in told]
+            error = max(one.error for one in figures)
+            if not error < _TOLERANCE:
+                raise AssertionError(f"{paradigm.name} on {world} ranks: the loss is off by {error:.1e}; not measured")
+            peak = max(run_ranks(_peak, world, paradigm, timeout_s=600, group_timeout_s=120))
+            sent = max(one.sent_bytes for one in figures)
+            mesh = " ".join(f"{name}={size}" for name, size in paradigm.sizes.items())
+            yield Row(
+                paradigm.name, world, mesh, times[paradigm.name], times[ALONE], peak, alone_peak, sent,
+                figures[0].bubble, figures[0].formula, error,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Of one rank."""
+
+    error: float
+    sent_bytes: int
+    bubble: float | None
+    formula: float | None
+
+
+def _measure(rank: int, paradigms: list[Paradigm], rounds: int) -> tuple[dict[str, list[float]], dict[str, _Figures]]:
+    alone, _ = _step_of(Paradigm(ALONE))
+    exact = [alone() for _ in range(2)][-1]
+    contenders: dict[str, Callable] = {ALONE: alone if rank == 0 else lambda: None}
+    figures = {}
+    for paradigm in paradigms:
+        step, timeline = _step_of(paradigm)
+        step()
+        with counted() as sent:
+            loss = step()
+        ran = timeline() if timeline else None
+        bubble, formula = (ran.bubble, ran.formula) if ran else (None, None)
+        figures[paradigm.name] = _Figures(abs(loss - exact) / exact, sent.bytes, bubble, formula)
+        contenders[paradigm.name] = step
+    return alternate(contenders, meet=dist.barrier, rounds=rounds, calls=1), figures
+
+
+def _peak(rank: int, paradigm: Paradigm) -> float:
+    def three_steps(look: Callable[[], None]) -> None:
+        step, _ = _step_of(paradigm)
+        for _ in range(3):
+            step()
+            look()
+        dist.barrier()
+
+    return peak_mb(three_steps)
+
+
+def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
+    """A training step, which gives the whole batch's loss; and a pipeline's timeline."""
+    torch.manual_seed(0)
+    model = Model(BLOCKS)
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(Model.WORDS, (2, BATCH, SEQUENCE), generator=generator)
+    if not paradigm.sizes:
+        return _plain_step(model, torch.optim.AdamW(model.parameters()), tokens, targets, None), None
+    mesh = weft.init_mesh(**paradigm.sizes, device_type="cpu")
+    replicas = mesh["dp"]
+    mine = slice(*(BATCH // replicas.size() * (replicas.get_local_rank() + end) for end in (0, 1)))
+    tokens, targets = tokens[mine], targets[mine]
+    if paradigm.schedule:
+        model = weft.parallelize(model, mesh["cp", "tp"])
+        pipe = weft.Pipeline(model, mesh, schedule=paradigm.schedule, microbatches=MICROBATCHES, loss=_loss)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+
+        def step() -> float:
+            optimizer.zero_grad()
+            loss = pipe.step(tokens, targets)
+            optimizer.step()
+            return loss.item()
+
+        return step, pipe.timeline
+    if paradigm.sharded:
+        sharded = weft.DataParallel(model, group=replicas, shard_optimizer=True)
+        return _plain_step(sharded, sharded.optimizer(torch.optim.AdamW), tokens, targets, replicas), None
+    model = weft.parallelize(model, mesh)
+    return _plain_step(model, torch.optim.AdamW(model.parameters()), tokens, targets, replicas), None
+
+
+def _plain_step(model, optimizer, tokens, targets, replicas) -> Callable[[], float]:
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = _loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        return (loss.detach() if replicas is None else weft.all_reduce(loss.detach(), op="avg", group=replicas)).item()
+
+    return step
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

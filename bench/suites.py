@@ -1,0 +1,68 @@
+"""What `weft bench` can measure: a name, what it is, and where it runs. Imports the standard library only."""
+
+from dataclasses import dataclass
+
+WARM = "warm: calls follow one another on the same operands and nothing is flushed"
+COLD = "cold: the L2 cache is flushed before each call"
+
+
+class RefusedError(Exception):
+    """What cannot be done as it was asked for; the text is one line for the reader."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A bench, which is the module `weft.bench.<name>`.
+
+    The module has `add_arguments(parser)`, `run(options)`, which gives the rows, `columns()` and `cells(row)` of its
+    table, and `LIMIT`, what no result can be better than. It may have `plot(rows, path)`, where times and ratios row by
+    row are not the best picture. A row has `as_dict()`, in which a time is {"p20_us", "p50_us", "p80_us"}; which of
+    them are ours, and what identifies a row, is in `figures`.
+
+    Attributes:
+        text: one line.
+        on_gpu: whether it measures a CUDA device; else it measures the processor.
+        caches: whether what a call works on is in the caches when it starts.
+    """
+
+    text: str
+    on_gpu: bool = False
+    caches: str = WARM
+
+
+SUITES = {
+    "linear": Suite("a tensor-parallel MLP step beside DTensor over gloo"),
+    "attention": Suite("a sequence shared by CPU ranks beside one process with it whole"),
+    "data_parallel": Suite(
+        "steps of weft.DataParallel and sets of gradients beside DDP over gloo and over weft, with memory"
+    ),
+    "paradigms": Suite("one model's training step on two and four CPU ranks, split in every way, beside one process"),
+    "collectives": Suite("the collectives beside gloo, with nccl-tests' flags and columns"),
+    "matmul": Suite(
+        "the linear layers' products at published models' shards beside torch.matmul, on a GPU", True, COLD
+    ),
+    "attention_chunk": Suite(
+        "an attention chunk, forward and backward, beside cuDNN, flash and FlexAttention, on a GPU", True, COLD
+    ),
+    "bucket": Suite(
+        "gradients into one buffer and back, and sums of buffers, beside _foreach_copy_, on a GPU", True, COLD
+    ),
+    "cross_entropy": Suite(
+        "the loss over a shard of the vocabulary beside eager and torch.compile, on a GPU", True, COLD
+    ),
+    "communicating": Suite(
+        "the kernels that cross ranks, as far as one GPU can tell: tax, overlap, host time",
+        True,
+        f"{COLD}; the host's times are of warm calls",
+    ),
+    "launch": Suite(
+        "the start of a kernel compiled ahead of time beside Triton's own launcher and compiler, on a GPU",
+        True,
+        "warm, but for a process's first call, whose compiler cache the row names",
+    ),
+    "kernels": Suite(
+        "the GPU kernels' benches as one table; --communicating: those of the kernels that cross ranks", True, COLD
+    ),
+    "rank_order_sum": Suite("the CUDA extension's sum of W buffers beside torch.sum, on a GPU", True, COLD),
+    "several_gpus": Suite("collectives beside NCCL's and overlapped products, one rank a GPU", True),
+}

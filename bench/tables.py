@@ -1,0 +1,156 @@
+"""Writes the measured tables of README.md and docs/ from the committed results: `make tables`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what stands there is replaced.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("bench") / "results" / "amd-epyc-2-cores"
+_PLACE = re.compile(r"(<!-- table: ([a-z_ ]+) -->\n)(.*?)(<!-- end -->)", re.S)
+Row = dict[str, Any]
+
+
+def written(page: str, root: Path) -> str:
+    """The page with its tables as the results under `root` are now. KeyError for a table that does not exist."""
+
+    def table(place: re.Match) -> str:
+        file, make = TABLES[place[2]]
+        saved = json.loads((root / RESULTS / f"{file}.json").read_text())
+        return f"{place[1]}\n{_markdown(make(saved['rows']))}\n{place[4]}"
+
+    return _PLACE.sub(table, page)
+
+
+def pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    heading, *rest = lines
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heading, ["---"] * len(heading), *rest))
+
+
+def _ms(time: Row | None, digits: int = 0) -> str:
+    return "" if time is None else f"{time['p50_us'] / 1e3:.{digits}f} ms"
+
+
+def _short(us: float) -> str:
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1e3:.2f} ms"
+
+
+def _linear(rows: list[Row]) -> list[list[str]]:
+    return [["shape", "weft", "DTensor over gloo", "ratio", "limit"]] + [
+        [
+            f"{row['shape']} fp32",
+            _ms(row["ours"], 2),
+            _ms(row["peer"], 2) or "refuses uneven sizes",
+            f"{row['ratio']:.1f}x" if row["ratio"] else "",
+            _ms(row["limit"], 2),
+        ]
+        for row in rows
+    ]
+
+
+def _collectives(rows: list[Row]) -> list[list[str]]:
+    found = [["size", "in place", "ordinary", "gloo", "in place / ordinary to gloo", "limit", "of limit"]]
+    for row in rows:
+        bytes = row["bytes"]
+        if row["operation"] != "all_reduce" or row["dtype"] != "float32" or bytes not in (4096, 1 << 20, 25 << 20):
+            continue
+        times = [_short(row[name]["p50_us"]) for name in ("symmetric", "ordinary", "gloo")]
+        ratios = f"{row['ratio_to_gloo']:.0f}x / {row['ordinary_ratio_to_gloo']:.1f}x"
+        size = f"{bytes >> 20} MiB" if bytes >= 1 << 20 else f"{bytes >> 10} KiB"
+        found.append([size, *times, ratios, _short(row["limit"]["p50_us"]), f"{row['share_of_limit']:.0%}"])
+    return found
+
+
+_DDP = ("weft", "DDP on weft", "DDP on gloo")
+
+
+def _data_parallel(rows: list[Row]) -> list[list[str]]:
+    return [["step of", "weft.DataParallel", "DDP on weft", "DDP on gloo", "to them", "limit"]] + [
+        [
+            f"{row['name']} ({row['parameters'] / 1e6:.1f} M)",
+            *(_ms(row["times"][name], 1) for name in _DDP),
+            f"{row['ratio_to_ddp_on_weft']:.1f}x, {row['ratio_to_gloo']:.1f}x",
+            _ms(row["times"]["limit"], 1),
+        ]
+        for row in rows
+        if row["times"]
+    ]
+
+
+def _data_parallel_memory(rows: list[Row]) -> list[list[str]]:
+    return [["", "weft.DataParallel", "DDP on weft", "DDP on gloo"]] + [
+        [row["name"], *(f"{row['peak_mb'][name]:.0f} MB" for name in _DDP)] for row in rows if row["times"]
+    ]
+
+
+def _attention(rows: list[Row]) -> list[list[str]]:
+    alone = rows[0]["alone"], rows[0]["alone_peak_bytes"]
+    found = [["", "time", "of one process's", "peak memory of a rank", "of one process's", "sent by a rank"]]
+    found.append(["one process", _ms(alone[0]), "", f"{alone[1] / 2**20:.0f} MiB", "", ""])
+    for row in rows:
+        memory = f"{row['peak_bytes'] / 2**20:.0f} MiB", f"{row['memory_share']:.2f}"
+        found.append(
+            [row["method"], _ms(row["ours"]), f"{row['time_share']:.2f}", *memory, f"{row['sent_bytes'] >> 20} MiB"]
+        )
+    return found
+
+
+def _paradigms(rows: list[Row]) -> list[list[str]]:
+    found = [["paradigm", "mesh", "a step", "to one process", "peak memory of a rank", "sent by a rank", "bubble"]]
+    for world in sorted({row["world"] for row in rows}):
+        of_world = [row for row in rows if row["world"] == world]
+        alone = of_world[0]
+        found.append(
+            [
+                f"one process, beside {world} ranks",
+                "",
+                _ms(alone["alone"]),
+                "",
+                f"{alone['alone_peak_mb']:.0f} MB",
+                "",
+                "",
+            ]
+        )
+        for row in of_world:
+            bubble = "" if row["bubble"] is None else f"{row['bubble']:.0%} ({row['formula']:.0%})"
+            sent = f"{row['sent_bytes'] / 2**20:.1f} MiB"
+            found.append(
+                [
+                    row["paradigm"],
+                    f"`{row['mesh']}`",
+                    _ms(row["ours"]),
+                    f"{row['ratio']:.2f}x",
+                    f"{row['peak_mb']:.0f} MB",
+                    sent,
+                    bubble,
+                ]
+            )
+    return found
+
+
+# By the name between the marks: the file of results, and what makes the heading and the lines.
+TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
+    "linear": ("linear", _linear),
+    "collectives": ("collectives", _collectives),
+    "data_parallel": ("data_parallel", _data_parallel),
+    "data_parallel memory": ("data_parallel", _data_parallel_memory),
+    "attention": ("attention", _attention),
+    "paradigms": ("paradigms", _paradigms),
+}
+
+
+def main(root: Path) -> None:
+    for page in pages(root):
+        page.write_text(written(page.read_text(), root))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
