@@ -1,7 +1,27 @@
 """Layers that stand where torch.nn's stand: wiring only."""
 
+from weft.nn.attention import ParallelMultiheadAttention
+from weft.nn.branches import Branches
+from weft.nn.conv1d import ParallelConv1D
+from weft.nn.convolution import ParallelConv2d
+from weft.nn.dropout import OwnDropout, OwnDropout2d
 from weft.nn.embedding import ParallelEmbedding
 from weft.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from weft.nn.normalisation import ChannelBatchNorm2d, ChannelGroupNorm
 from weft.nn.sequence import sum_gradients
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "ParallelLinear", "RowParallelLinear", "sum_gradients"]
+__all__ = [
+    "Branches",
+    "ChannelBatchNorm2d",
+    "ChannelGroupNorm",
+    "ColumnParallelLinear",
+    "OwnDropout",
+    "OwnDropout2d",
+    "ParallelConv1D",
+    "ParallelConv2d",
+    "ParallelEmbedding",
+    "ParallelLinear",
+    "ParallelMultiheadAttention",
+    "RowParallelLinear",
+    "sum_gradients",
+]

@@ -1,5 +1,8 @@
 """ParallelLinear: nn.Linear with its weight split over ranks."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import torch
 from torch import nn
 
@@ -41,13 +44,21 @@ class ParallelLinear(ShardedModule):
         sequence_dim: the dimension of x that is the sequence.
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
         unit: the split features are cut at multiples of it (of a head's size, say).
+        parts: sizes of what lies one after another in the split features and is cut each by itself: a fused projection
+            of queries, keys and values has three. This rank's features are its share of each, in that order;
+            gather_output and split_input go by the order of the whole. `unit` may then be one for each part.
+        heads: (query heads, KV heads), with the size of a head as unit, for the projections around an attention whose
+            KV heads are fewer: the features (each of the parts) are the queries, or the keys or values, of all heads,
+            told by their size. Each rank has the KV heads that its query heads use, as many as divide them. Where ranks
+            outnumber KV heads, several have the same one, and its gradients are summed over them.
         overlap: whether communication and products run at the same time: "auto" where that is faster (`weft.explain`
             says where), "never", or "always", which raises where it cannot be.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: a style, activation or combination that does not exist; fewer units than ranks; a group that this
-            rank is not in. TypeError: a dtype that is not floating point. All before anything is communicated.
+        ValueError: a style, activation or combination that does not exist; fewer units than ranks; parts or heads that
+            are not those of the features; a group that this rank is not in. TypeError: a dtype that is not floating
+            point. All before anything is communicated.
     """
 
     def __init__(
@@ -63,23 +74,26 @@ class ParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
         activation: str | None = None,
-        unit: int = 1,
+        unit: int | Sequence[int] = 1,
+        parts: Sequence[int] | None = None,
+        heads: tuple[int, int] | None = None,
         overlap: str = "auto",
         device=None,
         dtype=None,
     ):
         super().__init__()
         _check_options(style, gather_output, split_input, overlap, dtype)
-        self.in_features, self.out_features, self.style, self.unit = in_features, out_features, style, unit
+        self.in_features, self.out_features, self.style = in_features, out_features, style
+        self.unit, self.parts, self.heads = unit, parts, heads
         self.gather_output, self.split_input, self.activation = gather_output, split_input, activation
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.communicator = communicator(group)
         self._op = column_parallel_linear if style == "column" else row_parallel_linear
-        self._split = self._shard((out_features, in_features), _SPLIT_DIM[style])
+        self._split = self._shard_of_weight()
         region = sequence_dim if sequence_parallel else None
         share = max(self._split.sizes)
         self.place = Place(self.communicator, region, activation_of(activation), overlap, share)
-        self._hold(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+        self._hold(self._whole(bias, device, dtype))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, style: str, group=None, **options) -> "ParallelLinear":
@@ -102,14 +116,24 @@ class ParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:
-            x = split(x, -1, self.communicator, self._split.sizes)
-        y = self._op(x, self.weight, self.bias, self.place)
-        return gather(y, -1, self.communicator, self._split.sizes) if self.gather_output else y
+            x = split(x, -1, self.communicator, self._split.cut)
+        y = self._op(x, self.held("weight"), self.held("bias"), self.place)
+        return gather(y, -1, self.communicator, self._split.cut) if self.gather_output else y
 
-    def _draw_whole(self) -> nn.Linear:
-        has_bias = self.bias is not None
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        return nn.Linear(self.in_features, self.out_features, has_bias, **like)
+    @property
+    def parts_here(self) -> tuple[int, ...]:
+        """This rank's features of each of the parts, in their order; of all where there are no parts."""
+        ends = list(accumulate(self.parts or [self._split.global_shape[self._split.dim]], initial=0))
+        return tuple(
+            sum(max(0, min(last, stop) - max(first, start)) for first, last in self._split.stretches)
+            for start, stop in pairwise(ends)
+        )
+
+    def _draw_whole(self) -> nn.Module:
+        return self._whole(self.bias is not None, self.weight.device, self.weight.dtype)
+
+    def _whole(self, bias: bool, device, dtype) -> nn.Module:
+        return nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -117,24 +141,30 @@ class ParallelLinear(ShardedModule):
             f"rank {self.communicator.rank} of {self.communicator.world}, weight {tuple(self._split.shape)}"
         )
 
+    def _shard_of_weight(self) -> Shard:
+        shape, dim = (self.out_features, self.in_features), _SPLIT_DIM[self.style]
+        if not self.transposed:
+            return self._shard(shape, dim)
+        return self._shard(shape[::-1], 1 - dim)
+
     def _shard(self, shape, dim: int) -> Shard:
+        options = {"parts": self.parts, "heads": self.heads}
         try:
-            return Shard.of_shape(shape, dim, self.communicator, self.unit)
+            shard = Shard.of_shape(shape, dim, self.communicator, self.unit, **options)
+            if self.style == "row" and shard.cut.replicated:
+                raise ValueError("its features are KV heads, which are fewer than the ranks, and each counts once.")
         except ValueError as error:
             feature, other = ("out", "row") if self.style == "column" else ("in", "column")
             raise ValueError(
-                f"ParallelLinear(style={self.style!r}): {feature}_features={shape[dim]}: {error} "
+                f"{type(self).__name__}(style={self.style!r}): {feature}_features={shape[dim]}: {error} "
                 f'Or use style="{other}".'
             ) from None
+        return shard
 
-    def _hold(self, linear: nn.Linear) -> None:
+    def _hold(self, linear: nn.Module) -> None:
         self.adopt("weight", linear.weight, self._split)
-        if linear.bias is None:
-            self.register_parameter("bias", None)
-        elif self.style == "column":
-            self.adopt("bias", linear.bias, self._shard((self.out_features,), 0))
-        else:
-            self.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
+        of_bias = self._shard((self.out_features,), 0) if self.style == "column" else None
+        self.adopt("bias", linear.bias, of_bias)
 
 
 class ColumnParallelLinear(ParallelLinear):

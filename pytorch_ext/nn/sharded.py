@@ -3,33 +3,55 @@
 import torch
 from torch import nn
 
+from weft.ops.held import held
 from weft.shard import Shard
 
 
-class ShardedModule(nn.Module):
-    """A module some of whose parameters are this rank's shards. `state_dict()` holds the shards.
+class ShardHolder(nn.Module):
+    """A module some of whose parameters and buffers are this rank's shards. `state_dict()` holds the shards.
 
-    `load_state_dict` takes a shard or the whole parameter, of which it takes this rank's part; another shape is an
-    error that names both.
+    `load_state_dict` takes a shard or the whole tensor, of which it takes this rank's part; another shape is an error
+    that names both.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.shards: dict[str, Shard] = {}
+    transposed = False  # whether a matrix lies the other way round than its product takes it
 
-    def adopt(self, name: str, whole: nn.Parameter, shard: Shard) -> None:
-        """Holds this rank's part of a whole parameter under `name`."""
-        self.shards[name] = shard
-        self.register_parameter(name, shard.parameter(whole))
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.shards: dict[str, Shard] = {}
+        # torch's TransformerEncoderLayer and MultiheadAttention have a fast path in eval mode that reads the weights of
+        # their parts and does not call them, which with split parts gives a wrong result.
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def adopt(self, name: str, whole: torch.Tensor | None, shard: Shard | None) -> None:
+        """Holds this rank's part of a whole parameter or buffer under `name`; all of it without a shard."""
+        if whole is None:
+            if not hasattr(self, name):
+                self.register_parameter(name, None)
+        elif isinstance(whole, nn.Parameter):
+            copy = nn.Parameter(whole.detach().clone(), whole.requires_grad)
+            self.register_parameter(name, copy if shard is None else shard.parameter(whole))
+        else:
+            self.register_buffer(name, whole.clone() if shard is None else shard.mark(shard.take(whole).clone()))
+        if whole is not None and shard is not None:
+            self.shards[name] = shard
+
+    def held(self, name: str, whole_use: bool = True):
+        """A parameter on its way into a product: [out, in], and its gradient summed over the ranks that have the same
+        rows. whole_use: not in pieces, by a product of ours."""
+        parameter = self._parameters[name]
+        if parameter is None or name not in self.shards:
+            return parameter
+        return held(parameter, self.shards[name], self.transposed and parameter.dim() == 2, whole_use=whole_use)
 
     def reset_parameters(self) -> None:
         """This rank's part of what the whole layer's constructor draws."""
         whole = self._draw_whole()
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if parameter is not None:
+            for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
+                if tensor is not None:
                     shard = self.shards.get(name)
-                    parameter.copy_(shard.take(getattr(whole, name)) if shard else getattr(whole, name))
+                    tensor.copy_(shard.take(getattr(whole, name)) if shard else getattr(whole, name))
 
     def _draw_whole(self) -> nn.Module:
         """A whole layer like this one, with parameters drawn as torch draws them."""
@@ -37,7 +59,8 @@ class ShardedModule(nn.Module):
 
     def _mark(self) -> None:
         for name, shard in self.shards.items():
-            shard.mark(self._parameters[name])
+            tensor = self._parameters.get(name)
+            shard.mark(self._buffers[name] if tensor is None else tensor)
 
     # What replaces a Parameter loses what it knew: copies, moves between devices, and assigning loads.
 
@@ -71,3 +94,7 @@ class ShardedModule(nn.Module):
             if key in missing:
                 missing.remove(key)
         self._mark()
+
+
+class ShardedModule(ShardHolder):
+    """One that treats every position of its input alone: where ranks share a sequence, it gets this rank's part."""

@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.communicator import Communicator, communicator
 from weft.kernels.attention import Rules
 from weft.ops.gathered_attention import GatheredAttentionFunction
-from weft.ops.head_exchange import Heads, to_heads, to_sequence
+from weft.ops.head_exchange import to_heads, to_sequence
 from weft.ops.layout import LAYOUTS, Layout
 from weft.ops.regions import split
 from weft.ops.ring_attention import RingAttentionFunction, Schedule, last_step
+from weft.split import Heads
 
 METHODS = ("ring", "all_gather", "ulysses", "auto")
 

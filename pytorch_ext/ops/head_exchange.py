@@ -2,43 +2,12 @@
 Jacobs et al. 2023)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.backward import first_order
 from weft.ops.layout import Layout
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Which heads each rank computes. Query heads go to one rank each; where ranks outnumber KV heads, several have the
-    same KV head.
-
-    Attributes:
-        queries: (first, count) of each rank.
-        keys: the KV heads of each rank, as many as divide its query heads.
-    """
-
-    queries: tuple[tuple[int, int], ...]
-    keys: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def over(cls, heads: int, kv_heads: int, world: int) -> "Heads":
-        each = heads // kv_heads
-        units, unit = (kv_heads, each) if kv_heads >= world else (heads, 1)
-        share, more = divmod(units, world)
-        queries, keys, first = [], [], 0
-        for rank in range(world):
-            count = (share + (rank < more)) * unit
-            used = [head // each for head in range(first, first + count)]
-            distinct = sorted(set(used))
-            grouped = len({used.count(head) for head in distinct}) <= 1
-            queries.append((first, count))
-            keys.append(tuple(distinct if grouped else used))
-            first += count
-        return cls(tuple(queries), tuple(keys))
 
 
 def to_heads(x: torch.Tensor, heads: Sequence[Sequence[int]], ranks: Communicator, layout: Layout) -> torch.Tensor:

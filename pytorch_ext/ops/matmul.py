@@ -68,17 +68,21 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
 
 def _accumulate(a, b, main_grad) -> None:
     """main_grad += a @ b, in fp32 throughout."""
-    if main_grad.dtype != torch.float32:
-        raise TypeError(f"main_grad is {main_grad.dtype}; it must be torch.float32, which is what it is for")
-    expected = a.size(0), b.size(1)
-    if main_grad.shape != expected:
-        raise ValueError(f"main_grad has shape {tuple(main_grad.shape)}; it must be the weight's {expected}")
+    check_main_grad(main_grad, (a.size(0), b.size(1)))
     if choice.on_kernel(a.device) and _takes_kernel(a, b):
         _kernel().matmul(a, b, addend=main_grad, out=main_grad)
     elif a.is_cuda and a.dtype != torch.float32:
         main_grad.add_(torch.mm(a, b, out_dtype=torch.float32))
     else:
         main_grad.addmm_(a.float(), b.float())
+
+
+def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raises TypeError, ValueError for one that is not fp32 or not of the weight's shape."""
+    if main_grad.dtype != torch.float32:
+        raise TypeError(f"main_grad is {main_grad.dtype}; it must be torch.float32, which is what it is for")
+    if main_grad.shape != shape:
+        raise ValueError(f"main_grad has shape {tuple(main_grad.shape)}; it must be the weight's {shape}")
 
 
 def fused_linear(

@@ -1,56 +1,85 @@
 """Crossing between a tensor that every rank holds whole and one of which each holds a shard."""
 
+from collections.abc import Sequence
+
 import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.backward import first_order
+from weft.shard import in_order_of_the_whole, pick
+from weft.split import Cut
 
 
-def gather(x: torch.Tensor, dim: int, communicator: Communicator, sizes) -> torch.Tensor:
-    """Shards along `dim` to the whole, which every rank then uses in the same way."""
-    return x if communicator.world == 1 else _Gather.apply(x, dim, communicator, sizes)
+def gather(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequence[int]) -> torch.Tensor:
+    """Shards along `dim` to the whole, in its own order, which every rank then uses in the same way.
+
+    Args:
+        cut: how it is cut; or the sizes of shards that lie in it one after another.
+    """
+    return x if communicator.world == 1 else _Gather.apply(x, dim, communicator, _cut(cut))
 
 
-def split(x: torch.Tensor, dim: int, communicator: Communicator, sizes) -> torch.Tensor:
-    """The whole, the same on every rank, to this rank's shard along `dim`."""
-    return x if communicator.world == 1 else _Split.apply(x, dim, communicator, sizes)
+def split(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequence[int]) -> torch.Tensor:
+    """The whole, the same on every rank, to this rank's shard along `dim`; `cut` as in `gather`.
+
+    Raises:
+        ValueError: x is not as long as what is cut.
+    """
+    cut = _cut(cut)
+    if not -x.dim() <= dim < x.dim() or x.size(dim) != sum(cut.sizes):
+        raise ValueError(f"the input has shape {tuple(x.shape)}; its dimension {dim} must be {sum(cut.sizes)}")
+    return x if communicator.world == 1 else _Split.apply(x, dim, communicator, cut)
+
+
+def _cut(cut: Cut | Sequence[int]) -> Cut:
+    return cut if isinstance(cut, Cut) else Cut.one_after_another(cut)
 
 
 class _Gather(torch.autograd.Function):
-    """y = all_gather(x_shard).
+    """y = all_gather(x_shard), in the order of the whole.
 
     forward   y = all_gather(x_shard)
-    backward  dx_shard = this rank's shard of dy: every rank has the same y and so the same dy; nothing travels
+    backward  dx_shard = this rank's shard of dy: every rank has the same y and so the same dy; nothing travels. Of what
+              several ranks have, y has the first one's, and the others' gradient is zero.
     """
 
     @staticmethod
-    def forward(ctx, x, dim, communicator, sizes):
-        ctx.dim, ctx.communicator, ctx.sizes = dim, communicator, list(sizes)
-        return communicator.all_gather(x, dim, ctx.sizes)
+    def forward(ctx, x, dim, communicator, cut):
+        ctx.dim, ctx.communicator, ctx.cut = dim, communicator, cut
+        return in_order_of_the_whole(communicator.all_gather(x, dim, cut.sizes), dim, cut)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return _own_part(dy, ctx.dim, ctx.communicator, ctx.sizes), None, None, None
+        rank, cut = ctx.communicator.rank, ctx.cut
+        dx = _own_part(dy, ctx.dim, rank, cut)
+        if cut.replicated:
+            dx = dx.clone()
+            for stretch, (start, stop) in cut.places(rank).items():
+                if cut.owner[stretch] != rank:
+                    dx.narrow(ctx.dim, start, stop - start).zero_()
+        return dx, None, None, None
 
 
 class _Split(torch.autograd.Function):
-    """y_shard = this rank's shard of x.
+    """y_shard = this rank's shard of x; no two ranks have the same.
 
     forward   nothing travels
-    backward  dx = all_gather(dy_shard)
+    backward  dx = all_gather(dy_shard), in the order of the whole
     """
 
     @staticmethod
-    def forward(ctx, x, dim, communicator, sizes):
-        ctx.dim, ctx.communicator, ctx.sizes = dim, communicator, list(sizes)
-        return _own_part(x, dim, communicator, ctx.sizes)
+    def forward(ctx, x, dim, communicator, cut):
+        assert not cut.replicated
+        ctx.dim, ctx.communicator, ctx.cut = dim, communicator, cut
+        return _own_part(x, dim, communicator.rank, cut)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return ctx.communicator.all_gather(dy, ctx.dim, ctx.sizes), None, None, None
+        dx = ctx.communicator.all_gather(dy, ctx.dim, ctx.cut.sizes)
+        return in_order_of_the_whole(dx, ctx.dim, ctx.cut), None, None, None
 
 
-def _own_part(x, dim, communicator, sizes):
-    return x.split(sizes, dim)[communicator.rank].contiguous()
+def _own_part(x: torch.Tensor, dim: int, rank: int, cut: Cut) -> torch.Tensor:
+    return pick(x, dim, cut.stretches[rank]).contiguous()

@@ -120,11 +120,11 @@ class Layerwise(torch.optim.Optimizer):
 
 def whole_norms(rows: Sequence[Sequence[torch.Tensor]], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The norms [rows, parameters] of tensors that stand in the whole as the parameters do, in fp32 (fp64 of fp64)."""
-    norms = [torch.stack(torch._foreach_norm(list(row))) for row in rows]
-    squares = torch.stack(norms).square()
+    shards = [shard_of(parameter) for parameter in parameters]
+    counted = [[x if shard is None else shard.counted(x) for x, shard in zip(row, shards, strict=True)] for row in rows]
+    squares = torch.stack([torch.stack(torch._foreach_norm(row)) for row in counted]).square()
     shared: dict[Communicator, list[int]] = {}
-    for place, parameter in enumerate(parameters):
-        shard = shard_of(parameter)
+    for place, shard in enumerate(shards):
         if shard is not None and shard.communicator.world > 1:
             shared.setdefault(shard.communicator, []).append(place)
     for ranks, places in shared.items():

@@ -29,18 +29,34 @@ def whole_shape(parameter: torch.Tensor) -> Extent:
     return tuple(parameter.shape) if shard is None else shard.global_shape
 
 
-def parts_of(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece | None = None) -> list[Part]:
+def parts_of(
+    tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece | None = None, *, counted: bool = False
+) -> list[Part]:
     """Where a tensor stands in the whole of a parameter that it is shaped like, as is the parameter itself.
 
     Args:
         piece: the tensor is flat, and covers this stretch of the parameter only.
+        counted: without what a rank before has as well. Pieces are cut anywhere, and not alike on these ranks; of
+            whole tensors replicas are parts too, the same on all ranks.
     """
+    local = [Part((0,) * parameter.dim(), tensor)] if piece is None else _parts_of_piece(tensor, parameter, piece)
     shard = shard_of(parameter)
-    corner = [0] * parameter.dim()
-    if shard is not None:
-        corner[shard.dim] = shard.offset
-    if piece is None:
-        return [Part(tuple(corner), tensor)]
+    if shard is None:
+        return local
+    rank = shard.communicator.rank
+    places = shard.cut.places(rank)
+    if counted and piece is not None:
+        places = {whole: place for whole, place in places.items() if shard.cut.owner[whole] == rank}
+    return [
+        moved
+        for part in local
+        for (begin, _), (start, stop) in places.items()
+        if (moved := _moved(part, shard.dim, start, stop, begin)) is not None
+    ]
+
+
+def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece) -> list[Part]:
+    """Where a stretch of a parameter's memory stands in the parameter."""
     # The stretch is in the order of memory: row-major over the dimensions from the slowest to the fastest.
     strides = torch.empty_like(parameter, device="meta").stride()
     order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
@@ -48,9 +64,18 @@ def parts_of(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece | None 
     parts, begin = [], 0
     for offset, size in boxes_of_stretch([parameter.size(dim) for dim in order], piece.start, piece.stop):
         view = tensor[begin : begin + prod(size)].view(size).permute(back)
-        parts.append(Part(tuple(corner[dim] + offset[back[dim]] for dim in range(parameter.dim())), view))
+        parts.append(Part(tuple(offset[dim] for dim in back), view))
         begin += prod(size)
     return parts
+
+
+def _moved(part: Part, dim: int, start: int, stop: int, begin: int) -> Part | None:
+    """What a part of a shard has between start and stop of it, which lie from `begin` on in the whole."""
+    first, last = max(part.offset[dim], start), min(part.offset[dim] + part.tensor.size(dim), stop)
+    if first >= last:
+        return None
+    tensor = part.tensor.narrow(dim, first - part.offset[dim], last - first)
+    return Part((*part.offset[:dim], begin + first - start, *part.offset[dim + 1 :]), tensor)
 
 
 def boxes_of_stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Extent, Extent]]:

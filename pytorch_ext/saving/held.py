@@ -168,7 +168,8 @@ def whole(name: str, tensor: torch.Tensor) -> Held:
 def _state_tensor(name: str, value: torch.Tensor, parameter: torch.Tensor) -> Held:
     if value.shape == parameter.shape:
         base = _base(parameter)
-        return Held((name,), whole_shape(base), value.dtype, tuple(parts_of(value, base, piece_of(parameter))))
+        parts = parts_of(value, base, piece_of(parameter), counted=True)
+        return Held((name,), whole_shape(base), value.dtype, tuple(parts))
     if value.dim() == 0 or _is_whole(parameter):
         return whole(name, value)
     raise ValueError(f"{name} has shape {tuple(value.shape)}{_UNKNOWN_CUT}")

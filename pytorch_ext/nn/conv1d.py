@@ -1,0 +1,32 @@
+"""ParallelConv1D: the linear layer of transformers' GPT-2, whose weight is [in, out], split over ranks."""
+
+import torch
+from torch import nn
+
+from weft.nn.linear import ParallelLinear
+
+
+class ParallelConv1D(ParallelLinear):
+    """ParallelLinear whose weight lies as in `transformers.pytorch_utils.Conv1D`: [in_features, out_features].
+
+    Options are ParallelLinear's. Built from a seed, it holds this rank's slice of the Conv1D built from that seed.
+    """
+
+    transposed = True
+
+    @classmethod
+    def from_conv1d(cls, layer, *, style: str, group=None, **options) -> "ParallelConv1D":
+        """This rank's part of an existing Conv1D."""
+        in_features, out_features = layer.weight.shape
+        like = {"device": "meta", "dtype": layer.weight.dtype}
+        part = cls(in_features, out_features, style=style, group=group, **like, **options)
+        part._hold(layer)
+        return part.train(layer.training)
+
+    def _whole(self, bias: bool, device, dtype) -> nn.Module:
+        whole = nn.Module()
+        like = {"device": device, "dtype": dtype}
+        whole.weight = nn.Parameter(torch.empty(self.in_features, self.out_features, **like))
+        whole.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **like)) if bias else None)
+        nn.init.normal_(whole.weight, std=0.02)
+        return whole

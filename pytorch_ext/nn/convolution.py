@@ -1,0 +1,213 @@
+"""ParallelConv2d: nn.Conv2d with its channels split over ranks."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm.communicator import communicator
+from weft.nn.sharded import ShardHolder
+from weft.ops.convolution import (
+    CHANNELS,
+    Geometry,
+    column_parallel_conv2d,
+    column_parallel_grouped_conv2d,
+    row_parallel_conv2d,
+    row_parallel_grouped_conv2d,
+)
+from weft.ops.regions import gather, split
+from weft.shard import Shard
+from weft.split import Cut, cut_over
+
+_STYLES = ("column", "row", "channels")
+_OPTIONS = ("stride", "padding", "dilation", "groups", "padding_mode")
+
+
+class ParallelConv2d(ShardHolder):
+    """nn.Conv2d with its weight split over the ranks of a group.
+
+    style="column" splits the filters: x is whole, the output is this rank's channels.
+    style="row" splits the input channels: x is this rank's channels, the output is whole. A column layer followed by a
+    row layer communicates once forward and once backward; what works on each channel alone (activations, pooling,
+    ChannelBatchNorm2d) may stand between.
+    style="channels" is for groups between two such layers (depthwise ones, say): x and the output are this rank's
+    channels, and nothing travels.
+
+    With groups, whole groups are split: a rank's filters see its channels only, so a column layer's backward and a row
+    layer's forward gather instead of summing.
+
+    Sizes need not divide by the number of ranks. Built from a seed, the layer holds this rank's slice of the nn.Conv2d
+    built from that seed. Sums over ranks are in rank order, in fp32 (fp64 of fp64), rounded once.
+
+    Args:
+        in_channels to padding_mode: of the whole layer, as in nn.Conv2d.
+        style: "column", "row" or "channels".
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
+        gather_output: column only; every rank gets the whole output.
+        split_input: row only; x is whole and each rank takes its part.
+        unit: the split channels are cut at multiples of it; with groups, a whole number of groups.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a style or combination that does not exist; fewer units (or groups) than ranks; a unit that cuts a
+            group; style "channels" without groups. All before anything is communicated.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        style: str,
+        group=None,
+        gather_output: bool = False,
+        split_input: bool = False,
+        unit: int | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        _check_options(style, gather_output, split_input, groups)
+        where: dict[str, Any] = {
+            "stride": stride,
+            "padding": padding,
+            "dilation": dilation,
+            "padding_mode": padding_mode,
+        }
+        like = {"device": device, "dtype": dtype}
+        whole = nn.Conv2d(in_channels, out_channels, kernel_size, groups=groups, bias=bias, **where, **like)
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, whole.kernel_size
+        self.stride, self.padding, self.dilation = whole.stride, whole.padding, whole.dilation
+        self.groups, self.padding_mode, self.style = groups, padding_mode, style
+        self.gather_output, self.split_input = gather_output, split_input
+        self.communicator = communicator(group)
+        self._inputs, self._outputs = self._cuts(unit)
+        self._geometry = self._geometry_here()
+        self._hold(whole)
+
+    @classmethod
+    def from_conv2d(cls, conv: nn.Conv2d, *, style: str, group=None, **options) -> "ParallelConv2d":
+        """This rank's part of an existing nn.Conv2d; options: gather_output, split_input, unit."""
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"from_conv2d takes an nn.Conv2d, got {type(conv).__name__}")
+        same: dict[str, Any] = {name: getattr(conv, name) for name in _OPTIONS}
+        like: dict[str, Any] = {"bias": conv.bias is not None, "device": "meta", "dtype": conv.weight.dtype}
+        layer = cls(
+            conv.in_channels,
+            conv.out_channels,
+            _pair(conv.kernel_size),
+            style=style,
+            group=group,
+            **same,
+            **like,
+            **options,
+        )
+        layer._hold(conv)
+        return layer.train(conv.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.split_input:
+            x = split(x, CHANNELS, self.communicator, self._inputs)
+        y = self._op(x, self.weight, self.bias)
+        return gather(y, CHANNELS, self.communicator, self._outputs) if self.gather_output else y
+
+    def _op(self, x, weight, bias) -> torch.Tensor:
+        where = self.communicator, self._geometry
+        if self.style == "channels":
+            return self._geometry.apply(x, weight, bias)
+        if self.groups == 1:
+            return (column_parallel_conv2d if self.style == "column" else row_parallel_conv2d)(x, weight, bias, *where)
+        if self.style == "column":
+            return column_parallel_grouped_conv2d(x, weight, bias, *where, self._inputs)
+        return row_parallel_grouped_conv2d(x, weight, bias, *where, self._outputs)
+
+    def _cuts(self, unit: int | None) -> tuple[Cut, Cut]:
+        """Of the input's and the output's channels. Without groups, only one of the two is split."""
+        split_outputs = self.style != "row"
+        channels = self.out_channels if split_outputs else self.in_channels
+        each = channels // self.groups
+        unit = unit or (each if self.groups > 1 else 1)
+        what = f"{'out' if split_outputs else 'in'}_channels={channels}"
+        if self.groups > 1 and unit % each:
+            raise ValueError(
+                f"ParallelConv2d(style={self.style!r}): unit={unit} cuts a group of {each} channels: {what} in "
+                f"{self.groups} groups are cut at multiples of {each}"
+            )
+        try:
+            sizes = cut_over(channels, self.communicator.world, unit=unit).sizes
+        except ValueError as error:
+            raise ValueError(
+                f"ParallelConv2d(style={self.style!r}): {what} in {self.groups} groups: {error} Or keep it whole."
+            ) from None
+        if self.groups == 1:
+            cut = Cut.one_after_another(sizes)
+            return cut, cut
+        units = [size // each for size in sizes]
+        ins, outs = (
+            Cut.one_after_another([count * (n // self.groups) for count in units])
+            for n in (self.in_channels, self.out_channels)
+        )
+        return ins, outs
+
+    def _geometry_here(self) -> Geometry:
+        here = self.groups
+        if self.groups > 1:
+            here = self._outputs.sizes[self.communicator.rank] // (self.out_channels // self.groups)
+        pads = None if self.padding_mode == "zeros" else self._pads()
+        return Geometry(self.stride, self.dilation, self.padding, pads, self.padding_mode, here)
+
+    def _pads(self) -> list[int]:
+        """Left, right, top, bottom, as nn.Conv2d pads."""
+        found: list[int] = []
+        for at in (1, 0):
+            if self.padding == "same":
+                all_of_it = self.dilation[at] * (self.kernel_size[at] - 1)
+                found += [all_of_it // 2, all_of_it - all_of_it // 2]
+            else:
+                found += [0 if self.padding == "valid" else int(self.padding[at])] * 2
+        return found
+
+    def _hold(self, conv: nn.Conv2d) -> None:
+        by_filters = self.style != "row" or self.groups > 1
+        dim, cut = (0, self._outputs) if by_filters else (1, self._inputs)
+        self.adopt("weight", conv.weight, Shard(tuple(conv.weight.shape), dim, cut, self.communicator))
+        of_bias = Shard((self.out_channels,), 0, self._outputs, self.communicator) if self.style != "row" else None
+        self.adopt("bias", conv.bias, of_bias)
+
+    def _draw_whole(self) -> nn.Conv2d:
+        same: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        like: dict[str, Any] = {"bias": self.bias is not None, "device": self.weight.device, "dtype": self.weight.dtype}
+        return nn.Conv2d(self.in_channels, self.out_channels, _pair(self.kernel_size), **same, **like)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, bias={self.bias is not None}, "
+            f"style={self.style!r}, rank {self.communicator.rank} of {self.communicator.world}, "
+            f"weight {tuple(self.weight.shape)}"
+        )
+
+
+def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
+    height, width = sizes
+    return height, width
+
+
+def _check_options(style: str, gather_output: bool, split_input: bool, groups: int) -> None:
+    if style not in _STYLES:
+        raise ValueError(f"ParallelConv2d: style={style!r} is not one of {', '.join(map(repr, _STYLES))}")
+    if gather_output and style != "column":
+        raise ValueError(f'gather_output=True goes with style="column", got style={style!r}')
+    if split_input and style != "row":
+        raise ValueError(f'split_input=True goes with style="row", got style={style!r}')
+    if style == "channels" and groups == 1:
+        raise ValueError(
+            'ParallelConv2d(style="channels"): without groups every filter sees every channel; use "column" or "row"'
+        )

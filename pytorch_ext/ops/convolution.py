@@ -1,0 +1,96 @@
+"""The convolution in two dimensions whose filters, input channels or groups are split over ranks: the linear layer's
+column and row splits (Shoeybi et al. 2019, section 3) with channels for features. Uneven shards throughout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from weft.comm.communicator import Communicator
+from weft.ops.regions import gather, split
+from weft.ops.shares import total, used_by_parts
+from weft.split import Cut
+
+CHANNELS = -3  # of [batch, channels, height, width], and of one without a batch
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the filters go.
+
+    Attributes:
+        stride, dilation: along height and width.
+        padding: what F.conv2d pads with zeros: sizes, or "same" or "valid".
+        pads: what is padded first in another mode: left, right, top, bottom; None where the mode is "zeros".
+        mode: of F.pad.
+        groups: of this rank's channels.
+    """
+
+    stride: tuple[int, int]
+    dilation: tuple[int, int]
+    padding: tuple[int, int] | str
+    pads: Sequence[int] | None
+    mode: str
+    groups: int
+
+    def apply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.dim() not in (3, 4) or x.size(CHANNELS) != self.groups * weight.size(1):
+            raise ValueError(
+                f"conv2d: the input has shape {tuple(x.shape)}; it must be [batch, {self.groups * weight.size(1)}, "
+                "height, width], or that without a batch: the channels of this rank's weight"
+            )
+        if self.pads is not None:
+            x = F.pad(x, list(self.pads), self.mode)
+            return F.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def column_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry) -> torch.Tensor:
+    """One rank's shard of the filters. Per rank:
+
+        x [B, C, H, W] whole      w_shard [N_r, C, h, w]      b_shard [N_r]      y_shard [B, N_r, H', W']
+
+    forward   y_shard = conv(x, w_shard) + b_shard
+    dgrad     dx = all_reduce(conv_dgrad(dy_shard, w_shard))
+    wgrad     of y_shard and x; nothing travels
+    """
+    return geometry.apply(used_by_parts(x, ranks) if ranks.world > 1 else x, weight, bias)
+
+
+def row_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry) -> torch.Tensor:
+    """One rank's shard of the input channels. Per rank:
+
+        x_shard [B, C_r, H, W]      w_shard [N, C_r, h, w]      b [N] whole      y [B, N, H', W'] whole
+
+    forward   y = all_reduce(conv(x_shard, w_shard)) + b, which is added once
+    dgrad     dx_shard = conv_dgrad(dy, w_shard); nothing travels
+    wgrad     of dy and x_shard; nothing travels
+    """
+    if ranks.world == 1:
+        return geometry.apply(x, weight, bias)
+    return _biased(total(geometry.apply(x, weight, None), ranks), bias)
+
+
+def column_parallel_grouped_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry, cut: Cut):
+    """One rank's shard of the groups, each of which sees its own channels only; `cut` is of the input's channels.
+
+    forward   y_shard = conv(this rank's channels of x, w_shard) + b_shard
+    dgrad     dx = all_gather(conv_dgrad(dy_shard, w_shard))
+    """
+    return geometry.apply(split(x, CHANNELS, ranks, cut), weight, bias)
+
+
+def row_parallel_grouped_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry, cut: Cut):
+    """One rank's shard of the groups, from its own channels; `cut` is of the output's channels. No sum crosses ranks.
+
+    forward   y = all_gather(conv(x_shard, w_shard)) + b, which is added once
+    dgrad     dx_shard = conv_dgrad(this rank's channels of dy, w_shard); nothing travels
+    """
+    if ranks.world == 1:
+        return geometry.apply(x, weight, bias)
+    return _biased(gather(geometry.apply(x, weight, None), CHANNELS, ranks, cut), bias)
+
+
+def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y + bias.to(y.dtype).view(-1, 1, 1)

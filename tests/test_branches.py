@@ -1,0 +1,306 @@
+"""The branches of a block on different ranks: the same output and gradients, and each parameter on its rank alone."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch._dynamo  # optimizers import it at their first step: here once, not in every rank
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft.nn import Branches
+from weft.testing.ranks import run_ranks
+
+
+class ConvNorm(nn.Module):
+    def __init__(self, inputs, outputs, kernel, padding=0):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(inputs, outputs, kernel, padding=padding, bias=False), nn.BatchNorm2d(outputs)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu()
+
+
+class Inception(nn.Module):
+    """As torchvision writes it: branches of several modules, one with a function in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch1x1 = ConvNorm(5, 4, 1)
+        self.branch5x5_1, self.branch5x5_2 = ConvNorm(5, 3, 1), ConvNorm(3, 7, 5, padding=2)
+        self.branch3x3_1, self.branch3x3_2 = ConvNorm(5, 2, 1), ConvNorm(2, 3, 3, padding=1)
+        self.branch_pool = ConvNorm(5, 1, 1)
+
+    def _forward(self, x):
+        pooled = F.avg_pool2d(x, kernel_size=3, stride=1, padding=1)
+        tall = self.branch5x5_2(self.branch5x5_1(x))
+        return [self.branch1x1(x), tall, self.branch3x3_2(self.branch3x3_1(x)), self.branch_pool(pooled)]
+
+    def forward(self, x):
+        return torch.cat(self._forward(x), 1)
+
+
+class Summed(nn.Module):
+    """A sum with the input itself among its terms."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Conv2d(15, 15, n, padding=n // 2), nn.Tanh()) for n in (1, 3, 5))
+
+    def forward(self, x):
+        return x + sum(branch(x) for branch in self.branches)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inception, self.summed, self.head = nn.Conv2d(3, 5, 1), Inception(), Summed(), nn.Linear(15, 2)
+
+    def forward(self, x):
+        return self.head(self.summed(self.inception(self.stem(x))).mean((-2, -1)))
+
+
+PLAN = {"inception": "branches", "summed": "branches"}
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def batch(step):
+    return torch.randn(4, 3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, optimizer, steps, clip):
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        clip(model)
+        optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def close(found, expected, what):
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
+
+def check_same(model, whole, same=close):
+    for name, parameter in model.named_parameters():
+        shard, value = weft.shard_of(parameter), whole.get_parameter(name)
+        same(parameter.detach(), (shard.take(value) if shard else value).detach(), name)
+    for name, buffer in model.named_buffers():
+        same(buffer, whole.get_buffer(name), name)
+
+
+def to_the_bit(found, expected, what):
+    assert torch.equal(found, expected), what
+
+
+def check_gradients(whole, x):
+    model = weft.parallelize(copy.deepcopy(whole), plan=PLAN)
+    assert set(dict(model.named_parameters())) == set(dict(whole.named_parameters()))
+    found = []
+    for one in (model, whole):
+        x.grad = None
+        one(x).square().sum().backward()
+        found.append(x.grad)
+    close(*found, "dx")
+    for name, parameter in model.named_parameters():
+        shard, gradient = weft.shard_of(parameter), whole.get_parameter(name).grad
+        close(parameter.grad, shard.take(gradient) if shard else gradient, f"d{name}")
+    check_same(model, whole)  # the running statistics
+
+
+def check_steps(rank, whole, path):
+    """Steps of the split model, and of what was stored of it and is loaded as the plain one."""
+    model = weft.DataParallel(
+        copy.deepcopy(weft.parallelize(copy.deepcopy(whole), plan=PLAN)),
+        group=dist.new_group([rank], use_local_synchronization=True),
+    )
+    optimizer, plain = sgd(model), sgd(whole)
+    train(model, optimizer, range(3), lambda m: m.clip_grad_norm_(0.1))
+    train(whole, plain, range(3), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+    check_same(model.module, whole)
+    weft.save_checkpoint(model, optimizer, path)
+    other = net(1)
+    its = sgd(other)
+    weft.load_checkpoint(other, its, path)
+    check_same(model.module, other, to_the_bit)
+    train(other, its, range(3, 5), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+    train(whole, plain, range(3, 5), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+    for name, value in whole.state_dict().items():
+        close(other.state_dict()[name], value, name)
+
+
+def check_loads(whole, x):
+    """A whole state_dict, into branches on ranks that were told."""
+    assignment = [(n + 1) % dist.get_world_size() for n in range(4)]
+    again = weft.parallelize(net(2), plan={**PLAN, "inception": {"style": "branches", "assignment": assignment}})
+    again.load_state_dict(whole.state_dict())
+    twin = copy.deepcopy(again)
+    twin.load_state_dict(whole.state_dict(), assign=True)
+    for one in (again, twin):
+        one.eval(), whole.eval()
+        close(one(x).detach(), whole(x).detach(), "a whole state_dict")
+        assert all(weft.shard_of(p) for name, p in one.named_parameters() if name.startswith("inception"))
+    with pytest.raises(
+        RuntimeError, match=r"inception.branch1x1.conv.weight has shape \(2,\); expected .*whole \(4, 5, 1, 1\)"
+    ):
+        again.load_state_dict({**whole.state_dict(), "inception.branch1x1.conv.weight": torch.zeros(2)})
+    return sum(p.numel() for p in again.inception.parameters())
+
+
+def check_training(rank, path):
+    whole, x = net(), batch(9).requires_grad_()
+    check_gradients(copy.deepcopy(whole), x)
+    check_steps(rank, whole, path)
+    return check_loads(whole, x)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_branches_train_and_are_stored_as_the_block_on_one_rank(world, tmp_path):
+    held = run_ranks(check_training, world, tmp_path / "saved")
+    everything = sum(p.numel() for p in Inception().parameters())
+    assert sum(held) == everything, "every parameter is on one rank"
+    assert world == 1 or max(held) < everything
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "LAMB": lambda model: weft.LAMB(weft.layerwise_groups(model, 0.1), lr=0.03),
+}
+
+
+def check_replicas(rank):
+    """Two by two ranks: batches are split as well, and norms are of all branches on every rank."""
+    mesh = weft.init_mesh(dp=2, tp=2, device_type="cpu")
+    rows = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
+    for kind, sharded in (("AdamW", False), ("AdamW", True), ("LAMB", False)):
+        whole = net().eval()
+        inner = weft.parallelize(copy.deepcopy(whole), mesh["tp"], plan=PLAN)
+        model = weft.DataParallel(inner, group=mesh["dp"], shard_optimizer=sharded)
+        plain = OPTIMIZERS[kind](whole)
+        optimizer = model.optimizer(torch.optim.AdamW, lr=0.01) if sharded else OPTIMIZERS[kind](model)
+        for step in range(2):
+            model.zero_grad(), plain.zero_grad()
+            model(batch(step)[rows]).square().mean().backward()
+            whole(batch(step)).square().mean().backward()
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            torch.testing.assert_close(model.clip_grad_norm_(0.1), expected, rtol=1e-6, atol=0)
+            optimizer.step(), plain.step()
+        for name, parameter in inner.named_parameters():
+            shard, value = weft.shard_of(parameter), whole.get_parameter(name)
+            mine = shard.take(value) if shard else value
+            torch.testing.assert_close(parameter, mine, rtol=1e-6, atol=1e-7, msg=f"{kind} {name}")
+
+
+def test_replicas_of_branches_and_every_kind_of_optimizer():
+    run_ranks(check_replicas, 4)
+
+
+def check_by_hand(rank):
+    for combine, dim in (("concat", -1), ("sum", 1)):
+        torch.manual_seed(0)
+        layers = {"left": nn.Linear(4, 3), "middle": nn.Linear(4, 3), "right": nn.Linear(4, 3)}
+        if combine == "concat":
+            layers["right"] = nn.Linear(4, 6)
+        model = Branches(copy.deepcopy(layers), combine=combine, dim=dim, assignment=(1, 0, 1)).double()
+        assert model.assignment == (1, 0, 1) and {name for name, _ in model.named_children()} == set(layers)
+        x = torch.randn(2, 4, dtype=torch.float64)
+        outputs = [layer.double()(x) for layer in layers.values()]
+        close(model(x).detach(), (torch.cat(outputs, dim) if combine == "concat" else sum(outputs)).detach(), combine)
+    torch.manual_seed(0)
+    whole = Net()
+    report = weft.verify(weft.parallelize(copy.deepcopy(whole), plan=PLAN), whole, batch(0).float())
+    assert report.ok, str(report)
+
+
+def test_branches_are_built_by_hand_and_verified():
+    run_ranks(check_by_hand, 2)
+
+
+def check_random_numbers(rank):
+    """Each rank draws for its branches; afterwards all draw alike, though one drew more."""
+    model = Branches([nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))], assignment=(0, 1))
+    torch.manual_seed(0)
+    y = model(torch.ones(1, 200))
+    halves = [half != 0 for half in y.chunk(2, 1)]
+    assert 0.3 < halves[0].float().mean() < 0.7 and 0.1 < halves[1].float().mean() < 0.4
+    found = [None] * 2
+    dist.all_gather_object(found, torch.rand(1).item())
+    return found[0] == found[1]
+
+
+def test_ranks_draw_alike_after_branches_that_draw():
+    assert all(run_ranks(check_random_numbers, 2))
+
+
+class Odd(nn.Module):
+    def __init__(self, forward, **modules):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.way = forward
+
+    def forward(self, x):
+        return self.way(self, x)
+
+
+def check_refusals(rank):
+    def gains(m, x):
+        return m.a(x) + m.b(x) + m.c(x) * m.gain
+
+    scalar = nn.Linear(4, 4)
+    scalar.temperature = nn.Parameter(torch.ones(()))
+    tied = [nn.Linear(4, 4) for _ in range(3)]
+    tied[2].weight = tied[0].weight
+    split = nn.ModuleDict({"b": weft.ParallelLinear(4, 4, style="column", gather_output=True)})["b"]
+    inner = Branches([nn.Linear(4, 4), split, nn.Linear(4, 4)])
+    hooked = Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x))
+    hooked.register_forward_hook(lambda *_: None)
+    calls = dist.group.WORLD.engine.group.calls
+    for told, call in (
+        ("has hooks, which its replacement would lose", lambda: Branches.from_block(hooked)),
+        ("uses gain in a branch, and not a module", lambda: Branches.from_block(Odd(gains))),
+        ("gain of Odd is in no branch", lambda: Branches.from_block(Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x)))),
+        ("is no branches side by side", lambda: Branches.from_block(Odd(lambda m, x: m.b(m.a(x))))),
+        ("is no branches side by side", lambda: Branches.from_block(Odd(lambda m, x: (m.a(x) + m.b(x)).relu()))),
+        (
+            "cannot be read .*: build the block of weft.nn.Branches",
+            lambda: Branches.from_block(Odd(lambda m, x: m.a(x) if x.sum() > 0 else x)),
+        ),
+        (
+            "a is in two branches, 0 and 1",
+            lambda: Branches.from_block(Odd(lambda m, x: torch.cat([m.a(x), m.b(m.a(x)), m.c(x)], 1))),
+        ),
+        ("2 branches cannot be placed on 3 ranks", lambda: Branches.from_block(Odd(lambda m, x: m.a(x) + m.b(x)))),
+        ("temperature has no dimension", lambda: Branches([nn.Linear(4, 4), nn.Linear(4, 4), scalar])),
+        ("0.weight and 2.weight are one parameter in two branches", lambda: Branches(tied)),
+        (
+            "assignment=.0, 0, 1. must name a rank for each",
+            lambda: Branches([*tied[:2], nn.Linear(4, 4)], assignment=(0, 0, 1)),
+        ),
+        ("combine='product' is not one of 'concat', 'sum'", lambda: Branches(tied, combine="product")),
+        ("1 is split over ranks inside of a branch", lambda: inner(torch.ones(2, 4))),
+    ):
+        with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+            call()
+    block = nn.Sequential(Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x)))
+    before = {name: p.clone() for name, p in block.named_parameters()}
+    with pytest.raises(ValueError, match="parallelize: 0: .*gain of Odd"):
+        weft.parallelize(block, plan={"0": "branches"})
+    assert all(torch.equal(p, before[name]) and weft.shard_of(p) is None for name, p in block.named_parameters())
+    assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
+
+
+def test_what_is_no_branches_is_refused_and_left_as_it_is():
+    run_ranks(check_refusals, 3)
