@@ -9,7 +9,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup
 # The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test soak lint gate wheel gpu clean
+.PHONY: demo test soak lint gate tables wheel gpu clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
@@ -30,10 +30,17 @@ lint: $(VENV)/installed
 gate: $(VENV)/built
 	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.check
 
-# With every Triton kernel compiled: ten minutes of two cores at first, seconds where no kernel has changed.
+# The measured tables of README.md and docs/, from the results that are committed.
+tables: $(VENV)/built
+	$(BIN)/python -m weft.bench.tables .
+
+# With every Triton kernel compiled: ten minutes of two cores at first, seconds where no kernel has changed. auditwheel
+# gives the wheel the oldest manylinux tag that the C library of this machine permits.
 wheel: $(VENV)/built
 	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.aot
-	$(BIN)/pip wheel --no-deps --wheel-dir dist .
+	rm -rf build/wheel
+	$(BIN)/pip wheel --no-deps --wheel-dir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist build/wheel/weft-*.whl
 
 # Offline, with the python that is there: builds in place, then the STEPS of bench/on_gpu.py; what came out is in $(OUT).
 gpu:

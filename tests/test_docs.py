@@ -1,0 +1,171 @@
+"""The documentation: every block of Python on it runs, every message that it explains is one of the package's."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.bench.tables import written
+from weft.testing.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+IMPORTS = "import torch\nimport weft\nfrom torch import nn\n"
+MODEL = "torch.manual_seed(0)\nmodel = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 5))\n"
+BATCH = "inputs, targets = torch.randn(8, 6), torch.arange(8) % 5\n"
+LLAMA = """
+from weft.testing.models import LLAMA_PLAN, Llama
+torch.manual_seed(0)
+model = Llama(4)
+tokens = torch.randint(Llama.WORDS, (2, 12))
+labels = inputs = targets = tokens
+def loss(logits, targets): return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+SAVED = """
+import tempfile, os
+import torch.distributed as dist
+folder = [tempfile.mkdtemp()]
+dist.broadcast_object_list(folder)
+os.chdir(folder[0])
+"""
+# What stands before a page's blocks, which follow one another in one program, and on how many ranks they run.
+# What a block needs to run here is put in its place: (page, number of the block) -> (ranks, before, replacements).
+BLOCKS = {
+    ("README.md", 0): (2, "", {}),
+    ("checkpoints.md", 0): (
+        2,
+        SAVED
+        + MODEL
+        + """
+model = weft.DataParallel(model)
+optimizer, step, steps = torch.optim.AdamW(model.parameters()), 3, 4
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+nn.functional.cross_entropy(model(torch.randn(8, 6)), torch.arange(8) % 5).backward()
+optimizer.step()
+""",
+        {},
+    ),
+    ("data_parallel.md", 0): (
+        2,
+        MODEL + BATCH + "batches, loss = [(inputs, targets)] * 2, nn.functional.cross_entropy\n",
+        {},
+    ),
+    ("data_parallel.md", 1): (2, MODEL, {}),
+    ("data_parallel.md", 2): (
+        2,
+        MODEL
+        + """
+from torch.distributed.fsdp import fully_shard
+group = torch.distributed.group.WORLD
+ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+fsdp_module = fully_shard(model)
+""",
+        {},
+    ),
+    ("first_hour.md", 0): (2, "", {}),
+    ("first_hour.md", 1): (2, "", {}),
+    ("first_hour.md", 2): (2, "first_hour.md", {}),
+    ("large_batches.md", 0): (4, MODEL + "mesh, plan = weft.init_mesh(dp=2, tp=2), {'0': 'column', '2': 'row'}\n", {}),
+    ("large_batches.md", 1): (2, MODEL + "mesh = weft.init_mesh(dp=2)\n", {}),
+    ("paradigms.md", 0): (8, LLAMA, {}),
+    ("pipeline.md", 0): (
+        4,
+        "torch.manual_seed(0)\nmodel = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))\n" + BATCH,
+        {},
+    ),
+    ("pipeline.md", 1): (1, "tokens_in_batch = 12\n", {}),
+    ("pipeline.md", 2): (
+        8,
+        LLAMA
+        + "tokens = torch.randint(Llama.WORDS, (16, 12))\ninputs = targets = tokens\noptimizer = torch.optim.SGD(model.parameters())\n",
+        {},
+    ),
+    ("pipeline.md", 3): (4, SAVED + "pipeline.md", {}),
+    ("pipeline.md", 4): (
+        2,
+        MODEL + BATCH + "import copy\nwhole, loss = copy.deepcopy(model), nn.functional.cross_entropy\n",
+        {'"cuda:0", "cuda:1"': '"cpu", "cpu"', "LayerSplit(model, weft": "LayerSplit(whole, weft"},
+    ),
+    ("planner.md", 0): (1, "", {}),
+    ("sequence_parallel.md", 0): (
+        2,
+        "length = 12\ntokens = torch.arange(24).view(2, length)\nq, k, v = torch.randn(3, 2, 4, 6, 8)\n",
+        {},
+    ),
+    ("sequence_parallel.md", 1): (4, LLAMA, {"plan={...}": "plan=LLAMA_PLAN"}),
+    ("sequence_parallel.md", 2): (2, LLAMA + "mesh = weft.init_mesh(cp=2)\n", {}),
+}
+
+
+def blocks_of(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def program(page, number):
+    """A block with what stands before it; "page.md" there are all blocks before this one."""
+    _, before, replacements = BLOCKS[page.name, number]
+    if page.name in before:
+        before = before.replace(
+            page.name,
+            "\n".join(
+                program(page, n) for n in range(number) if BLOCKS[page.name, n][0] == BLOCKS[page.name, number][0]
+            ),
+        )
+    block = blocks_of(page)[number]
+    for text, instead in replacements.items():
+        assert text in block, f"{page.name}, block {number}, has no {text!r} any more"
+        block = block.replace(text, instead)
+    return IMPORTS + before + block
+
+
+def run_all(rank, programs):
+    for name, text in programs:
+        torch.manual_seed(0)
+        try:
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})
+        except Exception as error:
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+    return len(programs)
+
+
+@pytest.mark.parametrize("world", sorted({world for world, _, _ in BLOCKS.values()}))
+def test_every_block_of_python_runs(world):
+    pages = {page.name: page for page in PAGES}
+    programs = [
+        (f"{name} block {number}", program(pages[name], number))
+        for (name, number), (ranks, _, _) in BLOCKS.items()
+        if ranks == world
+    ]
+    assert run_ranks(run_all, world, programs, timeout_s=200) == [len(programs)] * world
+
+
+def test_no_block_of_python_is_left_out():
+    assert {(page.name, number) for page in PAGES for number in range(len(blocks_of(page)))} == set(BLOCKS)
+
+
+def test_every_message_that_is_explained_is_one_of_the_package():
+    sources = [path.read_text() for folder in ("csrc", "pytorch_ext", "kernels") for path in (ROOT / folder).rglob("*")
+               if path.suffix in (".py", ".cpp", ".h")]  # fmt: skip
+    # Texts that go on in the next line of the source.
+    texts = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(sources))
+    explained = [
+        quoted
+        for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
+        if line.startswith("| ")
+        for quoted in re.findall(r'"([^"]+)"', line.split("|")[1])
+    ]
+    assert len(explained) > 20
+    assert [quoted for quoted in explained if quoted not in texts] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_measured_table_is_that_of_the_committed_results(page):
+    """`make tables` writes them."""
+    assert written(page.read_text(), ROOT) == page.read_text()
