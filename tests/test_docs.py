@@ -29,6 +29,37 @@ folder = [tempfile.mkdtemp()]
 dist.broadcast_object_list(folder)
 os.chdir(folder[0])
 """
+HUGGING_FACE = """
+import transformers
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+)
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(config)
+data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (32, 6))]
+"""
+LAUNCHED = """
+rank = str(dist.get_rank())
+os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
+"""
+PARTS = """
+class Inception(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(4, 3, 1) for _ in range(3))
+    def forward(self, x):
+        return torch.cat([branch(x) for branch in self.branches], 1)
+head_dim, mesh = 4, weft.init_mesh(tp=2)
+attention = nn.ModuleDict({"query": nn.Linear(8, 8), "output": nn.Linear(8, 8)})
+stem = {"conv1": nn.Conv2d(3, 4, 1), "norm1": nn.BatchNorm2d(4), "conv2": nn.Conv2d(4, 4, 1)}
+torch.manual_seed(0)
+model = nn.ModuleDict({
+    "layers": nn.ModuleList([nn.ModuleDict({"attention": attention})]),
+    "encoder": nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16)]),
+    "stem": nn.ModuleDict(stem),
+    "inception": Inception(),
+})
+"""
 # What stands before a page's blocks, which follow one another in one program, and on how many ranks they run.
 # What a block needs to run here is put in its place: (page, number of the block) -> (ranks, before, replacements).
 BLOCKS = {
@@ -95,6 +126,28 @@ fsdp_module = fully_shard(model)
     ),
     ("sequence_parallel.md", 1): (4, LLAMA, {"plan={...}": "plan=LLAMA_PLAN"}),
     ("sequence_parallel.md", 2): (2, LLAMA + "mesh = weft.init_mesh(cp=2)\n", {}),
+    ("tensor_parallel.md", 0): (2, PARTS, {}),
+    ("tensor_parallel.md", 1): (1, "head_dim, n_heads, n_kv_heads = 4, 4, 2\n", {}),
+    ("automatic_plans.md", 0): (1, LLAMA, {}),
+    ("automatic_plans.md", 1): (
+        2,
+        SAVED
+        + HUGGING_FACE
+        + "mesh = weft.init_mesh(tp=2)\nif dist.get_rank() == 0:\n    model.save_pretrained('.')\ndist.barrier()\n",
+        {'"path/of/the/model"': '"."'},
+    ),
+    ("adapters.md", 0): (
+        2,
+        """
+block = nn.ModuleDict({"up": nn.Linear(6, 7), "down": nn.Linear(7, 6)})
+model = nn.ModuleDict({"table": nn.Embedding(9, 6), "blocks": nn.ModuleList([block]), "head": nn.Linear(6, 9)})
+""",
+        {},
+    ),
+    ("adapters.md", 1): (1, "", {}),
+    ("adapters.md", 2): (2, SAVED + HUGGING_FACE, {}),
+    ("adapters.md", 3): (2, SAVED + LAUNCHED + HUGGING_FACE, {}),
+    ("adapters.md", 4): (4, HUGGING_FACE, {}),
 }
 
 

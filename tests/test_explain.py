@@ -196,3 +196,20 @@ def test_the_table_decides_between_kernel_and_library_and_is_quoted(monkeypatch)
         double = Problem(64, 64, 64, "nt", True, torch.float64)
         assert "does not take torch.float64" in str(choice._measured(double, device))
     choice._measured.cache_clear()
+
+
+def names_what_stays_whole(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Conv1d(3, 3, 1))
+    mesh = weft.init_mesh(tp=2, device_type="cpu")
+    plan = weft.parallelize(model, mesh)._weft_plan
+    found = weft.explain(model)
+    assert found.whole == plan.whole and "no style for" in found.whole["3"]
+    assert "3: whole on every rank: " in str(found) and json.loads(found.json())["whole"] == plan.whole
+    console = Console(file=io.StringIO(), width=200)
+    console.print(found)
+    assert "whole on every rank" in console.file.getvalue()
+
+
+def test_what_an_automatic_plan_leaves_whole_is_named():
+    run_ranks(names_what_stays_whole, 2)

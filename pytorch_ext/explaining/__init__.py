@@ -1,0 +1,1 @@
+"""What `weft.explain` says, and how it is shown."""
