@@ -6,12 +6,16 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --tp 2 --backend gloo       the same over another backend
     torchrun --nproc-per-node 2 examples/train_lm.py --cp 2 --sequence 16384 --batch 1
                                                                                  each sequence split over two ranks
+    torchrun --nproc-per-node 2 examples/train_lm.py --pp 2                      the layers split over two ranks
+    torchrun --nproc-per-node 4 examples/train_lm.py --pp 2 --tp 2 --recompute selective
+                                                                                 all of it together, as you like
 
-The model is plain PyTorch. What makes it parallel are the lines marked (1) to (6).
+The model is plain PyTorch. What makes it parallel are the lines marked (1) to (7).
 """
 
 import argparse
 import json
+import math
 import sysconfig
 import time
 from pathlib import Path
@@ -22,7 +26,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import weft
 
@@ -109,6 +112,10 @@ def parse_options():
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--dp", type=int, default=1, help="ranks that share each batch")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--pp", type=int, default=1, help="ranks that share the list of layers")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline, with --pp")
+    parser.add_argument("--microbatches", type=int, help="of the pipeline; as many as --pp where it is not said")
+    parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
     parser.add_argument("--backend", default="weft", help="of torch.distributed")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all ranks")
@@ -123,21 +130,20 @@ def main():
     options = parse_options()
     if options.batch % options.dp:
         raise SystemExit(f"--batch {options.batch} must be a multiple of --dp {options.dp}")
-    if options.tp * options.cp * options.dp > 1:
+    sizes = {name: getattr(options, name) for name in ("pp", "dp", "cp", "tp")}
+    if math.prod(sizes.values()) > 1:
         dist.init_process_group(options.backend)  # (2) "weft" where others write "gloo"
-    mesh = weft.init_mesh(dp=options.dp, cp=options.cp, tp=options.tp, device_type="cpu")  # (3) who shares what
+    mesh = weft.init_mesh(**sizes, device_type="cpu")  # (3) who shares what
 
     torch.manual_seed(options.seed)
     # (4) This rank's part of every layer, and with --cp of the sequence, of which the model gets and returns a part.
-    model = weft.parallelize(GPT(options.sequence), mesh["cp", "tp"], plan=PLAN, context={"parts": True})
+    model = GPT(options.sequence)
+    model = weft.parallelize(model, mesh["cp", "tp"], plan=PLAN, context={"parts": True}, recompute=options.recompute)
+    model, step_of = stepper(model, mesh, options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if options.dp > 1:
-        model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
     text = standard_library()
-    share = options.batch // options.dp
-    mine = slice(share * mesh["dp"].get_local_rank(), share * (mesh["dp"].get_local_rank() + 1))
     bytes_a_step = options.batch * options.sequence
     losses, seconds = [], []
     shown = Shown(options, parameters)
@@ -146,20 +152,40 @@ def main():
             start = time.perf_counter()
             whole = batch_of(text, step, options.batch, options.sequence, options.seed)
             # (5) This rank's sequences, and its part of them.
-            inputs, targets = (weft.shard_sequence(part[mine], dim=1, group=mesh["cp"]) for part in whole)
-            # (6) The logits stay split over the vocabulary; the loss is this rank's part of the mean over all bytes.
-            losses_of_part = weft.parallel_cross_entropy(model(inputs), targets, group=mesh["tp"], reduction="sum")
-            loss = losses_of_part / (share * options.sequence)
+            mine = (part.chunk(options.dp)[mesh["dp"].get_local_rank()] for part in whole)
+            inputs, targets = (weft.shard_sequence(part, dim=1, group=mesh["cp"]) for part in mine)
             optimizer.zero_grad()
-            loss.backward()
+            losses.append(step_of(inputs, targets).item())
+            weft.clip_grad_norm_(model, 1.0)  # of the whole model's gradient, wherever it lies
             optimizer.step()
-            average = weft.all_reduce(loss.detach(), group=mesh["cp"])
-            losses.append(weft.all_reduce(average, group=mesh["dp"], op="avg").item())
             seconds.append(time.perf_counter() - start)
             shown.show(step, losses[-1], bytes_a_step / seconds[-1])
 
     report(options, parameters, losses, seconds)
     dist.destroy_process_group()
+
+
+def stepper(model, mesh, options):
+    """The model as it is trained, and a function that runs forward and backward and returns the batch's loss."""
+
+    def loss_of(logits, targets):
+        # (6) The logits stay split over the vocabulary; the loss is this rank's part of the mean over all bytes.
+        losses = weft.parallel_cross_entropy(logits, targets, group=mesh["tp"], reduction="sum")
+        return losses / (options.batch * options.sequence)
+
+    if options.pp > 1:  # (7) Micro-batches follow one another through the stages; gradients and losses add up.
+        count = options.microbatches or options.pp
+        pipe = weft.Pipeline(model, mesh, schedule=options.schedule, microbatches=count, loss=loss_of, reduction="sum")
+        return pipe, pipe.step
+    if options.dp > 1:
+        model = weft.DataParallel(model, group=mesh["dp"], average=False)
+
+    def step(inputs, targets):
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        return weft.all_reduce(weft.all_reduce(loss.detach(), group=mesh["cp"]), group=mesh["dp"])
+
+    return model, step
 
 
 class Shown:
@@ -168,7 +194,7 @@ class Shown:
     def __init__(self, options, parameters):
         self.steps, self.speaks, self.console = options.steps, dist.get_rank() == 0, Console()
         self.bar = Progress(
-            TextColumn(f"tp={options.tp} dp={options.dp} cp={options.cp} {options.backend}"),
+            TextColumn(f"pp={options.pp} dp={options.dp} cp={options.cp} tp={options.tp} {options.backend}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
@@ -197,9 +223,7 @@ def report(options, parameters, losses, seconds):
     if dist.get_rank() != 0 or options.out is None:
         return
     figures = {
-        "tp": options.tp,
-        "dp": options.dp,
-        "cp": options.cp,
+        **{name: getattr(options, name) for name in ("pp", "dp", "cp", "tp", "recompute")},
         "backend": options.backend if dist.get_world_size() > 1 else "none",
         "parameters_per_rank": parameters,
         "losses": losses,

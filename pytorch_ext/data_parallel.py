@@ -175,7 +175,7 @@ class DataParallel(nn.Module, Joinable):
     @property
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients together, a float64 scalar, the same on every rank. Under tensor parallelism shards
-        count once each and whole parameters once in all."""
+        count once each and whole parameters once in all; of a weft.LayerSplit, those of every rank."""
         return self.reducer.norm_squared.sqrt().squeeze(0)
 
     @property
@@ -198,6 +198,10 @@ class DataParallel(nn.Module, Joinable):
         return norm
 
     # The sharded optimizer.
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self._shards is not None
 
     def optimizer(self, kind, parameters: Iterable | None = None, *, elementwise: bool | None = None, **options):
         """An optimizer of the class `kind` that steps this rank's part, whose step() ends with every parameter whole.

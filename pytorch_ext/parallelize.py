@@ -1,22 +1,40 @@
-"""parallelize: splits the layers of an existing model as a plan says."""
+"""parallelize: one call that puts a model on a mesh: layers split, sequence shared, stages cut, batches averaged."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.communicator import Communicator, communicator
 from weft.context.region import share, sharing_in, sharing_of
+from weft.data_parallel import DataParallel
+from weft.layer_split import LayerSplit, check_layers
 from weft.nn import sum_gradients
+from weft.recompute import recompute as recompute_these
+from weft.recompute import recomputed_in
+from weft.saving import random_numbers
 from weft.splitting.agreement import check_same_model
+from weft.splitting.automatic import AutomaticPlan, automatic_plan
 from weft.splitting.matching import match
+from weft.splitting.meeting import check_meeting
 from weft.splitting.styles import KEPT, Plan, part_of
 from weft.splitting.ties import tie
 
 
-def parallelize(model: nn.Module, mesh=None, *, plan: Plan | None = None, context: str | Mapping = "auto") -> nn.Module:
-    """Replaces layers of `model`, in place, by their parallel counterparts that hold this rank's part of the weights;
-    where the mesh has ranks along "cp", the model shares its sequence among them.
+def parallelize(
+    model: nn.Module,
+    mesh=None,
+    *,
+    plan: Plan | str | None = "auto",
+    sequence_parallel: bool = False,
+    context: str | Mapping = "auto",
+    recompute: str = "none",
+    strict: bool = False,
+) -> nn.Module:
+    """The model on the whole mesh. It is called as before, and returns what it returned.
+
+        model = weft.parallelize(model, weft.init_mesh(pp=2, dp=2, cp=1, tp=2))
 
         weft.parallelize(model, mesh["tp"], plan={
             "layers.*.mlp.up": "column",
@@ -25,16 +43,29 @@ def parallelize(model: nn.Module, mesh=None, *, plan: Plan | None = None, contex
             "embedding": "vocabulary",
         })
 
+    Each dimension of the mesh that is larger than 1 does its part:
+        tp: layers are replaced, in place, by their parallel counterparts that hold this rank's part of the weights. The
+            ranks go on with the first one's random numbers, and draw alike from then on: seed them alike if at all.
+        cp: the model shares its sequence among the ranks.
+        pp: the model is cut with `weft.LayerSplit`: each rank keeps its layers, one computes at a time, and every rank
+            calls with the same inputs and the same loss. The way in which all of them compute is
+            `weft.Pipeline(weft.parallelize(model, mesh["cp", "tp"]), mesh, ...)`.
+        dp: the result is wrapped in `weft.DataParallel`: each of these ranks gives its own part of the batch. For its
+            options leave dp out (`mesh["pp", "cp", "tp"]`) and wrap what comes back.
+
     Args:
-        model: every rank has the same whole model. Weights that layers share (tied embeddings) stay shared.
-        mesh: a mesh of init_mesh of which only "cp" and "tp" are larger than 1, one of these two or both
-            (`mesh["cp", "tp"]`); any other one-dimensional DeviceMesh, a ProcessGroup, or None for the default group
-            are the ranks that split the layers.
-        plan: module names to "column" or "row" (nn.Linear) or "vocabulary" (nn.Embedding), or to a dict with such a
-            "style" and further options of ParallelLinear; or any module to "sequence", which leaves it as it is and
-            sums its gradients over the ranks, for what stands between layers with sequence_parallel; or to
-            "tokenwise", which says that it treats every position alone, whatever it calls: with cp it gets this rank's
-            part. A `*` in a name stands for one component of it, `**` for any number, none included.
+        model: every rank has the same whole model. Weights that layers share (tied embeddings, layers that stand in
+            several places) stay shared.
+        mesh: of init_mesh, or some of its dimensions (`mesh["cp", "tp"]`). Any other one-dimensional DeviceMesh, a
+            ProcessGroup, or None for the default group are the ranks that split the layers.
+        plan: "auto" finds what can be split (docs/automatic_plans.md). None splits nothing. Or module names to "column"
+            or "row" (nn.Linear), "vocabulary" (nn.Embedding) or another style (docs/tensor_parallel.md), or to a dict
+            with such a "style" and its options; or any module to "sequence", which leaves it as it is and sums its
+            gradients over the ranks, for what stands between layers with sequence_parallel; or to "tokenwise", which
+            says that it treats every position alone, whatever it calls: with cp it gets this rank's part. A `*` in a
+            name stands for one component of it, `**` for any number, none included.
+        sequence_parallel: asks plan="auto" that between split layers each rank of "tp" has its part of the sequence;
+            it raises where it cannot show that to be right. In a plan of your own it is an option of each layer.
         context: how the sequence is shared: a method of `weft.context_attention`, or a dict of
             method, layout: as there;
             dim: the dimension of the model's arguments that is the sequence, 1 by default. Arguments of another length
@@ -43,76 +74,141 @@ def parallelize(model: nn.Module, mesh=None, *, plan: Plan | None = None, contex
                 part (`weft.shard_sequence`) and gets its part of the outputs; the whole loss is the sum of the ranks';
             strict: raise where a function of the model has no rule and the sequence would be gathered for it.
             See docs/sequence_parallel.md.
+        recompute: what backward computes again instead of keeping it: "none"; "full": each block (an element of the
+            outermost lists of modules); "selective": of each block its attention and MLP, where these are modules.
+        strict: raise where plan="auto" leaves a layer whole, and for pp, whose ranks would wait for one another.
 
     Returns:
-        The model.
+        The model itself, in place, where only tp and cp are larger than 1. With pp a LayerSplit of it; with dp a
+        DataParallel around the model or that. `weft.explain` takes any of them.
 
     Raises:
-        ValueError: a pattern that matches nothing (with the names there are), a layer that cannot be split over these
-            ranks, a tied weight that only one of its layers splits, ranks whose models differ, a context that does not
-            exist. TypeError: a layer of a kind that the style does not take. The model is unchanged then.
+        ValueError: a mesh with other dimensions; a pattern that matches nothing (with the names there are), a layer
+            that cannot be split over these ranks, layers that do not meet, a tied weight that only one of its layers
+            splits; more stages than layers, a model that cannot be cut; a context or a recompute that does not exist.
+            TypeError: a layer of a kind that the style does not take. The model is unchanged then and nothing was sent.
+            Also ranks whose models differ: on every rank.
     """
-    group, sequence = _groups(mesh)
-    sharing = None if sequence is None else sharing_of(sequence, context)
+    ranks = _ranks_of(mesh)
+    sharing = None if ranks.cp is None else sharing_of(ranks.cp, context)
     if sharing is not None and "" in sharing_in(model):
         raise ValueError("parallelize: the model shares its sequence already")
-    plan = _checked_plan(plan, context, group, sharing)
-    entries = match(plan, model)
-    between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
-    replacements = {
-        name: part_of(name, model.get_submodule(name), entry, group)
-        for name, entry in entries.items()
-        if name not in (*between, *tokenwise)
-    }
-    tie(model, replacements)
-    for ranks in (group, sequence):
-        if ranks is not None:
-            check_same_model(model, ranks)
-    for name in between:
-        sum_gradients(model.get_submodule(name), group)
-    for name, layer in replacements.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
-    if sharing is not None and sharing.ranks.world > 1:
-        share(model, sharing, tokenwise)
-    return model
-
-
-def _checked_plan(plan: Plan | None, context, group: Communicator | None, sharing) -> Plan:
     if sharing is None and context != "auto":
         raise ValueError(
             f'parallelize: context={context!r}, and the mesh has no dimension "cp" to share a sequence over'
         )
-    if plan is None:
-        if sharing is None:
-            raise ValueError('parallelize: no plan, and no mesh with ranks along "cp": say which layers to split')
-        return {}
+    automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict)
+    entries = match(plan, model)
+    between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
+    replacements = {
+        name: part_of(name, model.get_submodule(name), entry, ranks.tp)
+        for name, entry in entries.items()
+        if name not in (*between, *tokenwise)
+    }
+    tie(model, replacements)
+    if automatic is None:
+        check_meeting(model, replacements)
+    recomputed = recomputed_in(model, recompute)
+    if ranks.stages is not None:
+        _check_stages(model, ranks.stages, strict)
+    for group in (ranks.tp, ranks.cp, ranks.stages and communicator(ranks.stages)):
+        if group is not None:
+            check_same_model(model, group)
+    if ranks.tp is not None:
+        _draw_alike(ranks.tp, model)
+
+    for name in between:
+        sum_gradients(model.get_submodule(name), ranks.tp)
+    for name, layer in replacements.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    if recompute != "none":
+        recompute_these({name: model.get_submodule(name) for name in recomputed})
+    if sharing is not None and sharing.ranks.world > 1:
+        share(model, sharing, tokenwise)
+    return _noted(_wrapped(model, ranks), automatic)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Who does what. `stages` and `replicas` are there where they are more than one."""
+
+    tp: Communicator | None
+    cp: Communicator | None
+    stages: DeviceMesh | None
+    replicas: DeviceMesh | None
+
+
+_DIMENSIONS = ("pp", "dp", "cp", "tp")
+
+
+def _ranks_of(mesh) -> _Ranks:
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    if not isinstance(mesh, DeviceMesh) or (mesh.ndim == 1 and not set(names) & set(_DIMENSIONS)):
+        return _Ranks(communicator(mesh), None, None, None)
+    if not names or not set(names) <= set(_DIMENSIONS):
+        raise ValueError(
+            f"parallelize: the mesh has the dimensions {names or 'without names'}; it takes those of weft.init_mesh, "
+            f"{', '.join(_DIMENSIONS)}, or one dimension alone"
+        )
+    along = {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
+    tp, cp = (communicator(along[name]) if name in along else None for name in ("tp", "cp"))
+    stages, replicas = (along[name] if name in along and along[name].size() > 1 else None for name in ("pp", "dp"))
+    return _Ranks(tp, cp, stages, replicas)
+
+
+def _plan_of(
+    model: nn.Module, plan: Plan | str | None, ranks: _Ranks, sequence_parallel: bool, strict: bool
+) -> tuple[AutomaticPlan | None, Plan]:
+    if plan == "auto":
+        if ranks.tp is None or ranks.tp.world == 1:
+            return None, {}
+        automatic = automatic_plan(model, ranks.tp.world, sequence_parallel=sequence_parallel)
+        if strict and automatic.whole:
+            told = "; ".join(f"{name}: {why}" for name, why in automatic.whole.items())
+            raise ValueError(f"parallelize: strict, and these layers would stay whole on every rank: {told}")
+        return automatic, automatic.plan
+    if isinstance(plan, str):
+        raise ValueError(f'parallelize: plan={plan!r} is not "auto", None or a dict of module names')
+    if sequence_parallel:
+        raise ValueError(
+            'parallelize: sequence_parallel=True is of plan="auto"; in a plan of your own it is an option of each '
+            'layer: {"style": "row", "sequence_parallel": True}'
+        )
+    plan = plan or {}
     split = [pattern for pattern, entry in plan.items() if entry != "tokenwise"]
-    if group is None and split:
-        raise ValueError(
-            f'parallelize: the plan splits {", ".join(split)}, and the mesh has "cp" alone; pass mesh["cp", "tp"]'
-        )
-    return plan
+    if ranks.tp is None and split:
+        raise ValueError(f'parallelize: the plan splits {", ".join(split)}, and the mesh has no dimension "tp"')
+    return None, plan
 
 
-def _groups(mesh) -> tuple[Communicator | None, Communicator | None]:
-    """The ranks that split the layers, and those that share the sequence."""
-    if not isinstance(mesh, DeviceMesh):
-        return communicator(mesh), None
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and names != ("cp",):
-        return communicator(mesh), None
-    if not {"cp", "tp"} & set(names):
+def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:
+    if strict:
         raise ValueError(
-            f'parallelize: the mesh has the dimensions {names}, none of them "tp" or "cp"; pass the one to use'
+            f'parallelize: strict, and of the {stages.size()} ranks along "pp" one would compute at a time: call '
+            'weft.Pipeline(weft.parallelize(model, mesh["cp", "tp"]), mesh, microbatches=..., loss=...) instead'
         )
-    others = [name for name in names if name not in ("cp", "tp") and mesh[name].size() > 1]
-    if others:
-        raise NotImplementedError(
-            f'parallelize splits over "tp" and "cp" alone for now, and the mesh also has {", ".join(others)} larger '
-            'than 1: pass mesh["cp", "tp"], and wrap the result in torch\'s DistributedDataParallel over '
-            'mesh["dp"].get_group()'
-        )
-    along = {name: mesh if mesh.ndim == 1 else mesh[name] for name in names if name in ("cp", "tp")}
-    group, sequence = (communicator(along[name]) if name in along else None for name in ("tp", "cp"))
-    return group, sequence
+    check_layers(model, stages.size())
+
+
+def _draw_alike(group: Communicator, model: nn.Module) -> None:
+    """The ranks that split the layers go on with the first one's random numbers: what they have whole they must drop
+    alike, and a model whose weights were loaded comes with ranks that were never seeded."""
+    if group.world == 1:
+        return
+    for kind in random_numbers.states(model):
+        told = group.notes(random_numbers.states(model)[kind])
+        random_numbers.restore(kind, told[0], model)
+
+
+def _wrapped(model: nn.Module, ranks: _Ranks) -> nn.Module:
+    if ranks.stages is not None:
+        model = LayerSplit(model, ranks.stages)
+    return model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
+
+
+def _noted(model: nn.Module, automatic: AutomaticPlan | None) -> nn.Module:
+    """With what the automatic plan says, for `weft.explain`."""
+    if automatic is not None:
+        model._weft_plan = automatic  # type: ignore[assignment]
+    return model

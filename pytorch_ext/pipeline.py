@@ -13,11 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft._C import CommError
 from weft.comm.communicator import Communicator, communicator
+from weft.context.region import share_in_stages, sharing_in
+from weft.context.sequence import Sharing
+from weft.data_parallel import DataParallel
+from weft.layer_split import LayerSplit
+from weft.recompute import recomputes
 from weft.stages.balance import balanced, times, undisturbed
 from weft.stages.chain import Chain, chain_of
 from weft.stages.clock import Clock, ClockedStage
-from weft.stages.holding import hold
+from weft.stages.holding import Held, hold
+from weft.stages.owners import mark
 from weft.stages.schedules import SCHEDULES, Schedule
+from weft.stages.stage import Marks, Stage, begin
 from weft.stages.ties import Ties, holders_of
 from weft.stages.timeline import Timeline, timeline_of
 
@@ -36,9 +43,10 @@ class Pipeline(nn.Module):
 
     Parameters keep the model's names; all ranks' state_dicts together are the model's. A parameter that several stages
     use (tied embeddings) has a copy on each of their ranks; after a step each has the sum of all gradients, the same
-    bits. To split layers over "tp" as well, call `weft.parallelize(model, mesh["tp"], plan=...)` first. Where the mesh
-    has "dp", each of these ranks gives its own part of the batch, and gradients and the loss are averaged over them.
-    See docs/pipeline.md.
+    bits. To split layers over "tp" and the sequence over "cp" as well, call `weft.parallelize(model, mesh["cp", "tp"])`
+    first; with parts=True of its context, inputs and targets are this rank's parts, and the loss is the sum of what
+    these ranks' parts give. Where the mesh has "dp", each of these ranks gives its own part of the batch, and gradients
+    and the loss are averaged over them. See docs/pipeline.md.
 
     Args:
         model: the same whole model on every rank, of which the stages of others can be freed afterwards.
@@ -77,6 +85,11 @@ class Pipeline(nn.Module):
         stages_per_rank: int | None = None,
     ):
         super().__init__()
+        if isinstance(model, LayerSplit | DataParallel):
+            raise ValueError(
+                f"Pipeline: the model is a {type(model).__name__}, as weft.parallelize returns it for a mesh with pp "
+                'or dp: call weft.parallelize(model, mesh["cp", "tp"]), and give the whole mesh to Pipeline'
+            )
         along = _along(mesh)
         if schedule not in SCHEDULES:
             raise ValueError(f"Pipeline: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
@@ -88,6 +101,13 @@ class Pipeline(nn.Module):
         self._microbatches, self._reduction = microbatches, reduction
         self._loss = partial(loss)  # which may be a module, and is none of the model's
         self._total = _number_of_stages(self._plan, schedule, self._ranks.world, stages_per_rank, microbatches)
+        self._sharing = _sharing_of(model, along)
+        if self._plan.halves and recomputes(model):
+            whole = ", ".join(repr(name) for name, plan in SCHEDULES.items() if not plan.halves)
+            raise ValueError(
+                f"Pipeline: schedule={schedule!r} takes each backward in parts, of which every one would compute the "
+                f'activations again: use {whole}, or recompute="none" in weft.parallelize'
+            )
         chain = chain_of("Pipeline", model, layers, arguments)
         sizes = _sizes(chain, self._total, schedule, balance, example)
         for dimension in along.values():  # shards and times may differ, the cut must not
@@ -102,13 +122,18 @@ class Pipeline(nn.Module):
         stages = chain.stages(sizes)
         self._device = _device_of(mesh)
         mine = self._plan.stages_of(self._ranks.rank, self._ranks.world, self._total)
-        self._stages = {number: stages[number] for number in mine}
+        self._stages = {number: Stage(stages[number], number, self._total) for number in mine}
         hold(self, model, self._stages.values())
-        self._ties = Ties(holders_of(stages, self._owner), self._ranks)
+        holders = holders_of(stages, self._owner)
+        mark(holders, self._ranks)
+        share_in_stages(self, self._sharing)
+        self._ties = Ties(holders, self._ranks)
         self._ties.align()
+        self._held = Held(self, (stage.stage for stage in self._stages.values()))
         self._clock = Clock(self._device)
         self._schedule = None
         self._built_for: list | None = None
+        self._arriving: dict[int, Marks] = {}  # of the shapes that it is built for
         self.layers_per_stage = tuple(sizes)
 
     def step(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
@@ -120,14 +145,16 @@ class Pipeline(nn.Module):
             targets: [batch, ...], which the last stage's rank reads.
 
         Returns:
-            The batch's loss, a detached fp32 scalar, the same on every rank. Gradients have been added to `.grad`.
+            The batch's loss, a detached fp32 scalar (fp64 of an fp64 model), the same on every rank. Gradients have
+            been added to `.grad`.
 
         Raises:
             ValueError: a batch that is not a multiple of the micro-batches; before anything is sent.
             RankLostError: a rank was lost.
         """
+        self._ties.renew(self._held.renew(self))
         given = self._checked(inputs, targets)
-        schedule = self._schedule_for(given)
+        schedule = self._schedule_for(given, self._begun(given, targets))
         dist.barrier(self._ranks.group)  # from here on, every rank's clock counts
         self._clock.reset()
         earlier = self._put_aside()
@@ -150,7 +177,11 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def evaluate(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
         """The batch's loss as of `step`, without gradients; one micro-batch after the other. A collective call."""
+        self._ties.renew(self._held.renew(self))
         given = self._checked(inputs, targets)
+        begun = self._begun(given, targets)
+        for stage in self._stages.values():
+            stage.begin(*begun)
         losses = []
         for number, part in enumerate(zip(*(x.chunk(self._microbatches) for x in given), strict=True)):
             output = self._through(part)
@@ -213,12 +244,23 @@ class Pipeline(nn.Module):
             parameter.grad = None
         return earlier
 
-    def _schedule_for(self, given: tuple[torch.Tensor, ...]):
+    def _begun(self, given: tuple[torch.Tensor, ...], targets: torch.Tensor):
+        """What the stages are told before a batch: how its sequence is shared, and a seed."""
+        alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # others read none
+        return begin("Pipeline", self._sharing, given, alike)
+
+    def _schedule_for(self, given: tuple[torch.Tensor, ...], begun):
         """torch's schedule for inputs of these shapes; it is made anew when they change."""
         shapes = [(x.shape, x.dtype) for x in given]
         if self._built_for != shapes:
+            for stage in self._stages.values():
+                stage.begin(*begun)
             self._schedule = self._built(tuple(x.chunk(self._microbatches)[0] for x in given))
             self._built_for = shapes
+            self._arriving = {number: stage.arriving for number, stage in self._stages.items()}
+        for number, stage in self._stages.items():
+            stage.begin(*begun)
+            stage.arriving = self._arriving[number]
         return self._schedule
 
     def _built(self, microbatch: tuple[torch.Tensor, ...]):
@@ -250,10 +292,11 @@ class Pipeline(nn.Module):
 
     def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
         """One micro-batch through all stages, without a schedule: the output where the last stage is, else None."""
-        output = None
+        output, marks = None, ()
         for number, stage in self._stages.items():
             if number > 0 and self._owner(number - 1) != self._ranks.rank:
-                values = _receive(self._owner(number - 1), self._ranks, self._device)
+                values, marks = _receive(self._owner(number - 1), self._ranks, self._device)
+            stage.arriving = marks
             output = stage(*values)
             leaving = output if isinstance(output, tuple) else (output,)
             if not all(isinstance(x, torch.Tensor) for x in leaving):
@@ -262,11 +305,10 @@ class Pipeline(nn.Module):
                 )
             if shapes is not None:
                 shapes[number] = (values, leaving)
-            values = leaving
+            values, marks = leaving, stage.leaving
             if number + 1 < self._total and self._owner(number + 1) != self._ranks.rank:
-                dist.send_object_list(
-                    [[x.cpu() for x in values]], group=self._ranks.group, group_dst=self._owner(number + 1)
-                )
+                sent = [x.cpu() for x in values], marks
+                dist.send_object_list([sent], group=self._ranks.group, group_dst=self._owner(number + 1))
         return output if self._ends_here else None
 
     def _scaled_loss(self, output, target) -> torch.Tensor:
@@ -279,10 +321,13 @@ class Pipeline(nn.Module):
         return value
 
     def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        loss = torch.zeros((), device=self._device)
+        fp64 = all(parameter.dtype == torch.float64 for parameter in self.parameters())
+        loss = torch.zeros((), device=self._device, dtype=torch.float64 if fp64 else torch.float32)
         if self._ends_here:
-            loss = torch.stack([one.detach().float() for one in losses]).sum()
+            loss = torch.stack([one.detach().to(loss.dtype) for one in losses]).sum()
         loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))
+        if self._sharing is not None and self._sharing.parts:
+            loss = self._sharing.ranks.all_reduce_(loss)
         return loss if self._replicas is None else self._over_replicas(loss)
 
     def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
@@ -297,12 +342,24 @@ def _along(mesh) -> dict[str, DeviceMesh]:
     if names is None or "pp" not in names:
         told = type(mesh).__name__ if names is None else f"one with the dimensions {names}"
         raise ValueError(f'Pipeline: mesh must be a DeviceMesh with a dimension "pp", got {told}: weft.init_mesh(pp=2)')
-    along = {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
-    if "cp" in along and along["cp"].size() > 1:
+    return {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
+
+
+def _sharing_of(model: nn.Module, along: dict[str, DeviceMesh]) -> Sharing | None:
+    """How the model shares its sequence, which must be as the mesh says."""
+    sharing = sharing_in(model).get("")
+    ranks = communicator(along["cp"]) if "cp" in along else None
+    if ranks is not None and ranks.world > 1 and (sharing is None or sharing.ranks != ranks):
         raise ValueError(
-            f'Pipeline: the mesh has "cp" of {along["cp"].size()}, and a pipeline shares no sequences yet: use cp=1'
+            f'Pipeline: the mesh has "cp" of {ranks.world}, and the model does not share its sequence among these '
+            'ranks: call weft.parallelize(model, mesh["cp", "tp"]) first'
         )
-    return along
+    if sharing is not None and sharing.dim == 0:
+        raise ValueError(
+            "Pipeline: micro-batches are cut along dimension 0 of the arguments, and the model shares its sequence "
+            "along that: make the sequence another dimension"
+        )
+    return sharing
 
 
 def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | None, microbatches: int) -> int:
@@ -355,10 +412,11 @@ def _like(x: torch.Tensor, differentiable: bool) -> torch.Tensor:
     return torch.empty_like(x, device="meta", requires_grad=differentiable and x.is_floating_point())
 
 
-def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Marks]:
     box: list = [None]
     dist.recv_object_list(box, group=ranks.group, group_src=source)
-    return tuple(x.to(device) for x in box[0])
+    values, marks = box[0]
+    return tuple(x.to(device) for x in values), marks
 
 
 def _raise_cause(error: RuntimeError) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TORCHRUN = [*RUN, "2"]
 
 
 def run(*command, **options):
@@ -37,7 +38,7 @@ def train(folder, launch, *arguments):
     return json.loads(out.read_text())
 
 
-WAYS = [["--tp", "2"], ["--dp", "2"], ["--cp", "2"], ["--tp", "2", "--backend", "gloo"]]
+WAYS = [["--tp", "2"], ["--dp", "2"], ["--cp", "2"], ["--pp", "2"], ["--tp", "2", "--backend", "gloo"]]
 
 
 @pytest.mark.parametrize("arguments", WAYS, ids=" ".join)
@@ -48,6 +49,17 @@ def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone,
     assert len(figures["peak_memory_mb"]) == 2
     if "--tp" in arguments:
         assert figures["parameters_per_rank"] < 0.52 * alone["parameters_per_rank"]
+
+
+TOGETHER = [["--pp", "2", "--tp", "2", "--recompute", "selective"], ["--dp", "2", "--cp", "2", "--recompute", "full"]]
+
+
+@pytest.mark.parametrize("arguments", TOGETHER, ids=" ".join)
+def test_the_example_combines_them(arguments, alone, tmp_path):
+    figures = train(tmp_path, [*RUN, "4"], *arguments)
+    assert figures["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    if "--tp" in arguments:  # half of half the layers, and a copy of the tied embedding at both ends
+        assert figures["parameters_per_rank"] < 0.27 * alone["parameters_per_rank"]
 
 
 def test_the_demo_compares_the_runs_and_draws_them(tmp_path):

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import weft
@@ -100,6 +101,116 @@ def test_more_places_than_layers_are_refused():
     with pytest.raises(ValueError, match="1 layers .* too few for 2 places: use 1 at most"):
         weft.LayerSplit(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), ["cpu", "cpu"])
     run_ranks(too_many_places, 2)
+
+
+class Branching(nn.Module):
+    """Cannot be cut: it decides by values, uses a parameter of its own, drops outside of its layers, returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("shift", torch.randn(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), Two()) for _ in range(3))
+        self.unused, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        for layer in self.layers[:1].parameters():
+            layer.requires_grad_(False)
+
+    def forward(self, x, *, double=False):
+        x = torch.cat([self.token, x]) * self.scale + self.shift
+        seen = []
+        for layer in self.layers:
+            if x.sum() < 1e9:
+                x, rest = layer(x)
+                x = F.dropout(x + rest, 0.3, self.training)
+                seen.append(rest)
+        return {"output": (2 if double else 1) * self.norm(x), "seen": seen}
+
+
+class Two(nn.Linear):
+    """Two results, one of which may stay unused."""
+
+    def __init__(self):
+        super().__init__(4, 8)
+
+    def forward(self, x):
+        return super().forward(x).chunk(2, -1)
+
+
+def relay(rank):
+    world = torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    model = Branching()
+    split = weft.LayerSplit(copy.deepcopy(model), weft.init_mesh(pp=world, device_type="cpu"))
+    x = torch.randn(5, 4)
+    for mode in (False, True):
+        model.train(mode)
+        split.train(mode)
+        assert all(module.training == mode for module in split.modules())
+        torch.manual_seed(3 + rank)  # the first rank's numbers are all ranks'
+        found = split(x, double=True)
+        told = weft.all_gather(found["output"].detach().unsqueeze(0))
+        assert (told == found["output"]).all() and len(found["seen"]) == 3
+        if not mode:
+            expected = model(x, double=True)
+            assert torch.equal(found["output"], expected["output"])
+            for output in (found, expected):
+                (output["output"].square().sum() + output["seen"][1].sum()).backward()
+    held = dict(split.named_parameters())
+    for name, parameter in held.items():
+        expected = model.get_parameter(name).grad
+        assert (expected is None) == (parameter.grad is None), name
+        assert expected is None or torch.equal(parameter.grad, expected), name
+    norm = weft.clip_grad_norm_(split, 1.0)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(model.parameters(), 1.0).double())
+    with torch.no_grad():
+        assert torch.equal(split.eval()(x)["output"], model.eval()(x)["output"])
+    return set(held), set(split.state_dict())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_model_that_cannot_be_cut_runs_on_every_rank_and_its_layers_on_one(world):
+    told = run_ranks(relay, world)
+    whole = Branching()
+    assert set().union(*(state for _, state in told)) == set(whole.state_dict())
+    layers = [name for held, _ in told for name in held if name not in ("token", "scale")]
+    assert sorted(layers) == sorted(name for name, _ in whole.named_parameters() if name not in ("token", "scale"))
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = Keeping()
+
+    def forward(self, x, cache=None):
+        return self.head(x, past_key_values=cache) if x.sum() > -1e9 else x
+
+
+class Keeping(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, past_key_values=None):
+        return super().forward(x)
+
+
+def refuse(rank):
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    split = weft.LayerSplit(Cached(), mesh)
+    split(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"Keeping got a cache \(past_key_values\).*use_cache=False"):
+        split(torch.ones(2, 4), cache=object())
+    with pytest.raises(ValueError, match="cannot be traced"):
+        weft.LayerSplit(Cached(), mesh, arguments=["x", "cache"])
+    shared = Branching()
+    shared.unused.bias = nn.Parameter(torch.zeros(4))
+    shared.scale = shared.unused.bias
+    with pytest.raises(ValueError, match="a parameter of unused is also used outside of any layer"):
+        weft.LayerSplit(shared, mesh)
+
+
+def test_what_such_a_model_cannot_do_is_refused():
+    run_ranks(refuse, 2)
 
 
 class Dying(nn.Linear):

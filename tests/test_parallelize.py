@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft.testing.ranks import run_ranks
@@ -113,16 +114,16 @@ def check_refusals(rank):
             weft.parallelize(model, plan=plan)
         assert [type(module) for module in model.modules()] == before, "the model is as it was"
     assert dist.group.WORLD.engine.group.calls == calls
-    with pytest.raises(
-        NotImplementedError, match='"tp" and "cp" alone for now, and the mesh also has dp larger than 1'
-    ):
-        weft.parallelize(model, weft.init_mesh(dp=2, device_type="cpu"), plan=PLAN)
     mesh = weft.init_mesh(cp=2, device_type="cpu")
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "columns"))
     for told, arguments, options in (
-        ('the plan splits embedding, .* and the mesh has "cp" alone; pass mesh', [mesh["cp"]], {"plan": PLAN}),
+        ('the plan splits embedding, .* and the mesh has no dimension "tp"', [mesh["cp"]], {"plan": PLAN}),
         ("context='ring', and the mesh has no dimension \"cp\"", [mesh["tp"]], {"plan": PLAN, "context": "ring"}),
-        ('no plan, and no mesh with ranks along "cp"', [], {}),
-        (r"the dimensions \('pp', 'dp'\), none of them \"tp\" or \"cp\"", [mesh["pp", "dp"]], {"plan": PLAN}),
+        ('the plan splits embedding, .* and the mesh has no dimension "tp"', [mesh["pp", "dp"]], {"plan": PLAN}),
+        (r"the dimensions \('tp', 'columns'\); it takes those of weft.init_mesh", [other], {"plan": PLAN}),
+        ("plan='automatic' is not \"auto\", None or a dict", [], {"plan": "automatic"}),
+        ('sequence_parallel=True is of plan="auto"', [], {"plan": PLAN, "sequence_parallel": True}),
+        ("recompute='some' is not one of 'none', 'full', 'selective'", [], {"plan": PLAN, "recompute": "some"}),
     ):
         with pytest.raises(ValueError, match=told):
             weft.parallelize(model, *arguments, **options)

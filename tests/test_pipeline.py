@@ -498,7 +498,6 @@ def expect_refusals(rank):
         (dict(balance="time"), "pass it as example="),
         (dict(reduction="none"), "reduction='none'"),
         (dict(mesh=weft.init_mesh(tp=2, device_type="cpu")["tp"]), 'a dimension "pp", got one with the dimensions'),
-        (dict(mesh=weft.init_mesh(cp=2, device_type="cpu")), "shares no sequences yet"),
         (dict(mesh=None), 'must be a DeviceMesh with a dimension "pp", got NoneType'),
         (dict(model=Untraceable()), "cannot be traced .*layers="),
         (dict(model=Asking()), "asks whether it trains.*nn.Dropout"),

@@ -1,7 +1,7 @@
 """The edge of a model that shares its sequence: whole tensors go in and out, shared ones are inside."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -65,12 +65,19 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
 
 def sharing_in(model: nn.Module) -> dict[str, Sharing]:
     """By name, the modules that share a sequence, and how."""
-    return {
+    found = {name: module._weft_sharing for name, module in model.named_modules() if hasattr(module, "_weft_sharing")}
+    return found | {
         name: hook.sharing
         for name, module in model.named_modules()
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, _Entry)
     }
+
+
+def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
+    """Says of a module that runs a model in stages that these share the model's sequence."""
+    if sharing is not None:
+        module._weft_sharing = sharing  # type: ignore[assignment]
 
 
 @dataclass
@@ -101,45 +108,87 @@ class _Entry:
         self.under_way.append(forward)
         if forward.within:
             return args, kwargs
-        sharing, dim = self.sharing, self.sharing.dim
-        along = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim > dim]
-        if not along:
-            raise ValueError(
-                f"{type(module).__name__} shares its sequence, dimension {dim} of its arguments, and none has so many; "
-                'pass context={"dim": ...} to weft.parallelize'
-            )
-        length = along[0].size(dim)
-        layout, seed = _agreed(sharing, along)
-        cut = Cut(sharing, layout)
+        call = agreed(type(module).__name__, self.sharing, (args, kwargs))
         if any(part.training for part in module.modules()):
-            forward.frame.enter_context(_random_numbers_of(seed, along[0].device))
-
-        def shared(x):
-            if x.ndim <= dim or x.size(dim) != length:
-                return x
-            return SharedSequence(x if sharing.parts else cut.pick(x, dim), dim, cut)
-
-        return tree_map_only(torch.Tensor, shared, (args, kwargs))
+            forward.frame.enter_context(random_numbers_of(call.seed, call.device))
+        return call.enter((args, kwargs))
 
     def leave(self, module: nn.Module, args, output):
         """Also after an error; there is no output then."""
         forward = self.under_way.pop()
         forward.frame.close()
-        refuse_results_of_custom_functions(output)
         if forward.within:
+            refuse_results_of_custom_functions(output)
             return output
-        return without_guards(localized(output) if self.sharing.parts else wholes(output))
+        return leave(output, self.sharing)
 
 
-def _agreed(sharing: Sharing, along: list[torch.Tensor]) -> tuple[Layout, int]:
-    """How the sequence of this call is shared, and a seed. ValueError, on every rank, where the ranks' arguments do not
-    go together."""
+def leave(output, sharing: Sharing):
+    """What the model returns: the whole, or with parts=True this rank's part."""
+    refuse_results_of_custom_functions(output)
+    return without_guards(localized(output) if sharing.parts else wholes(output))
+
+
+def is_edge(hook) -> bool:
+    """Whether a hook of a model is one of those that make it share its sequence."""
+    return isinstance(hook, _Entry) or isinstance(getattr(hook, "__self__", None), _Entry)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the ranks agreed upon for one forward of a model that shares its sequence.
+
+    Attributes:
+        layout: of the sequence.
+        length: of the arguments along the sequence, as this rank has them.
+        seed: of the random numbers of what ranks compute alike.
+        device: of the arguments.
+    """
+
+    sharing: Sharing
+    layout: Layout
+    length: int
+    seed: int
+    device: torch.device
+
+    def enter(self, tree):
+        """Arguments, shared where they are along the sequence."""
+        sharing, dim, cut = self.sharing, self.sharing.dim, Cut(self.sharing, self.layout)
+
+        def shared(x):
+            if x.ndim <= dim or x.size(dim) != self.length:
+                return x
+            return SharedSequence(x if sharing.parts else cut.pick(x, dim), dim, cut)
+
+        return tree_map_only(torch.Tensor, shared, tree)
+
+
+def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> Call:
+    """How the sequence of this call is shared. A collective call of the ranks that share it.
+
+    Args:
+        who: begins the texts of errors.
+        tree: the call's arguments.
+        alike: tensors of which the ranks must have the same values where the model takes the whole; None is all
+            arguments along the sequence.
+
+    Raises:
+        ValueError: no argument has the sequence's dimension; on every rank, where the ranks' arguments do not go
+            together.
+    """
     ranks, dim = sharing.ranks, sharing.dim
+    along = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.ndim > dim]
+    if not along:
+        raise ValueError(
+            f"{who} shares its sequence, dimension {dim} of its arguments, and none has so many; "
+            'pass context={"dim": ...} to weft.parallelize'
+        )
     length = along[0].size(dim)
     if sharing.parts:
         told: list[tuple] = [(*x.shape[:dim], *x.shape[dim + 1 :], x.dtype) for x in along]
     else:
-        told = [(x.shape, x.dtype, int(sum_of_bits(x))) for x in along]
+        told = [(x.shape, x.dtype) for x in along]
+        told += [(int(sum_of_bits(x)),) for x in (along if alike is None else alike)]
     odd = [tuple(x.shape) for x in along if x.size(dim) != length]
     mine = [length, zlib.crc32(repr(told).encode()), int(torch.randint(2**62, (1,))), len(odd)]
     where = torch.device("cpu") if ranks.host is not ranks else along[0].device
@@ -152,7 +201,7 @@ def _agreed(sharing: Sharing, along: list[torch.Tensor]) -> tuple[Layout, int]:
             "of data-parallel ranks must not count them)"
         )
     if not sharing.parts:
-        return Layout(length, ranks.world, sharing.layout), seeds[0]
+        return Call(sharing, Layout(length, ranks.world, sharing.layout), length, seeds[0], along[0].device)
     if any(odds):
         raise ValueError(
             f'context={{"parts": True}}: every argument must be this rank\'s part along dimension {dim}, of {length} '
@@ -164,7 +213,7 @@ def _agreed(sharing: Sharing, along: list[torch.Tensor]) -> tuple[Layout, int]:
             f'context={{"parts": True}}: the ranks have {list(lengths)} positions; {layout.kind} parts of '
             f"{layout.length} have {layout.sizes}: cut the sequence with weft.shard_sequence"
         )
-    return layout, seeds[0]
+    return Call(sharing, layout, length, seeds[0], along[0].device)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
@@ -177,7 +226,7 @@ def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
+def random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
     """What ranks compute alike they compute with the same random numbers, however they are seeded."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

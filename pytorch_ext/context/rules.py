@@ -1,8 +1,7 @@
 """What functions do to a shared sequence. One that is not here, or is called in a way that is not, gets the whole."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from weft.context.sequence import (
     shared_in,
     works_in_place,
 )
+from weft.ops.random_numbers import own_random_numbers
 from weft.ops.shares import total, used_by_parts
 
 
@@ -205,15 +205,6 @@ def dropout(func, input, p=0.5, training=True, inplace=False):
         return input.like(func(input.local, p, training, inplace))
     with own_random_numbers(input.cut.sharing.ranks, input.device):
         return input.like(func(input.local, p, training, inplace))
-
-
-@contextmanager
-def own_random_numbers(ranks: Communicator, device: torch.device) -> Iterator[None]:
-    """Other ones on every rank, that follow from the ones before: parts are of different positions."""
-    seed = int(torch.randint(2**62, (1,))) + ranks.rank
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 # Shapes

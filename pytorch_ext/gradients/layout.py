@@ -8,6 +8,7 @@ import torch
 from weft.comm.communicator import Communicator
 from weft.comm.symmetric import empty_symmetric
 from weft.shard import shard_of
+from weft.stages.owners import owners_of
 
 _LINE_BYTES = 64  # every gradient starts on a cache line, which no other shares
 
@@ -53,6 +54,8 @@ class Bucket:
         index: its place among the buckets, which is the order in which they travel.
         flat: [elements] of one type; a multiple of W cache lines, zeros where no gradient lies.
         shard_ranks: the ranks that hold the other parts of its parameters, under tensor parallelism.
+        replicated: some of these have rows of them that a rank before has as well.
+        counts: no rank before of a model in stages has the same parameters.
         missing: slots whose gradient has not come in this backward.
         is_last: to travel.
         squared_norm: float64 [1], of what the last reduction left this rank.
@@ -63,6 +66,8 @@ class Bucket:
     flat: torch.Tensor
     slots: list[Slot]
     shard_ranks: Communicator | None
+    replicated: bool
+    counts: bool
     is_last: bool
     missing: int = 0
     squared_norm: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
@@ -93,13 +98,18 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     full: list[list[Slot]] = []
     for slot in slots:
         shard = shard_of(slot.parameter)
-        key = slot.dtype, shard.communicator if shard else None
+        key = slot.dtype, (shard.communicator, shard.cut.replicated) if shard else None, _counts(slot)
         members = opened.setdefault(key, [])
         members.append(slot)
         if sum(map(padded_bytes, members)) >= bucket_bytes:
             full.append(opened.pop(key))
     rest = sorted(opened.values(), key=lambda members: slots.index(members[-1]))
     return full + rest
+
+
+def _counts(slot: Slot) -> bool:
+    owners = owners_of(slot.parameter)
+    return owners is None or owners.counts
 
 
 def padded_bytes(slot: Slot) -> int:
@@ -118,8 +128,10 @@ def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucke
     buckets = []
     for index, (members, part) in enumerate(zip(groups, memory, strict=True)):
         shard = shard_of(members[0].parameter)
-        shard_ranks = shard.communicator if shard else None
-        bucket = Bucket(index, part.view(members[0].dtype), list(members), shard_ranks, index == len(groups) - 1)
+        shard_ranks, replicated = (shard.communicator, shard.cut.replicated) if shard else (None, False)
+        is_last = index == len(groups) - 1
+        flat, counts = part.view(members[0].dtype), _counts(members[0])
+        bucket = Bucket(index, flat, list(members), shard_ranks, replicated, counts, is_last)
         offset = 0
         for slot in members:
             _settle(slot, bucket, offset)

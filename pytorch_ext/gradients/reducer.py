@@ -17,11 +17,13 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from weft.comm.communicator import Communicator
 from weft.gradients import agreement
 from weft.gradients.agreement import Trouble, Verdict
 from weft.gradients.layout import Bucket, Slot, lay_out, plan
+from weft.gradients.moving import put
+from weft.gradients.norms import counted, over_ranks, powers
 from weft.gradients.transport import Transport, Wait
+from weft.stages.owners import owners_of
 
 if TYPE_CHECKING:
     from weft.gradients.sharding import Shards
@@ -140,7 +142,7 @@ class Reducer:
             slot.view.add_(gradient)
             return (None,)
         if slot.parameter.grad is None:
-            slot.view.copy_(gradient)
+            put(gradient, slot)
             return (slot.view.detach(),)
         return None
 
@@ -193,7 +195,7 @@ class Reducer:
             what = gradient.dtype if gradient.layout is torch.strided else gradient.layout
             self._problems.append(_OTHER_LAYOUT.format(slot.name, what))
             return
-        slot.view.copy_(gradient)
+        put(gradient, slot)
         slot.parameter.grad = slot.view.detach()
 
     def _launch_full(self) -> None:
@@ -273,17 +275,23 @@ class Reducer:
             self._move_in(slot, slot.parameter.grad)
 
     def _norm_squared(self) -> torch.Tensor:
-        """Each parameter once: those of shards over the ranks that hold them, of whole parameters here."""
-        total = torch.zeros_like(self.buckets[0].squared_norm)
-        of_shards: dict[Communicator, torch.Tensor] = {}
-        for bucket in self.buckets:
-            if bucket.shard_ranks is None:
-                total += bucket.squared_norm
-            else:
-                of_shards.setdefault(bucket.shard_ranks, torch.zeros_like(total)).add_(bucket.squared_norm)
-        for ranks, norm in of_shards.items():
-            total += ranks.all_reduce_(norm)
-        return self.ranks.all_reduce_(total) if self.transport.scatter else total
+        """Each element once: those of shards over the ranks that hold them, of whole parameters here; of a model in
+        stages over the ranks that have them."""
+        owners = owners_of(self.slots[0].parameter)
+        then = [self.ranks] if self.transport.scatter else []
+        then += [] if owners is None else [owners.ranks]
+        parts = [(self._counted_norm(bucket), bucket.shard_ranks) for bucket in self.buckets]
+        return over_ranks(parts, then, self.buckets[0].squared_norm)
+
+    def _counted_norm(self, bucket: Bucket) -> torch.Tensor:
+        """Of what this rank was left of the bucket, without what another rank counts."""
+        if not bucket.counts:
+            return torch.zeros_like(bucket.squared_norm)
+        if not bucket.replicated:
+            return bucket.squared_norm
+        views = [(slot.parameter, slot.view) for slot in bucket.slots]
+        held = [counted(one, view) for one, view in (views if self.owner is None else self.owner.pieces_of(bucket))]
+        return powers(held, 2.0).reshape(1) if held else torch.zeros_like(bucket.squared_norm)
 
     def _abandon(self) -> None:
         """The backward before raised before its end: what it has sent must come back before anything is written."""

@@ -142,6 +142,10 @@ class Shards:
             if part.stepped is not part.mine:
                 part.stepped.copy_(part.mine)
 
+    def pieces_of(self, bucket: Bucket) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """This rank's pieces of the bucket's parameters, with their gradients."""
+        return list(self._parts[bucket].pieces.values())
+
     def gradients(self) -> list[torch.Tensor]:
         """This rank's part of each bucket's gradients."""
         return [part.gradients for part in self._parts.values()]

@@ -6,9 +6,23 @@ from functools import partial
 
 from torch import nn
 
-from weft.nn import ParallelEmbedding, ParallelLinear
+from weft.nn import (
+    Branches,
+    ChannelBatchNorm2d,
+    ChannelGroupNorm,
+    OwnDropout,
+    OwnDropout2d,
+    ParallelConv1D,
+    ParallelConv2d,
+    ParallelEmbedding,
+    ParallelLinear,
+    ParallelMultiheadAttention,
+)
+from weft.splitting.attributes import with_numbers
+from weft.splitting.lookups import split_lookup
 
 Plan = Mapping[str, str | Mapping]
+ANY = "any module"
 
 
 @dataclass(frozen=True)
@@ -16,20 +30,53 @@ class Style:
     """One way to split.
 
     Attributes:
-        takes: the class of layer; subclasses do something that the replacement would not do.
-        part: part(layer, group=..., **options) -> the layer that holds this rank's part.
+        parts: by the kind of layer (see `kind_of`), part(layer, group=..., **options) -> the layer that holds this
+            rank's part.
     """
 
-    takes: type[nn.Module]
-    part: Callable[..., nn.Module]
+    parts: Mapping[str, Callable[..., nn.Module]]
 
 
 STYLES = {
-    "column": Style(nn.Linear, partial(ParallelLinear.from_linear, style="column")),
-    "row": Style(nn.Linear, partial(ParallelLinear.from_linear, style="row")),
-    "vocabulary": Style(nn.Embedding, ParallelEmbedding.from_embedding),
+    "column": Style(
+        {
+            "nn.Linear": partial(ParallelLinear.from_linear, style="column"),
+            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="column"),
+            "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="column"),
+        }
+    ),
+    "row": Style(
+        {
+            "nn.Linear": partial(ParallelLinear.from_linear, style="row"),
+            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="row"),
+            "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="row"),
+        }
+    ),
+    "channels": Style(
+        {
+            "nn.BatchNorm2d": ChannelBatchNorm2d.from_norm,
+            "nn.GroupNorm": ChannelGroupNorm.from_norm,
+            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="channels"),
+        }
+    ),
+    "heads": Style({"nn.MultiheadAttention": ParallelMultiheadAttention.from_attention}),
+    "branches": Style({ANY: Branches.from_block}),
+    "dropout": Style({"nn.Dropout": OwnDropout.from_dropout, "nn.Dropout2d": OwnDropout2d.from_dropout}),
+    "vocabulary": Style({"nn.Embedding": ParallelEmbedding.from_embedding}),
+    "lookup": Style({ANY: split_lookup}),
+    "attributes": Style({ANY: with_numbers}),
 }
 KEPT = ("sequence", "tokenwise")  # what a plan says of modules that it leaves whole
+
+
+def kind_of(module: nn.Module) -> str:
+    """What a layer is, by the name of its own class: a subclass does something that a replacement would not do."""
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is kind:
+        return f"nn.{kind.__name__}"
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return "transformers.Conv1D"
+    return kind.__qualname__
 
 
 def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Module:
@@ -43,14 +90,15 @@ def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Mod
     if style not in STYLES:
         known = ", ".join(map(repr, [*STYLES, *KEPT]))
         raise ValueError(f"parallelize: {name}: style {style!r} is not one of {known}")
-    takes = STYLES[style].takes
-    if type(module) is not takes:
-        raise TypeError(
-            f"parallelize: {name} is {type(module).__name__}; style {style!r} takes nn.{takes.__name__} itself"
-        )
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    parts = STYLES[style].parts
+    part = parts.get(ANY, parts.get(kind_of(module)))
+    if part is None:
+        taken = " or ".join(f"{kind} itself" for kind in parts)
+        raise TypeError(f"parallelize: {name} is {type(module).__name__}; style {style!r} takes {taken}")
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooked and style != "attributes":
         raise ValueError(f"parallelize: {name} has hooks, which its replacement would lose: remove them first")
     try:
-        return STYLES[style].part(module, group=group, **options)
+        return part(module, group=group, **options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"parallelize: {name}: {error}") from error

@@ -3,6 +3,7 @@
 from torch import nn
 
 from weft.shard import shard_of
+from weft.splitting.attributes import has_numbers
 
 
 def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
@@ -16,9 +17,15 @@ def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
         split = [place for place in places if place[0] in replacements]
         if len(places) == 1 or not split:
             continue
-        first = getattr(replacements[split[0][0]], split[0][1])
+        parts = [getattr(replacements[name], key) for name, key in split]
+        first = next((part for part in parts if shard_of(part) is not None), parts[0])
         for name, key in places:
             layer = replacements.get(name)
+            if has_numbers(layer):  # it has the parameter, and does not compute with it
+                setattr(layer, key, first)
+                continue
+            if layer is None and getattr(model.get_submodule(name), key) is first:
+                continue
             if layer is None or shard_of(getattr(layer, key)) != shard_of(first):
                 told = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
                 raise ValueError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from weft.context.region import Tokenwise, is_edge
 from weft.stages.crossing import cross
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -85,6 +86,10 @@ class Chain:
         return fx.GraphModule(self.model, graph, class_name="Stage")
 
 
+class UncuttableError(ValueError):
+    """A forward that cannot be cut between its layers as it is written."""
+
+
 def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments: Sequence[str] | None) -> Chain:
     """The chain of a model.
 
@@ -95,7 +100,8 @@ def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments
         arguments: those of forward that a call gives; by default those that have no default of their own.
 
     Raises:
-        ValueError: no such module, a forward that cannot be traced or that has hooks, a model without parameters.
+        UncuttableError: a forward that cannot be traced, that has hooks, or that asks whether it trains. ValueError: no
+            such module, a model without parameters.
     """
     graph = _traced(who, model, arguments) if layers is None else _listed(who, model, layers)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
@@ -165,6 +171,8 @@ def _some(named: dict[str, nn.Module]) -> str:
 class _Tracer(fx.Tracer):
     """Looks into the root, and into modules that contain a list of layers; all others are called as they are."""
 
+    proxy_buffer_attributes = True  # a table of positions that the model's own code cuts to the length
+
     def __init__(self, opened: set[str]):
         super().__init__()
         self._opened = opened
@@ -194,14 +202,24 @@ def opened_in(model: nn.Module) -> set[str]:
     return opened | {""}
 
 
+def lists_in(model: nn.Module) -> set[str]:
+    """Names of the lists among them."""
+    return {name for name in opened_in(model) if type(model.get_submodule(name)) in _LISTS}
+
+
 def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.Graph:
     opened = opened_in(model)
-    hooked = [name for name in opened if _has_hooks(model.get_submodule(name))]
-    if hooked:
-        raise ValueError(
-            f"{who}: {hooked[0] or 'the model'} has hooks, which would not run in a part of it: remove them, or move "
-            "them to its layers"
-        )
+    for name in opened:
+        module = model.get_submodule(name)
+        if _has_hooks(module, of_model=name == ""):
+            raise UncuttableError(
+                f"{who}: {name or 'the model'} has hooks, which would not run in a part of it: remove them, or move "
+                "them to its layers"
+            )
+        if isinstance(module.forward, Tokenwise):
+            raise UncuttableError(
+                f"{who}: {name or 'the model'} is named tokenwise, and is cut: name its layers instead"
+            )
     given, defaults = _arguments(who, model, arguments)
     graphs = []
     was_training = [(module, module.training) for module in model.modules()]
@@ -210,7 +228,7 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.G
             model.train(mode)
             graphs.append(_only(given, _Tracer(opened).trace(model, dict(defaults) or None)))
     except Exception as error:
-        raise ValueError(
+        raise UncuttableError(
             f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}). If its layers are called one after the other, name "
             'them: layers=["embedding", "blocks.*", "norm", "head"]'
@@ -219,17 +237,19 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.G
         for module, mode in was_training:
             module.training = mode
     if str(graphs[0]) != str(graphs[1]):
-        raise ValueError(
+        raise UncuttableError(
             f"{who}: the forward of {type(model).__name__} itself asks whether it trains, outside of its layers; make "
             "that a module of its own (nn.Dropout for F.dropout)"
         )
     return graphs[0]
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def _has_hooks(module: nn.Module, of_model: bool) -> bool:
+    """Others than those at the edge of a model that shares its sequence, for which the stages stand in."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not (of_model and is_edge(hook)) for hook in hooks)
 
 
 def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> tuple[list[str], dict]:

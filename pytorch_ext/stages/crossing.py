@@ -3,6 +3,8 @@
 import torch
 from torch import fx
 
+from weft.context.sequence import SharedSequence
+
 
 @fx.wrap
 def cross(value):
@@ -16,6 +18,8 @@ def cross(value):
             f"a {type(value).__name__} ({value!r}) is made in one stage and needed in a later one; only tensors are "
             "sent. Compute it in the layer that needs it, or cut elsewhere (balance=[...])"
         )
+    if isinstance(value, SharedSequence):
+        return value.like(cross(value.local))
     if torch.is_grad_enabled() and value.is_floating_point():
         return _Crossing.apply(value, torch.zeros((), requires_grad=True))
     return value.contiguous()

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
+
+from weft.stages.owners import owners_of
 
 
 def hold(into: nn.Module, model: nn.Module, stages: Iterable[nn.Module]) -> None:
@@ -44,3 +47,48 @@ def _free(part: nn.Module, name: str) -> None:
             f"the model has a {name!r} of its own, which is a name of {type(part).__name__}: call it otherwise, or put "
             "the model into an nn.Sequential"
         )
+
+
+class Held:
+    """What a module holds of a model, for when its parameters become others: a model is built on the meta device, cut,
+    and given memory or values afterwards.
+
+    Args:
+        into: what `hold` has filled.
+        roots: where else the tensors are used under the same names: the parts of the model that run.
+    """
+
+    def __init__(self, into: nn.Module, roots: Iterable[nn.Module]):
+        self._roots = tuple(roots)
+        self._tensors = _tensors_of(into)
+
+    def renew(self, into: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+        """Brings what runs up to date with what `into` holds now; returns what has become what."""
+        now, changed = _tensors_of(into), {}
+        for name, old in self._tensors.items():
+            new = now[name]
+            if new is old:
+                continue
+            changed[old] = new
+            if owners_of(old) is not None:
+                new._weft_owners = owners_of(old)  # type: ignore[attr-defined]
+            for root in self._roots:
+                _replace(root, name, old, new)
+        self._tensors = now
+        return changed
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {name: tensor for tensors in named for name, tensor in tensors}
+
+
+def _replace(root: nn.Module, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    for part in path.split(".") if path else ():
+        root = getattr(root, part, None)  # type: ignore[assignment]
+        if root is None:
+            return
+    for tensors in (root._parameters, root._buffers):
+        if tensors.get(attribute) is old:
+            tensors[attribute] = new  # type: ignore[assignment]

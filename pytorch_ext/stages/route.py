@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.communicator import Communicator
+from weft.stages.stage import Stage
 
 
 class Send(torch.autograd.Function):
@@ -20,8 +21,6 @@ class Send(torch.autograd.Function):
         ctx.to, ctx.ranks = to, ranks
         ctx.likes = [torch.empty_like(x, device="meta", memory_format=torch.contiguous_format) for x in values]
         ctx.device = values[0].device
-        about = [(x.shape, x.dtype) for x in values]
-        dist.send_object_list([about], group=ranks.group, group_dst=to)
         for x in values:
             dist.send(x.contiguous(), group=ranks.group, group_dst=to)
         return torch.zeros_like(token)
@@ -43,11 +42,9 @@ class Receive(torch.autograd.Function):
     """token, values <- source;  backward: dvalues -> source, zeros for those that nothing has used."""
 
     @staticmethod
-    def forward(ctx, token, source, ranks, device):
+    def forward(ctx, token, source, ranks, device, kinds):
         ctx.source, ctx.ranks = source, ranks
-        box: list = [None]
-        dist.recv_object_list(box, group=ranks.group, group_src=source)
-        values = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in box[0]]
+        values = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
         for x in values:
             dist.recv(x, group=ranks.group, group_src=source)
         ctx.mark_non_differentiable(*(x for x in values if not x.is_floating_point()))
@@ -59,7 +56,7 @@ class Receive(torch.autograd.Function):
         for gradient, differentiable in zip(gradients, ctx.differentiable, strict=True):
             if differentiable:
                 dist.send(gradient.contiguous(), group=ctx.ranks.group, group_dst=ctx.source)
-        return torch.zeros(()), None, None, None
+        return torch.zeros(()), None, None, None, None
 
 
 class Share(torch.autograd.Function):
@@ -87,20 +84,26 @@ class Share(torch.autograd.Function):
 
 
 def run(
-    segments: Sequence[tuple[int, torch.nn.Module | None]], values: Sequence, ranks: Communicator, device: torch.device
+    segments: Sequence[tuple[int, Stage | None]], values: Sequence, ranks: Communicator, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """The segments (rank, and the module if it is ours) one after the other; the output, whole, on every rank."""
+    """The segments (rank, and the stage if it is ours) one after the other; the output, whole, on every rank."""
     token = torch.zeros((), requires_grad=True)
     for number, (owner, segment) in enumerate(segments):
         if owner != ranks.rank:
             continue
+        assert segment is not None
         if number > 0:
             before = segments[number - 1][0]
-            token, *values = Receive.apply(token, before, ranks, device)
-        assert segment is not None
+            box: list = [None]
+            dist.recv_object_list(box, group=ranks.group, group_src=before)
+            kinds, segment.arriving = box[0]
+            token, *values = Receive.apply(token, before, ranks, device, kinds)
         output = segment(*values)
         values = output if isinstance(output, tuple) else (output,)
         if number + 1 < len(segments):
-            token = Send.apply(token, segments[number + 1][0], ranks, *values)
+            after = segments[number + 1][0]
+            about = [(x.shape, x.dtype) for x in values], segment.leaving
+            dist.send_object_list([about], group=ranks.group, group_dst=after)
+            token = Send.apply(token, after, ranks, *values)
     root = segments[-1][0]
     return Share.apply(token, root, ranks, device, *(values if root == ranks.rank else ()))

@@ -15,6 +15,7 @@ class Schedule:
         stages_per_rank: how many a rank has where the caller does not say.
         fixed: and it can have no other number.
         v_shaped: rank r of p has stages r and 2p - 1 - r, so that the first rank has both ends; otherwise r, r + p, ...
+        halves: it takes a backward in two, of the inputs and of the weights.
         obstacle: (ranks, stages, micro-batches) -> why it cannot run so, and the way out; "" where it can.
     """
 
@@ -22,6 +23,7 @@ class Schedule:
     stages_per_rank: int
     fixed: bool
     v_shaped: bool
+    halves: bool
     obstacle: Callable[[int, int, int], str]
 
     @property
@@ -57,10 +59,10 @@ def _whole_rounds(ranks: int, stages: int, microbatches: int) -> str:
 
 
 SCHEDULES = {
-    "afab": Schedule(of_torch.ScheduleGPipe, 1, True, False, _anything),
-    "1f1b": Schedule(of_torch.Schedule1F1B, 1, True, False, _one_for_each_stage),
-    "interleaved": Schedule(of_torch.ScheduleInterleaved1F1B, 2, False, False, _whole_rounds),
-    "zero-bubble": Schedule(of_torch.ScheduleInterleavedZeroBubble, 1, False, False, _whole_rounds),
-    "zbv": Schedule(of_torch.ScheduleZBVZeroBubble, 2, True, True, _anything),
-    "dualpipev": Schedule(of_torch.ScheduleDualPipeV, 2, True, True, _one_for_each_stage),
+    "afab": Schedule(of_torch.ScheduleGPipe, 1, True, False, False, _anything),
+    "1f1b": Schedule(of_torch.Schedule1F1B, 1, True, False, False, _one_for_each_stage),
+    "interleaved": Schedule(of_torch.ScheduleInterleaved1F1B, 2, False, False, False, _whole_rounds),
+    "zero-bubble": Schedule(of_torch.ScheduleInterleavedZeroBubble, 1, False, False, True, _whole_rounds),
+    "zbv": Schedule(of_torch.ScheduleZBVZeroBubble, 2, True, True, True, _anything),
+    "dualpipev": Schedule(of_torch.ScheduleDualPipeV, 2, True, True, True, _one_for_each_stage),
 }

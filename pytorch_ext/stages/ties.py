@@ -5,7 +5,7 @@ them up in the order of ranks, in fp32, rounded once: the same bits everywhere, 
 stepped alike stay alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +36,17 @@ class Ties:
 
     @torch.no_grad()
     def align(self) -> None:
-        """Every copy becomes the first holder's."""
+        """Every copy becomes the first holder's; those on the meta device once they have values."""
         for tie in self.ties:
-            received = self._exchange(tie, tie.parameter.detach())
-            tie.parameter.copy_(received[0])
+            if not tie.parameter.is_meta:
+                tie.parameter.copy_(self._exchange(tie, tie.parameter.detach())[0])
+
+    def renew(self, changed: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Parameters have become others, on all holders alike."""
+        for tie in self.ties:
+            tie.parameter = changed.get(tie.parameter, tie.parameter)  # type: ignore[assignment]
+        if changed:
+            self.align()
 
     @torch.no_grad()
     def sum(self) -> None:

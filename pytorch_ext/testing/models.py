@@ -44,3 +44,113 @@ def batch_of(part: int = 0, parts: int = 1, step: int = 0) -> tuple[torch.Tensor
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Rotary(nn.Module):
+    """The angles of rotary embeddings, of as many positions as the tokens have."""
+
+    def __init__(self, head: int):
+        super().__init__()
+        self.pairs = head // 2
+
+    def forward(self, tokens):  # [batch, sequence] -> [sequence, head]
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        angles = positions[:, None] / 10.0 ** torch.arange(self.pairs, device=tokens.device)
+        return torch.cat((angles, angles), -1)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class GroupedAttention(nn.Module):
+    """Causal, with fewer heads of keys and values than of queries."""
+
+    def __init__(self, width: int, head: int, kv_heads: int):
+        super().__init__()
+        self.head = head
+        self.query, self.output = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, kv_heads * head, bias=False) for _ in range(2))
+
+    def forward(self, x, angles):
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        angles = angles.to(x.dtype)
+        q, k = (y * angles.cos() + self._turned(y) * angles.sin() for y in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def _turned(x):
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int, head: int, kv_heads: int, hidden: int, dropout: float):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
+        self.attention, self.mlp = GroupedAttention(width, head, kv_heads), GatedMLP(width, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, angles):
+        x = x + self.dropout(self.attention(self.norm1(x), angles))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Llama(nn.Module):
+    """Small, of odd sizes, written so that its forward can be traced: six heads of queries, three of keys.
+
+    Args:
+        tied: the embedding and the logits are one parameter.
+        shared: all blocks are one (ALBERT; Lan et al. 2020).
+    """
+
+    HEAD, KV_HEADS, HIDDEN, WORDS = 4, 3, 29, 37
+
+    def __init__(self, blocks: int = 3, tied: bool = False, shared: bool = False, dropout: float = 0.0):
+        super().__init__()
+        width = 2 * self.KV_HEADS * self.HEAD
+        sizes = (width, self.HEAD, self.KV_HEADS, self.HIDDEN, dropout)
+        self.embedding, self.rotary = nn.Embedding(self.WORDS, width), Rotary(self.HEAD)
+        made = [LlamaBlock(*sizes) for _ in range(1 if shared else blocks)]
+        self.blocks = nn.ModuleList(made * blocks if shared else made)
+        self.norm, self.logits = RMSNorm(width), nn.Linear(width, self.WORDS, bias=False)
+        if tied:
+            self.logits.weight = self.embedding.weight
+
+    def forward(self, tokens):  # [batch, sequence] -> [batch, sequence, WORDS]
+        x, angles = self.embedding(tokens), self.rotary(tokens)
+        for block in self.blocks:
+            x = block(x, angles)
+        return self.logits(self.norm(x))
+
+
+# Queries are cut at groups of the two heads that use one head of keys.
+LLAMA_PLAN = {
+    "embedding": "vocabulary",
+    "blocks.*.attention.query": {"style": "column", "unit": 2 * Llama.HEAD},
+    "blocks.*.attention.key": {"style": "column", "unit": Llama.HEAD},
+    "blocks.*.attention.value": {"style": "column", "unit": Llama.HEAD},
+    "blocks.*.attention.output": {"style": "row", "unit": 2 * Llama.HEAD},
+    "blocks.*.mlp.gate": "column",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+    "logits": {"style": "column", "gather_output": True},
+}

@@ -1,0 +1,70 @@
+"""Models of transformers: how to call them, and how they compute attention."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_transformers(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[nn.Module], Any]]:
+    """With its main input, and what a decoder needs; without a cache. Hidden states are returned, if they can be, so
+    that they are found to be whole."""
+    named = inspect.signature(model.forward).parameters
+    main, config = model.main_input_name, model.config
+    texts = _tokens(batch, length)
+    fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
+    if "decoder_input_ids" in named:
+        fixed["decoder_input_ids"] = _tokens(batch, length + 1)
+    for tensor in [texts] if main.endswith("ids") else _signals(config, batch):
+        yield partial(_call, named={main: tensor, **fixed, "output_hidden_states": True})
+        yield partial(_call, named={main: tensor, **fixed})
+
+
+def _call(model: nn.Module, named: dict[str, Any]) -> Any:
+    return model(**named)
+
+
+def attentions(model: nn.Module) -> Sequence[str]:
+    """Ways in which attention may be computed in the models of transformers in it: in plain operations first, where KV
+    heads are repeated in the model's own code."""
+    modules: Iterator[Any] = filter(is_transformers, model.modules())
+    fused = any(one.config._attn_implementation != "eager" and getattr(one, "_supports_sdpa", False) for one in modules)
+    return ["eager", "sdpa"] if fused else ["eager"]
+
+
+def prepare(twin: nn.Module, attention: str) -> None:
+    """Sets a copy's attention, and what a run without values does not need."""
+    modules: Iterator[Any] = twin.modules()
+    for module in modules:
+        supported = attention == "eager" or getattr(module, "_supports_sdpa", False)
+        if is_transformers(module) and supported and module.config._attn_implementation != attention:
+            module.set_attn_implementation(attention)
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.arange(3, 3 + length).repeat(batch, 1) % 4 + 3
+
+
+def _signals(config, batch: int) -> Iterator[torch.Tensor]:
+    """Images, spectra and waves."""
+    size = getattr(config, "image_size", None)
+    channels = getattr(config, "num_channels", 3)
+    if size is not None:
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        yield torch.empty(batch, channels, height, width, device="meta")
+    yield from (torch.empty(batch, channels, side, side, device="meta") for side in (224, 64, 32))
+    bins = getattr(config, "num_mel_bins", None)
+    if bins is not None:
+        yield torch.empty(batch, bins, 2 * getattr(config, "max_source_positions", 50), device="meta")
+    yield torch.empty(batch, 4000, device="meta")

@@ -1,0 +1,189 @@
+"""A model whose forward cannot be cut, on several ranks: each runs it, and of every layer one rank has the parameters.
+
+A layer runs where it is; its output goes to all ranks, and in backward the gradient of its inputs does. What stands
+between layers runs on every rank, on the same values and with the same random numbers, and so has the same gradient.
+
+Per layer, with p ranks: forward the outputs from one rank to p - 1, backward the gradients of the inputs likewise. Of
+two layers the later one in forward must come first in backward on every rank: each returns a token that the next takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from weft.comm.communicator import Communicator
+from weft.context.region import random_numbers_of
+from weft.context.sequence import Cut, SharedSequence, localized, refuse_results_of_custom_functions, shared_in
+from weft.stages.stage import Mark
+
+
+class Relay:
+    """The layers of a model, each on one rank."""
+
+    def __init__(self, ranks: Communicator, device: torch.device):
+        self.ranks, self.device = ranks, device
+        self.token = torch.zeros((), requires_grad=True)  # of the layer before
+
+    def take(self, model: nn.Module, owners: Mapping[str, int]) -> None:
+        """Each of these layers, by name, runs on its rank from now on; on the others its parameters are on "meta"."""
+        for name, owner in owners.items():
+            layer = model.get_submodule(name)
+            layer.forward = Relayed(layer, owner, self)  # type: ignore[method-assign]
+            if owner != self.ranks.rank:
+                layer.to("meta")
+
+    def run(self, model: nn.Module, inputs: Sequence, named: Mapping):
+        """The model's forward, on every rank, with the first rank's random numbers."""
+        self.token = torch.zeros((), requires_grad=True)
+        seed = self.ranks.broadcast_(torch.randint(2**62, (1,)).to(self.device), 0)
+        with random_numbers_of(int(seed), self.device):
+            return model(*inputs, **named)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Of a tensor that a layer returned."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    mark: Mark | None
+
+
+class Relayed:
+    """The forward of a layer that is on one rank."""
+
+    def __init__(self, layer: nn.Module, owner: int, relay: Relay):
+        self.layer, self.forward, self.owner, self.relay = layer, layer.forward, owner, relay
+
+    def __call__(self, *args, **kwargs):
+        refuse_caches(self.layer, kwargs, "of which every rank would fill its own layers' part alone")
+        leaves, structure = tree_flatten((args, kwargs))
+        refuse_results_of_custom_functions(leaves)
+        seed = int(torch.randint(2**62, (1,)))  # drawn on every rank, whether the layer draws or not
+        if self.owner != self.relay.ranks.rank:
+            return self._received(leaves)
+        token, *given = Enter.apply(self.relay.token, self.owner, self.relay.ranks, *_tensors(leaves))
+        args, kwargs = tree_unflatten(_with(leaves, given), structure)
+        with random_numbers_of(seed, self.relay.device):
+            result = self.forward(*args, **kwargs)
+        return self._sent(token, result)
+
+    def _sent(self, token: torch.Tensor, result):
+        leaves, structure = tree_flatten(result)
+        refuse_results_of_custom_functions(leaves)
+        tensors = _tensors(leaves)
+        kinds = [_kind_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        dist.broadcast_object_list([(kinds, structure)], group=self.relay.ranks.group, group_src=self.owner)
+        self.relay.token, *sent = Leave.apply(token, self.owner, self.relay.ranks, *tensors)
+        return tree_unflatten(_with(leaves, sent), structure)
+
+    def _received(self, arguments: list):
+        ranks = self.relay.ranks
+        box: list = [None]
+        dist.broadcast_object_list(box, group=ranks.group, group_src=self.owner)
+        kinds, structure = box[0]
+        expected = [(kind.shape, kind.dtype) for kind in kinds if isinstance(kind, _Kind)]
+        self.relay.token, *got = Elsewhere.apply(
+            self.relay.token, self.owner, ranks, self.relay.device, expected, *_tensors(arguments)
+        )
+        cuts, values = [x.cut for x in shared_in(arguments)], iter(got)
+        leaves = [_again(next(values), kind, cuts) if isinstance(kind, _Kind) else kind for kind in kinds]
+        return tree_unflatten(leaves, structure)
+
+
+def _tensors(leaves: list) -> list[torch.Tensor]:
+    return [localized(x) for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _with(leaves: list, tensors: Sequence[torch.Tensor]) -> list:
+    """The leaves, with these in the places of their tensors."""
+    values = iter(tensors)
+    return [
+        x.like(next(values)) if isinstance(x, SharedSequence) else next(values) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+    ]
+
+
+def _kind_of(x: torch.Tensor) -> _Kind:
+    if isinstance(x, SharedSequence):
+        return _Kind(x.local.shape, x.dtype, Mark(x.axis, x.cut.blocks, x.cut.region))
+    return _Kind(x.shape, x.dtype, None)
+
+
+def _again(x: torch.Tensor, kind: _Kind, cuts: Sequence[Cut]) -> torch.Tensor:
+    if kind.mark is None:
+        return x
+    return SharedSequence(x, kind.mark.axis, replace(cuts[0], blocks=kind.mark.blocks, region=kind.mark.region))
+
+
+class Enter(torch.autograd.Function):
+    """Inputs of a layer, on its rank. forward: nothing travels; backward: the gradients of the inputs, to all ranks."""
+
+    @staticmethod
+    def forward(ctx, token, owner, ranks, *values):
+        ctx.owner, ctx.ranks = owner, ranks
+        ctx.mark_non_differentiable(*(x for x in values if not x.is_floating_point()))
+        return token.clone(), *(x.view_as(x) for x in values)
+
+    @staticmethod
+    def backward(ctx, _, *gradients):
+        needed = ctx.needs_input_grad[3:]
+        sent = [dx.contiguous() if need else None for dx, need in zip(gradients, needed, strict=True)]
+        for dx in sent:
+            if dx is not None:
+                ctx.ranks.broadcast_(dx, ctx.owner)
+        return torch.zeros(()), None, None, *sent
+
+
+class Leave(torch.autograd.Function):
+    """Outputs of a layer, on its rank. forward: to all ranks; backward: nothing, every rank has the same gradient."""
+
+    @staticmethod
+    def forward(ctx, token, owner, ranks, *values):
+        outputs = [x.clone(memory_format=torch.contiguous_format) for x in values]
+        for y in outputs:
+            ranks.broadcast_(y, owner)
+        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        return token.clone(), *outputs
+
+    @staticmethod
+    def backward(ctx, token, *gradients):
+        needed = ctx.needs_input_grad[3:]
+        return token, None, None, *(dy if need else None for dy, need in zip(gradients, needed, strict=True))
+
+
+class Elsewhere(torch.autograd.Function):
+    """A layer that is on another rank. forward: its outputs come from there; backward: the gradients of its inputs."""
+
+    @staticmethod
+    def forward(ctx, token, owner, ranks, device, expected, *values):
+        ctx.owner, ctx.ranks, ctx.device = owner, ranks, device
+        ctx.kinds = [(x.shape, x.dtype) for x in values]
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in expected]
+        for y in outputs:
+            ranks.broadcast_(y, owner)
+        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        return token.clone(), *outputs
+
+    @staticmethod
+    def backward(ctx, *_):
+        needed = ctx.needs_input_grad[5:]
+        got = []
+        for (shape, dtype), need in zip(ctx.kinds, needed, strict=True):
+            dx = torch.empty(shape, dtype=dtype, device=ctx.device) if need else None
+            got.append(None if dx is None else ctx.ranks.broadcast_(dx, ctx.owner))
+        return torch.zeros(()), None, None, None, None, *got
+
+
+def refuse_caches(module: nn.Module, kwargs: Mapping, why: str) -> None:
+    """Raises ValueError where a module is given a cache of keys and values."""
+    names = [name for name, value in kwargs.items() if "past_key_value" in name and value is not None]
+    if names:
+        raise ValueError(
+            f"{type(module).__name__} got a cache ({names[0]}), {why}: call the model with use_cache=False "
+            "(model.config.use_cache = False)"
+        )

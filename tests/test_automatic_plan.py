@@ -1,0 +1,516 @@
+"""plan="auto": what is split can be shown to be right, and the model computes what it computed."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft.splitting.automatic import automatic_plan
+from weft.testing.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SIZES = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=46,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+ENCODER = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+ENCODER |= dict(num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+DRY = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+
+
+def of_transformers(config, head="ForCausalLM", **options):
+    return getattr(transformers, f"{config}{head}")(getattr(transformers, f"{config}Config")(**options))
+
+
+class Attention(nn.Module):
+    """Written as people write it: heads counted in the code, one projection viewed as three."""
+
+    def __init__(self, width, heads, kv_heads=None):
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads or heads, width // heads
+        self.project = nn.Linear(width, (heads + 2 * self.kv_heads) * self.size)
+        self.output = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q, k, v = self.project(x).split([n * self.size for n in (self.heads, self.kv_heads, self.kv_heads)], dim=-1)
+        q, k, v = (part.view(batch, length, -1, self.size).transpose(1, 2) for part in (q, k, v))
+        k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
+        y = (q @ k.transpose(-1, -2) / self.size**0.5).softmax(-1) @ v
+        return self.output(y.transpose(1, 2).reshape(batch, length, self.heads * self.size))
+
+
+class Viewed(nn.Module):
+    """Queries, keys and values along a dimension of their own."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, attention, width):
+        super().__init__()
+        self.attention, self.norms = attention, nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.mlp = nn.Sequential(nn.Linear(width, 45), nn.GELU(), nn.Linear(45, width))
+
+    def forward(self, x):
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Plain(nn.Module):
+    def __init__(self, *attentions, width=20):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(61, width), nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(attention, width) for attention in attentions)
+        self.head = nn.Linear(width, 61, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Bottleneck(nn.Module):
+    """As in torchvision: 1x1, 3x3, 1x1, each with its norm, around a shortcut."""
+
+    def __init__(self, channels, inner, out, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner)
+        self.conv2, self.bn2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner)
+        self.conv3, self.bn3 = nn.Conv2d(inner, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        y += self.downsample(x)
+        return self.relu(y)
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + x)
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
+        self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        self.layer1 = nn.Sequential(BasicBlock(8), Bottleneck(8, 7, 16, 1))
+        self.layer2 = nn.Sequential(Bottleneck(16, 9, 20, 2))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(20, 10)
+
+    def forward(self, x):
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.fc(torch.flatten(self.avgpool(self.layer2(self.layer1(x))), 1))
+
+
+MODELS = {
+    "Llama": partial(of_transformers, "Llama", **SIZES, tie_word_embeddings=True),
+    "Llama, two KV heads of eight": partial(
+        of_transformers, "Llama", **{**SIZES, "num_attention_heads": 8, "head_dim": 4}
+    ),
+    "Llama, five groups": partial(
+        of_transformers,
+        "Llama",
+        **{**SIZES, "hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 4},
+    ),
+    "Qwen3": partial(of_transformers, "Qwen3", **SIZES),
+    "GPT2": partial(of_transformers, "GPT2", "LMHeadModel", **GPT2, **DRY),
+    "Bert": partial(of_transformers, "Bert", "ForMaskedLM", **ENCODER),
+    "Phi3": partial(of_transformers, "Phi3", **SIZES),
+    "GPTNeoX": partial(of_transformers, "GPTNeoX", **SIZES),
+    "OPT": partial(
+        of_transformers,
+        "OPT",
+        **{**ENCODER, "ffn_dim": 46, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    ),
+    "Gemma2": partial(of_transformers, "Gemma2", **SIZES, sliding_window=5, query_pre_attn_scalar=8),
+    "Mixtral": partial(
+        of_transformers, "Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    ),
+    "Albert": partial(of_transformers, "Albert", "ForMaskedLM", **ENCODER, embedding_size=16),
+    "T5": partial(
+        of_transformers,
+        "T5",
+        "ForConditionalGeneration",
+        **dict(vocab_size=61, d_model=32, d_kv=8, d_ff=46, num_layers=2, num_heads=4, dropout_rate=0.0),
+        decoder_start_token_id=0,
+    ),
+    "Bart": partial(
+        of_transformers,
+        "Bart",
+        "ForConditionalGeneration",
+        **dict(vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=46, decoder_ffn_dim=46),
+        **dict(encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=64, dropout=0.0),
+    ),
+    "ViT": partial(
+        of_transformers,
+        "ViT",
+        "ForImageClassification",
+        **{key: value for key, value in ENCODER.items() if key != "vocab_size"},
+        image_size=32,
+        patch_size=8,
+    ),
+    "plain": lambda: Plain(Attention(20, 4), Attention(20, 4, 2), Viewed(20, 5)),
+    "MQA": lambda: Plain(Attention(20, 4, 1)),
+    "ResNet": ResNet,
+    "TransformerEncoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(20, 5, 33, dropout=0.0, batch_first=True), 2
+    ),
+}
+
+
+def batch_of(name, model):
+    generator = torch.Generator().manual_seed(7)
+    if name == "ResNet" or name == "ViT":
+        return {"x" if name == "ResNet" else "pixel_values": torch.randn(2, 3, 32, 32, generator=generator).double()}
+    tokens = torch.randint(3, 60, (2, 7), generator=generator)
+    if isinstance(model, transformers.PreTrainedModel):
+        return {"input_ids": tokens, "labels": tokens}
+    return (
+        {"tokens": tokens} if isinstance(model, Plain) else {"src": torch.randn(2, 7, 20, generator=generator).double()}
+    )
+
+
+def result_of(model, batch):
+    output = model(**batch)
+    if isinstance(output, torch.Tensor):
+        return output, output.square().sum()
+    loss = getattr(output, "loss", None)
+    return output.logits, output.logits.square().sum() if loss is None else loss
+
+
+def assert_close(result, expected, told):
+    """Norms and rotary positions of transformers are computed in fp32, whatever the model's type."""
+    error = (result.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-3)
+    assert error < 1e-5, f"{told}: {error:.2e}"
+
+
+def check_model(name, world):
+    torch.manual_seed(3)
+    whole = MODELS[name]().double().train()
+    model = weft.parallelize(copy.deepcopy(whole), plan="auto")
+    found = model._weft_plan
+    batch = batch_of(name, whole)
+    (expected, loss), (result, own_loss) = result_of(whole, batch), result_of(model, batch)
+    assert_close(result, expected, f"{name}: output")
+    assert_close(own_loss, loss, f"{name}: loss")
+    loss.backward()
+    own_loss.backward()
+    for key, parameter in model.named_parameters():
+        gradient, shard = whole.get_parameter(key).grad, weft.shard_of(parameter)
+        assert (gradient is None) == (parameter.grad is None), f"{name}: {key}"
+        if gradient is not None:
+            assert_close(parameter.grad, gradient if shard is None else shard.take(gradient), f"{name}: {key}")
+    for module in found.plan:
+        entry = found.plan[module]
+        style = entry if isinstance(entry, str) else entry["style"]
+        if style in ("column", "row", "vocabulary", "channels"):
+            mine, all_of_it = (one.get_submodule(module).weight.numel() for one in (model, whole))
+            assert mine < all_of_it, f"{name}: {module}"
+
+
+def check_models(rank, names):
+    for name in names:
+        check_model(name, dist.get_world_size())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_outputs_loss_and_gradients_are_the_whole_models(world):
+    run_ranks(check_models, world, list(MODELS), timeout_s=150)
+
+
+# What is found
+
+
+def split_of(name, world=2):
+    return automatic_plan(MODELS[name](), world)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "GPTNeoX", "Gemma2"])
+def test_what_the_plan_of_transformers_splits_is_split(name):
+    """Its plan says which layers, and nothing of heads; here the same layers are found from what the model computes."""
+    model = MODELS[name]()
+    found = automatic_plan(model, 2)
+    for pattern, style in model.base_model.config.base_model_tp_plan.items():
+        if style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output"):
+            for layer in range(2):
+                assert f"{model.base_model_prefix}.{pattern}".replace("*", str(layer)) in found.plan
+
+
+def test_queries_are_cut_where_their_kv_head_is():
+    """Three ranks, two KV heads: both are on some rank with the query heads that use them, none is cut."""
+    found = split_of("Llama", 3).plan
+    heads = {"unit": 8, "heads": (4, 2)}
+    assert found["model.layers.1.self_attn.q_proj"] == found["model.layers.1.self_attn.k_proj"]
+    assert found["model.layers.1.self_attn.k_proj"] == {"style": "column", **heads}
+    assert found["model.layers.1.self_attn.o_proj"] == {"style": "row", **heads}
+    assert found["model.layers.1.self_attn"] == {"style": "attributes", "num_key_value_groups": (2, 1, 1)}
+    assert split_of("Llama", 2).plan["model.layers.1.self_attn.q_proj"] == {"style": "column", "unit": 16}
+
+
+def test_fused_projections_are_cut_piece_by_piece():
+    found = split_of("GPT2").plan
+    assert found["transformer.h.0.attn.c_attn"] == {"style": "column", "parts": (32, 32, 32), "unit": 8}
+    assert found["transformer.h.0.attn"] == {"style": "attributes", "split_size": (16, 16)}
+    assert found["transformer.wte"] == "vocabulary"
+    assert found["lm_head"] == {"style": "column", "gather_output": True}
+    viewed = split_of("plain").plan["blocks.2.attention.qkv"]
+    assert viewed == {"style": "column", "parts": (20, 20, 20), "unit": 4}
+
+
+def test_convolutions_are_split_through_shortcuts():
+    """Where both branches are split alike, their sum is, and the layers that take it are split by input channels."""
+    model = MODELS["ResNet"]()
+    found = automatic_plan(model, 2)
+    styles = {name: found.plan.get(name) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    assert set(styles.values()) == {"column", "row"}
+    assert styles["layer1.1.conv3"] == styles["layer1.1.downsample.0"]
+    norms = {name for name, entry in found.plan.items() if entry == "channels"}
+    assert norms and norms <= {name for name, one in model.named_modules() if isinstance(one, nn.BatchNorm2d)}
+
+
+def test_what_the_model_returns_is_gathered_where_there_is_much_of_it():
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh())
+    assert automatic_plan(model, 2).plan == {"0": {"style": "column", "gather_output": True}}
+    assert automatic_plan(model, 2, loss_parallel=True).plan == {"0": "column"}
+    few = automatic_plan(nn.Sequential(nn.Linear(10, 6)), 2)
+    assert few.plan == {} and few.whole["0"] == "the model returns its features, and there are few of them"
+
+
+def test_what_has_fewer_units_than_ranks_stays_whole_and_is_told():
+    found = split_of("Llama", 5)
+    assert "4 units (model.layers.0.self_attn.k_proj" in found.whole["model.layers.0.self_attn.q_proj"]
+    assert "are fewer than 5 ranks" in found.whole["model.layers.0.self_attn.q_proj"]
+    assert found.plan["model.layers.0.mlp.up_proj"] == "column"
+
+
+class Pair(nn.Module):
+    """A layer into another, and what stands between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.norm, self.scale = nn.LayerNorm(10), nn.Parameter(torch.ones(10))
+        self.gate, self.other = nn.Linear(6, 1), nn.Parameter(torch.ones(1))
+        self.between = between
+
+    def forward(self, x):
+        return self.between(self, self.up(x), x)
+
+
+def hooked(pair):
+    pair.up.register_forward_hook(lambda *_: None)
+
+
+BETWEEN = {
+    "an activation, and numbers": (lambda p, h, x: p.down(F.silu(h * 2.0) + 1), None),
+    "a parameter of size 1": (lambda p, h, x: p.down(h * p.other), "p.other|has other parameters too"),
+    "a norm over the features": (lambda p, h, x: p.down(p.norm(h)), "goes over all of its features"),
+    "a softmax over the features": (lambda p, h, x: p.down(h.softmax(-1)), "goes over all of its features"),
+    "a whole parameter": (lambda p, h, x: p.down(h * p.scale), "joins them with a tensor that is whole"),
+    "a whole activation": (lambda p, h, x: p.down(h * x.norm()), "an activation that is whole, whose gradient"),
+    "another layer's features": (lambda p, h, x: p.down(h * p.gate(x)), "split in different ways"),
+    "a sum": (lambda p, h, x: p.down(h - h.mean(-1, keepdim=True)), "sums over its features"),
+    "a cut": (lambda p, h, x: p.down(F.pad(h[..., :4], (0, 6))), "joins|takes some|uses all"),
+    "a count of the features": (lambda p, h, x: p.down(h * h.shape[-1]), "its code counts all of the features"),
+    "another order": (lambda p, h, x: p.down(h.flip(-1)), "goes over all of its features"),
+    "another view": (lambda p, h, x: p.down(h.view(-1, 2, 5).mT.reshape(h.shape)), "cuts through|something else"),
+    "its weight": (lambda p, h, x: p.down(h) + p.up.weight.sum(), "its weight is also used by sum"),
+    "random numbers of its shape": (lambda p, h, x: p.down(h + torch.randn_like(h)), "uses all of its features"),
+    "a product with itself": (lambda p, h, x: p.down(h @ (h.mT @ h)), "sums over|multiplies them"),
+    "called twice": (lambda p, h, x: p.down(h) + p.down(torch.ones(*x.shape[:-1], 10)), "whole features|whole"),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_only_what_works_on_each_feature_alone_may_stand_between(what):
+    between, told = BETWEEN[what]
+    found = automatic_plan(Pair(between), 2)
+    if told is None:
+        assert found.plan == {"up": "column", "down": "row"}
+        return
+    assert found.plan == {}
+    assert any(part in found.whole["up"] for part in told.split("|")), found.whole["up"]
+
+
+def test_what_cannot_be_replaced_stays_whole():
+    def plain(p, h, x):
+        return p.down(h)
+
+    pair = Pair(plain)
+    hooked(pair)
+    assert "it has hooks" in automatic_plan(pair, 2).whole["up"]
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    pair = Pair(plain)
+    pair.up = Doubled(6, 10)
+    found = automatic_plan(pair, 2)
+    assert found.plan == {} and found.whole["up"] == "there is no style for " + Doubled.__qualname__
+    pair = Pair(plain)
+    pair.gate.weight = nn.Parameter(torch.ones(10, 6))
+    pair.up.weight = pair.gate.weight
+    assert automatic_plan(pair, 2).plan == {}, "weights of layers that are not split alike"
+
+
+class Asking(nn.Module):
+    """Called with what nobody can guess; its parts are called, and one is reached into."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
+        self.used = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
+
+    def forward(self, batch):
+        return self.mlp(batch["features"]) + self.used(batch["features"]) * self.used[0].weight.sum()
+
+
+def test_parts_of_a_model_that_cannot_be_called_are_looked_at_alone():
+    found = automatic_plan(Asking(), 2)
+    assert found.plan == {"mlp.0": "column", "mlp.2": "row"}
+    assert "does more than to call it" in found.whole["used.0"]
+
+    found = automatic_plan(Asking(), 2, example=({"features": torch.ones(2, 6)},))
+    assert found.plan == {"mlp.0": "column", "mlp.2": "row"}
+    assert "its weight is also used by sum" in found.whole["used.0"]
+
+
+def test_the_model_is_not_touched():
+    model = MODELS["GPT2"]()
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    seed = torch.random.get_rng_state()
+    automatic_plan(model, 3)
+    assert torch.equal(seed, torch.random.get_rng_state())
+    for name, module in model.named_modules():
+        kind, attributes = before[name]
+        assert type(module) is kind and {**vars(module)} == attributes
+
+
+def test_bad_arguments_are_told():
+    for told, options in (
+        ("world=0", {"world": 0}),
+        ("does not split the sequence", {"world": 2, "sequence_parallel": True}),
+    ):
+        with pytest.raises(ValueError, match=told):
+            automatic_plan(Pair(None), **options)
+
+
+# What a split model does
+
+
+def check_use(rank):
+    world = dist.get_world_size()
+    for name in ("GPT2", "Llama"):
+        torch.manual_seed(2)
+        whole = MODELS[name]().eval()
+        model = weft.parallelize(copy.deepcopy(whole), plan="auto").eval()
+        tokens = torch.randint(3, 60, (2, 7))
+        padded = torch.ones_like(tokens)
+        padded[0, :3] = 0
+        for options in ({}, {"num_beams": 2, "attention_mask": padded}):
+            options = {"max_new_tokens": 6, "do_sample": False, **options}
+            assert torch.equal(model.generate(tokens, **options), whole.generate(tokens, **options)), name
+        for of_model, of_whole in zip(
+            *(one(tokens, output_hidden_states=True).hidden_states for one in (model, whole)), strict=True
+        ):
+            torch.testing.assert_close(of_model, of_whole, rtol=1e-4, atol=1e-4)
+    whole = MODELS["Llama"]().double()
+    found = automatic_plan(whole, world, loss_parallel=True)
+    assert found.plan["lm_head"] == "column" and found.plan["model.embed_tokens"] == "vocabulary"
+    model = weft.parallelize(copy.deepcopy(whole), plan=found.plan)
+    logits = model(tokens).logits
+    assert logits.shape[-1] == weft.split_sizes(61, world)[rank]
+    loss = weft.parallel_cross_entropy(logits, tokens)
+    expected = F.cross_entropy(whole(tokens).logits.flatten(0, 1), tokens.flatten())
+    assert_close(loss, expected, "loss_parallel")
+    loss.backward()
+    expected.backward()
+    mine = weft.shard_of(model.lm_head.weight).take(whole.lm_head.weight.grad)
+    assert_close(model.lm_head.weight.grad, mine, "loss_parallel: gradient")
+
+
+def test_generation_hidden_states_and_split_logits():
+    run_ranks(check_use, 3, timeout_s=120)
+
+
+class Dropping(nn.Module):
+    """Drops of what is split, by a module and by a function, and of what is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop, self.last = nn.Linear(6, 11), nn.Linear(11, 6), nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.last(self.down(self.drop(self.up(x).relu())))
+
+
+def check_dropping(rank):
+    models = {
+        "GPT2": of_transformers("GPT2", "LMHeadModel", **GPT2),
+        "Bert": of_transformers("Bert", "ForMaskedLM", **{**ENCODER, "attention_probs_dropout_prob": 0.5}),
+        "module": Dropping(),
+    }
+    for name, model in models.items():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.broadcast(parameter, 0)
+        model = weft.parallelize(model, plan="auto").train()
+        torch.manual_seed(11)
+        batch = batch_of("Bert", models["Bert"])["input_ids"] if name != "module" else torch.ones(4, 6)
+        first, second = (model(batch) for _ in range(2))
+        first, second = (one if name == "module" else one.logits for one in (first, second))
+        assert not torch.equal(first, second), "it drops"
+        ranks = [torch.empty_like(second) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, second.detach().contiguous())
+        assert all(torch.equal(one, ranks[0]) for one in ranks), f"{name}: what is whole is dropped alike"
+        if name == "module":
+            kept = model.drop(torch.ones(64))
+            dist.all_gather(others := [torch.empty(64) for _ in ranks], kept)
+            assert not torch.equal(others[0], others[1]), "what is split is dropped by each rank in its own way"
+
+
+def test_what_is_split_is_dropped_by_itself_and_what_is_whole_alike():
+    """Three ranks with uneven parts, which draw other counts of random numbers."""
+    run_ranks(check_dropping, 3)
