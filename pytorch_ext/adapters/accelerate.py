@@ -1,0 +1,61 @@
+"""An accelerate mesh as weft.parallelize takes it."""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.adapters import need
+
+_KNOWN = ("dp_replicate", "dp_shard", "cp", "tp")  # in accelerate's order; tp changes fastest
+
+
+def mesh_of(parallelism, device_type: str | None = None, *, replicate_shards: bool = False) -> DeviceMesh:
+    """The mesh, with weft's names, over accelerate's own groups: its "tp" and "cp", and "dp" for its data parallelism.
+
+        weft.parallelize(model, mesh_of(accelerator.parallelism_config, replicate_shards=True))
+
+    Args:
+        parallelism: an accelerate.ParallelismConfig, or the DeviceMesh that one made (accelerator.torch_device_mesh).
+        device_type: "cpu" or "cuda", for a ParallelismConfig that has not made its mesh yet; that is a collective call.
+        replicate_shards: take the ranks of dp_shard for replicas. accelerate has FSDP shard the parameters over them,
+            and weft.parallelize does not.
+
+    Returns:
+        A DeviceMesh of those of "dp", "cp" and "tp" that accelerate has; it leaves out what has size 1.
+
+    Raises:
+        ValueError: dp_shard without replicate_shards, sp, other names, or nothing that is larger than 1.
+            ImportError: accelerate older than 1.15.
+    """
+    need("weft.adapters.accelerate", "accelerate", "1.15")
+    mesh = parallelism if isinstance(parallelism, DeviceMesh) else _built(parallelism, device_type)
+    names = mesh.mesh_dim_names or ()
+    odd = [name for name in names if name not in _KNOWN]
+    if odd or not names:
+        raise ValueError(
+            f"mesh_of: the mesh has the dimensions {names or 'without names'}; weft.parallelize has a use for "
+            f"{', '.join(_KNOWN)}"
+        )
+    if "dp_shard" in names and not replicate_shards:
+        raise ValueError(
+            f"mesh_of: dp_shard_size={mesh['dp_shard'].size()}: weft.parallelize does not shard parameters. Pass "
+            "replicate_shards=True to have them whole on each of these ranks; their optimizer's state is shared by "
+            'weft.DataParallel(model, group=mesh["dp"], shard_optimizer=True)'
+        )
+    data = tuple(name for name in names if name.startswith("dp_"))
+    along = {"dp": mesh[data]._flatten("dp") if len(data) > 1 else mesh[data[0]]} if data else {}
+    along |= {name: mesh[name] for name in names if name not in data}
+    groups, ours = [part.get_group() for part in along.values()], tuple(along)
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=ours)
+    ranks = mesh.mesh.reshape([part.size() for part in along.values()])
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=ours)
+
+
+def _built(parallelism, device_type: str | None) -> DeviceMesh:
+    if parallelism.sp_size > 1:
+        raise ValueError(
+            f"mesh_of: sp_size={parallelism.sp_size} is DeepSpeed's; to share the sequence pass as much as cp_size"
+        )
+    mesh = parallelism.get_device_mesh(device_type)
+    if mesh is None:
+        raise ValueError(f"mesh_of: {parallelism!r} has nothing larger than 1; call weft.parallelize without it")
+    return mesh

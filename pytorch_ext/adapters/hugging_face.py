@@ -1,0 +1,50 @@
+"""attn_implementation="weft" for models of transformers, also of those that weft.parallelize has not seen."""
+
+import torch
+
+from weft.adapters import need
+from weft.context import hugging_face
+from weft.context.hugging_face import Pattern, mask
+from weft.context.sequence import SharedSequence
+
+NAME = "weft"
+
+
+def register() -> None:
+    """Makes transformers know "weft" as an attention.
+
+        register()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="weft")
+
+    Where the model shares its sequence (weft.parallelize over "cp") it is weft.context_attention, anywhere else torch's
+    scaled_dot_product_attention, with the same result as attn_implementation="sdpa". Softcaps and sinks, which that
+    does not have, are refused there.
+
+    Raises:
+        ImportError: transformers older than 5.23.
+    """
+    need("weft.adapters.hugging_face", "transformers", "5.23")
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def attention(module, query, key, value, attention_mask, **options):
+    """The attention function of transformers' interface: [B, H, S, D] to [B, S, H, D], and None for the weights."""
+    if not isinstance(attention_mask, torch.Tensor | Pattern | None):
+        raise TypeError(
+            f'{type(module).__name__}: attn_implementation="weft" takes a mask that is a tensor or none, got '
+            f"{type(attention_mask).__name__}: pass a tensor, or use the attention that this mask is for"
+        )
+    shared = any(isinstance(x, SharedSequence) for x in (query, key, value))
+    if isinstance(attention_mask, Pattern) and attention_mask.window is not None and not shared:
+        attention_mask = _band(query.size(2), attention_mask.window, query.device)
+    return hugging_face.attention(module, query, key, value, attention_mask, **options)
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """A causal window as a mask, [1, 1, length, length]; True shows."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    return seen.tril().triu(1 - window).view(1, 1, length, length)

@@ -1,0 +1,97 @@
+"""ParallelStyles for torch.distributed.tensor.parallel.parallelize_module that make weft's layers, as in torchtitan.
+
+parallelize_module(model, mesh["tp"], {"layers.*.up": ColumnParallel(), "layers.*.down": RowParallel()})
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from weft.adapters import need
+from weft.comm.communicator import Communicator, communicator
+from weft.nn import sum_gradients
+from weft.shard import shard_of
+from weft.splitting.styles import part_of
+
+need("weft.adapters.styles", "torch", "2.11")
+
+
+class _SplitInPlace(ParallelStyle):
+    """The layer itself becomes the parallel one: parallelize_module drops what a style returns of a model's part."""
+
+    style: str
+
+    def __init__(self, **options):
+        self.options = options
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        held = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for parameter in parameters.values():
+                self._make_whole(parameter, communicator(device_mesh))
+            part = part_of(type(module).__name__, module, {"style": self.style, **self.options}, device_mesh)
+            for name, parameter in parameters.items():
+                _check_tie(parameter, getattr(part, name), f"{type(self).__name__}: {name}")
+        except Exception:
+            for name, parameter in parameters.items():
+                parameter.data = held[name]
+            raise
+        for name, parameter in parameters.items():
+            _become(parameter, getattr(part, name))
+            part._parameters[name] = parameter
+        vars(module).update(vars(part))
+        module.__class__ = type(part)
+        return module
+
+    def _make_whole(self, parameter: nn.Parameter, ranks: Communicator) -> None:
+        """Of the rank that is the source; or, where a layer before shares it and is split, of that one's shards."""
+        shard = shard_of(parameter)
+        if shard is not None:
+            mine = parameter.data
+            parameter.data = mine.new_empty(shard.global_shape) if mine.is_meta else shard.gather(mine)
+        elif self.src_data_rank is not None and not parameter.is_meta:
+            parameter.data = ranks.broadcast_(parameter.data.clone(), self.src_data_rank)
+
+
+class ColumnParallel(_SplitInPlace):
+    """nn.Linear, nn.Conv2d or transformers' Conv1D, split by its outputs; options of `weft.ParallelLinear.from_linear`
+    or of its like. Weights are those of the rank that parallelize_module's src_data_rank names."""
+
+    style = "column"
+
+
+class RowParallel(_SplitInPlace):
+    """The same layers, split by their inputs."""
+
+    style = "row"
+
+
+class VocabularyParallel(_SplitInPlace):
+    """nn.Embedding as a `weft.ParallelEmbedding`."""
+
+    style = "vocabulary"
+
+
+class SequenceParallel(ParallelStyle):
+    """What stands between a RowParallel and a ColumnParallel with sequence_parallel=True: its gradients are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return sum_gradients(module, device_mesh)
+
+
+def _check_tie(parameter: nn.Parameter, part: nn.Parameter, who: str) -> None:
+    before = shard_of(parameter)
+    if before is not None and before != shard_of(part):
+        raise ValueError(
+            f"{who} is shared with a layer that is split along dimension {before.dim} over {before.communicator.world} "
+            "ranks, and would be cut in another way here; split both along the same dimension, over the same ranks"
+        )
+
+
+def _become(parameter: nn.Parameter, part: nn.Parameter) -> None:
+    """The parameter that optimizers and other layers know holds the part from now on."""
+    parameter.data, parameter.grad = part.data, None
+    shard = shard_of(part)
+    if shard is not None:
+        shard.mark(parameter)

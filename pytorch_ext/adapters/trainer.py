@@ -1,0 +1,85 @@
+"""transformers' Trainer on a model that several ranks hold together.
+
+accelerate, under it, would take the ranks of a tensor-parallel model for data-parallel ones: another batch for each,
+and DistributedDataParallel around their different weights. Here each rank's Trainer believes that it is alone, and all
+of them do the same. What it would do wrong then is done by split_model.py, or refused.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.adapters import need
+from weft.adapters.trainer_options import check_options
+
+# What tells accelerate that there are other processes.
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def settings(mesh: DeviceMesh, *, max_grad_norm: float = 1.0, **options) -> dict[str, Any]:
+    """What a Trainer takes besides its model and data: `args` and `callbacks`.
+
+        model = weft.parallelize(model, mesh)
+        Trainer(model, train_dataset=data, **settings(mesh, output_dir="out", max_steps=1000)).train()
+
+    Args:
+        mesh: of weft.init_mesh, with tp, cp or both. Every rank trains on the same batches.
+        max_grad_norm: of the whole model's gradients; 0 clips nothing.
+        options: of transformers.TrainingArguments. save_strategy is "no".
+
+    Raises:
+        ValueError: a mesh with pp or dp, an option that goes wrong with shards, other ranks' GPUs in sight.
+            ImportError: transformers older than 5.23, accelerate older than 1.15.
+    """
+    need("weft.adapters.trainer", "transformers", "5.23")
+    need("weft.adapters.trainer", "accelerate", "1.15")
+    from transformers import TrainingArguments
+
+    from weft.adapters.split_model import SplitModel
+
+    _check_mesh(mesh)
+    check_options(options, mesh.device_type)
+    on_cpu = mesh.device_type == "cpu"
+    configured = {**(options.pop("accelerator_config", None) or {}), "use_configured_state": True}
+    _be_alone(on_cpu)
+    fixed = {"save_strategy": "no", "max_grad_norm": 0.0, "use_cpu": on_cpu, "accelerator_config": configured}
+    return {"args": TrainingArguments(**{**options, **fixed}), "callbacks": [SplitModel(max_grad_norm)]}
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    large = [f"{name}={mesh[name].size()}" for name in names if mesh[name].size() > 1 and name not in ("cp", "tp")]
+    if large or not names:
+        raise ValueError(
+            f"settings: the mesh has {', '.join(large) or 'no names'}; it is for models over cp and tp. Data "
+            "parallelism alone is Trainer's own, with plain TrainingArguments; both together need a loop of your own"
+        )
+    gpus = 0 if mesh.device_type == "cpu" else torch.cuda.device_count()
+    if gpus > 1:
+        raise ValueError(
+            f"settings: this rank sees {gpus} GPUs, and Trainer would use the first, or all: start each rank with "
+            "CUDA_VISIBLE_DEVICES set to its own"
+        )
+
+
+def _be_alone(on_cpu: bool) -> None:
+    """accelerate's state of a single process. Only the first rank logs."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with _unlaunched():
+        state = PartialState(cpu=on_cpu)
+    state.process_index = state.local_process_index = torch.distributed.get_rank()
+
+
+@contextmanager
+def _unlaunched() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -1,0 +1,35 @@
+"""Options of TrainingArguments that go wrong where parameters are shards, each with the way out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_SAVING = "would save this rank's shards as if they were the model: call weft.save_checkpoint"
+_SHARDING = "would shard what is split already: call Trainer without it"
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "save_strategy": ("no", _SAVING),
+    "load_best_model_at_end": (False, _SAVING),
+    "push_to_hub": (False, _SAVING),
+    "fsdp": (None, _SHARDING),
+    "deepspeed": (None, _SHARDING),
+    "parallelism_config": (None, _SHARDING),
+    "fp16": (False, "would skip a step only on the ranks whose shards overflow: take bf16=True"),
+    "use_liger_kernel": (False, "would compute with this rank's shards as if they were whole: call Trainer without it"),
+    "auto_find_batch_size": (False, "could choose another batch on each rank: give per_device_train_batch_size"),
+}
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # optimizers
+
+
+def check_options(options: Mapping[str, Any], device_type: str) -> None:
+    """ValueError where one goes wrong."""
+    on_cpu = device_type == "cpu"
+    device = {"use_cpu": (on_cpu, f"does not go with a mesh of {device_type}: leave it out")}
+    for name, (value, why) in {**device, **_REFUSED}.items():
+        given = options.get(name, value)
+        if given != value and (given or value):
+            raise ValueError(f"settings: {name}={given!r} {why}")
+    optimizer = options.get("optim", "adamw_torch")
+    if getattr(optimizer, "value", optimizer) not in _ELEMENTWISE:
+        raise ValueError(
+            f"settings: optim={optimizer!r} may look at a whole matrix, of which a rank has a shard; those that do not "
+            f"are {', '.join(_ELEMENTWISE)}"
+        )
