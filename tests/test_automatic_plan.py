@@ -373,6 +373,16 @@ def test_only_what_works_on_each_feature_alone_may_stand_between(what):
     assert any(part in found.whole["up"] for part in told.split("|")), found.whole["up"]
 
 
+class Held:
+    def __init__(self, hidden, output):
+        self.hidden, self.output = hidden, output
+
+
+def test_what_an_object_holds_that_the_model_returns_is_whole():
+    found = automatic_plan(Pair(lambda p, h, x: Held({"h": [h[..., None]]}, p.down(h))), 2)
+    assert found.plan in ({}, {"up": {"style": "column", "gather_output": True}})
+
+
 def test_what_cannot_be_replaced_stays_whole():
     def plain(p, h, x):
         return p.down(h)

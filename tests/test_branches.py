@@ -304,3 +304,17 @@ def check_refusals(rank):
 
 def test_what_is_no_branches_is_refused_and_left_as_it_is():
     run_ranks(check_refusals, 3)
+
+
+def refuses_a_tie_into_a_branch(rank):
+    net = Net()
+    net.stem.weight = nn.Parameter(torch.randn(5, 3, 1, 1))
+    net.inception.branch3x3_2.conv.weight = nn.Parameter(torch.randn(3, 2, 3, 3))
+    net.outside = nn.Conv2d(2, 3, 3)
+    net.outside.weight = net.inception.branch3x3_2.conv.weight
+    with pytest.raises(ValueError, match="outside.weight are one parameter, of which inception would get a part"):
+        weft.parallelize(net, weft.init_mesh(tp=2, device_type="cpu"), plan={"inception": "branches"})
+
+
+def test_a_parameter_shared_with_a_branch_is_refused():
+    run_ranks(refuses_a_tie_into_a_branch, 2)

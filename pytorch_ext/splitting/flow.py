@@ -60,6 +60,7 @@ class Found:
     Attributes:
         columns: layer to the features of its output; rows: layer to the layout of its input; norms: to its channels.
         systems: of each axis that is not taken apart.
+        whole: layers that are called with whole features and give whole ones.
         refused: layer to why its output is not split.
         summed: parameters that stay whole and whose gradients are sums over the ranks.
     """
@@ -70,6 +71,7 @@ class Found:
     rows: dict[str, Layout] = field(default_factory=dict)
     norms: dict[str, Axis] = field(default_factory=dict)
     systems: dict[Axis, System] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
 
@@ -228,10 +230,10 @@ class Flow:
         layouts = found.layouts
         if node.op == "layer" and kind_of(self.modules[node.layer]) in SPLIT:
             return self._layer(node, found, meeting)
-        if not any(value in layouts for value in node.inputs):
-            return []
         if node.op == "layer" and kind_of(self.modules[node.layer]) == "nn.BatchNorm2d":
             return self._norm(node, found)
+        if not any(value in layouts for value in node.inputs):
+            return []
         if node.op in ("layer", "closed"):
             raise ConflictError(f"{node.layer} takes them whole")
         return rule_of(node)(node, layouts, meeting)
@@ -246,14 +248,17 @@ class Flow:
             self.refused.setdefault(name, "it has groups")
             return []
         if layout is None:
-            if name in self.refused:
-                return []
             if name in found.rows:
                 raise ConflictError(f"{name} is called with split and with whole features", [found.rows[name].axis])
+            if name in self.refused:
+                found.whole.add(name)
+                return []
             axis = found.columns.setdefault(name, Axis(name, 0, sizes_of(layer)[1]))
             return [Layout(dim % len(output.shape), 1, axis.size, axis, axis.size)]
         if name in found.columns:
             raise ConflictError(f"{name} is called with split and with whole features", [found.columns[name]])
+        if name in found.whole:
+            raise ConflictError(f"{name} is called with split and with whole features")
         if layout.dim != dim % len(value.shape) or layout.before != 1:
             raise ConflictError(f"{name} takes something else than its features split")
         if name in self.fixed:
@@ -266,7 +271,15 @@ class Flow:
 
     def _norm(self, node: Node, found: Found) -> list[Layout | None]:
         value = node.inputs[0]
-        layout = found.layouts[value]
+        layout = found.layouts.get(value)
+        if layout is None:
+            found.whole.add(node.layer)
+            axes = [found.norms[node.layer]] if node.layer in found.norms else []
+            if axes:
+                raise ConflictError(f"{node.layer} is called with split and with whole channels", axes)
+            return []
+        if node.layer in found.whole:
+            raise ConflictError(f"{node.layer} is called with split and with whole channels")
         if layout.dim != len(value.shape) - 3 or not layout.raw or not self.modules[node.layer].track_running_stats:
             raise ConflictError(f"{node.layer} takes something else than its channels split")
         if found.norms.setdefault(node.layer, layout.axis) is not layout.axis:

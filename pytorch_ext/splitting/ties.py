@@ -14,6 +14,7 @@ def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((name, key))
     for places in owners.values():
+        _check_inside(places, replacements)
         split = [place for place in places if place[0] in replacements]
         if len(places) == 1 or not split:
             continue
@@ -33,3 +34,17 @@ def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
                     "name all of them, along the same dimension"
                 )
             setattr(layer, key, first)
+
+
+def _check_inside(places: list[tuple[str, str]], replacements: dict[str, nn.Module]) -> None:
+    """A module that is replaced with all that it contains cannot share a parameter with what is outside of it."""
+    for name, layer in replacements.items():
+        names = [f"{other}." for other, one in replacements.items() if one is layer]
+        inside = [place for place in places if place[0].startswith(tuple(names))]
+        if not inside or len(inside) == len(places) or has_numbers(layer):
+            continue
+        told = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
+        raise ValueError(
+            f"parallelize: {told} are one parameter, of which {name} would get a part of its own: leave {name} out "
+            "of the plan, or untie it"
+        )

@@ -22,6 +22,7 @@ _SAME = {"_unsafe_view": "view", "reshape": "view", "_reshape_alias": "view"}
 _CONSTANT = ("detach", "lift_fresh")
 _OF_INPUTS = ("layer", "closed", "attention")
 _LOOKUPS = ("embedding", "index", "gather", "index_select")  # rows of a parameter, as the input asks for them
+_OBJECTS = 3  # of what a model returns, objects within objects that are looked into
 ACTIVATION = None  # the origin of what depends on the model's input
 
 
@@ -128,7 +129,7 @@ def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, s
             where = run.stack[-1] if run.stack else ""
             told = str(error).partition("\n")[0]
             raise UntraceableError(f"{type(error).__name__}: {told}", where) from error
-    return Trace(run.nodes, [run.value(tensor) for tensor in tensors_in(outputs)], closed)
+    return Trace(run.nodes, [run.value(tensor) for tensor in tensors_in(outputs, _OBJECTS)], closed)
 
 
 class MismatchError(Exception):
@@ -201,19 +202,19 @@ class Run:
         return value
 
 
-def tensors_in(tree) -> Iterator[torch.Tensor]:
-    """The tensors of nested containers, of what transformers returns, and of dataclasses."""
+def tensors_in(tree, objects: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors of nested containers, of what transformers returns, and of other objects, so many within another."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict) or (hasattr(tree, "values") and hasattr(tree, "keys")):
         for part in tree.values():
-            yield from tensors_in(part)
+            yield from tensors_in(part, objects)
     elif isinstance(tree, (list, tuple, set)):
         for part in tree:
-            yield from tensors_in(part)
-    elif hasattr(tree, "__dataclass_fields__"):
-        for name in tree.__dataclass_fields__:
-            yield from tensors_in(getattr(tree, name, None))
+            yield from tensors_in(part, objects)
+    elif objects and hasattr(tree, "__dict__") and not isinstance(tree, type):
+        for part in vars(tree).values():
+            yield from tensors_in(part, objects - 1)
 
 
 def _with_values(tree, run: Run):
