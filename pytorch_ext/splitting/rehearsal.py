@@ -34,6 +34,9 @@ class Rehearsal(Run):
         axis = self.found.columns.get(name)
         return whole if axis is None else self.found.local_size(axis)[self.rank]
 
+    def check_input(self, layer: nn.Module, *inputs) -> None:
+        """Its shape is compared where it is made."""
+
     def take(self, node: Node) -> None:
         expected = self._next(node)
         step, self.step = self.step, self.step + 1

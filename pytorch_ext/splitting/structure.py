@@ -87,9 +87,9 @@ def _runs(model: nn.Module, tries) -> list[Run] | str:
         except Exception as error:  # what copying a user's objects raises
             return f"it cannot be copied: {type(error).__name__}: {error}"
         prepare(twin, attention)
-        for call in tries:
+        for call, closing in [(call, closing) for closing in (False, True) for call in tries]:
             try:
-                runs.append(Run(twin, call, _traced(twin, call)))
+                runs.append(Run(twin, call, _traced(twin, call, closing)))
                 tries = [call]
                 break
             except UntraceableError as error:
@@ -99,22 +99,23 @@ def _runs(model: nn.Module, tries) -> list[Run] | str:
     return runs
 
 
-def _traced(twin: nn.Module, call) -> Trace:
-    """A module in which something cannot be run without values is closed: it gets its inputs whole."""
+def _traced(twin: nn.Module, call, closing: bool) -> Trace:
+    """closing: a module in which something cannot be run without values is closed, and gets its inputs whole."""
     closed: dict[str, str] = {}
     while True:
         try:
             return trace(twin, call, closed)
         except UntraceableError as error:
             name = error.module
-            if not name or name in closed or len(closed) >= _MOST_CLOSED:
+            if not closing or not name or name in closed or len(closed) >= _MOST_CLOSED:
                 raise
             inside = [why for other, why in closed.items() if other.startswith(f"{name}.")]
             reason = inside[0] if inside else f"what it computes cannot be followed: {error}"
             closed = {other: why for other, why in closed.items() if not other.startswith(f"{name}.")}
             kind = type(twin.get_submodule(name))
+            general = kind.__module__.startswith("torch.nn")  # a Sequential, say, of anything
             alike = (other for other, module in twin.named_modules() if other and type(module) is kind)
-            closed |= dict.fromkeys(alike, reason)
+            closed |= dict.fromkeys([name] if general else alike, reason)
 
 
 class _Search:

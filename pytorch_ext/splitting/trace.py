@@ -117,7 +117,7 @@ def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, s
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # a guess of the input may be warned of
         stack.enter_context(torch.random.fork_rng([]))
-        torch.manual_seed(0)  # layers that are left out at random are the same ones each time
+        torch.default_generator.manual_seed(0)  # layers that are left out at random are the same ones each time
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Functions(run))
         stack.enter_context(_Recorder(run))
@@ -195,6 +195,21 @@ class Run:
     def width_of(self, name: str, whole: int) -> int:
         """How wide the output of a layer is."""
         return whole
+
+    def check_input(self, layer: nn.Module, *inputs) -> None:
+        """A wrong guess of the model's input is told here, as the layer itself would."""
+        kind, tensor = known(layer), next(tensors_in(inputs), None)
+        if kind is None or tensor is None:
+            return
+        if isinstance(layer, nn.Embedding):
+            if tensor.is_floating_point():
+                raise TypeError(f"an embedding was given {tensor.dtype}")
+        elif tensor.dim() < -kind.features or tensor.shape[kind.features] != kind.sizes(layer)[0]:
+            raise ValueError(
+                f"{type(layer).__name__} of {kind.sizes(layer)[0]} features was given {tuple(tensor.shape)}"
+            )
+        elif not tensor.is_floating_point():
+            raise TypeError(f"{type(layer).__name__} was given {tensor.dtype}")
 
     def _set(self, tensor: torch.Tensor, value: Value) -> Value:
         self._values[id(tensor)] = value
@@ -333,6 +348,8 @@ def _watched(module: nn.Module, name: str, closed: dict[str, str], run: Run):
         if shaped is None:
             result = plain(*args, **kwargs)
         else:
+            if kind is not None:
+                run.check_input(module, *args)
             with _unrecorded():
                 result = shaped(module, partial(run.width_of, name), *args, **kwargs)
             run.record("closed" if name in closed else "layer", args, kwargs, result, layer=name)
