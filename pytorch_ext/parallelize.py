@@ -26,7 +26,7 @@ def parallelize(
     model: nn.Module,
     mesh=None,
     *,
-    plan: Plan | str | None = "auto",
+    plan: Plan | AutomaticPlan | str | None = "auto",
     sequence_parallel: bool = False,
     context: str | Mapping = "auto",
     recompute: str = "none",
@@ -58,12 +58,13 @@ def parallelize(
             several places) stay shared.
         mesh: of init_mesh, or some of its dimensions (`mesh["cp", "tp"]`). Any other one-dimensional DeviceMesh, a
             ProcessGroup, or None for the default group are the ranks that split the layers.
-        plan: "auto" finds what can be split (docs/automatic_plans.md). None splits nothing. Or module names to "column"
-            or "row" (nn.Linear), "vocabulary" (nn.Embedding) or another style (docs/tensor_parallel.md), or to a dict
-            with such a "style" and its options; or any module to "sequence", which leaves it as it is and sums its
-            gradients over the ranks, for what stands between layers with sequence_parallel; or to "tokenwise", which
-            says that it treats every position alone, whatever it calls: with cp it gets this rank's part. A `*` in a
-            name stands for one component of it, `**` for any number, none included.
+        plan: "auto" finds what can be split (docs/automatic_plans.md); or what `automatic_plan` has found. None splits
+            nothing. Or module names to "column" or "row" (nn.Linear), "vocabulary" (nn.Embedding) or another style
+            (docs/tensor_parallel.md), or to a dict with such a "style" and its options; or any module to "sequence",
+            which leaves it as it is and sums its gradients over the ranks, for what stands between layers with
+            sequence_parallel; or to "tokenwise", which says that it treats every position alone, whatever it calls:
+            with cp it gets this rank's part. A `*` in a name stands for one component of it, `**` for any number, none
+            included.
         sequence_parallel: asks plan="auto" that between split layers each rank of "tp" has its part of the sequence;
             it raises where it cannot show that to be right. In a plan of your own it is an option of each layer.
         context: how the sequence is shared: a method of `weft.context_attention`, or a dict of
@@ -158,12 +159,13 @@ def _ranks_of(mesh) -> _Ranks:
 
 
 def _plan_of(
-    model: nn.Module, plan: Plan | str | None, ranks: _Ranks, sequence_parallel: bool, strict: bool
+    model: nn.Module, plan: Plan | AutomaticPlan | str | None, ranks: _Ranks, sequence_parallel: bool, strict: bool
 ) -> tuple[AutomaticPlan | None, Plan]:
-    if plan == "auto":
+    if plan == "auto" or isinstance(plan, AutomaticPlan):
         if ranks.tp is None or ranks.tp.world == 1:
             return None, {}
-        automatic = automatic_plan(model, ranks.tp.world, sequence_parallel=sequence_parallel)
+        automatic = plan if isinstance(plan, AutomaticPlan) else None
+        automatic = automatic or automatic_plan(model, ranks.tp.world, sequence_parallel=sequence_parallel)
         if strict and automatic.whole:
             told = "; ".join(f"{name}: {why}" for name, why in automatic.whole.items())
             raise ValueError(f"parallelize: strict, and these layers would stay whole on every rank: {told}")

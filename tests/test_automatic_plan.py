@@ -230,6 +230,9 @@ def check_model(name, world):
     whole = MODELS[name]().double().train()
     model = weft.parallelize(copy.deepcopy(whole), plan="auto")
     found = model._weft_plan
+    if world == 2:  # and as a plan of one's own
+        own = weft.parallelize(copy.deepcopy(whole), plan=dict(found.plan))
+        assert [p.shape for p in own.parameters()] == [p.shape for p in model.parameters()], name
     batch = batch_of(name, whole)
     (expected, loss), (result, own_loss) = result_of(whole, batch), result_of(model, batch)
     assert_close(result, expected, f"{name}: output")

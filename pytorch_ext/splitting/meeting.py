@@ -32,6 +32,8 @@ def _check_row(name: str, row: ParallelLinear, columns: Mapping[str, ParallelLin
     needed = row.shards["weight"].sizes
     for around in _around(name):
         near = {other: one for other, one in columns.items() if other.startswith(around)}
+        if any(one.out_features > row.in_features and one.out_features % row.in_features == 0 for one in near.values()):
+            return  # a fused projection, whose pieces sizes do not tell
         giving = {other: one for other, one in near.items() if row.in_features in _outputs(one)}
         if any(one.parts or one.shards["weight"].sizes == needed for one in giving.values()):
             return
