@@ -11,6 +11,7 @@ from torch import nn
 
 import weft
 import weft.nn
+from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 
 WORLDS = [1, 2, 3]
@@ -38,14 +39,6 @@ GROUPED = [
     Case(10, 15, 3, (("groups", 5), ("padding", (1, 2)), ("padding_mode", "reflect"))),
     Case(6, 12, 1, (("groups", 3), ("bias", False))),
 ]
-
-
-def gradients_of(module, x, dy):
-    x = x.detach().clone().requires_grad_()
-    module.zero_grad()
-    y = module(x)
-    y.backward(dy)
-    return y.detach(), x.grad, {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def close(found, expected, what):

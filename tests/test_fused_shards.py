@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import weft
 from weft.split import Heads, cut_over
+from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 
 
@@ -56,14 +57,6 @@ FUSED = [
     (dict(unit=2, heads=(8, 2)), 4),
     (dict(unit=2, heads=(8, 2)), 16),
 ]
-
-
-def gradients_of(module, x, dy):
-    x = x.detach().clone().requires_grad_()
-    module.zero_grad()
-    y = module(x)
-    y.backward(dy)
-    return y.detach(), x.grad, {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def conv1d(outputs, inputs):

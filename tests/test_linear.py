@@ -12,21 +12,13 @@ from torch import nn
 import weft
 from weft.testing import reference
 from weft.testing.cases import SMALL_MLPS
+from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close, plain_dtype
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "silu"]
-
-
-def gradients_of(module, x, dy):
-    """Output, gradient of x, and gradients of the parameters by name, of one forward and backward."""
-    x = x.detach().clone().requires_grad_()
-    module.zero_grad()
-    y = module(x)
-    y.backward(dy)
-    return y.detach(), x.grad, {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 class Reference(nn.Module):
