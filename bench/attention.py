@@ -85,24 +85,23 @@ def run(options: argparse.Namespace) -> list[Row]:
         rounds = max(3, min(options.rounds, 8192 * 21 // length))
         told = run_ranks(_measure, options.world, length, rounds, timeout_s=3600, group_timeout_s=1800)
         times = slowest_rank([samples for samples, *_ in told])
-        why = told[0][4]
+        why = told[0][3]
+        peaks_of = run_ranks(_peaks, options.world, length, timeout_s=3600, group_timeout_s=1800)
         for method in METHODS:
             error = max(errors[method] for _, errors, *_ in told)
             if not error < 1e-5:
                 raise AssertionError(f"{method} at {length}: the result is off by {error:.1e}; not measured")
-            peaks, sent = (max(of_rank[place][method] for of_rank in told) for place in (2, 3))
+            sent = max(of_rank[2][method] for of_rank in told)
+            peak = max(of_rank[method] for of_rank in peaks_of)
             rows.append(
-                Row(length, options.world, method, times[method], times[ALONE], times.get(TORCH), why, peaks,
-                    told[0][2][ALONE], sent, error)
+                Row(length, options.world, method, times[method], times[ALONE], times.get(TORCH), why, peak,
+                    peaks_of[0][ALONE], sent, error)
             )  # fmt: skip
     return rows
 
 
 def _measure(rank: int, length: int, rounds: int):
-    generator = torch.Generator().manual_seed(length)
-    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    whole = [torch.randn(BATCH, h, length, HEAD_DIM, generator=generator) for h in heads]
-    parts = [weft.shard_sequence(x, dim=2).contiguous() for x in whole]
+    whole, parts = _drawn(length)
     contenders: dict[str, Callable] = {method: _step(_split(method), parts) for method in METHODS}
     alone = _step(_plain, whole)
     contenders[ALONE] = alone if rank == 0 else lambda: None
@@ -110,7 +109,7 @@ def _measure(rank: int, length: int, rounds: int):
     if theirs:
         contenders[TORCH] = theirs
     exact = [weft.shard_sequence(x, dim=2) for x in alone()]
-    errors, peaks, sent = {}, {}, {}
+    errors, sent = {}, {}
     for method in METHODS:
         dist.barrier()
         sent[method], result = _sent_bytes(contenders[method])
@@ -118,11 +117,28 @@ def _measure(rank: int, length: int, rounds: int):
         del result
     del exact
     samples = alternate(contenders, meet=dist.barrier, rounds=rounds, calls=1)
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)  # what is freed is gone, so that what is resident is in use
-    for name in (*METHODS, ALONE):
+    return samples, errors, sent, why
+
+
+def _peaks(rank: int, length: int) -> dict[str, int]:
+    """In processes of their own, whose malloc gives freed memory back at once: what is resident is then in use."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
+    whole, parts = _drawn(length)
+    calls = {method: _step(_split(method), parts) for method in METHODS} | {ALONE: _step(_plain, whole)}
+    peaks = {}
+    for name, call in calls.items():
         dist.barrier()
-        peaks[name] = _peak_bytes(contenders[name])
-    return samples, errors, peaks, sent, why
+        peaks[name] = _peak_bytes(call) if name != ALONE or rank == 0 else 0
+    dist.barrier()
+    return peaks
+
+
+def _drawn(length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """q, k, v and dout, whole, and this rank's parts."""
+    generator = torch.Generator().manual_seed(length)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    whole = [torch.randn(BATCH, h, length, HEAD_DIM, generator=generator) for h in heads]
+    return whole, [weft.shard_sequence(x, dim=2).contiguous() for x in whole]
 
 
 def _split(method: str) -> Callable:
@@ -179,7 +195,6 @@ def _sent_bytes(call: Callable) -> tuple[int, list[torch.Tensor]]:
 def _peak_bytes(call: Callable) -> int:
     """The most resident memory during the call, beyond what was resident before it (Linux)."""
     call()  # what stays from a first call is not the call's
-    ctypes.CDLL(None).malloc_trim(0)  # but what it freed is
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins again here
     before = _status("VmRSS")

@@ -70,6 +70,7 @@ PARADIGMS = {
         Paradigm("sequence x tensor", {"cp": 2, "tp": 2}),
         Paradigm("pipeline x data", {"pp": 2, "dp": 2}, "1f1b"),
         Paradigm("pipeline x tensor", {"pp": 2, "tp": 2}, "1f1b"),
+        Paradigm("pipeline x sequence", {"pp": 2, "cp": 2}, "1f1b"),
     ],
 }
 
