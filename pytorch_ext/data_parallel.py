@@ -168,7 +168,7 @@ class DataParallel(nn.Module, Joinable):
         for slot in self.reducer.slots:
             if slot.into_main_grad and slot.view is not None:
                 slot.view.zero_()
-                slot.reduced = False
+                slot.reduced = slot.touched = False
 
     # What gradients say after backward.
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -82,24 +83,65 @@ def test_sums_are_in_fp32_and_what_travels_is_rounded_once(world):
 
 def gradients_are_views(rank):
     model = weft.DataParallel(mlp())
-    seen = []
-    model.module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+    first, seen, places = model.module[0].weight, [], set()
+    first.register_post_accumulate_grad_hook(lambda p: seen.append((weakref.ref(p.grad), p.grad.clone())))
     for step in range(4):
         loss_of(model(batch(step, rank))).backward()
         flat = model.reducer.buckets[0].flat
         start, end = flat.data_ptr(), flat.data_ptr() + flat.numel() * 4
         assert all(start <= parameter.grad.data_ptr() < end for parameter in model.parameters())
+        places.add(first.grad.data_ptr())
+        made, own = seen[-1]
+        if step in (0, 2):  # there was no .grad before
+            assert made() is None, "nobody keeps what autograd made once the sum is in its place"
+            assert_close_sum(own, first.grad)
         if step == 1:
             model.zero_grad(set_to_none=True)
             assert all(parameter.grad is None for parameter in model.parameters())
         elif step == 2:
             torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
             assert not flat.any()
-    assert len(set(seen[1:])) == 1, "autograd took the place in the bucket as it is, with and without a .grad before"
+    assert len(places) == 1
+
+
+def assert_close_sum(own, averaged):
+    """A hook of the user's sees this rank's own gradient."""
+    torch.testing.assert_close(sum(gathered(own)) / dist.get_world_size(), averaged)
 
 
 def test_gradients_stay_in_their_buckets():
     run_ranks(gradients_are_views, 2)
+
+
+def zeroed_after_no_sync(rank, unused):
+    """What a backward without synchronisation left, and was zeroed, is no gradient of the next."""
+    model = weft.DataParallel(nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2)]), unused_parameters=unused)
+    first, second = model.module
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+
+    def loss(both):
+        return (second(first(torch.ones(1, 3))) if both else first(torch.ones(1, 3))).sum() * (rank + 1)
+
+    loss(True).backward()
+    model.zero_grad()
+    with model.no_sync():
+        model.reducer.sync = False  # what the wrapper's forward does
+        loss(True).backward()
+    model.zero_grad()
+    model.reducer.sync = True
+    if unused == "zero":
+        loss(False).backward()
+        assert not any(parameter.grad.any() for parameter in second.parameters())
+        assert torch.equal(first.weight.grad, torch.full((2, 3), 1.5))
+    else:
+        with pytest.raises(RuntimeError, match="1.weight"):
+            loss(False).backward()
+
+
+@pytest.mark.parametrize("unused", ["zero", "error"])
+def test_what_was_zeroed_is_no_gradient(unused):
+    run_ranks(zeroed_after_no_sync, 2, unused)
 
 
 def accumulate(rank, average):

@@ -180,10 +180,10 @@ void sum(const void* const* sources, size_t source_count, void* destination, siz
     accumulate<From, Add>(sources, source_count, begin, n, sums);
     if (epilogue.average)
       for (size_t i = 0; i < n; ++i) sums[i] = sums[i] / divisor;
-    if (scale != S{1})
-      for (size_t i = 0; i < n; ++i) sums[i] = sums[i] * scale;
-    for (size_t i = 0; i < n; ++i) sums[i] = From::load(From::store(sums[i]));
-    for (size_t i = 0; i < n; ++i) out[begin + i] = To::store(sums[i]);
+    for (size_t i = 0; i < n; ++i) {  // to multiply by 1 changes nothing
+      sums[i] = From::load(From::store(sums[i] * scale));
+      out[begin + i] = To::store(sums[i]);
+    }
     if (epilogue.squared_norm != nullptr) *epilogue.squared_norm += sum_of_squares(sums, n);
   }
 }
