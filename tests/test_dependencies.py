@@ -44,6 +44,7 @@ ALLOWED = {
     "weft.explain": {"weft.explaining", "weft.context", "weft.kernels", "weft.nn", "weft.ops"},
     "weft.adapters": {
         *("weft.splitting", "weft.gradient_norm", "weft.context", "weft.nn", "weft.comm", "weft.shard"),
+        "weft.data_parallel",
     },
     "weft.build_info": {"weft._C"},
     "weft.verify": {"weft.shard"},

@@ -42,6 +42,24 @@ LAUNCHED = """
 rank = str(dist.get_rank())
 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
 """
+LIGHTNING = """
+os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", MASTER_ADDR="localhost", MASTER_PORT="1")
+import pytorch_lightning
+
+class Module(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch, _):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+module = Module()
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 3)), batch_size=2)
+"""
 PARTS = """
 class Inception(nn.Module):
     def __init__(self):
@@ -148,6 +166,7 @@ model = nn.ModuleDict({"table": nn.Embedding(9, 6), "blocks": nn.ModuleList([blo
     ("adapters.md", 2): (2, SAVED + HUGGING_FACE, {}),
     ("adapters.md", 3): (2, SAVED + LAUNCHED + HUGGING_FACE, {}),
     ("adapters.md", 4): (4, HUGGING_FACE, {}),
+    ("adapters.md", 5): (2, SAVED + LAUNCHED + LIGHTNING, {}),
 }
 
 

@@ -4,6 +4,7 @@ styles.py          ParallelStyles for torch's parallelize_module
 hugging_face.py    attn_implementation="weft" for transformers
 trainer.py         transformers' Trainer on a model that several ranks hold
 accelerate.py      an accelerate mesh as weft.parallelize takes it
+lightning.py       a strategy for Lightning's Trainer
 """
 
 from importlib.metadata import PackageNotFoundError, version
