@@ -10,26 +10,28 @@ _TUNED = ["matmul"]
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    options = make_parser().parse_args(arguments)
+    if options.command == "doctor":
+        return _doctor()
+    if options.command == "plan":
+        return importlib.import_module("weft.planner.command").run(options)
+    if options.command == "tune":
+        return _tune(options.op, options.rest)
+    return importlib.import_module("weft.bench.command").run(options, shlex.join(["weft", *arguments]))
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft", description="Kernels and collectives for one model on many devices.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="whether the package can do its job here; a block for a bug report")
     bench = commands.add_parser("bench", help="measure this machine")
-    suites = importlib.import_module("weft.bench.command")
-    suites.add_arguments(bench)
+    importlib.import_module("weft.bench.command").add_arguments(bench)
     tune = commands.add_parser("tune", help="measure the tile configurations on this GPU and write the winners' table")
     tune.add_argument("op", choices=_TUNED)
     tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
     plan = commands.add_parser("plan", help="which mesh to train a model on, by arithmetic; needs no GPU")
-    planner = importlib.import_module("weft.planner.command")
-    planner.add_arguments(plan)
-    options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        return _doctor()
-    if options.command == "plan":
-        return planner.run(options)
-    if options.command == "tune":
-        return _tune(options.op, options.rest)
-    return suites.run(options, shlex.join(["weft", *arguments]))
+    importlib.import_module("weft.planner.command").add_arguments(plan)
+    return parser
 
 
 def _doctor() -> int:

@@ -1,11 +1,13 @@
-"""The documentation: every block of Python on it runs, every message that it explains is one of the package's."""
+"""The documentation: its blocks of Python run, its commands can be given, its messages are the package's."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from weft import cli
 from weft.bench.tables import written
 from weft.testing.ranks import run_ranks
 
@@ -214,6 +216,39 @@ def test_every_block_of_python_runs(world):
 
 def test_no_block_of_python_is_left_out():
     assert {(page.name, number) for page in PAGES for number in range(len(blocks_of(page)))} == set(BLOCKS)
+
+
+COMMANDS = [
+    (page, line.split("  #")[0].split())
+    for page in [*PAGES, ROOT / "bench" / "README.md"]
+    for line in re.findall(r"^    ((?:weft|torchrun|python|make|pip) .*)$", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: " ".join(value) if type(value) is list else "")
+def test_every_command_can_be_given(page, words, tmp_path, monkeypatch, capsys):
+    """Plans are made; of what takes long, the words are understood."""
+    program, *rest = words
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert rest[0] in targets
+    elif program == "weft" and rest[0] == "plan":
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "path/to").mkdir(parents=True)
+        (tmp_path / "path/to/config.json").write_text(
+            '{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, '
+            '"intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 4096}'
+        )
+        shutil.copy(next((ROOT / "bench/results").rglob("hw.json")), "hw.json")
+        shutil.copy(ROOT / "pytorch_ext/planner/data/published_training_runs.csv", "FILE.csv")
+        assert cli.main(rest) == 0, capsys.readouterr()
+    elif program == "weft":
+        cli.make_parser().parse_args(rest)
+    elif program != "pip":
+        script = next(word for word in rest if word.endswith(".py"))
+        given = rest[rest.index(script) + 1 :]
+        text = (ROOT / script).read_text()
+        assert all(f'"{word}"' in text for word in given if word.startswith("--"))
 
 
 def test_every_message_that_is_explained_is_one_of_the_package():
