@@ -15,9 +15,11 @@ from weft.recompute import recompute as recompute_these
 from weft.recompute import recomputed_in
 from weft.saving import random_numbers
 from weft.splitting.agreement import check_same_model
+from weft.splitting.attributes import is_summed
 from weft.splitting.automatic import AutomaticPlan, automatic_plan
 from weft.splitting.matching import match
 from weft.splitting.meeting import check_meeting
+from weft.splitting.results import return_whole
 from weft.splitting.styles import KEPT, Plan, part_of
 from weft.splitting.ties import tie
 
@@ -118,11 +120,12 @@ def parallelize(
     if ranks.tp is not None:
         _draw_alike(ranks.tp, model)
 
-    for name in between:
-        sum_gradients(model.get_submodule(name), ranks.tp)
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
+    for name in (*between, *(name for name, layer in replacements.items() if is_summed(layer))):
+        sum_gradients(model.get_submodule(name), ranks.tp)
+    return_whole(model)
     if recompute != "none":
         recompute_these({name: model.get_submodule(name) for name in recomputed})
     if sharing is not None and sharing.ranks.world > 1:

@@ -1,6 +1,7 @@
 """plan="auto": what is split can be shown to be right, and the model computes what it computed."""
 
 import copy
+from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import weft
 from weft.splitting.automatic import automatic_plan
+from weft.splitting.trace import tensors_in
 from weft.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -70,6 +72,41 @@ class Viewed(nn.Module):
         q, k, v = qkv[0], qkv[1], qkv[2]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(-2))
+
+
+class HeadNorm(nn.Module):
+    """Counts the heads itself; its weight is every head's, and so its gradient a sum over the ranks."""
+
+    def __init__(self, heads, size):
+        super().__init__()
+        self.heads, self.size, self.weight = heads, size, nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x):
+        x = x.reshape(*x.shape[:2], self.heads, self.size)
+        return F.rms_norm(x, (self.size,), self.weight).transpose(1, 2)
+
+
+class Weighed(nn.Module):
+    """Returns its weights too."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+        self.norm, self.size = HeadNorm(heads, width // heads), width // heads
+
+    def forward(self, x):
+        value = self.value(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+        weights = (self.norm(self.query(x)) @ self.norm(self.key(x)).mT).softmax(-1)
+        return self.output((weights @ value).transpose(1, 2).flatten(2)), weights
+
+
+class First(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)[0]
 
 
 class Block(nn.Module):
@@ -192,6 +229,7 @@ MODELS = {
     ),
     "plain": lambda: Plain(Attention(20, 4), Attention(20, 4, 2), Viewed(20, 5)),
     "MQA": lambda: Plain(Attention(20, 4, 1)),
+    "heads that a norm counts": lambda: Plain(First(Weighed(20, 5))),
     "ResNet": ResNet,
     "TransformerEncoder": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(20, 5, 33, dropout=0.0, batch_first=True), 2
@@ -287,18 +325,31 @@ def test_queries_are_cut_where_their_kv_head_is():
     assert found["model.layers.1.self_attn.q_proj"] == found["model.layers.1.self_attn.k_proj"]
     assert found["model.layers.1.self_attn.k_proj"] == {"style": "column", **heads}
     assert found["model.layers.1.self_attn.o_proj"] == {"style": "row", **heads}
-    assert found["model.layers.1.self_attn"] == {"style": "attributes", "num_key_value_groups": (2, 1, 1)}
+    of_attention = {"num_key_value_groups": (2, 1, 1), "results": {1: (1, 2, 1, 1)}}
+    assert found["model.layers.1.self_attn"] == {"style": "attributes", **of_attention}
     assert split_of("Llama", 2).plan["model.layers.1.self_attn.q_proj"] == {"style": "column", "unit": 16}
 
 
 def test_fused_projections_are_cut_piece_by_piece():
     found = split_of("GPT2").plan
     assert found["transformer.h.0.attn.c_attn"] == {"style": "column", "parts": (32, 32, 32), "unit": 8}
-    assert found["transformer.h.0.attn"] == {"style": "attributes", "split_size": (16, 16)}
+    assert found["transformer.h.0.attn"] == {"style": "attributes", "split_size": (16, 16), "results": {1: (1, 2, 2)}}
     assert found["transformer.wte"] == "vocabulary"
     assert found["lm_head"] == {"style": "column", "gather_output": True}
     viewed = split_of("plain").plan["blocks.2.attention.qkv"]
     assert viewed == {"style": "column", "parts": (20, 20, 20), "unit": 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_of_any_type_is_found_to_be_the_same(dtype):
+    """Whose first layers, 1-D convolutions, run as they are."""
+    sizes = dict(vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, max_source_positions=20)
+    sizes |= dict(encoder_ffn_dim=46, decoder_ffn_dim=46, encoder_attention_heads=4, decoder_attention_heads=4)
+    sizes |= dict(num_mel_bins=8, max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = of_transformers("Whisper", "ForConditionalGeneration", **sizes, decoder_start_token_id=1)
+    found = automatic_plan(model, 2).plan
+    assert "model.encoder.layers.0.self_attn.q_proj" in found
+    assert automatic_plan(model.to(dtype), 2).plan == found
 
 
 def test_convolutions_are_split_through_shortcuts():
@@ -451,6 +502,94 @@ def test_bad_arguments_are_told():
 
 
 # What a split model does
+
+
+class Returning(nn.Module):
+    """What its attention returns, as `way` has it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.attention, self.way = Weighed(20, 5), way
+
+    def forward(self, x):
+        return self.way(*self.attention(x))
+
+
+Pairs = namedtuple("Pairs", "output weights")
+ASIDE = {
+    "no weights": lambda y, w: y,
+    "a tuple": lambda y, w: (y, w),
+    "a dict": lambda y, w: {"y": y, "list": [w]},
+    "an object": lambda y, w: Held(w, y),
+}
+RETURNED = {**ASIDE, "in another order": lambda y, w: (y, w.transpose(0, 1)), "a mean": lambda y, w: (y, w.mean(1))}
+
+
+def weights_of(model, batch, **options):
+    output = model(**batch, **options)
+    return [x for name in output if name.endswith("attentions") for x in output[name]]
+
+
+def check_weights(rank):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 7, 20, generator=generator).double()
+    own = automatic_plan(Returning(ASIDE["no weights"]), 3).plan
+    assert own["attention"]["results"] == {1: (1, 2, 2, 1)}
+    for name, plan in [*((name, "auto") for name in RETURNED), *((name, own) for name in ASIDE)]:
+        torch.manual_seed(0)
+        whole = Returning(RETURNED[name]).double()
+        model = copy.deepcopy(weft.parallelize(copy.deepcopy(whole), plan=plan))
+        found, expected = (list(tensors_in(one(x), 1)) for one in (model, whole))
+        for mine, other in zip(found, expected, strict=True):
+            assert_close(mine, other, f"returned as {name}")
+        for outputs in (found, expected):
+            sum((y * y.detach().cos()).sum() for y in outputs).backward()
+        for key, parameter in model.named_parameters():
+            gradient, shard = whole.get_parameter(key).grad, weft.shard_of(parameter)
+            assert_close(parameter.grad, gradient if shard is None else shard.take(gradient), f"{name}: {key}")
+    named = weft.parallelize(Returning(Pairs).double(), plan=own)
+    with pytest.raises(ValueError, match="Pairs with attention weights of this rank's heads alone .*tp=1"):
+        named(x)
+    for name in ("Llama", "GPT2", "Bert", "Bart", "T5", "OPT"):
+        torch.manual_seed(1)
+        whole = MODELS[name]().double().eval()
+        whole.set_attn_implementation("eager")
+        model = weft.parallelize(copy.deepcopy(whole), plan="auto")
+        batch = batch_of(name, whole)
+        expected = weights_of(whole, batch, output_attentions=True)
+        assert len(expected) > 1 and expected[0].shape[1] == 4
+        outer = weft.DataParallel(copy.deepcopy(model), group=weft.init_mesh(dp=1, tp=3, device_type="cpu")["dp"])
+        asked = [weights_of(one, batch, output_attentions=True) for one in (model, outer)]
+        if name in ("Llama", "GPT2", "Bert"):  # the others give their encoders and decoders configurations of their own
+            asked.append(weights_of(model.base_model, {"input_ids": batch["input_ids"]}, output_attentions=True))
+            model.config.output_attentions = True
+            asked.append(weights_of(model, batch))
+        for found in asked:
+            for mine, other in zip(found, expected, strict=True):
+                assert_close(mine, other, f"{name}: attention weights")
+        assert not weights_of(model, batch, output_attentions=False), "nothing that is not asked for"
+
+
+def test_attention_weights_are_those_of_all_heads():
+    run_ranks(check_weights, 3, timeout_s=150)
+
+
+def check_shared_weights(rank):
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 20).double()
+    whole, own = Returning(ASIDE["a tuple"]).double(), automatic_plan(Returning(ASIDE["no weights"]), 2).plan
+    model = weft.parallelize(copy.deepcopy(whole), weft.init_mesh(cp=2, tp=2, device_type="cpu"), plan=own)
+    for mine, other in zip(model(x), whole(x), strict=True):
+        assert_close(mine, other, "over a shared sequence")
+    sum((y * y.detach().cos()).sum() for y in model(x)).backward()
+    sum((y * y.detach().cos()).sum() for y in whole(x)).backward()
+    for key, parameter in model.named_parameters():
+        gradient, shard = whole.get_parameter(key).grad, weft.shard_of(parameter)
+        assert_close(parameter.grad, gradient if shard is None else shard.take(gradient), key)
+
+
+def test_so_they_are_over_a_shared_sequence():
+    run_ranks(check_shared_weights, 4)
 
 
 def check_use(rank):

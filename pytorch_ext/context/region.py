@@ -130,8 +130,10 @@ def leave(output, sharing: Sharing):
 
 
 def is_edge(hook) -> bool:
-    """Whether a hook of a model is one of those that make it share its sequence."""
-    return isinstance(hook, _Entry) or isinstance(getattr(hook, "__self__", None), _Entry)
+    """Whether a hook of a model is one of those that make it share its sequence, or another of weft's that a model in
+    stages can do without."""
+    ours = isinstance(hook, _Entry) or isinstance(getattr(hook, "__self__", None), _Entry)
+    return ours or getattr(hook, "at_edge", False)
 
 
 @dataclass(frozen=True)

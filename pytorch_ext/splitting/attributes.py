@@ -2,9 +2,11 @@
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -12,9 +14,17 @@ from torch.overrides import TorchFunctionMode
 from weft.comm.communicator import Communicator
 from weft.ops.random_numbers import own_random_numbers as random_numbers_of
 
+PART = "_weft_part"  # of a tensor: (dimension, every rank's size, the ranks)
+
 
 def with_numbers(
-    module: nn.Module, *, group: Communicator, own_random_numbers: bool = False, **numbers: Sequence[int]
+    module: nn.Module,
+    *,
+    group: Communicator,
+    own_random_numbers: bool = False,
+    summed: bool = False,
+    results: Mapping[int, Sequence[int]] | None = None,
+    **numbers: Sequence[int],
 ) -> nn.Module:
     """A module that shares all that it holds with this one, and has this rank's numbers.
 
@@ -22,6 +32,9 @@ def with_numbers(
 
     Args:
         own_random_numbers: what its own code drops at random, not through an nn.Dropout, is this rank's part.
+        summed: its gradients are sums over the ranks, as with the style "sequence"; parallelize sees to it.
+        results: of the tuple or list that it returns, what is this rank's part and only handed on (attention weights):
+            the place to the dimension and every rank's size. Models return the whole of it (results.py).
         numbers: attribute ("num_heads", or "config.num_heads" of what it holds as `config`) to its number on each rank.
 
     Raises:
@@ -38,13 +51,21 @@ def with_numbers(
             raise ValueError(f"{name}={tuple(of_ranks)} must be {group.world} numbers, one for each rank")
         set_number(twin, name, of_ranks[group.rank])
     vars(twin)["_weft_numbers"] = {name: tuple(of_ranks) for name, of_ranks in numbers.items()}
+    vars(twin)["_weft_summed"] = summed
     if own_random_numbers and group.world > 1:
         vars(twin)["forward"] = _Forward(twin, group)
+    if results and group.world > 1:
+        twin._forward_hooks = OrderedDict(module._forward_hooks)
+        twin.register_forward_hook(InParts(results, group), prepend=True)
     return twin
 
 
 def has_numbers(module: nn.Module | None) -> bool:
     return module is not None and "_weft_numbers" in vars(module)
+
+
+def is_summed(module: nn.Module) -> bool:
+    return vars(module).get("_weft_summed", False)
 
 
 def holder_of(module: nn.Module, name: str) -> tuple[object, str]:
@@ -63,6 +84,19 @@ def set_number(module: nn.Module, name: str, number: int) -> None:
     if holder is not module:
         holder = vars(module)["config"] = copy.copy(holder)
     vars(holder)[attribute] = number
+
+
+class InParts:
+    """A module's forward hook, which notes of its results that they are parts. Nothing is sent for what nobody asks."""
+
+    def __init__(self, results: Mapping[int, Sequence[int]], ranks: Communicator):
+        self.results, self.ranks = results, ranks
+
+    def __call__(self, module: nn.Module, args, output) -> None:
+        for place, (dim, *sizes) in self.results.items():
+            part = output[place] if isinstance(output, (tuple, list)) and place < len(output) else None
+            if isinstance(part, torch.Tensor) and part.dim() > dim and part.size(dim) == sizes[self.ranks.rank]:
+                setattr(part, PART, (dim, sizes, self.ranks))
 
 
 class _Forward:

@@ -89,10 +89,10 @@ def _entries(part: Structure) -> dict[str, str | Mapping]:
         entries[layer] = {"style": "row", **found.systems[layout.axis].cut(layout.axis, layout.extent)}
     for layer, axis in found.norms.items():
         entries[layer] = {"style": "channels", **found.systems[axis].cut(axis, axis.size)}
-    for layer in part.summed:
-        entries[layer] = "sequence"
     for (layer, attribute), local in part.numbers.items():
         entries[layer] = {"style": "attributes", **entries.get(layer, {}), attribute: local}  # type: ignore[dict-item]
+    for layer in part.summed:
+        entries[layer] = {**entries[layer], "summed": True} if layer in entries else "sequence"  # type: ignore[dict-item]
     return {layer: _short(entry) for layer, entry in entries.items()}
 
 

@@ -8,6 +8,7 @@ from math import gcd
 from torch import nn
 
 from weft.split import Heads, split_sizes
+from weft.splitting.hugging_face import is_transformers
 from weft.splitting.kinds import known, sizes_of
 from weft.splitting.layouts import Axis, ConflictError, Layout
 from weft.splitting.operations import Layouts, Meeting, rule_of
@@ -109,6 +110,18 @@ class Found:
             sizes = self.local_size(layout.axis)
         shapes = [(*value.shape[:dim], size, *value.shape[dim + 1 :]) for size in sizes]
         return self._repeated(layout, shapes)
+
+    def asides(self, trace: Trace) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Of each module, what it returns of this rank's features and nobody computes with: the place in the tuple to
+        the dimension and the size of every rank's part."""
+        found: dict[str, dict[int, tuple[int, ...]]] = {}
+        for value, (name, place) in trace.aside.items():
+            layout = self.layouts.get(value)
+            if layout is not None and _stretches(layout):
+                sizes = [shape[layout.dim] for shape in self.local_shapes(value)]
+                if sum(sizes) == value.shape[layout.dim]:
+                    found.setdefault(name, {})[place] = (layout.dim, *sizes)
+        return found
 
     def _repeated(self, layout: Layout, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Where each KV head was expanded for its query heads, a rank has its query heads of one."""
@@ -218,9 +231,12 @@ class Flow:
                 if layout is not None:
                     found.layouts[value] = layout
                     axes.add(layout.axis)
+        made_whole = is_transformers(self.modules[""])  # by results.py; another model may be cut into stages
         for value in self.trace.outputs:
             layout = found.layouts.get(value)
-            if layout is not None and not (layout.axis.layer in self.returned and layout.raw):
+            if layout is None or (made_whole and value in self.trace.aside and _stretches(layout)):
+                continue
+            if not (layout.axis.layer in self.returned and layout.raw):
                 fail([value], RETURNED)
         self._solve(found, meeting, axes, failed)
         return found, failed, axes
@@ -368,6 +384,11 @@ class Flow:
 
     def _related(self, found: Found, axis: Axis) -> set[Axis]:
         return {layout.axis for layout in found.layouts.values() if layout.axis.layer == axis.layer}
+
+
+def _stretches(layout: Layout) -> bool:
+    """Whether the ranks' parts, one after another, are the whole."""
+    return layout.before == 1 and not layout.axis.pieces
 
 
 def _joined(pairs, members) -> list[set[Axis]]:

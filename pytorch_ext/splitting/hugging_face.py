@@ -16,16 +16,18 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[nn.Module], Any]]:
-    """With its main input, and what a decoder needs; without a cache. Hidden states are returned, if they can be, so
-    that they are found to be whole."""
+    """With its main input, and what a decoder needs; without a cache. Hidden states and attention weights are returned,
+    if they can be, so that they are found to be whole, or what to make whole."""
     named = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
     texts = _tokens(batch, length)
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
     if "decoder_input_ids" in named:
         fixed["decoder_input_ids"] = _tokens(batch, length + 1)
-    for tensor in [texts] if main.endswith("ids") else _signals(config, batch):
-        yield partial(_call, named={main: tensor, **fixed, "output_hidden_states": True})
+    for tensor in [texts] if main.endswith("ids") else _signals(config, batch, model.dtype):
+        hidden = {main: tensor, **fixed, "output_hidden_states": True}
+        yield partial(_call, named={**hidden, "output_attentions": True})
+        yield partial(_call, named=hidden)
         yield partial(_call, named={main: tensor, **fixed})
 
 
@@ -56,15 +58,15 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.arange(3, 3 + length).repeat(batch, 1) % 4 + 3
 
 
-def _signals(config, batch: int) -> Iterator[torch.Tensor]:
+def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Images, spectra and waves."""
     size = getattr(config, "image_size", None)
     channels = getattr(config, "num_channels", 3)
     if size is not None:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        yield torch.empty(batch, channels, height, width, device="meta")
-    yield from (torch.empty(batch, channels, side, side, device="meta") for side in (224, 64, 32))
+        yield torch.empty(batch, channels, height, width, dtype=dtype, device="meta")
+    yield from (torch.empty(batch, channels, side, side, dtype=dtype, device="meta") for side in (224, 64, 32))
     bins = getattr(config, "num_mel_bins", None)
     if bins is not None:
-        yield torch.empty(batch, bins, 2 * getattr(config, "max_source_positions", 50), device="meta")
-    yield torch.empty(batch, 4000, device="meta")
+        yield torch.empty(batch, bins, 2 * getattr(config, "max_source_positions", 50), dtype=dtype, device="meta")
+    yield torch.empty(batch, 4000, dtype=dtype, device="meta")

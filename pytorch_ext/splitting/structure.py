@@ -90,7 +90,7 @@ def _runs(model: nn.Module, tries) -> list[Run] | str:
         for call, closing in [(call, closing) for closing in (False, True) for call in tries]:
             try:
                 runs.append(Run(twin, call, _traced(twin, call, closing)))
-                tries = [call]
+                tries = tries[tries.index(call) :]
                 break
             except UntraceableError as error:
                 reason = f"it was called with a guess, and {error}"
@@ -148,13 +148,29 @@ class _Search:
             if self.loss_parallel and returned and not self.flow.returned:
                 self.flow.allow_returned(returned)
                 continue
+            partial = self._returned_in_parts(found)
+            if partial:
+                self.flow.refuse(partial, RETURNED)
+                continue
             if self._ties_hold(found, alone):
                 for name in self._dropped(found):
                     own = kind_of(self.modules[name]) == "nn.Dropout"
                     alone[name] = "dropout" if own else {"style": "attributes", "own_random_numbers": True}
+                for name, results in found.asides(self.whole).items():
+                    alone[name] = {"style": "attributes", **dict(alone.get(name, ())), "results": results}  # type: ignore[arg-type]
                 reasons = {**self.whole.closed, **found.refused, **self.kept}
                 summed = sorted({owner for name in found.summed for owner in self.flow.owners[name]})
                 return Structure(self.prefix, found, numbers, alone, summed, reasons)
+
+    def _returned_in_parts(self, found: Found) -> set[str]:
+        """Layers whose features the model returns so that ranks' parts are not the whole, one after another."""
+        aside = found.asides(self.whole)
+        partial = set()
+        for value in self.whole.outputs:
+            name, place = self.whole.aside.get(value, ("", 0))
+            if value in found.layouts and value in self.whole.aside and place not in aside.get(name, {}):
+                partial.add(found.layouts[value].axis.layer)
+        return partial
 
     def _dropped(self, found: Found) -> set[str]:
         """Modules that drop, at random, of what is split."""

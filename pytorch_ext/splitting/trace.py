@@ -72,11 +72,14 @@ class Trace:
     Attributes:
         outputs: what it returned.
         closed: name of a module whose inside could not be run without values, to why. It stands as a layer.
+        aside: tensors that a module returns beside others and that nothing computes with afterwards (attention
+            weights), each with the module, the innermost, and its place in the tuple or list.
     """
 
     nodes: list[Node]
     outputs: list[Value]
     closed: dict[str, str]
+    aside: dict[Value, tuple[str, int]]
 
 
 class UntraceableError(Exception):
@@ -129,7 +132,8 @@ def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, s
             where = run.stack[-1] if run.stack else ""
             told = str(error).partition("\n")[0]
             raise UntraceableError(f"{type(error).__name__}: {told}", where) from error
-    return Trace(run.nodes, [run.value(tensor) for tensor in tensors_in(outputs, _OBJECTS)], closed)
+    returned = [run.value(tensor) for tensor in tensors_in(outputs, _OBJECTS)]
+    return Trace(run.nodes, returned, closed, run.aside())
 
 
 class MismatchError(Exception):
@@ -146,6 +150,7 @@ class Run:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.stack: list[str] = []
+        self._results: dict[Value, tuple[str, int, int]] = {}  # the module, the place, the operations until then
         self._values: dict[int, Value] = {}
         self._kept: list[torch.Tensor] = []  # an id is one tensor's as long as that lives
 
@@ -192,6 +197,19 @@ class Run:
     def take(self, node: Node) -> None:
         self.nodes.append(node)
 
+    def note_results(self, name: str, results) -> None:
+        """Of a module, when it returns. What the model itself makes of them it must make of the whole."""
+        if name and isinstance(results, (tuple, list)):
+            for place, tensor in enumerate(results):
+                if isinstance(tensor, torch.Tensor):
+                    self._results.setdefault(self.value(tensor), (name, place, len(self.nodes)))
+
+    def aside(self) -> dict[Value, tuple[str, int]]:
+        last = {value: step for step, node in enumerate(self.nodes) for value in node.inputs}
+        return {
+            value: (name, place) for value, (name, place, then) in self._results.items() if last.get(value, -1) < then
+        }
+
     def width_of(self, name: str, whole: int) -> int:
         """How wide the output of a layer is."""
         return whole
@@ -221,7 +239,7 @@ def tensors_in(tree, objects: int = 0) -> Iterator[torch.Tensor]:
     """The tensors of nested containers, of what transformers returns, and of other objects, so many within another."""
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, dict) or (hasattr(tree, "values") and hasattr(tree, "keys")):
+    elif all(callable(getattr(tree, name, None)) for name in ("keys", "values")):  # not a layer of a cache
         for part in tree.values():
             yield from tensors_in(part, objects)
     elif isinstance(tree, (list, tuple, set)):
@@ -347,6 +365,7 @@ def _watched(module: nn.Module, name: str, closed: dict[str, str], run: Run):
         run.stack.append(name)
         if shaped is None:
             result = plain(*args, **kwargs)
+            run.note_results(name, result)
         else:
             if kind is not None:
                 run.check_input(module, *args)
