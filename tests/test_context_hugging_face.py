@@ -184,3 +184,22 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
         expected &= torch.arange(length)[:, None] // 4 == torch.arange(length) // 4
         assert chunked == Pattern(4) if length <= 4 else torch.equal(chunked, expected.view(1, 1, length, length))
     assert isinstance(mask(1, 1, 5, 4, mask_function=causal_mask_function), torch.Tensor)
+
+
+def refuses_weights(rank):
+    mesh, told = (
+        weft.init_mesh(cp=2, device_type="cpu"),
+        "no rank computes attention weights: .*output_attentions=False",
+    )
+    for asked in (False, True):
+        model, _ = models("Llama")
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = model.model.config.output_attentions = asked
+        model = weft.parallelize(model, mesh)
+        with pytest.raises(ValueError, match=told):
+            model(tokens_of(9), **({} if asked else {"output_attentions": True}))
+        assert len(model(tokens_of(9), output_attentions=False, output_hidden_states=True).hidden_states) == 3
+
+
+def test_attention_weights_of_a_shared_sequence_are_refused():
+    run_ranks(refuses_weights, 2)

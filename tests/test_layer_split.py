@@ -229,3 +229,32 @@ def test_a_dead_rank_is_named():
     outcomes = try_ranks(split_until_one_dies, 3, timeout_s=20)
     for survivor in (outcomes[0], outcomes[2]):
         assert isinstance(survivor.error, weft.RankLostError) and "rank 1" in str(survivor.error), survivor
+
+
+def refuses_records(rank):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2, vocab_size=17, num_local_experts=2, use_cache=False, **sizes
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config)
+    tokens = batch_of()[0] % 17
+    plain = model(tokens, output_hidden_states=True, output_router_logits=False)
+    split = weft.LayerSplit(model, weft.init_mesh(pp=2, device_type="cpu"))
+    for name in ("output_attentions", "output_router_logits"):
+        with pytest.raises(ValueError, match=f"MixtralForCausalLM: {name} asks for what is recorded .*pp=1"):
+            split(tokens, **{name: True})
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits=False"):
+        split(tokens)
+    output = split(tokens, output_hidden_states=True, output_router_logits=False)
+    for found, expected in zip(
+        (output.logits, *output.hidden_states), (plain.logits, *plain.hidden_states), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_what_is_recorded_inside_of_layers_is_refused_across_ranks():
+    """Each rank would have its own layers' alone, and of router logits a wrong loss."""
+    run_ranks(refuses_records, 2)

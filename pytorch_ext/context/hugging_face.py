@@ -15,12 +15,10 @@ _NAME = "weft"  # of the implementation
 
 def use_context_attention(model: nn.Module) -> None:
     """Makes the models of transformers in it, if there are any, ask for the attention below."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return
-    models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    models = models_of_transformers(model)
     if not models:
         return
+    import transformers
     from transformers.masking_utils import AttentionMaskInterface
 
     transformers.AttentionInterface.register(_NAME, attention)
@@ -29,10 +27,27 @@ def use_context_attention(model: nn.Module) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, transformers.PreTrainedConfig):
-            module.config = copy.deepcopy(config, copies)
+            module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
     for module in models:
         if module.config._attn_implementation in ("sdpa", "eager"):
             module.set_attn_implementation(_NAME)
+
+
+def models_of_transformers(model: nn.Module) -> list:
+    """Those in it."""
+    transformers = sys.modules.get("transformers")
+    return [] if transformers is None else [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+
+
+def refuse_missing_weights(model: nn.Module, output) -> None:
+    """Attention weights that were asked for, and that no rank has. ValueError where transformers returns none."""
+    fields = output if isinstance(output, dict) else {}
+    names = [name for name in ("attentions", "encoder_attentions", "decoder_attentions") if name in fields]
+    if any(isinstance(fields[name], tuple) and not fields[name] for name in names):
+        raise ValueError(
+            f"{type(model).__name__} shares its sequence, and no rank computes attention weights: call it with "
+            "output_attentions=False, or on a mesh with cp=1"
+        )
 
 
 @dataclass(frozen=True)

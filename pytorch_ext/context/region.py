@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import weft.context.attention  # noqa: F401 - its rules
 from weft.comm.communicator import Communicator
-from weft.context.hugging_face import use_context_attention
+from weft.context.hugging_face import refuse_missing_weights, use_context_attention
 from weft.context.rules import own_random_numbers, used
 from weft.context.sequence import (
     Cut,
@@ -120,6 +120,7 @@ class _Entry:
         if forward.within:
             refuse_results_of_custom_functions(output)
             return output
+        refuse_missing_weights(module, output)
         return leave(output, self.sharing)
 
 

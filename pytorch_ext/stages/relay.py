@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.comm.communicator import Communicator
+from weft.context.hugging_face import models_of_transformers
 from weft.context.region import random_numbers_of
 from weft.context.sequence import Cut, SharedSequence, localized, refuse_results_of_custom_functions, shared_in
 from weft.stages.stage import Mark
@@ -38,6 +39,7 @@ class Relay:
 
     def run(self, model: nn.Module, inputs: Sequence, named: Mapping):
         """The model's forward, on every rank, with the first rank's random numbers."""
+        refuse_records(model, named)
         self.token = torch.zeros((), requires_grad=True)
         seed = self.ranks.broadcast_(torch.randint(2**62, (1,)).to(self.device), 0)
         with random_numbers_of(int(seed), self.device):
@@ -177,6 +179,20 @@ class Elsewhere(torch.autograd.Function):
             dx = torch.empty(shape, dtype=dtype, device=ctx.device) if need else None
             got.append(None if dx is None else ctx.ranks.broadcast_(dx, ctx.owner))
         return torch.zeros(()), None, None, None, None, *got
+
+
+_RECORDS = ("output_attentions", "output_router_logits")
+
+
+def refuse_records(model: nn.Module, named: Mapping) -> None:
+    """Raises ValueError where a model of transformers is asked for what it records inside of its layers."""
+    configurations = [one.config for one in models_of_transformers(model)]
+    for name in _RECORDS if configurations else ():
+        if named.get(name, any(getattr(config, name, False) for config in configurations)):
+            raise ValueError(
+                f"{type(model).__name__}: {name} asks for what is recorded inside of the layers, of which each rank "
+                f"would return its own alone: call the model with {name}=False, or on a mesh with pp=1"
+            )
 
 
 def refuse_caches(module: nn.Module, kwargs: Mapping, why: str) -> None:
