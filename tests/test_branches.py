@@ -318,3 +318,40 @@ def refuses_a_tie_into_a_branch(rank):
 
 def test_a_parameter_shared_with_a_branch_is_refused():
     run_ranks(refuses_a_tie_into_a_branch, 2)
+
+
+class Words(nn.Module):
+    """Branches over a sequence, one of which looks along it."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Odd(lambda m, x: torch.cat([m.a(x), m.b(x).cumsum(1), m.c(x)], -1)), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.block(x.tanh()))
+
+
+def check_shared_sequences(rank):
+    torch.manual_seed(0)
+    whole = Words().double()
+    del whole.block.gain  # of no branch
+    mesh = weft.init_mesh(cp=2, tp=2, device_type="cpu")
+    model = weft.parallelize(copy.deepcopy(whole), mesh, plan={"block": "branches"})
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    found, expected = (x.clone().requires_grad_() for _ in range(2))
+    y, z = model(found), whole(expected)
+    torch.testing.assert_close(y, z)
+    (y * y.detach().cos()).sum().backward()
+    (z * z.detach().cos()).sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)
+    for name, parameter in model.named_parameters():
+        gradient = whole.get_parameter(name).grad
+        if parameter.numel():
+            torch.testing.assert_close(parameter.grad, gradient, msg=lambda text, n=name: f"{n}: {text}")
+    model = weft.parallelize(copy.deepcopy(whole), mesh, plan={"block": "branches"}, context={"strict": True})
+    with pytest.raises(ValueError, match="strict: .* would be gathered .*: Branches takes the whole"):
+        model(x)
+
+
+def test_a_shared_sequence_is_gathered_for_branches():
+    run_ranks(check_shared_sequences, 4)

@@ -153,6 +153,46 @@ def test_torchs_transformer_layers_call_their_split_parts(world, tmp_path):
     run_ranks(check_transformers, world, tmp_path / "saved")
 
 
+class Asking(nn.Module):
+    """Attention whose weights are asked for, and attention over another sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.MultiheadAttention(12, 6), nn.MultiheadAttention(12, 6, bias=False)
+
+    def forward(self, x, average=True):
+        y, weights = self.first(x, x, x, average_attn_weights=average)
+        return self.second(y, x, x, need_weights=False)[0] + y, weights
+
+
+def check_shared_sequences(rank):
+    mesh = weft.init_mesh(cp=2, tp=2, device_type="cpu")
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(12, 6, 14, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    asking, heads = Asking().double(), {"first": "heads", "second": "heads"}
+    padding, later = torch.zeros(3, 7, dtype=torch.bool), torch.ones(7, 7, dtype=torch.bool).triu(1)
+    padding[1, 4:] = True
+    x = torch.randn(3, 7, 12, dtype=torch.float64)
+    for layout in ("zigzag", "contiguous"):
+        model = weft.parallelize(copy.deepcopy(encoder), mesh, plan=ENCODER, context={"layout": layout})
+        model = copy.deepcopy(model)
+        for options in ({}, dict(mask=later, is_causal=True), dict(src_key_padding_mask=padding), dict(mask=later)):
+            same_step(model, encoder, [x], lambda m, x, o=options: [m(x, **o)], f"{layout} {list(options)}")
+        model = weft.parallelize(copy.deepcopy(asking), mesh, plan=heads, context={"layout": layout, "dim": 0})
+        for average in (True, False):
+            same_step(
+                model, asking, [x.transpose(0, 1)], lambda m, x, a=average: m(x, a), f"{layout} weights {average}"
+            )
+    rough = weft.parallelize(copy.deepcopy(encoder).float(), mesh, plan=ENCODER, context={"strict": True})
+    found = rough(x.float(), mask=later, is_causal=True)  # strict: by weft.context_attention, nothing gathered
+    torch.testing.assert_close(found.double(), encoder(x, mask=later, is_causal=True), rtol=1e-4, atol=1e-4)
+
+
+def test_attention_by_heads_over_a_shared_sequence_is_the_unsplit_attention():
+    run_ranks(check_shared_sequences, 4, timeout_s=120)
+
+
 def every_ranks(x):
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, x)

@@ -1,7 +1,7 @@
 """The edge of a model that shares its sequence: whole tensors go in and out, shared ones are inside."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ from weft.context.sequence import (
     wholes,
     without_guards,
 )
-from weft.nn import ParallelLinear
+from weft.nn import Branches, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.layout import LAYOUTS, Layout
@@ -57,6 +57,12 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
     modules |= {id(module): module for module in model.modules() if isinstance(module, ShardedModule)}
     for module in modules.values():
         module.forward = Tokenwise(module)  # type: ignore[method-assign]
+    for module in model.modules():
+        if isinstance(module, ParallelMultiheadAttention):
+            for name in ("_linear", "_over_heads"):
+                setattr(module, name, _OfPart(getattr(module, name)))
+        elif isinstance(module, Branches):
+            module.forward = _OfWhole(module)  # type: ignore[method-assign]
     use_context_attention(model)
     entry = _Entry(sharing)
     model.register_forward_pre_hook(entry, with_kwargs=True)
@@ -268,6 +274,35 @@ class Tokenwise:
             return SharedSequence(y, lead.axis, cut)
 
         return tree_map_only(torch.Tensor, share_again, out)
+
+
+class _OfPart:
+    """What a module does to every position alone, with a sequence and tensors that are none: to this rank's part."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def __call__(self, x, *others):
+        if not isinstance(x, SharedSequence):
+            return self.function(x, *others)
+        refuse_results_of_custom_functions(x)
+        out = self.function(x.local, *(used(other, x.cut.sharing.ranks) for other in others))
+        return x.like(out, out.ndim + x.back)
+
+
+class _OfWhole:
+    """The forward of a module that gets the sequence gathered: what it does to it is not known."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.forward = module, module.forward
+
+    def __call__(self, *args, **kwargs):
+        shared = shared_in((args, kwargs))
+        if not shared:
+            return self.forward(*args, **kwargs)
+        refuse_results_of_custom_functions(shared)
+        note_gathering(f"{type(self.module).__name__} takes the whole", *shared)
+        return self.forward(*wholes(args), **wholes(kwargs))
 
 
 def _parts(tree, ranks: Communicator):

@@ -92,7 +92,7 @@ class ParallelMultiheadAttention(ShardHolder):
         y, weights = attend(q, k, v, mask, ranks=self.communicator, causal=alone, dropout=dropout, weights=need_weights)
         y = self.out_proj(y.permute(0, 2, 1, 3).flatten(2) if first else y.permute(2, 0, 1, 3).flatten(2))
         if weights is not None:
-            weights = over_heads(weights, average_attn_weights, self.communicator, self._heads)
+            weights = self._over_heads(weights, average_attn_weights)
         if batched:
             return y, weights
         return y.squeeze(1), None if weights is None else weights.squeeze(0)
@@ -120,6 +120,9 @@ class ParallelMultiheadAttention(ShardHolder):
     def _linear(self, x, weight, bias) -> torch.Tensor:
         fused = weight.size(0) // self._width
         return column_parallel_linear(x, weight, bias, Place(self.communicator, share=fused * self._largest))
+
+    def _over_heads(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
+        return over_heads(weights, average, self.communicator, self._heads)
 
     def _by_heads(self, x: torch.Tensor, batched: bool, first: bool) -> torch.Tensor:
         """[B, H_r, positions, D]."""
