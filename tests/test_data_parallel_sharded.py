@@ -120,6 +120,33 @@ def test_reduced_gradients_add_up_until_they_are_zeroed():
     run_ranks(twice_without_zeroing, 2)
 
 
+def zeroed_in_part(rank):
+    """An optimizer zeroes what it steps; what others have goes on adding up."""
+    models = [weft.DataParallel(mlp(), shard_optimizer=on) for on in (False, True)]
+    first = [[p for name, p in model.named_parameters() if ".0." in name] for model in models]
+    rest = [[p for name, p in model.named_parameters() if ".0." not in name] for model in models]
+    options = dict(lr=0.1, momentum=0.5)
+    pairs = [
+        [torch.optim.SGD(first[0], **options), torch.optim.SGD(rest[0], **options)],
+        [models[1].optimizer(torch.optim.SGD, part[1], **options) for part in (first, rest)],
+    ]
+    for model, (often, seldom) in zip(models, pairs, strict=True):
+        for step in range(4):
+            often.zero_grad()
+            loss_of(model(batch(step, rank))).backward()
+            often.step()
+            if step % 2:
+                seldom.step()
+                seldom.zero_grad(set_to_none=step == 1)
+    for mine, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_optimizers_of_some_of_the_parameters_zero_theirs_alone(world):
+    run_ranks(zeroed_in_part, world)
+
+
 def masters(rank):
     """bf16 parameters stepped in fp32: steps too small for bf16 are not lost."""
     model = weft.DataParallel(mlp(torch.bfloat16), shard_optimizer=True, main_grad=True)

@@ -253,6 +253,21 @@ def check_layerwise(rank):
         torch.testing.assert_close(parameter, shard.take(value) if shard else value, rtol=1e-6, atol=1e-9, msg=name)
 
 
+def check_layerwise_pieces(rank):
+    """Pieces of shards with shared heads: dp=2 of tp=3."""
+    mesh = weft.init_mesh(dp=2, tp=3, device_type="cpu")
+    model, whole = net(mesh["tp"]), net()
+    wrapped = weft.DataParallel(model, group=mesh["dp"], shard_optimizer=True)
+    optimizer = wrapped.optimizer(weft.LAMB, weft.layerwise_groups(wrapped, 0.1), lr=0.03)
+    its = weft.LAMB(weft.layerwise_groups(whole, 0.1), lr=0.03)
+    step_alone(whole, its, range(2))
+    half = slice(0, 2) if mesh["dp"].get_local_rank() == 0 else slice(2, 4)
+    step_wrapped(wrapped, optimizer, range(2), half)
+    for name, parameter in model.named_parameters():
+        shard, value = weft.shard_of(parameter), whole.get_parameter(name)
+        torch.testing.assert_close(parameter, shard.take(value) if shard else value, rtol=1e-6, atol=1e-9, msg=name)
+
+
 def check_region(rank):
     """The same in a sequence-parallel region, and what weft.verify says of it outside of one."""
     torch.manual_seed(0)
@@ -280,6 +295,7 @@ def test_shared_heads_in_a_sequence_parallel_region_and_verified(world):
 
 def test_norms_of_whole_parameters_count_shared_heads_once():
     run_ranks(check_layerwise, 3)
+    run_ranks(check_layerwise_pieces, 6)
 
 
 def check_bits(rank):

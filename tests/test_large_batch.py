@@ -9,6 +9,7 @@ from torch import nn
 
 import weft
 from weft.comm.communicator import EngineCommunicator
+from weft.gradients.sharding import piece_of
 from weft.optim import layerwise
 from weft.testing import tolerance
 from weft.testing.ranks import run_ranks
@@ -176,6 +177,182 @@ def test_data_and_tensor_parallel_together_give_the_whole_batchs_step(runs):
         assert all(torch.equal(other[name], found[0][name]) for other in found), name
 
 
+# Pieces of a sharded optimizer.
+
+GROUPED = {
+    "lars": (weft.LARS, dict(lr=3.0, momentum=0.8, trust=0.02)),
+    "lamb": (weft.LAMB, dict(lr=0.03, betas=(0.8, 0.95))),
+}
+
+
+def sharded(model, kind):
+    made, options = GROUPED[kind]
+    return model.optimizer(made, weft.layerwise_groups(model, 0.1), **options)
+
+
+def as_the_whole_optimizer(rank, kind, options):
+    """The same steps by pieces and by whole parameters, in fp32 and fp64; a frozen matrix, clipping, two types."""
+    world, steps = dist.get_world_size(), {}
+    rows = slice(rank, rank + 2)
+    for dtype in (torch.float64, torch.float32):
+        for shards in (False, True):
+            module = net(dtype=dtype)
+            module.down.weight.requires_grad_(False)
+            if dtype == torch.float64:
+                module.norm.float()
+                module.norm.register_forward_pre_hook(lambda _, x: x[0].float())
+                module.norm.register_forward_hook(lambda _, x, y: y.double())
+            model = weft.DataParallel(module, shard_optimizer=shards, **options)
+            optimizer = sharded(model, kind) if shards else OURS[kind](model)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(Called(model), step, rows).backward()
+                if step == 2:
+                    model.clip_grad_norm_(0.01)
+                optimizer.step()
+            steps[dtype, shards] = whole(module)
+    for name, exact in steps[torch.float64, False].items():
+        found = steps[torch.float64, True][name]
+        torch.testing.assert_close(found, exact, rtol=1e-12 if found.dtype == torch.float64 else 1e-5, atol=1e-12)
+        plain, found = (steps[torch.float32, shards][name] for shards in (False, True))
+        tolerance.assert_close(found, plain, exact, name)
+        parts = [torch.empty_like(found) for _ in range(world)]
+        dist.all_gather(parts, found)
+        assert all(torch.equal(part, found) for part in parts), f"{name}: the same bits on every rank"
+    return [piece_of(p).name for p in optimizer.param_groups[0]["params"] if p.numel()]
+
+
+@pytest.mark.parametrize("kind", ["lars", "lamb"])
+@pytest.mark.parametrize(("world", "bucket_mb"), [(1, 25), (2, 25), (3, 1e-4), (4, 25), (4, 1e-3)])
+def test_pieces_are_stepped_as_the_whole_parameters_are(kind, world, bucket_mb):
+    held = run_ranks(as_the_whole_optimizer, world, kind, {"bucket_mb": bucket_mb})
+    assert set().union(*held) == {"embedding.weight", "up.weight", "out.weight"}
+    assert world == 1 or any(len(names) < 3 for names in held), "some rank has nothing of one of them"
+
+
+def broken_pieces(rank):
+    layerwise.piece_of = lambda parameter: None  # each rank takes its piece for the whole
+    with pytest.raises(AssertionError, match="off by|not close"):
+        as_the_whole_optimizer(rank, "lamb", {})
+
+
+def test_norms_of_pieces_alone_would_be_noticed():
+    run_ranks(broken_pieces, 2)
+
+
+def hardly_anything(rank, kind):
+    """Two small tensors over four ranks: two of these have nothing, and step all the same."""
+    models = [weft.DataParallel(nn.Linear(2, 1).double(), shard_optimizer=on) for on in (False, True)]
+    models[1].module.load_state_dict(models[0].module.state_dict())
+    made, options = GROUPED[kind]
+    optimizers = made(models[0].parameters(), **options), models[1].optimizer(made, **options)
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2, dtype=torch.float64) + rank).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=0)
+    return sum(piece.numel() for piece in optimizers[1].param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("kind", ["lars", "lamb"])
+def test_ranks_without_a_piece_step_with_the_others(kind):
+    assert run_ranks(hardly_anything, 4, kind) == [1, 2, 0, 0]
+
+
+def count_over_pieces(rank, kind):
+    model = weft.DataParallel(net(), shard_optimizer=True, bucket_mb=1e-3)
+    optimizer = sharded(model, kind)
+    calls = []
+    real = EngineCommunicator.all_reduce_
+    for step in range(2):
+        loss_of(Called(model), step).backward()
+        EngineCommunicator.all_reduce_ = lambda self, x, *rest: (calls.append(tuple(x.shape)), real(self, x, *rest))[1]
+        optimizer.step()
+        EngineCommunicator.all_reduce_ = real
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["lars", "lamb"])
+def test_a_step_by_pieces_takes_one_collective_of_two_numbers_a_scaled_parameter(kind):
+    assert run_ranks(count_over_pieces, 3, kind) == [[(2, 4)] * 2] * 3
+
+
+def pieces_of_shards(rank, kind, path):
+    """dp=2 x tp=2, stored by these, then gone on with by each rank alone, and by dp=4 without tp."""
+    mesh = weft.init_mesh(dp=2, tp=2, device_type="cpu")
+    model = weft.DataParallel(net(mesh["tp"]), group=mesh["dp"], shard_optimizer=True, bucket_mb=1e-3)
+    half = slice(0, 3) if mesh["dp"].get_local_rank() == 0 else slice(3, 6)
+    optimizer = sharded(model, kind)
+    train(model.module, optimizer, range(3), half, Called(model))
+    weft.save_checkpoint(model, optimizer, path)
+    alone = net()
+    its = OURS[kind](alone)
+    four = weft.DataParallel(net(), shard_optimizer=True)
+    theirs = sharded(four, kind)
+    weft.load_checkpoint(alone, its, path)
+    weft.load_checkpoint(four, theirs, path)
+    train(model.module, optimizer, range(3, STEPS), half, Called(model))
+    train(alone, its, range(3, STEPS))
+    train(four.module, theirs, range(3, STEPS), call=Called(four))
+    return whole(model.module), whole(alone), whole(four.module)
+
+
+def test_pieces_of_shards_step_as_the_whole_and_load_on_other_meshes(runs, tmp_path):
+    kind, exact, plain = runs
+    found = run_ranks(pieces_of_shards, 4, kind, tmp_path / "saved")
+    for name, value in exact.items():
+        for way in range(3):
+            tolerance.assert_close(found[0][way][name], plain[name], value, f"{name} {way}")
+            assert all(torch.equal(other[way][name], found[0][way][name]) for other in found), name
+
+
+def masters_and_dictionaries(rank, kind):
+    """bf16 parameters with fp32 masters step as an fp32 model does that gets their gradients; state_dict resumes."""
+    module = net(dtype=torch.bfloat16)
+    model = weft.DataParallel(module, shard_optimizer=True, main_grad=True, bucket_mb=1e-3)
+    optimizer = sharded(model, kind)
+    wide = net(dtype=torch.bfloat16).float()
+    its = OURS[kind](wide)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(Called(model), step).backward()
+        narrow = net(dtype=torch.bfloat16)
+        narrow.load_state_dict(module.state_dict())
+        loss_of(narrow, step).backward()
+        for one, other in zip(wide.parameters(), narrow.parameters(), strict=True):
+            one.grad = other.grad.float()
+        its.step()
+        if step == 3:
+            resumed = sharded(model, kind)
+            resumed.load_state_dict(optimizer.state_dict())
+            optimizer = resumed
+        optimizer.step()
+        for one, other in zip(model.module.parameters(), wide.parameters(), strict=True):
+            torch.testing.assert_close(one.float(), other, rtol=2**-8, atol=2**-8 * float(other.abs().max()))
+    return whole(module)
+
+
+@pytest.mark.parametrize("kind", ["lars", "lamb"])
+def test_fp32_pieces_of_bf16_parameters_step_as_an_fp32_model(kind):
+    one, other = run_ranks(masters_and_dictionaries, 2, kind)
+    assert all(torch.equal(other[name], value) for name, value in one.items())
+
+
+def pieces_of_other_parameters(rank):
+    model = weft.DataParallel(net(), shard_optimizer=True)
+    groups = model.optimizer(torch.optim.SGD, lr=0.1).param_groups  # which leave out what this rank has nothing of
+    optimizer = weft.LAMB([piece for group in groups for piece in group["params"]])
+    loss_of(Called(model), 0).backward()
+    with pytest.raises(weft.CollectiveMismatchError, match="model.optimizer.weft.LAMB"):
+        optimizer.step()
+
+
+def test_pieces_that_not_every_rank_has_are_refused():
+    run_ranks(pieces_of_other_parameters, 2)
+
+
 def test_without_adaption_lamb_is_adamw_and_lars_is_momentum():
     one, other = net(), net()
     train(one, weft.LAMB(one.parameters(), 0.01, eps=1e-8, weight_decay=0.1, adapt=False))
@@ -226,18 +403,6 @@ def test_of_16_bit_parameters_state_and_arithmetic_are_in_fp32_also_after_loadin
         assert tensors and all(value.dtype == torch.float32 for value in tensors)
     for a, b, c in zip(model.parameters(), other.parameters(), stored.parameters(), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-
-
-def refuse_pieces(rank):
-    model = weft.DataParallel(net(), shard_optimizer=True)
-    with pytest.raises(TypeError, match="LAMB needs whole parameters or their shards"):
-        model.optimizer(weft.LAMB, elementwise=True)
-    with pytest.raises(TypeError, match="LARS is not known to update each element by itself"):
-        model.optimizer(weft.LARS, lr=1)
-
-
-def test_pieces_of_a_sharded_optimizer_are_refused():
-    run_ranks(refuse_pieces, 2)
 
 
 def test_options_out_of_range_are_refused_by_name():

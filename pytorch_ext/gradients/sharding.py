@@ -3,6 +3,9 @@
 Parameters are laid out like their gradients, so that rank r's part of a bucket of gradients, which a reduce-scatter
 leaves it, belongs to its part of the parameters. The optimizer is one of torch's own: its parameters are `pieces`, the
 stretches of this rank's part that belong to one parameter each. After its step the parts are gathered.
+
+Every rank has a piece of every parameter, which may be empty. Optimizers that update each element by itself are not
+given the empty ones; those that sum norms over the ranks are, so that all of them count the same parameters.
 """
 
 from collections.abc import Iterable
@@ -23,7 +26,8 @@ _ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class Piece:
-    """What a piece is of: elements start to stop of its parameter, in the order of memory; `ranks` hold the others."""
+    """What a piece is of: elements start to stop of its parameter, in the order of memory; `ranks` hold the others. It
+    may be empty: start and stop are alike."""
 
     name: str
     parameter: nn.Parameter
@@ -55,8 +59,15 @@ class _Part:
     gradients: torch.Tensor
     pieces: dict[Slot, tuple[nn.Parameter, torch.Tensor]] = field(default_factory=dict)
 
-    def have_gradients(self) -> bool:
-        return any(piece.grad is not None for piece, _ in self.pieces.values())
+    def add(self, reduced: torch.Tensor) -> bool:
+        """Adds to the gradients that were not zeroed since the last time; whether there are any."""
+        zeroed = [gradient for piece, gradient in self.pieces.values() if piece.grad is None or not piece.numel()]
+        if len(zeroed) == len(self.pieces):
+            self.gradients.copy_(reduced)
+            return False
+        torch._foreach_zero_(zeroed)
+        self.gradients.add_(reduced)
+        return True
 
 
 class Shards:
@@ -68,20 +79,21 @@ class Shards:
 
     def optimizer(self, kind, parameters: Iterable | None, elementwise: bool | None, options: dict):
         """An optimizer of that class over this rank's pieces; see `DataParallel.optimizer`."""
-        self._check(kind, elementwise)
+        sums_norms = getattr(kind, "sums_norms_of_pieces", False)
+        self._check(kind, True if sums_norms else elementwise)
         pieces = {
             id(slot.parameter): piece for part in self._parts.values() for slot, (piece, _) in part.pieces.items()
         }
-        known = {id(parameter) for parameter in self._trained()}
 
         def mine(given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
             found = []
             for parameter in given:
-                if parameter.requires_grad and id(parameter) not in known:
+                piece = pieces.get(id(parameter))
+                if piece is None and parameter.requires_grad:
                     shape = tuple(parameter.shape)
                     raise ValueError(f"a parameter {shape} of the optimizer is not of the wrapped module")
-                if id(parameter) in pieces:  # else this rank has no part of it, or it is frozen
-                    found.append(pieces[id(parameter)])
+                if piece is not None and (piece.numel() or sums_norms):  # None: it is frozen
+                    found.append(piece)
             return found
 
         groups = list(self._trained() if parameters is None else parameters)
@@ -101,8 +113,8 @@ class Shards:
             raise TypeError(
                 f"shard_optimizer=True: {kind.__name__} is not known to update each element by itself, and a rank "
                 "holds pieces of parameters, flat and cut anywhere. Known are torch's "
-                f"{', '.join(sorted(_ELEMENTWISE))}; pass elementwise=True for another that does (norms of whole "
-                "parameters are sums over the ranks of weft.gradients.sharding.piece_of), or shard_optimizer=False"
+                f"{', '.join(sorted(_ELEMENTWISE))}, and weft.LARS and weft.LAMB, which sum norms over the ranks; pass "
+                "elementwise=True for another that does, or shard_optimizer=False"
             )
 
     @torch.no_grad()
@@ -111,10 +123,8 @@ class Shards:
         parameters have none: this rank knows a part of theirs."""
         for bucket, part in self._parts.items():
             reduced = bucket.parts(self._ranks.world)[self._ranks.rank]
-            if part.have_gradients():
-                measure(part.gradients.add_(reduced), bucket)
-            else:
-                part.gradients.copy_(reduced)
+            if part.add(reduced):
+                measure(part.gradients, bucket)
             for piece, gradient in part.pieces.values():
                 piece.grad = gradient
             for slot in bucket.slots:
@@ -165,12 +175,10 @@ class Shards:
         part = _Part(bucket, flat, mine, stepped, torch.zeros_like(stepped))
         begin = self._ranks.rank * mine.numel()
         for slot in bucket.slots:
-            offset = slot.offset
-            start, stop = max(offset, begin), min(offset + slot.parameter.numel(), begin + mine.numel())
-            if start < stop:
-                piece = nn.Parameter(stepped[start - begin : stop - begin])
-                piece._weft_piece = Piece(  # type: ignore[attr-defined]
-                    slot.name, slot.parameter, start - offset, stop - offset, self._ranks
-                )
-                part.pieces[slot] = piece, part.gradients[start - begin : stop - begin]
+            elements = slot.parameter.numel()
+            start, stop = (min(max(end - slot.offset, 0), elements) for end in (begin, begin + mine.numel()))
+            here = slice(slot.offset + start - begin, slot.offset + stop - begin) if start < stop else slice(0, 0)
+            piece = nn.Parameter(stepped[here])
+            piece._weft_piece = Piece(slot.name, slot.parameter, start, stop, self._ranks)  # type: ignore[attr-defined]
+            part.pieces[slot] = piece, part.gradients[here]
         return part

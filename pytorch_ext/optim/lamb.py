@@ -18,12 +18,13 @@ class LAMB(Layerwise):
 
     Args:
         params: parameters or groups, which may have options of their own; `weft.layerwise_groups(model, weight_decay)`
-            leaves biases and norms out. Shards of ParallelLinear count as the whole.
+            leaves biases and norms out. Shards of ParallelLinear count as the whole, and so do the pieces of a sharded
+            optimizer: `model.optimizer(weft.LAMB, groups, ...)`.
         lr, betas, eps, weight_decay, bounds: as above.
         adapt: False is AdamW, whose decay goes with the rate.
 
     Raises:
-        ValueError: an option is out of its range. TypeError: pieces of a sharded optimizer.
+        ValueError: an option is out of its range.
     """
 
     def __init__(

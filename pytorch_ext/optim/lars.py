@@ -17,13 +17,14 @@ class LARS(Layerwise):
 
     Args:
         params: parameters or groups, which may have options of their own; `weft.layerwise_groups(model, weight_decay)`
-            leaves biases and norms out. Shards of ParallelLinear count as the whole.
+            leaves biases and norms out. Shards of ParallelLinear count as the whole, and so do the pieces of a sharded
+            optimizer: `model.optimizer(weft.LARS, groups, ...)`.
         lr: global rate. momentum, weight_decay: as above.
         trust: the paper's eta.
         adapt: False is plain momentum.
 
     Raises:
-        ValueError: an option is negative. TypeError: pieces of a sharded optimizer.
+        ValueError: an option is negative.
     """
 
     def __init__(

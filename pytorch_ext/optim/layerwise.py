@@ -1,8 +1,9 @@
 """What LARS and LAMB have in common: a step for each parameter in proportion to the norm of the whole parameter.
 
-Under tensor parallelism a rank has a shard of it. The squared norms of all shards of a step are summed over the ranks
-that have the others, in one collective, in the order of ranks; parameters that every rank has whole are counted here.
-Under data parallelism every rank has the same reduced gradients, and nothing is to be summed.
+Under tensor parallelism a rank has a shard of it, and of a sharded optimizer a piece. The squared norms of all pieces of
+a step are summed over the ranks that have the others, then those of all shards over theirs, in one collective each, in
+the order of ranks; parameters that every rank has whole are counted here. Under data parallelism alone every rank has
+the same reduced gradients, and nothing is to be summed.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from weft._C import CollectiveMismatchError
 from weft.comm.communicator import Communicator
+from weft.gradients.norms import counted
 from weft.gradients.sharding import piece_of
 from weft.shard import shard_of
 
@@ -47,19 +50,16 @@ class Layerwise(torch.optim.Optimizer):
     """weight -= lr * ratio(|weight|, |measured|) * update. State of 16-bit parameters is in fp32, and so is all
     arithmetic; the result is rounded once."""
 
-    def add_param_group(self, param_group: dict) -> None:
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if piece_of(parameter) is not None:
-                del self.param_groups[-1]
-                raise TypeError(
-                    f"{type(self).__name__} needs whole parameters or their shards, and a sharded optimizer steps "
-                    "pieces that are cut anywhere: make weft.DataParallel with shard_optimizer=False"
-                )
+    sums_norms_of_pieces = True  # `DataParallel.optimizer` gives it a piece of every parameter, empty ones too
+    _agreed: tuple[str, ...] = ()  # whose pieces every rank is known to scale, in this order
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Raises RuntimeError for sparse gradients. Under tensor parallelism a collective call."""
+        """A collective call of ranks with shards or pieces.
+
+        Raises:
+            RuntimeError: sparse gradients. CollectiveMismatchError: the ranks have pieces of different parameters.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -94,6 +94,7 @@ class Layerwise(torch.optim.Optimizer):
         parameters = [parameter for step in steps for parameter in step.parameters]
         if not parameters:
             return
+        self._agree(parameters)
         weights = [weight for step in steps for weight in step.weights]
         measured = [one for step in steps for one in step.measured]
         norms = whole_norms([weights, measured], parameters)
@@ -102,6 +103,22 @@ class Layerwise(torch.optim.Optimizer):
             ratios = self._ratio(step.group, of_weights, of_measured)
             ratios = torch.where((of_weights > 0) & (of_measured > 0), ratios, 1.0)
             torch._foreach_mul_(step.updates, list(ratios.unbind()))
+
+    def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
+        """That norms are summed of the same parameters on every rank; asked once, a collective call."""
+        pieces = [piece for piece in map(piece_of, parameters) if piece is not None]
+        names = tuple(piece.name for piece in pieces)
+        if names == self._agreed:
+            return
+        told: list[tuple[str, ...]] = pieces[0].ranks.notes(names)
+        for rank, other in enumerate(told):
+            if other != told[0]:
+                kind = type(self).__name__
+                raise CollectiveMismatchError(
+                    f"{kind}: rank 0 steps pieces of {', '.join(told[0])}; rank {rank} of {', '.join(other)}. Make it "
+                    f"with model.optimizer(weft.{kind}, ...), of the same groups on every rank"
+                )
+        self._agreed = names
 
     def _first_state(self, weight: torch.Tensor) -> dict:
         raise NotImplementedError
@@ -120,16 +137,25 @@ class Layerwise(torch.optim.Optimizer):
 
 def whole_norms(rows: Sequence[Sequence[torch.Tensor]], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The norms [rows, parameters] of tensors that stand in the whole as the parameters do, in fp32 (fp64 of fp64)."""
-    shards = [shard_of(parameter) for parameter in parameters]
-    counted = [[x if shard is None else shard.counted(x) for x, shard in zip(row, shards, strict=True)] for row in rows]
-    squares = torch.stack([torch.stack(torch._foreach_norm(row)) for row in counted]).square()
-    shared: dict[Communicator, list[int]] = {}
-    for place, shard in enumerate(shards):
-        if shard is not None and shard.communicator.world > 1:
-            shared.setdefault(shard.communicator, []).append(place)
-    for ranks, places in shared.items():
-        squares[:, places] = ranks.all_reduce_(squares[:, places].contiguous())
+    own = [[counted(parameter, x) for parameter, x in zip(parameters, row, strict=True)] for row in rows]
+    squares = torch.stack([torch.stack(torch._foreach_norm(row)) for row in own]).square()
+    pieces = [piece_of(parameter) for parameter in parameters]
+    shards = [
+        shard_of(one if piece is None else piece.parameter) for one, piece in zip(parameters, pieces, strict=True)
+    ]
+    _sum_over_ranks(squares, [piece and piece.ranks for piece in pieces])
+    _sum_over_ranks(squares, [shard and shard.communicator for shard in shards])
     return squares.sqrt()
+
+
+def _sum_over_ranks(squares: torch.Tensor, holders: Sequence[Communicator | None]) -> None:
+    """Each column over the ranks that hold parts of its parameter: one collective for all that the same ranks hold."""
+    together: dict[Communicator, list[int]] = {}
+    for place, ranks in enumerate(holders):
+        if ranks is not None and ranks.world > 1:
+            together.setdefault(ranks, []).append(place)
+    for ranks, places in together.items():
+        squares[:, places] = ranks.all_reduce_(squares[:, places].contiguous())
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
