@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.communicator import Communicator, communicator
 from weft.data_parallel import DataParallel
-from weft.gradients.norms import counted, over_ranks, powers
+from weft.gradients.norms import counted, gradient_of, over_ranks, powers
 from weft.gradients.sharding import piece_of
 from weft.shard import shard_of
 from weft.stages.owners import owners_of
@@ -61,7 +61,7 @@ def clip_grad_norm_(
     _check_finite(norm, error_if_nonfinite)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in listed:
-        gradient = _gradient_of(parameter)
+        gradient = gradient_of(parameter)
         if gradient is not None:
             gradient.mul_(factor)
     return norm
@@ -83,16 +83,12 @@ def _listed(parameters) -> list[torch.Tensor]:
     return listed
 
 
-def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
-
-
 def _norm(listed: list[torch.Tensor], norm_type: float, stages: Communicator | None) -> torch.Tensor:
     device = listed[0].device if listed else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float64, device=device)
     together: dict[Communicator | None, list[torch.Tensor]] = {}
     for parameter in listed:
-        shard, owners, gradient = shard_of(parameter), owners_of(parameter), _gradient_of(parameter)
+        shard, owners, gradient = shard_of(parameter), owners_of(parameter), gradient_of(parameter)
         same = together.setdefault(None if shard is None else shard.communicator, [])  # also where there is no gradient
         if gradient is not None and (owners is None or owners.counts):
             same.append(counted(parameter, gradient))

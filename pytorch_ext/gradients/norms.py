@@ -10,6 +10,11 @@ from weft.gradients.sharding import piece_of
 from weft.shard import shard_of
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Its `.grad`, or else its `main_grad`."""
+    return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
+
+
 def counted(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Of a parameter's gradient, or of that of a piece of one, what no rank of the shard's before has as well."""
     piece = piece_of(parameter)

@@ -8,6 +8,7 @@ from torch import nn
 from weft.comm.communicator import Communicator, communicator
 from weft.gradients.layout import shared_memory
 from weft.gradients.module_state import broadcast
+from weft.gradients.sharding import piece_of
 from weft.optim.layerwise import keep_types, wide
 
 
@@ -32,7 +33,7 @@ class DiLoCo(torch.optim.Optimizer):
     At construction the parameters become those of the first rank. `state_dict` has the inner optimizer's.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: an option is out of its range; nothing to average, or pieces of a sharded optimizer.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class DiLoCo(torch.optim.Optimizer):
             )
         self.inner = inner
         self.ranks: Communicator = communicator(group)
-        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        parameters = _parameters_of(inner)
         outer = {"every": every, "lr": lr, "momentum": momentum, "nesterov": nesterov, "steps": 0}
         super().__init__(parameters, outer)
         broadcast(parameters, self.ranks)
@@ -76,6 +77,11 @@ class DiLoCo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _meet(self, outer: dict) -> None:
+        if len(_parameters_of(self.inner)) != len(outer["params"]):
+            raise RuntimeError(
+                "DiLoCo: the inner optimizer was given more parameters since, which would not be averaged: make DiLoCo "
+                "when it has them all"
+            )
         for bucket in self._buckets:
             flat = self._memory[: _bytes(bucket)].view(wide(bucket[0]).dtype)
             deltas = [
@@ -104,6 +110,19 @@ class DiLoCo(torch.optim.Optimizer):
         super().load_state_dict(own)
         keep_types(self, own)
         self.inner.load_state_dict(state_dict["inner"])
+
+
+def _parameters_of(inner: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Raises ValueError for what cannot be averaged by itself."""
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    if not parameters:
+        raise ValueError("DiLoCo: the inner optimizer has no parameters, and there is nothing to average")
+    if any(piece_of(parameter) is not None for parameter in parameters):
+        raise ValueError(
+            "DiLoCo: the inner optimizer steps pieces of a sharded one, and an average of these would not reach the "
+            "ranks that have the others: make weft.DataParallel with shard_optimizer=False"
+        )
+    return parameters
 
 
 def _cut(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:

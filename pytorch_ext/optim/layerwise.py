@@ -1,9 +1,9 @@
 """What LARS and LAMB have in common: a step for each parameter in proportion to the norm of the whole parameter.
 
-Under tensor parallelism a rank has a shard of it, and of a sharded optimizer a piece. The squared norms of all pieces of
-a step are summed over the ranks that have the others, then those of all shards over theirs, in one collective each, in
-the order of ranks; parameters that every rank has whole are counted here. Under data parallelism alone every rank has
-the same reduced gradients, and nothing is to be summed.
+Under tensor parallelism a rank has a shard of it, and of a sharded optimizer a piece. The squared norms of all pieces
+of a step are summed over the ranks that have the others, then those of all shards over theirs, in one collective each,
+in the order of ranks; parameters that every rank has whole are counted here. Under data parallelism alone every rank
+has the same reduced gradients, and nothing is to be summed.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import nn
 
 from weft._C import CollectiveMismatchError
 from weft.comm.communicator import Communicator
-from weft.gradients.norms import counted
+from weft.gradients.norms import counted, gradient_of
 from weft.gradients.sharding import piece_of
 from weft.shard import shard_of
 
@@ -48,7 +48,7 @@ class Step:
 
 class Layerwise(torch.optim.Optimizer):
     """weight -= lr * ratio(|weight|, |measured|) * update. State of 16-bit parameters is in fp32, and so is all
-    arithmetic; the result is rounded once."""
+    arithmetic; the result is rounded once. Gradients are in `.grad`, or else in `main_grad`."""
 
     sums_norms_of_pieces = True  # `DataParallel.optimizer` gives it a piece of every parameter, empty ones too
     _agreed: tuple[str, ...] = ()  # whose pieces every rank is known to scale, in this order
@@ -78,11 +78,13 @@ class Layerwise(torch.optim.Optimizer):
         keep_types(self, state_dict)
 
     def _prepare(self, group: dict) -> Step:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if any(parameter.grad.is_sparse for parameter in parameters):
+        found = {parameter: gradient_of(parameter) for parameter in group["params"]}
+        given = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
+        if any(gradient.is_sparse for gradient in given.values()):
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients")
+        parameters = list(given)
         weights = [wide(parameter.detach()) for parameter in parameters]
-        gradients = [wide(parameter.grad) for parameter in parameters]
+        gradients = [given[parameter].to(weight.dtype) for parameter, weight in zip(parameters, weights, strict=True)]
         for parameter, weight in zip(parameters, weights, strict=True):
             if not self.state[parameter]:
                 self.state[parameter].update(self._first_state(weight))
