@@ -1,5 +1,7 @@
 """DataParallel: in the place of torch's DistributedDataParallel. Wiring only; `weft.gradients` does the work."""
 
+import dataclasses
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -118,8 +120,9 @@ class DataParallel(nn.Module, Joinable):
         if self._fixed:  # before any gradient has come: as backward gives them, were it to run the module in its order
             self.reducer.lay_out([slot for slot in reversed(slots) if slot.parameter.requires_grad])
         if shard_optimizer:
-            self._shards = self.reducer.owner = Shards(self.reducer.buckets, self.ranks)
-            self.register_load_state_dict_post_hook(lambda model, _: model._shards.reload())
+            shards = self._shards = self.reducer.owner = Shards(self.reducer.buckets, self.ranks)
+            hook = module.register_load_state_dict_post_hook(lambda *_: shards.reload())
+            weakref.finalize(self, hook.remove)
 
     # In each step.
 
@@ -129,8 +132,7 @@ class DataParallel(nn.Module, Joinable):
             self._prepare()
         output = self.module(*inputs, **options)
         if trains and self.require_backward_grad_sync:
-            leaves = tree_leaves(output)
-            self.reducer.begin_at([x for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None])
+            self.reducer.begin_at([x for x in _tensors_in(output) if x.grad_fn is not None])
         return output
 
     def _prepare(self) -> None:
@@ -141,6 +143,12 @@ class DataParallel(nn.Module, Joinable):
                     "main_grad do not allow: freeze first, then wrap"
                 )
             self.reducer.watch()
+        if self._shards is not None and self.reducer.backwards == 1 and not self._shards.has_optimizer:
+            warnings.warn(
+                "DataParallel(shard_optimizer=True): no optimizer was made by model.optimizer(...). One that is made "
+                "of model.parameters() finds no gradients there, and steps nothing",
+                stacklevel=3,
+            )
         self.reducer.sync = self.require_backward_grad_sync
         shares = self._broadcasts and self.module.training and self.reducer.sync and any(True for _ in self.buffers())
         root: int | None = 0 if shares else None
@@ -278,6 +286,17 @@ class DataParallel(nn.Module, Joinable):
     def _mark_wrapped(self) -> None:
         for parameter in self.module.parameters():
             parameter._weft_data_parallel = weakref.ref(self)  # type: ignore[attr-defined]
+
+
+def _tensors_in(output) -> list[torch.Tensor]:
+    """The tensors that a module returned: in lists, dicts, dataclasses and what else torch takes for a tree."""
+    found = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors_in([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
+    return found
 
 
 def _check_options(options: dict) -> None:

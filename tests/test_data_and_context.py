@@ -30,9 +30,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens, positions):
         x = self.tokens(tokens) + self.positions(positions)
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
-        )
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
         if self.group is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -84,7 +82,9 @@ def parts_of_sequences(rank, dp, cp, shards):
         Decoder(mesh["cp"]), group=mesh["dp", "cp"]._flatten("dp_cp"), average=False, shard_optimizer=shards
     )
     options = dict(lr=0.5, momentum=0.9)
-    optimizer = model.optimizer(torch.optim.SGD, **options) if shards else torch.optim.SGD(model.parameters(), **options)
+    optimizer = (
+        model.optimizer(torch.optim.SGD, **options) if shards else torch.optim.SGD(model.parameters(), **options)
+    )
     replica = mesh["dp"].get_local_rank()
     for step in range(STEPS):
         tokens, labels = (whole.chunk(dp)[replica] for whole in batch_of(step))
@@ -109,7 +109,9 @@ def shared_by_parallelize(rank, shards):
     module = weft.parallelize(copy.deepcopy(Decoder()), mesh["cp"])
     model = weft.DataParallel(module, group=mesh["dp"], shard_optimizer=shards)
     options = dict(lr=0.5, momentum=0.9)
-    optimizer = model.optimizer(torch.optim.SGD, **options) if shards else torch.optim.SGD(model.parameters(), **options)
+    optimizer = (
+        model.optimizer(torch.optim.SGD, **options) if shards else torch.optim.SGD(model.parameters(), **options)
+    )
     for step in range(STEPS):
         tokens, labels = (whole.chunk(2)[mesh["dp"].get_local_rank()] for whole in batch_of(step))
         optimizer.zero_grad()

@@ -166,7 +166,11 @@ def masters(rank):
     moved = sum(float((piece - piece.bfloat16().float()).abs().sum()) for piece in pieces)
     assert moved > 0, "the fp32 copies hold more than bf16 can"
     model.load_state_dict({f"module.{name}": value for name, value in wide.bfloat16().state_dict().items()})
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
     assert all(torch.equal(piece, piece.bfloat16().float()) for piece in pieces), "loaded values are stepped from"
+    for mine, loaded in zip(model.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(mine, loaded)
 
 
 def test_parameters_of_bf16_are_stepped_in_fp32():

@@ -80,6 +80,20 @@ model = nn.ModuleDict({
     "inception": Inception(),
 })
 """
+CONTEXT = """
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.qkv, self.logits = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 9)
+    def forward(self, tokens):
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in self.qkv(self.embedding(tokens)).chunk(3, -1))
+        y = weft.context_attention(q, k, v, group=mesh["cp"], causal=True)
+        return self.logits(y.transpose(1, 2).flatten(-2))
+torch.manual_seed(0)
+model = Decoder()
+tokens = labels = torch.randint(9, (2, 12))
+tokens_of_all_replicas = 2 * labels.numel()
+"""
 # What stands before a page's blocks, which follow one another in one program, and on how many ranks they run.
 # What a block needs to run here is put in its place: (page, number of the block) -> (ranks, before, replacements).
 BLOCKS = {
@@ -103,7 +117,8 @@ optimizer.step()
         {},
     ),
     ("data_parallel.md", 1): (2, MODEL, {}),
-    ("data_parallel.md", 2): (
+    ("data_parallel.md", 2): (4, CONTEXT, {}),
+    ("data_parallel.md", 3): (
         2,
         MODEL
         + """

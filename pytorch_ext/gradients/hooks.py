@@ -58,8 +58,13 @@ class ByHook(Transport):
         def wait() -> None:
             result = future.wait()
             result = result if isinstance(result, torch.Tensor) else result[0]
+            if result.numel() != bucket.flat.numel():
+                raise ValueError(
+                    f"register_comm_hook: of bucket {bucket.index} the hook's future gave {result.numel()} elements, "
+                    f"and the bucket has {bucket.flat.numel()}: give all of bucket.buffer(), reduced"
+                )
             if result.data_ptr() != bucket.flat.data_ptr():
-                bucket.flat.copy_(result)
+                bucket.flat.copy_(result.reshape(-1))
             measure(bucket.flat, bucket)
 
         return Flight(wait)

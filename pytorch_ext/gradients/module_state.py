@@ -37,24 +37,30 @@ class Trained:
             if parameter is not None
         ]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._requires = self._now_required()
+        self._kinds = self._kinds_now()
 
-    def _now_required(self) -> list[bool]:
-        return [parameter.requires_grad for _, _, parameter in self._places]
+    def _kinds_now(self) -> list[tuple[bool, torch.dtype]]:
+        return [(parameter.requires_grad, parameter.dtype) for _, _, parameter in self._places]
 
     def check(self) -> bool:
         """Whether other parameters are trained than when last asked (frozen, unfrozen).
 
         Raises:
-            ValueError: a parameter was added, taken away or replaced since the module was wrapped.
+            ValueError: a parameter was added, taken away, replaced or converted since the module was wrapped.
         """
         same = all(parameters.get(name) is parameter for parameters, name, parameter in self._places)
         if not same or any(len(one._parameters) != p or len(one._modules) != m for one, p, m in self._modules):
             self._refuse()
-        required = self._now_required()
-        if required == self._requires:
+        kinds = self._kinds_now()
+        if kinds == self._kinds:
             return False
-        self._requires = required
+        for (_, _, parameter), (_, before), (_, now) in zip(self._places, self._kinds, kinds, strict=True):
+            if before != now:
+                raise ValueError(
+                    f"DataParallel: the parameter {self._names[id(parameter)]!r} is {now}, and was {before} when it "
+                    "was wrapped: convert the module first, then wrap it"
+                )
+        self._kinds = kinds
         return True
 
     def _refuse(self) -> None:

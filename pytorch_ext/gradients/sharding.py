@@ -10,6 +10,7 @@ given the empty ones; those that sum norms over the ranks are, so that all of th
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +42,14 @@ def piece_of(parameter: torch.Tensor) -> Piece | None:
     return getattr(parameter, "_weft_piece", None)
 
 
+class _Place(NamedTuple):
+    """A piece, its gradient after a reduction, and the same stretch of the module's parameter."""
+
+    piece: nn.Parameter
+    gradient: torch.Tensor
+    value: torch.Tensor
+
+
 @dataclass(eq=False)
 class _Part:
     """A bucket's parameters, and what this rank holds of them.
@@ -49,7 +58,8 @@ class _Part:
         flat: all of them, as the module's parameters lie there; `mine` is this rank's part of it.
         stepped: what the optimizer steps: `mine`, or an fp32 copy of it where gradients are in main_grad.
         gradients: of what is stepped, after a reduction.
-        pieces: with their places in `gradients`.
+        places: of the bucket's parameters.
+        known: where each of these lay when it was last looked at, and how often it had been written to.
     """
 
     bucket: Bucket
@@ -57,12 +67,13 @@ class _Part:
     mine: torch.Tensor
     stepped: torch.Tensor
     gradients: torch.Tensor
-    pieces: dict[Slot, tuple[nn.Parameter, torch.Tensor]] = field(default_factory=dict)
+    places: dict[Slot, _Place] = field(default_factory=dict)
+    known: dict[Slot, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, reduced: torch.Tensor) -> bool:
         """Adds to the gradients that were not zeroed since the last time; whether there are any."""
-        zeroed = [gradient for piece, gradient in self.pieces.values() if piece.grad is None or not piece.numel()]
-        if len(zeroed) == len(self.pieces):
+        zeroed = [at.gradient for at in self.places.values() if at.piece.grad is None or not at.piece.numel()]
+        if len(zeroed) == len(self.places):
             self.gradients.copy_(reduced)
             return False
         torch._foreach_zero_(zeroed)
@@ -75,32 +86,39 @@ class Shards:
 
     def __init__(self, buckets: list[Bucket], ranks: Communicator):
         self._ranks = ranks
+        self.has_optimizer = False
         self._parts = {bucket: self._share(bucket) for bucket in buckets}
 
     def optimizer(self, kind, parameters: Iterable | None, elementwise: bool | None, options: dict):
         """An optimizer of that class over this rank's pieces; see `DataParallel.optimizer`."""
         sums_norms = getattr(kind, "sums_norms_of_pieces", False)
         self._check(kind, True if sums_norms else elementwise)
-        pieces = {
-            id(slot.parameter): piece for part in self._parts.values() for slot, (piece, _) in part.pieces.items()
-        }
+        pieces = {id(slot.parameter): at.piece for part in self._parts.values() for slot, at in part.places.items()}
 
-        def mine(given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        def mine(group: dict) -> dict:
+            given = group["params"]
+            given = [given] if isinstance(given, torch.Tensor) else list(given)
+            named = [one if isinstance(one, tuple) else ("", one) for one in given]
             found = []
-            for parameter in given:
+            for name, parameter in named:
                 piece = pieces.get(id(parameter))
                 if piece is None and parameter.requires_grad:
                     shape = tuple(parameter.shape)
                     raise ValueError(f"a parameter {shape} of the optimizer is not of the wrapped module")
                 if piece is not None and (piece.numel() or sums_norms):  # None: it is frozen
-                    found.append(piece)
-            return found
+                    found.append((name, piece))
+            names = {"param_names": [name for name, _ in found]} if any(name for name, _ in named) else {}
+            return {**group, "params": [piece for _, piece in found], **names}
 
         groups = list(self._trained() if parameters is None else parameters)
         if not groups or not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        made = kind([{**group, "params": mine(group["params"])} for group in groups], **options)
+        made = kind([mine(group) for group in groups], **options)
+        add = made.add_param_group
+        made.add_param_group = lambda group: add(mine(group))
+        made.register_step_pre_hook(lambda *_: self.look())
         made.register_step_post_hook(lambda *_: self.gather())
+        self.has_optimizer = True
         return made
 
     def _trained(self) -> list[nn.Parameter]:
@@ -125,8 +143,8 @@ class Shards:
             reduced = bucket.parts(self._ranks.world)[self._ranks.rank]
             if part.add(reduced):
                 measure(part.gradients, bucket)
-            for piece, gradient in part.pieces.values():
-                piece.grad = gradient
+            for at in part.places.values():
+                at.piece.grad = at.gradient
             for slot in bucket.slots:
                 slot.parameter.grad = None
                 if slot.into_main_grad:
@@ -134,8 +152,8 @@ class Shards:
 
     def zero_grad(self) -> None:
         for part in self._parts.values():
-            for piece, _ in part.pieces.values():
-                piece.grad = None
+            for at in part.places.values():
+                at.piece.grad = None
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -146,15 +164,34 @@ class Shards:
             self._ranks.gather_parts(part.mine, list(part.flat.chunk(self._ranks.world)))
 
     @torch.no_grad()
+    def look(self) -> None:
+        """Before a step: what somebody wrote to elements of a parameter since the last one is what is stepped.
+
+        Raises:
+            RuntimeError: a parameter lies elsewhere than when it was wrapped, so that its steps would be lost.
+        """
+        for part in self._parts.values():
+            for slot, at in part.places.items():
+                known, part.known[slot] = part.known[slot], _look_at(slot.parameter)
+                if known[0] != part.known[slot][0]:
+                    raise RuntimeError(
+                        f"shard_optimizer=True: {slot.name!r} was given other memory since it was wrapped, and the "
+                        "optimizer's steps would not reach it: write to it in place (copy_), or convert the module "
+                        "(.to, .data = ...) before it is wrapped"
+                    )
+                if known != part.known[slot] and part.stepped is not part.mine:
+                    at.piece.copy_(torch.where(at.piece.to(at.value.dtype) == at.value, at.piece, at.value))
+
+    @torch.no_grad()
     def reload(self) -> None:
-        """The module's parameters were given new values: what is stepped is those."""
+        """The module was loaded: all that is stepped is that, without what fp32 copies knew more."""
         for part in self._parts.values():
             if part.stepped is not part.mine:
                 part.stepped.copy_(part.mine)
 
     def pieces_of(self, bucket: Bucket) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """This rank's pieces of the bucket's parameters, with their gradients."""
-        return list(self._parts[bucket].pieces.values())
+        return [(at.piece, at.gradient) for at in self._parts[bucket].places.values()]
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's part of each bucket's gradients."""
@@ -164,6 +201,12 @@ class Shards:
     def _share(self, bucket: Bucket) -> _Part:
         """Moves the bucket's parameters to where they can be cut like their gradients, and cuts this rank's pieces."""
         first = bucket.slots[0].parameter
+        for slot in bucket.slots:
+            if slot.parameter.dtype != first.dtype:
+                raise ValueError(
+                    f"shard_optimizer=True: {slot.name!r} is {slot.parameter.dtype} and {bucket.slots[0].name!r} is "
+                    f"{first.dtype}, and both are to lie in one bucket: with main_grad=True all must be of one type"
+                )
         count = bucket.flat.numel()
         flat = shared_memory(count * first.element_size(), first.device, self._ranks).view(first.dtype)
         for slot in bucket.slots:
@@ -180,5 +223,11 @@ class Shards:
             here = slice(slot.offset + start - begin, slot.offset + stop - begin) if start < stop else slice(0, 0)
             piece = nn.Parameter(stepped[here])
             piece._weft_piece = Piece(slot.name, slot.parameter, start, stop, self._ranks)  # type: ignore[attr-defined]
-            part.pieces[slot] = piece, part.gradients[here]
+            part.places[slot] = _Place(piece, part.gradients[here], mine[here])
+            part.known[slot] = _look_at(slot.parameter)
         return part
+
+
+def _look_at(parameter: nn.Parameter) -> tuple[int, int]:
+    """Where it lies, and how often it was written to other than through `.data`."""
+    return parameter.data_ptr(), parameter._version

@@ -1,0 +1,333 @@
+"""Data parallelism with several of its options at once, and what its users do around it: never a stale value."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch._dynamo  # torch.compile imports it: here once, not in every rank
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from weft.gradients.sharding import piece_of
+from weft.testing.data_parallel import batch, loss_of, mlp
+from weft.testing.ranks import run_ranks
+
+
+class Everything(nn.Module):
+    """Tied, frozen, fp64, bf16, channels last, scalar and empty parameters; buffers; the middle may be checkpointed."""
+
+    def __init__(self, how="plain"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.first, self.middle, self.tied = nn.Linear(13, 13), nn.Linear(13, 13), nn.Linear(13, 13)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.wide, self.narrow = nn.Linear(13, 13).double(), nn.Linear(13, 13).bfloat16()
+        self.convolution = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 4))
+        self.norm, self.last = nn.BatchNorm1d(13), nn.Linear(13, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.how == "plain":
+            x = self._middle(x)
+        else:
+            x = checkpoint(self._middle, x, use_reentrant=self.how == "reentrant")
+        return self.last(self.norm(x))
+
+    def _middle(self, x):
+        x = self.frozen(self.middle(x).tanh()) + self.tied(x)
+        x = self.wide(x.double()).float() + self.narrow(x.bfloat16()).float()
+        image = x[:, :12].reshape(-1, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+        return x * self.scale + self.convolution(image).flatten(1)[:, :13] + self.empty.sum()
+
+
+def whole_and_sharded(rank, how, compiles):
+    """SGD steps every element by itself, so that the bits are the same; LARS's norms are summed in another order."""
+    for wire_dtype, accumulates in itertools.product((None, torch.bfloat16), (False, True)):
+        options = {"wire_dtype": wire_dtype, "bucket_mb": 1e-3}
+        for kind, settings in ((torch.optim.SGD, dict(lr=0.05, momentum=0.9)), (weft.LARS, dict(lr=1.0, trust=0.01))):
+            trained = []
+            for shards in (False, True):
+                module = Everything(how)
+                model = weft.DataParallel(
+                    torch.compile(module, backend="aot_eager") if compiles else module,
+                    shard_optimizer=shards,
+                    **options,
+                )
+                groups = weft.layerwise_groups(model, 0.0) if kind is weft.LARS else list(model.parameters())
+                optimizer = model.optimizer(kind, groups, **settings) if shards else kind(groups, **settings)
+                for step in range(3):
+                    model.zero_grad(set_to_none=step != 1)
+                    if accumulates:
+                        with model.no_sync():
+                            loss_of(model(batch(50 + step, rank, 6))).backward()
+                    loss_of(model(batch(step, rank, 6))).backward()
+                    optimizer.step()
+                trained.append(dict(module.named_parameters()))
+            for name, expected in trained[0].items():
+                mine = trained[1][name]
+                if kind is torch.optim.SGD:
+                    assert torch.equal(mine, expected), (wire_dtype, accumulates, name)
+                else:
+                    rounding = torch.finfo(expected.dtype).eps if expected.dtype == torch.bfloat16 else 1e-5
+                    torch.testing.assert_close(mine, expected, rtol=rounding, atol=rounding)
+                parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, mine.detach().contiguous())
+                assert all(torch.equal(part, mine) for part in parts), f"{name}: the same bits on every rank"
+
+
+@pytest.mark.parametrize(
+    ("world", "how", "compiles"),
+    [(3, "plain", False), (2, "reentrant", False), (2, "recompute", False), (2, "plain", True)],
+)
+def test_everything_at_once_steps_as_the_whole_optimizer(world, how, compiles):
+    run_ranks(whole_and_sharded, world, how, compiles, timeout_s=180)
+
+
+def uneven(rank, main_grad):
+    """Ranks run out of inputs between accumulated micro-batches."""
+    model = weft.DataParallel(Everything(), main_grad=main_grad, unused_parameters="zero", bucket_mb=1e-3)
+    optimizer = weft.LAMB(model.parameters(), lr=1e-3)
+    before = model.module.first.weight.detach().clone()
+    with model.join():
+        for step in range(1 + 2 * rank):
+            model.zero_grad()
+            with model.no_sync():
+                loss_of(model(batch(50 + step, rank, 6))).backward()
+            loss_of(model(batch(step, rank, 6))).backward()
+            optimizer.step()
+    assert not torch.equal(model.module.first.weight, before)
+    for value in [*model.parameters(), *model.buffers()]:
+        parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, value.detach().contiguous())
+        assert all(torch.equal(part, value) for part in parts)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_uneven_inputs_with_accumulation_end_alike(main_grad):
+    run_ranks(uneven, 3, main_grad)
+
+
+# What is written to parameters from outside is what is stepped.
+
+
+def written_to(rank):
+    model = weft.DataParallel(mlp(torch.bfloat16), shard_optimizer=True, main_grad=True)
+    optimizer = model.optimizer(torch.optim.SGD, lr=1e-4)
+
+    def step():
+        loss_of(model(batch(0, rank).bfloat16())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(5):
+        step()
+    first = model.module[2].weight
+    pieces = [p for p in optimizer.param_groups[0]["params"] if piece_of(p).parameter is first]
+    optimizer.param_groups[0]["lr"] = 0.0
+    masters = [piece.clone() for piece in pieces]
+    assert any((piece != piece.bfloat16().float()).any() for piece in masters), "more than bf16 can hold"
+    with torch.no_grad():
+        first[3:5] = 2.0
+    step()
+    assert (first[3:5] == 2).all()
+    for piece, before in zip(pieces, masters, strict=True):
+        of = piece_of(piece)
+        row = torch.arange(of.start, of.stop) // first.size(1)
+        written = (row >= 3) & (row < 5)
+        assert (piece[written] == 2).all() and torch.equal(piece[~written], before[~written]), "the rest is as it was"
+    ones = {name: torch.ones_like(value) for name, value in model.module[0].state_dict().items()}
+    model.module[0].load_state_dict(ones)
+    step()
+    assert (model.module[0].weight == 1).all() and (model.module[0].bias == 1).all()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_written_to_a_parameter_is_what_its_master_steps_from(world):
+    run_ranks(written_to, world)
+
+
+def lies_elsewhere(rank):
+    model = weft.DataParallel(mlp(), shard_optimizer=True)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    model.module[2].bias.data = torch.zeros(29)
+    loss_of(model(batch(0, rank))).backward()
+    with pytest.raises(RuntimeError, match="'2.bias' was given other memory since it was wrapped"):
+        optimizer.step()
+    for shards in (False, True):
+        model = weft.DataParallel(mlp(), shard_optimizer=shards)
+        loss_of(model(batch(0, rank))).backward()
+        model.module[2].double()
+        with pytest.raises(ValueError, match=r"'2.weight' is torch.float64, and was torch.float32 when it was wrapped"):
+            model(batch(0, rank))
+
+
+def test_parameters_that_were_moved_or_converted_after_wrapping_are_refused_by_name():
+    run_ranks(lies_elsewhere, 2)
+
+
+# Optimizers.
+
+
+def groups_added(rank):
+    """Named parameters, a single one, and a group that comes later."""
+    models = [weft.DataParallel(mlp(), shard_optimizer=on) for on in (False, True)]
+    optimizers = []
+    for model in models:
+        named, last = list(model.named_parameters())[:-1], list(model.parameters())[-1]
+        whole = not model.shards_optimizer
+        made = torch.optim.AdamW(named[:2], lr=0.1) if whole else model.optimizer(torch.optim.AdamW, named[:2], lr=0.1)
+        made.add_param_group({"params": named[2:], "lr": 0.01})
+        made.add_param_group({"params": [("last", last)]})
+        optimizers.append(made)
+        for step in range(3):
+            made.zero_grad()
+            loss_of(model(batch(step, rank))).backward()
+            made.step()
+    for mine, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    for group in optimizers[1].param_groups:
+        held = {name.removeprefix("module.").replace("last", "4.bias") for name in group["param_names"]}
+        assert held == {piece_of(piece).name for piece in group["params"]}
+    with pytest.raises(ValueError, match="not of the wrapped module"):
+        optimizers[1].add_param_group({"params": [("stranger", nn.Parameter(torch.ones(3)))]})
+
+
+def test_named_parameters_and_groups_that_come_later_are_stepped_by_pieces_too():
+    run_ranks(groups_added, 2)
+
+
+def forgotten(rank):
+    model = weft.DataParallel(mlp(), shard_optimizer=True)
+    loss_of(model(batch(0, rank))).backward()
+    with pytest.warns(UserWarning, match="no optimizer was made by model.optimizer"):
+        model(batch(0, rank))
+
+
+def test_a_sharded_model_without_its_optimizer_says_so():
+    run_ranks(forgotten, 2)
+
+
+def unsharded_main_grads(rank, kind):
+    """LARS and LAMB step bf16 parameters by their fp32 main_grads, which torch's optimizers do not look at."""
+    model = weft.DataParallel(mlp(torch.bfloat16), main_grad=True)
+    plain = weft.DataParallel(mlp(torch.bfloat16))
+    optimizers = [kind(one.parameters(), lr=0.1 if kind is weft.LAMB else 30.0) for one in (model, plain)]
+    for step in range(3):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            one.zero_grad()
+            loss_of(one(batch(step, rank).bfloat16())).backward()
+            optimizer.step()
+    for mine, expected, start in zip(
+        model.parameters(), plain.parameters(), mlp(torch.bfloat16).parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=2**-6, atol=2**-7)
+        assert not torch.equal(mine, start)
+
+
+@pytest.mark.parametrize("kind", [weft.LARS, weft.LAMB])
+def test_layerwise_steps_are_taken_by_main_grads(kind):
+    run_ranks(unsharded_main_grads, 2, kind)
+
+
+def scaled(rank, shards):
+    """One rank's gradient overflows, in a parameter of which rank 0 has no piece: nobody steps, and the scale halves."""
+    model = weft.DataParallel(mlp(), shard_optimizer=shards)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1) if shards else torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = (ShardedGradScaler if shards else torch.amp.GradScaler)("cpu", init_scale=8.0)
+    told = []
+    for step in range(4):
+        before = model.module[0].weight.detach().clone()
+        optimizer.zero_grad()
+        loss = loss_of(model(batch(step, rank)))
+        if step == 1 and rank == 1:
+            loss = loss + model.module[0].bias.sum() * float("inf")
+        scaler.scale(loss).backward()
+        found = bool(model.found_nonfinite)
+        scaler.step(optimizer)
+        scaler.update()
+        assert found == torch.equal(before, model.module[0].weight)
+        told.append((found, scaler.get_scale()))
+    return told, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_scaler_skips_the_same_steps_on_every_rank():
+    (told, whole), (_, other) = run_ranks(scaled, 2, False)
+    (sharded_told, sharded), (other_told, _) = run_ranks(scaled, 2, True)
+    assert told == sharded_told == other_told == [(False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
+    assert all(map(torch.equal, whole, other)) and all(map(torch.equal, whole, sharded))
+
+
+# Outputs, hooks, local steps.
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    name: str = "of a kind that torch does not know as a tree"
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.rest = nn.Linear(13, 13), mlp()
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.rest:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return [Output(x)]
+
+
+def returns_a_dataclass(rank):
+    torch.manual_seed(0)
+    model = weft.DataParallel(Checkpointed(), bucket_mb=1e-3)
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model(batch(step, rank))[0].logits).backward()
+    return model.reducer.backwards
+
+
+def test_backward_ends_once_whatever_holds_the_outputs():
+    assert run_ranks(returns_a_dataclass, 2) == [3, 3]
+
+
+def half_a_bucket(rank):
+    model = weft.DataParallel(mlp())
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer()[:1])
+        return future
+
+    model.register_comm_hook(None, hook)
+    with pytest.raises(ValueError, match="of bucket 0 the hook's future gave 1 elements, and the bucket has"):
+        loss_of(model(batch(0, rank))).backward()
+
+
+def test_a_hook_that_gives_another_size_is_refused():
+    run_ranks(half_a_bucket, 2)
+
+
+def not_to_be_averaged(rank):
+    model = weft.DataParallel(mlp(), shard_optimizer=True)
+    inner = model.optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="pieces of a sharded one"):
+        weft.DiLoCo(inner)
+    module = mlp()
+    inner = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    optimizer = weft.DiLoCo(inner, every=1)
+    inner.add_param_group({"params": module[2].parameters()})
+    loss_of(module(batch(0, rank))).backward()
+    with pytest.raises(RuntimeError, match="was given more parameters since"):
+        optimizer.step()
+
+
+def test_diloco_refuses_what_it_would_not_average():
+    run_ranks(not_to_be_averaged, 2)
