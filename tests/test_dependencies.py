@@ -33,7 +33,7 @@ ALLOWED = {
     "weft.data_parallel": {"weft.gradients", "weft.comm"},
     "weft.saving": {"weft.data_parallel", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
     "weft.checkpoint": {"weft.saving"},
-    "weft.optim": {"weft.gradients", "weft.comm", "weft.shard", *LEAVES},
+    "weft.optim": {"weft._C", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
     "weft.stages": {"weft.context", "weft.comm"},
     "weft.pipeline": {
         *("weft._C", "weft.stages", "weft.context", "weft.comm"),
