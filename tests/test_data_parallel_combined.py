@@ -90,6 +90,30 @@ def test_everything_at_once_steps_as_the_whole_optimizer(world, how, compiles):
     run_ranks(whole_and_sharded, world, how, compiles, timeout_s=180)
 
 
+def masters_of_every_type(rank):
+    """Of bf16, fp32 and fp64 parameters together; beside fp32 copies that are stepped by hand."""
+    models = [weft.DataParallel(Everything(), main_grad=True, shard_optimizer=on) for on in (False, True)]
+    types = [parameter.dtype for parameter in Everything().parameters()]
+    assert [parameter.dtype for parameter in models[1].parameters()] == types
+    by_hand = {one: one.detach().float() for one in models[0].parameters() if one.requires_grad}
+    optimizer = models[1].optimizer(torch.optim.SGD, lr=0.05)
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            loss_of(model(batch(step, rank, 6))).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in by_hand.items():
+                parameter.copy_(master.add_(parameter.main_grad, alpha=-0.05))
+    for mine, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_parameters_of_several_types_keep_them_under_main_grad(world):
+    run_ranks(masters_of_every_type, world)
+
+
 def uneven(rank, main_grad):
     """Ranks run out of inputs between accumulated micro-batches."""
     model = weft.DataParallel(Everything(), main_grad=main_grad, unused_parameters="zero", bucket_mb=1e-3)

@@ -104,7 +104,8 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     full: list[list[Slot]] = []
     for slot in slots:
         shard = shard_of(slot.parameter)
-        key = slot.dtype, (shard.communicator, shard.cut.replicated) if shard else None, _counts(slot)
+        kinds = slot.dtype, slot.parameter.dtype  # which under main_grad differ; parameters of a bucket are gathered
+        key = kinds, (shard.communicator, shard.cut.replicated) if shard else None, _counts(slot)
         members = opened.setdefault(key, [])
         members.append(slot)
         if sum(map(padded_bytes, members)) >= bucket_bytes:

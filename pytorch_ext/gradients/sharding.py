@@ -201,12 +201,6 @@ class Shards:
     def _share(self, bucket: Bucket) -> _Part:
         """Moves the bucket's parameters to where they can be cut like their gradients, and cuts this rank's pieces."""
         first = bucket.slots[0].parameter
-        for slot in bucket.slots:
-            if slot.parameter.dtype != first.dtype:
-                raise ValueError(
-                    f"shard_optimizer=True: {slot.name!r} is {slot.parameter.dtype} and {bucket.slots[0].name!r} is "
-                    f"{first.dtype}, and both are to lie in one bucket: with main_grad=True all must be of one type"
-                )
         count = bucket.flat.numel()
         flat = shared_memory(count * first.element_size(), first.device, self._ranks).view(first.dtype)
         for slot in bucket.slots:
