@@ -421,6 +421,11 @@ def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[tu
 
 def _raise_cause(error: RuntimeError) -> None:
     """torch wraps what a stage raises; who waits for a lost rank shall read that."""
+    if "'_input_metadata' is invalid" in str(error):
+        raise RuntimeError(
+            f"this schedule takes a backward in two, which torch {torch.__version__} cannot do where a layer is an "
+            "autograd function of Python, as split layers are; use torch 2.13, or schedule='1f1b' or 'interleaved'"
+        ) from error
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, CommError):
         cause = cause.__cause__

@@ -19,7 +19,7 @@ from weft.stages.balance import balanced
 from weft.stages.chain import chain_of
 from weft.stages.schedules import SCHEDULES
 from weft.testing.models import TiedModel, batch_of, loss_of
-from weft.testing.ranks import run_ranks, try_ranks
+from weft.testing.ranks import RanksFailedError, run_ranks, try_ranks
 from weft.testing.tolerance import assert_close
 
 STAGES = {"afab": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zbv": 2, "dualpipev": 2}
@@ -185,6 +185,10 @@ def run_on_mesh(rank, schedule, sizes):
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
 def test_other_dimensions_of_the_mesh_change_nothing(schedule, sizes):
+    if schedule == "zbv" and "tp" in sizes and torch.__version__.startswith("2.11."):
+        with pytest.raises(RanksFailedError, match="takes a backward in two, which torch 2.11"):
+            run_ranks(run_on_mesh, 4, schedule, {"pp": 2, **sizes}, timeout_s=120)
+        return
     assert len(set(run_ranks(run_on_mesh, 4, schedule, {"pp": 2, **sizes}, timeout_s=120))) == 1
 
 
