@@ -2,6 +2,7 @@
 PYTHON ?= python3
 OUT ?= bench/results  # of `make gpu`, which adds a folder named after the device
 STEPS ?=  # of `make gpu`; all by default
+TORCHES ?= 2.11.0 2.13.0# of `make wheel-check`, with CHECKS as further arguments of pytest
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup.py pyproject.toml
@@ -9,7 +10,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup
 # The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test soak lint gate tables wheel gpu clean
+.PHONY: demo test soak lint gate tables wheel wheel-check gpu clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
@@ -35,12 +36,29 @@ tables: $(VENV)/built
 	$(BIN)/python -m weft.bench.tables .
 
 # With every Triton kernel compiled: ten minutes of two cores at first, seconds where no kernel has changed. auditwheel
-# gives the wheel the oldest manylinux tag that the C library of this machine permits.
+# refuses a wheel that needs a newer C library than its tag says.
 wheel: $(VENV)/built
 	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.aot
-	rm -rf build/wheel
-	$(BIN)/pip wheel --no-deps --wheel-dir build/wheel .
-	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist build/wheel/weft-*.whl
+	rm -rf build/wheel dist/weft-*.whl
+	WEFT_GLIBC=2.28 $(BIN)/pip wheel --no-deps --wheel-dir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) --wheel-dir dist build/wheel/weft-*.whl
+
+# The wheel in dist, installed beside each of TORCHES, against the tests. PyPI's torch 2.11 is for CUDA: gigabytes, once.
+wheel-check: $(TORCHES:%=wheel-check-%)
+
+wheel-check-%: build/envs/torch-%/ready
+	build/envs/torch-$*/bin/pip uninstall --quiet --yes weft
+	build/envs/torch-$*/bin/pip install --quiet --disable-pip-version-check dist/weft-*.whl
+	build/envs/torch-$*/bin/python -c "import sys, torch, weft._C as _C; print(torch.__version__, _C.__file__); assert _C.__file__.startswith(sys.prefix)"
+	build/envs/torch-$*/bin/pytest -m "not gpu and not packaging" $(CHECKS)
+
+# The set that the tests run with, but for what a torch pins itself.
+.PRECIOUS: build/envs/torch-%/ready
+build/envs/torch-%/ready: requirements.txt
+	$(PYTHON) -m venv build/envs/torch-$*
+	grep -Ev '^(torch|triton|setuptools)==' $< > build/envs/torch-$*/requirements.txt
+	build/envs/torch-$*/bin/pip install --quiet --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* 'triton>=3.6'
+	touch $@
 
 # Offline, with the python that is there: builds in place, then the STEPS of bench/on_gpu.py; what came out is in $(OUT).
 gpu:
