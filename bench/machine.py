@@ -6,9 +6,15 @@ time as there are cores.
 
     peak_tflops        fp32 products of a linear layer (x @ w.T): the fastest shape's rate
     matmul_fraction    the geometric mean over all shapes, of that
-    attention_fraction causal F.scaled_dot_product_attention, forward and backward, of the mean product's rate
+    attention_*        causal F.scaled_dot_product_attention, forward and backward, at two lengths and two widths of a
+                       head: the rate of its products as a share of the mean product's, the time of a score besides, and
+                       the block whose hidden half it computes, which is what short sequences lose
     memory_gb_s        a copy that no cache holds, counted as read and written
+    elementwise_gb_s   products of two tensors of a layer's size, each into new memory that stays, as forward makes them
+    activation_*_ns    F.silu of such a tensor, an element, forward and backward
     launch_us          a transformer layer of next to no arithmetic, over the launches that the planner counts in it
+    context_launch_us  the same layer where two ranks share its sequence
+    turn_us            what each small all-reduce of pairs adds to the products between, where all ranks share the cores
     node_*             latency and rate of a link, by least squares over collectives of two ranks, 4 KiB to 16 MiB
     network_*          the same of two ranks that reach each other over loopback as if they were on two machines
     memory_gib         what there is (of the control group, where it has a limit), shared by the ranks
@@ -32,6 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import weft
 from weft.bench.environment import cores, environment, processor
 from weft.bench.measure import Quantiles, alternate, slowest_rank
 from weft.bench.report import console
@@ -47,7 +54,11 @@ SHAPES = [
     *((1024, 512, 2048), (512, 1024, 1024), (512, 4096, 1024), (1024, 1024, 1024)),
 ]
 COPIED_BYTES = 128 << 20  # or an eighth of a rank's share of the memory, where that is less
-ATTENTION = (1, 8, 1024, 64)  # batch, heads, sequence, head_dim
+# Batch, heads, sequence, head_dim; as many tokens and heads in each.
+ATTENTION = [(4, 8, 256, 32), (4, 8, 256, 128), (1, 8, 1024, 32), (1, 8, 1024, 128)]
+BETWEEN = (1024, 512)  # tokens and width of what stands between products
+_PRODUCTS = 16  # of some milliseconds, between which ranks meet
+_KEPT = 16  # results that stay, of so many tensors
 MESSAGES = [4096 << shift for shift in range(0, 13, 2)]  # 4 KiB to 16 MiB
 NETWORK_MESSAGES = [4096 << shift for shift in range(0, 11, 2)]
 _ROUNDS = 7
@@ -99,14 +110,23 @@ def measure(ranks: int) -> dict[str, Any]:
     rates = {shape: 2 * math.prod(shape) / arithmetic[_name(shape)].p50_us * 1e6 for shape in SHAPES}
     peak = max(rates.values())
     mean = math.exp(sum(map(math.log, rates.values())) / len(rates))
-    attention = _attention_flops() / arithmetic["attention"].p50_us * 1e6
+    attention = fit_attention({shape: arithmetic[f"attention {_name(shape)}"].p50_us / 1e6 for shape in ATTENTION})
+    elements = math.prod(BETWEEN)
+    shared = slowest_rank(run_ranks(_shared_layer, 2, timeout_s=_TIMEOUT_S))["layer"]
+    turn_us = turn(run_ranks(_taking_turns, ranks, timeout_s=_TIMEOUT_S)) if ranks > cores() and ranks % 2 == 0 else 0.0
+    launches = KERNELS_FORWARD + KERNELS_BACKWARD
     return {
         "weft_hardware": VERSION,
         "name": f"{processor()}, {cores()} cores",
         "memory_gib": memory_bytes() / ranks / 2**30,
         "peak_tflops": {"fp32": peak / 1e12},
         "matmul_fraction": mean / peak,
-        "attention_fraction": attention / mean,
+        "attention_fraction": 4 / attention.product_s / mean,
+        "attention_score_ns": attention.score_s * 1e9,
+        "attention_block": attention.block,
+        "activation_forward_ns": arithmetic["activation"].p50_us * 1e3 / elements,
+        "activation_backward_ns": arithmetic["activation backward"].p50_us * 1e3 / elements,
+        "elementwise_gb_s": 12 * elements * _KEPT / arithmetic["elementwise"].p50_us * 1e6 / 1e9,
         "memory_gb_s": 2 * copied / arithmetic["copy"].p50_us * 1e6 / 1e9,
         "node_gb_s": node.bytes_s / 1e9,
         "node_latency_us": node.latency_s * 1e6,
@@ -114,14 +134,16 @@ def measure(ranks: int) -> dict[str, Any]:
         "network_latency_us": network.latency_s * 1e6,
         "devices_per_node": ranks,
         "full_speed_ranks": cores(),
-        "launch_us": arithmetic["layer"].p50_us / (KERNELS_FORWARD + KERNELS_BACKWARD),
+        "turn_us": turn_us,
+        "launch_us": arithmetic["layer"].p50_us / launches,
+        "context_launch_us": shared.p50_us / launches,
         "reserved_gib": reserved_bytes() / 2**30,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),
         "measured": {
             "ranks_at_once": at_once,
             "copied_bytes": copied,
-            "times": {name: asdict(times) for name, times in arithmetic.items()},
+            "times": {name: asdict(times) for name, times in (arithmetic | {"layer, shared sequence": shared}).items()},
             "tflops_by_shape": {_name(shape): rate / 1e12 for shape, rate in rates.items()},
             "node": node_points,
             "network": network_points,
@@ -141,8 +163,9 @@ def _arithmetic(rank: int, copied_bytes: int) -> dict[str, list[float]]:
         x, w = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
         samples |= _timed({_name((m, n, k)): partial(F.linear, x, w)})
     samples |= _timed({"copy": _copy(copied_bytes)})
-    samples |= _timed({"attention": _attention(generator), "layer": _small_layer()})
-    return samples
+    for shape in ATTENTION:
+        samples |= _timed({f"attention {_name(shape)}": _attention(shape, generator)})
+    return samples | _timed(_between(generator)) | _timed({"layer": _small_layer()})
 
 
 def _copy(copied_bytes: int) -> Callable[[], object]:
@@ -163,9 +186,9 @@ def _timed(calls: Mapping[str, Callable[[], object]], rounds: int = _ROUNDS) -> 
     return samples
 
 
-def _attention(generator: torch.Generator) -> Callable[[], object]:
-    q, k, v = (torch.randn(ATTENTION, generator=generator, requires_grad=True) for _ in range(3))
-    gradient = torch.ones(ATTENTION)
+def _attention(shape: Sequence[int], generator: torch.Generator) -> Callable[[], object]:
+    q, k, v = (torch.randn(*shape, generator=generator, requires_grad=True) for _ in range(3))
+    gradient = torch.ones(*shape)
 
     def step() -> None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -174,10 +197,48 @@ def _attention(generator: torch.Generator) -> Callable[[], object]:
     return step
 
 
-def _attention_flops() -> float:
-    """Of the causal half, forward and backward, as the planner counts them."""
-    batch, heads, sequence, head_dim = ATTENTION
-    return 4 * batch * heads * sequence**2 * head_dim / 2 * (1 + CAUSAL_BACKWARD)
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention as the planner counts it: of each row (keys + block) / 2 scores, each of score_s and, for every
+    element of a head, product_s; backward takes CAUSAL_BACKWARD times what forward does."""
+
+    product_s: float
+    score_s: float
+    block: float
+
+
+def fit_attention(times: Mapping[Sequence[int], float]) -> Attention:
+    """From the seconds of forward and backward of ATTENTION's shapes.
+
+    Raises:
+        RefusedError: wider heads took no longer.
+    """
+    (short, long), (narrow, wide) = (sorted({shape[axis] for shape in times}) for axis in (2, 3))
+
+    def of_a_key(sequence: int, head_dim: int) -> float:
+        """Seconds of a row's forward, over half the keys."""
+        ((shape, seconds),) = ((s, t) for s, t in times.items() if s[2:] == (sequence, head_dim))
+        return seconds / math.prod(shape[:3]) / (1 + CAUSAL_BACKWARD) / (sequence / 2)
+
+    # A short row takes (1 + block / short) / (1 + block / long) times as long for each of its keys.
+    ratio = math.sqrt(math.prod(of_a_key(short, width) / of_a_key(long, width) for width in (narrow, wide)))
+    block = max(0.0, (ratio - 1) / (1 / short - ratio / long)) if ratio < long / short else short
+    block = min(block, short)  # of a shorter sequence there is no more
+    a_score = [of_a_key(long, width) / (1 + block / long) for width in (narrow, wide)]
+    product = (a_score[1] - a_score[0]) / (wide - narrow)
+    if product <= 0:
+        raise RefusedError("attention of wider heads took no longer; measure again on a quiet machine")
+    return Attention(product, max(0.0, a_score[0] - narrow * product), block)
+
+
+def _between(generator: torch.Generator) -> dict[str, Callable[[], object]]:
+    x, y = (torch.randn(*BETWEEN, generator=generator) for _ in range(2))
+    gradient = torch.ones_like(x)
+    return {
+        "elementwise": lambda: [x * y for _ in range(_KEPT)],
+        "activation": lambda: F.silu(x),
+        "activation backward": lambda: torch.ops.aten.silu_backward(gradient, x),
+    }
 
 
 class _Layer(nn.Module):
@@ -193,6 +254,39 @@ class _Layer(nn.Module):
         q, k, v = (part.unsqueeze(1) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def _shared_layer(rank: int) -> dict[str, list[float]]:
+    """Microseconds of such a layer whose sequence two ranks share."""
+    layer = weft.parallelize(_Layer(), weft.init_mesh(cp=2, device_type="cpu")["cp"], context={"parts": True})
+    x, gradient = torch.ones(1, 4, 8, requires_grad=True), torch.ones(1, 4, 8)
+    return _timed({"layer": lambda: layer(x).backward(gradient)})
+
+
+def _taking_turns(rank: int) -> dict[str, list[float]]:
+    """Microseconds of products with an all-reduce of a pair after each, and with one after the last; all ranks."""
+    pair = communicator(weft.init_mesh(dp=dist.get_world_size() // 2, tp=2, device_type="cpu")["tp"])
+    generator = torch.Generator().manual_seed(rank)
+    x, w, small = (
+        torch.randn(1024, 512, generator=generator),
+        torch.randn(512, 512, generator=generator),
+        torch.zeros(1024),
+    )
+
+    def products(meetings: int) -> None:
+        for number in range(_PRODUCTS):
+            F.linear(x, w)
+            if number >= _PRODUCTS - meetings:
+                pair.all_reduce_(small)
+
+    ways = {"each": partial(products, _PRODUCTS), "last": partial(products, 1)}
+    return alternate(ways, meet=dist.barrier, rounds=_ROUNDS, calls=1)
+
+
+def turn(of_ranks: Sequence[Mapping[str, list[float]]]) -> float:
+    """Microseconds that a meeting adds, of the slowest rank."""
+    times = slowest_rank(of_ranks)
+    return max(0.0, times["each"].p50_us - times["last"].p50_us) / (_PRODUCTS - 1)
 
 
 def _small_layer() -> Callable[[], object]:
@@ -273,9 +367,13 @@ def told(found: Mapping[str, Any]) -> list[str]:
     return [
         f"{found['name']}, shared by {found['devices_per_node']} ranks; {found['measured']['ranks_at_once']} at once",
         *(f"  fp32 product {shape:<16} {rate * 1e3:8.1f} GFLOP/s a rank" for shape, rate in cells.items()),
-        f"  attention, of the mean product's rate {found['attention_fraction']:.0%}",
+        f"  attention's products, of the mean product's rate {found['attention_fraction']:.0%}; a score besides "
+        f"{found['attention_score_ns']:.2f} ns; blocks of {found['attention_block']:.0f}",
+        f"  between products {found['elementwise_gb_s']:.1f} GB/s; an activation's element "
+        f"{found['activation_forward_ns']:.2f} ns, backward {found['activation_backward_ns']:.2f} ns",
         f"  memory {found['memory_gb_s']:.1f} GB/s a rank ({copy.spread()} us for {copied_mib} MiB)",
-        f"  start of an operator {found['launch_us']:.1f} us",
+        f"  start of an operator {found['launch_us']:.1f} us, of a shared sequence {found['context_launch_us']:.1f} us",
+        f"  a meeting of ranks that share cores {found['turn_us']:.0f} us",
         f"  link {found['node_latency_us']:.1f} us + {found['node_gb_s']:.2f} GB/s, fitted to "
         f"{_misfit(found['measured']['node']):.0%} (median)",
         f"  loopback {found['network_latency_us']:.0f} us + {found['network_gb_s']:.2f} GB/s, fitted to "

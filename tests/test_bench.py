@@ -491,7 +491,7 @@ def test_the_fit_of_a_link_finds_latency_and_rate():
 def test_a_measured_machine_is_hardware_for_the_planner(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(machine, "SHAPES", [(64, 64, 64), (64, 128, 32)])
     monkeypatch.setattr(machine, "COPIED_BYTES", 1 << 20)
-    monkeypatch.setattr(machine, "ATTENTION", (1, 2, 32, 8))
+    monkeypatch.setattr(machine, "ATTENTION", [(1, 2, length, width) for length in (64, 256) for width in (8, 128)])
     monkeypatch.setattr(machine, "MESSAGES", [4096, 4 << 20])
     monkeypatch.setattr(machine, "NETWORK_MESSAGES", [4096, 4 << 20])
     monkeypatch.setattr(machine, "_CALL_S", 0.001)
@@ -513,9 +513,9 @@ def test_a_measured_machine_is_hardware_for_the_planner(tmp_path, monkeypatch, c
     job = ["--gpus", "3", "--sequence-length", "64", "--global-batch", "6", "--precision", "fp32"]
     assert main(["plan", "gpt2", *job, "--hardware", str(path)]) == 0
     assert hardware.name in capfd.readouterr().out
-    path.write_text(json.dumps({**told, "weft_hardware": 2}))
+    path.write_text(json.dumps({**told, "weft_hardware": 1}))
     assert main(["plan", "gpt2", *job, "--hardware", str(path)]) == 2
-    assert "weft_hardware is 2, and this weft reads version 1" in capfd.readouterr().err
+    assert "weft_hardware is 1, and this weft reads version 2" in capfd.readouterr().err
 
 
 def test_a_page_s_cells_are_text(rows):

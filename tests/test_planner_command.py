@@ -79,6 +79,9 @@ def test_validate_prints_each_run_and_the_mean_error():
         ({"16": "0"}, "weft plan: gpus=0 must be at least 1"),
         ({"128": "0"}, "weft plan: global_batch=0 must be at least 1"),
         ({"--gpus": "--top"}, "weft plan: says nothing about --gpus"),
+        ({"llama-3-8b": "gpt2"}, "sequence_length=8192: gpt2 has learned positions for 1024 tokens"),
+        ({"--global-batch": "--top=0", "128": "--global-batch=8"}, "weft plan: --top 0 must be at least 1"),
+        ({"llama-3-8b": f"--validate={PUBLISHED}"}, "takes all of a run from its row, and nothing from gpus, hardware"),
     ],
 )
 def test_bad_input_is_a_message_and_exit_code_2(change, message):
@@ -92,7 +95,7 @@ def test_bad_files_are_a_message_and_exit_code_2(tmp_path):
     runs.write_text("source,gpus\na,1\n")
     assert "lacks layers (num_hidden_layers" in weft("plan", str(config), *LLAMA[1:], code=2)
     rest = ["--gpus", "2", "--hardware", str(hardware), "--sequence-length", "8", "--global-batch", "8"]
-    assert "weft_hardware is 7, and this weft reads version 1" in weft("plan", "gpt2", *rest, code=2)
+    assert "weft_hardware is 7, and this weft reads version 2" in weft("plan", "gpt2", *rest, code=2)
     assert "lacks the columns hardware, layers" in weft("plan", "--validate", str(runs), code=2)
     assert "is no file" in weft("plan", "--validate", str(tmp_path / "none.csv"), code=2)
 

@@ -50,13 +50,13 @@ def states():
 
 
 def tensor_in_a_node():
-    plans = found("llama-3-70b", 64, "h100", 8192, 512)
+    plans = found("llama-3-70b", 64, "h200", 8192, 512)
     inside, outside = (
         best(plans, lambda layout, tp=tp: layout.tp == tp and layout.pp == layout.cp == 1) for tp in (8, 16)
     )
     waits = [plan.step.exposed_s / plan.step.seconds for plan in (inside, outside)]
     ratio = outside.step.seconds / inside.step.seconds
-    return f"Llama 3 70B on 64 H100, dp x tp: tp=16, over two nodes, takes {ratio:.2f}x the time of tp=8 and waits {waits[1]:.0%} of it (tp=8: {waits[0]:.0%})"
+    return f"Llama 3 70B on 64 H200, dp x tp: tp=16, over two nodes, takes {ratio:.2f}x the time of tp=8 and waits {waits[1]:.0%} of it (tp=8: {waits[0]:.0%})"
 
 
 def pipeline():

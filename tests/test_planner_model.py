@@ -87,6 +87,29 @@ def test_a_hugging_face_configuration_is_the_preset(tmp_path):
     )
 
 
+def family(kind, layers, hidden, heads, vocab, **more):
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": vocab}
+    return {"model_type": kind, **sizes, **more}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [  # What the models' names or cards say.
+        (family("falcon", 32, 4544, 71, 65024, multi_query=True), 6.92),
+        (family("falcon", 60, 8192, 128, 65024, num_kv_heads=8, new_decoder_architecture=True), 41.3),
+        ({"model_type": "gpt_neo", "hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 50257,
+          "max_position_embeddings": 2048}, 1.32),
+        (family("gemma3_text", 26, 1152, 4, 262144, intermediate_size=6912, num_key_value_heads=1, head_dim=256), 1.0),
+        (family("opt", 24, 2048, 32, 50272, ffn_dim=8192, max_position_embeddings=2048, word_embed_proj_dim=2048), 1.32),
+        (family("phi3", 32, 3072, 32, 32064, intermediate_size=8192), 3.82),
+        (family("qwen2", 24, 896, 14, 151936, intermediate_size=4864, num_key_value_heads=2, tie_word_embeddings=True),
+         0.494),
+    ],
+)  # fmt: skip
+def test_families_have_the_parameters_that_they_are_known_for(config, billions):
+    assert Model.of(config).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
 def test_missing_fields_are_named():
     lacking = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "vocab_size")}
     with pytest.raises(ValueError, match=r"lacks hidden \(hidden_size or n_embd or d_model\), vocab \(vocab_size\)"):
@@ -103,6 +126,25 @@ def test_missing_fields_are_named():
         ({**LLAMA, "num_local_experts": 8}, ValueError, "num_local_experts=8: the planner knows dense transformers"),
         ({**LLAMA, "num_key_value_heads": 7}, ValueError, "kv_heads=7 does not divide heads=32"),
         ({**LLAMA, "hidden_size": 0}, ValueError, "hidden=0 must be a whole number of at least 1"),
+        ({**LLAMA, "hidden_size": True}, ValueError, "hidden=True must be a whole number"),
+        ({**LLAMA, "hidden_size": "4096"}, ValueError, "hidden='4096' must be a whole number"),
+        (
+            {**LLAMA, "hidden_size": 4100},
+            ValueError,
+            "hidden=4100 is not a multiple of heads=32; say how wide a head is",
+        ),
+        ({**LLAMA, "num_key_value_heads": -4}, ValueError, "kv_heads=-4 must be a whole number of at least 0"),
+        ({**LLAMA, "num_key_value_heads": "8"}, ValueError, "kv_heads='8' must be a whole number"),
+        ({**LLAMA, "num_experts": "eight"}, ValueError, "num_experts=eight: the planner knows dense transformers"),
+        ({**LLAMA, "kv_lora_rank": 512}, ValueError, r"kv_lora_rank=512 \(latent attention\): the planner knows dense"),
+        (
+            {**LLAMA, "is_encoder_decoder": True},
+            ValueError,
+            "is_encoder_decoder: the planner knows .* of a decoder alone",
+        ),
+        ({**LLAMA, "model_type": "bert"}, ValueError, "bert is an encoder, whose attention is not causal"),
+        ({**LLAMA, "model_type": "vit"}, ValueError, "vit is of images"),
+        ({**LLAMA, "word_embed_proj_dim": 512}, ValueError, "word_embed_proj_dim=512 is not hidden_size=4096"),
         (3, TypeError, "and not a int"),
     ],
 )
@@ -112,7 +154,7 @@ def test_a_model_that_cannot_be_is_refused(source, error, message):
 
 
 MACHINE = {
-    "weft_hardware": 1,
+    "weft_hardware": 2,
     "name": "laptop",
     "memory_gib": 16,
     "peak_tflops": {"fp32": 0.1},
@@ -135,11 +177,15 @@ def test_a_measured_machine_is_taken_as_measured(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weft_hardware": 2}, "weft_hardware is 2, and this weft reads version 1: measure again"),
+        ({"weft_hardware": 1}, "weft_hardware is 1, and this weft reads version 2: measure again"),
         ({"weft_hardware": None}, "weft_hardware is None"),
         ({"memory_gb_s": 0}, "memory_gb_s=0 must be a positive number"),
         ({"node_gb_s": "fast"}, "node_gb_s='fast' must be a positive number"),
         ({"peak_tflops": 3}, "peak_tflops=None must be a positive number"),
+        ({"devices_per_node": 0}, "devices_per_node=0 must be a positive number"),
+        ({"full_speed_ranks": 1.5}, "full_speed_ranks=1.5 must be a whole number"),
+        ({"launch_us": float("nan")}, "launch_us=nan must be a number"),
+        ({"memory_gbs": 3}, "memory_gbs: no such field; there are memory_gib, memory_gb_s"),
     ],
 )
 def test_another_hardware_file_is_refused_by_what_is_wrong_with_it(tmp_path, change, message):
@@ -151,7 +197,7 @@ def test_another_hardware_file_is_refused_by_what_is_wrong_with_it(tmp_path, cha
 
 def test_a_hardware_file_that_lacks_fields_names_them(tmp_path):
     path = tmp_path / "hw.json"
-    path.write_text('{"weft_hardware": 1, "memory_gib": 3, "memory_gb_s": 3}')
+    path.write_text('{"weft_hardware": 2, "memory_gib": 3, "memory_gb_s": 3}')
     with pytest.raises(ValueError, match="lacks node_gb_s, network_gb_s, peak_tflops"):
         Hardware.of(path)
     path.write_text("not json")

@@ -114,7 +114,10 @@ def test_ranks_that_share_cores_take_as_long_as_the_cores_take_for_all():
         free = Clock(job).step(layout)
         pressed = Clock(replace(job, hardware=shared)).step(layout)
         busy = free.seconds * (1 - free.bubble)
-        assert pressed.seconds == pytest.approx(max(free.seconds, 2 * busy))
+        # A pipeline's first stage alone has work at the start and at the end: of one micro-batch, half of the cores.
+        filling = busy / (layout.micro_batches(job) * 2) if layout.pp > 1 else 0
+        assert pressed.seconds == pytest.approx(max(free.seconds, 2 * busy + filling), rel=0.02)
+        assert pressed.seconds > 2 * busy * (1 - 1e-9)
 
 
 @settings(max_examples=50, deadline=None)

@@ -34,10 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints what was asked for; a message and 2 where that cannot be."""
     try:
+        _check(options)
         return _validate(options) if options.validate else _plan(options)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"weft plan: {error}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for what would be ignored."""
+    if options.top < 1:
+        raise ValueError(f"--top {options.top} must be at least 1")
+    if options.validate:
+        asked = ("model", "gpus", "hardware", "sequence_length", "global_batch", "recompute", "gpus_per_node", "plot")
+        given = [name.replace("_", "-") for name in asked if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"--validate takes all of a run from its row, and nothing from {', '.join(given)}")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -61,7 +73,7 @@ def _plan(options: argparse.Namespace) -> int:
     found = search(job, options.gpus, options.recompute)
     if not found.plans:
         raise ValueError(too_big(job, options.gpus, options.recompute, found))
-    plans = found.plans[: max(1, options.top)]
+    plans = found.plans[: options.top]
     if options.json:
         rejected = [{"family": rejection.family, "why": rejection.why} for rejection in found.rejected]
         print(json.dumps({"plans": [plan.as_dict() for plan in plans], "rejected": rejected}, indent=2))

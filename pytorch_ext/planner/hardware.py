@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-VERSION = 1  # of the file's format
+VERSION = 2  # of the file's format
 _GIB = 1024**3
 
 
@@ -21,17 +22,25 @@ class Hardware:
         memory_bytes: of a device, as the framework sees it.
         peak_flops: by precision ("fp32", "fp16", "bf16"), from the datasheet: what MFU is a share of.
         matmul_fraction: the share of the peak that large square products reach.
-        attention_fraction: the share of that which a fused attention kernel reaches.
+        attention_fraction: the share of that which a fused attention kernel's products reach.
+        attention_score_s: of a fused attention kernel besides, for each score: its exponential.
+        attention_block: positions that it takes at a time; of those on the diagonal it computes the hidden half too.
+        activation_forward_s, activation_backward_s: of the MLP's activation, for each element, its memory included; 0
+            where memory alone counts.
+        elementwise_bytes_s: read and written by an operation on tensors of a layer; 0 takes memory_bytes_s.
         memory_bytes_s: of a device's memory.
         node_bytes_s, node_latency_s: one direction of a device's link inside of a node, and a hop's latency.
         network_bytes_s, network_latency_s: the same between nodes, per device.
         processors: what works on tiles of a product at the same time (SMs); 0 where tiles do not matter (CPUs).
         devices_per_node: how many share a node's links.
         launch_s: of the host for a kernel or operation; added to it where processors is 0.
+        context_launch_s: the same where ranks share a sequence, with their meeting; 0 takes launch_s.
         reserved_bytes: taken on each device before the first tensor (context, libraries).
         fragmentation: the share of what is allocated that the allocator loses.
         full_speed_ranks: ranks of a node that run at these rates at once; further ranks share them (CPU cores).
             0: as many as there are devices.
+        turn_s: what a collective of two ranks costs besides where ranks outnumber the cores: one waits for a core until
+            the scheduler takes it from another, and then the other for the first.
         link_fraction: what node_bytes_s and network_bytes_s are of a datasheet's rates.
     """
 
@@ -43,14 +52,21 @@ class Hardware:
     network_bytes_s: float
     matmul_fraction: float = 1.0
     attention_fraction: float = 1.0
+    attention_score_s: float = 0.0
+    attention_block: float = 0.0
+    activation_forward_s: float = 0.0
+    activation_backward_s: float = 0.0
+    elementwise_bytes_s: float = 0.0
     processors: int = 0
     devices_per_node: int = 8
     node_latency_s: float = 3e-6
     network_latency_s: float = 10e-6
     launch_s: float = 4e-6
+    context_launch_s: float = 0.0
     reserved_bytes: float = 0.0
     fragmentation: float = 0.0
     full_speed_ranks: int = 0
+    turn_s: float = 0.0
     link_fraction: float = 1.0
 
     @staticmethod
@@ -107,15 +123,27 @@ _REQUIRED = {
 _OPTIONAL = {
     "matmul_fraction": ("matmul_fraction", 1),
     "attention_fraction": ("attention_fraction", 1),
+    "attention_score_ns": ("attention_score_s", 1e-9),
+    "attention_block": ("attention_block", 1),
+    "activation_forward_ns": ("activation_forward_s", 1e-9),
+    "activation_backward_ns": ("activation_backward_s", 1e-9),
+    "elementwise_gb_s": ("elementwise_bytes_s", 1e9),
     "processors": ("processors", 1),
     "devices_per_node": ("devices_per_node", 1),
     "node_latency_us": ("node_latency_s", 1e-6),
     "network_latency_us": ("network_latency_s", 1e-6),
     "launch_us": ("launch_s", 1e-6),
+    "context_launch_us": ("context_launch_s", 1e-6),
     "reserved_gib": ("reserved_bytes", _GIB),
     "fragmentation": ("fragmentation", 1),
     "full_speed_ranks": ("full_speed_ranks", 1),
+    "turn_us": ("turn_s", 1e-6),
 }
+
+
+_POSITIVE = ("matmul_fraction", "attention_fraction", "devices_per_node")
+_WHOLE = ("processors", "devices_per_node", "full_speed_ranks")
+_BESIDES = ("weft_hardware", "name", "peak_tflops", "date", "environment", "measured", "command")
 
 
 def _build(name: str, values: Mapping) -> Hardware:
@@ -141,10 +169,17 @@ def _from_file(path: Path, values: Any) -> Hardware:
     lacking = [key for key in (*_REQUIRED, "peak_tflops") if key not in values]
     if lacking:
         raise ValueError(f"{path}: lacks {', '.join(lacking)}")
+    unknown = [key for key in values if key not in {*_REQUIRED, *_OPTIONAL, *_BESIDES}]
+    if unknown:
+        known = ", ".join((*_REQUIRED, *_OPTIONAL))
+        raise ValueError(f"{path}: {', '.join(unknown)}: no such field; there are {known}")
     numbers = {key: value for key, value in values.items() if key in _REQUIRED or key in _OPTIONAL}
     rates = values["peak_tflops"] if isinstance(values["peak_tflops"], dict) else {"peak_tflops": None}
     for key, value in {**numbers, **rates}.items():
-        positive = key in _REQUIRED or key in rates
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (positive and value == 0):
+        positive = key in _REQUIRED or key in rates or key in _POSITIVE
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not number or value < 0 or (positive and value == 0):
             raise ValueError(f"{path}: {key}={value!r} must be a {'positive ' if positive else ''}number")
+        if key in _WHOLE and value != int(value):
+            raise ValueError(f"{path}: {key}={value!r} must be a whole number")
     return _build(str(values.get("name", path.stem)), {**numbers, "peak_tflops": rates})

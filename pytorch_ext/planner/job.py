@@ -29,7 +29,9 @@ class Job:
         overlap: which communication runs beside arithmetic: "none"; "some": gradients beside the last backward, and
             tensor parallelism's collectives in backward beside the weights' gradients; "all": those in forward too,
             in pieces, and the pipeline's.
-        bucket_bytes: of the data-parallel gradients' buckets.
+        by_weft: weft.Pipeline has a buffer for each micro-batch of a step that a stage receives, as
+            torch.distributed.pipelining has it, and weft.DataParallel's sharded optimizer has a copy of its part of the
+            gradients. Without, neither: a pipeline has buffers for the micro-batches in flight.
     """
 
     model: Model
@@ -41,7 +43,7 @@ class Job:
     fused_attention: bool = True
     sequence_parallel: bool = True
     overlap: str = "some"
-    bucket_bytes: float = 25 * 2**20
+    by_weft: bool = True
 
     def __post_init__(self):
         choices = {"precision": tuple(PRECISIONS), "optimizer": tuple(OPTIMIZERS), "overlap": OVERLAP}
@@ -66,6 +68,11 @@ class Job:
         return 4 * (OPTIMIZERS[self.optimizer] + PRECISIONS[self.precision][1])
 
     @property
+    def eager(self) -> bool:
+        """Operations run one by one, as on a CPU."""
+        return self.hardware.processors == 0
+
+    @property
     def peak_flops(self) -> float:
         return self.hardware.peak_flops[self.precision]
 
@@ -79,8 +86,9 @@ class Layout:
         micro_batch: sequences that pass through the model together on a data-parallel rank.
         schedule: of the pipeline.
         chunks: pieces of the model on each rank of an interleaved pipeline.
-        recompute: what is computed again in backward: "none", "selective" (attention's core; where attention is
-            fused, the MLP's activation with it) or "full" (layers).
+        recompute: what is computed again in backward: "none", "selective" or "full" (layers). Selective is what
+            weft.parallelize calls so, attention and MLP without the norms; where attention is not fused, it is
+            attention's core, as in Korthikanti et al. 2022.
         zero: what data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
     """
 
@@ -132,7 +140,8 @@ class Shard:
         )
 
     def layer_parameters(self, model: Model) -> int:
-        """Of a rank's part of one layer; norms are counted whole."""
+        """Of a rank's part of one layer; norms, and biases of what is summed over ranks, are whole."""
         qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
         products = model.hidden * (qkv + self.heads * model.head_dim)
-        return products + (3 if model.gated_mlp else 2) * model.hidden * self.intermediate + model.vectors_per_layer
+        products += (3 if model.gated_mlp else 2) * model.hidden * self.intermediate
+        return products + model.vectors_per_layer(qkv, self.intermediate)

@@ -39,42 +39,42 @@ class Scale:
 
     def __init__(self, job: Job):
         self.job = job
-        self._activations = lru_cache(maxsize=None)(partial(layer_activations, job))
+        self._layer = lru_cache(maxsize=None)(partial(layer_of, job))
         self._shard = lru_cache(maxsize=None)(partial(Shard.of, job))
 
     def memory(self, layout: Layout) -> Memory:
-        """Of the fullest rank: one of the first stage (most micro-batches in flight) or of the last (the logits)."""
-        stages = {0, layout.pp - 1}
+        """Of the fullest rank: one of the first stage (most micro-batches in flight), of the second (it receives from
+        both sides) or of the last (the logits)."""
+        stages = {0, min(1, layout.pp - 1), layout.pp - 1}
         return max((self.stage(layout, stage) for stage in stages), key=lambda memory: memory.total)
 
     def stage(self, layout: Layout, stage: int) -> Memory:
-        job, hardware = self.job, self.job.hardware
+        job, hardware, model = self.job, self.job.hardware, self.job.model
         shard = self._shard(layout.cp, layout.tp, layout.micro_batch)
-        layers = split_layers(job.model.layers, layout.pp, stage)
-        parameters = layers * shard.layer_parameters(job.model) + self._ends(layout, stage, shard)
+        layers = split_layers(model.layers, layout.pp, stage)
+        parameters = layers * shard.layer_parameters(model) + self._ends(layout, stage, shard)
         shared = layout.data_ranks
         weights = job.element_bytes * parameters / (shared if layout.zero >= 3 else 1)
         gradients = GRADIENT_BYTES * parameters / (shared if layout.zero >= 2 else 1)
         optimizer = job.optimizer_bytes * parameters / (shared if layout.zero >= 1 else 1)
-        full = self._activations(layout.cp, layout.tp, layout.micro_batch, "none")
-        kept = self._activations(layout.cp, layout.tp, layout.micro_batch, layout.recompute)
-        activations = layers * kept * in_flight(layout, stage, layout.micro_batches(job))
+        layer = self._layer(layout.cp, layout.tp, layout.micro_batch)
+        carried = in_flight(layout, stage, layout.micro_batches(job))
+        activations = layers * layer.kept(layout.recompute) * carried
         last = stage == layout.pp - 1
         # Logits as the layer gives them, fp32 softmax, its gradient.
         logits = shard.tokens * shard.vocab * (job.element_bytes + 8) if last else 0.0
-        if last:  # the inputs of the last norm and of the output layer
-            activations += 2 * self._region(layout, shard) * job.model.hidden * job.element_bytes
-        buffers = self._buffers(layout, shard, gradients, parameters / max(1, layers))
-        # A layer that runs backward: what has just been computed again, and the gradients that pass through it, one as
-        # wide as the MLP and two as wide as the model. The logits are gone then.
-        passing = shard.tokens * (2 * job.model.hidden + shard.intermediate) * job.element_bytes
-        workspace = max(0.0, full - kept + passing - logits)
+        # The inputs of the last norm (of RMSNorm, the scaled input too) and of the output layer.
+        ends = (2 if model.bias else 3) * layer.boundary if last else 0.0
+        buffers = self._buffers(layout, stage, gradients, carried, layer.boundary)
+        # A layer that runs backward: what has just been computed again, and the gradients of the MLP's second product,
+        # of its output, its input, and then of the layer's input or the matrix. Logits and ends are gone then.
+        passing = shard.tokens * (model.hidden + shard.intermediate)
+        passing += model.hidden * max(shard.tokens, shard.intermediate)
+        workspace = max(0.0, layer.again(layout.recompute) + passing * job.element_bytes - logits - ends)
+        activations += ends
         moving = activations + logits + buffers + workspace
         lost = hardware.reserved_bytes + hardware.fragmentation * moving
         return Memory(weights, gradients, optimizer, activations, logits, buffers, workspace, lost)
-
-    def _region(self, layout: Layout, shard: Shard) -> int:
-        return -(-shard.tokens // layout.tp) if self.job.sequence_parallel else shard.tokens
 
     def _ends(self, layout: Layout, stage: int, shard: Shard) -> int:
         """Parameters of the embeddings and of the output layer on this stage; tied ones stand on both ends."""
@@ -83,22 +83,64 @@ class Scale:
         matrices = 1 if first and last and model.tied_embeddings else first + last
         return matrices * shard.vocab * model.hidden + first * model.positions * model.hidden + last * model.final_norm
 
-    def _buffers(self, layout: Layout, shard: Shard, gradients: float, layer_parameters: float) -> float:
-        """What collectives write to: a gathered input, neighbours' keys and values, a stage's input, buckets."""
-        job = self.job
-        whole = shard.tokens * job.model.hidden * job.element_bytes
+    def _buffers(self, layout: Layout, stage: int, gradients: float, carried: float, boundary: float) -> float:
+        """What collectives write to: a gathered input, neighbours' keys and values, what stages pass on. Gradients have
+        their place in the buckets that travel."""
+        job, shard = self.job, self._shard(layout.cp, layout.tp, layout.micro_batch)
         buffers = 0.0
         if layout.tp > 1 and job.sequence_parallel:
-            buffers += whole
+            buffers += shard.tokens * job.model.hidden * job.element_bytes
         if layout.cp > 1:
             buffers += 4 * shard.tokens * shard.kv_heads * job.model.head_dim * job.element_bytes
         if layout.pp > 1:
-            buffers += 2 * whole / layout.tp
-        if layout.data_ranks > 1:
-            buffers += min(2 * job.bucket_bytes, gradients)
+            buffers += self._passed_on(layout, stage, carried) * boundary
+        if layout.zero == 1 and layout.dp > 1 and layout.pp == layout.cp == 1 and job.by_weft:
+            buffers += gradients / layout.dp
         if layout.zero == 3:  # the layer that computes and the next
-            buffers += 2 * job.element_bytes * layer_parameters
+            buffers += 2 * job.element_bytes * shard.layer_parameters(job.model)
         return buffers
+
+    def _passed_on(self, layout: Layout, stage: int, carried: float) -> float:
+        """How many boundaries between stages a stage has in memory, beside the inputs that layers keep anyway."""
+        if not self.job.by_weft:
+            return 2
+        micro_batches = layout.micro_batches(self.job)
+        receiving, sending = layout.chunks - (stage == 0), layout.chunks - (stage == layout.pp - 1)
+        inputs = receiving * (micro_batches - carried)
+        return inputs + sending * (micro_batches + carried)  # gradients come back for what goes out
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one micro-batch in one layer on a rank.
+
+    boundary: its input. outer: what norms and dropout keep, the residual stream included. attention: query, key, value
+    and attention's result. core: what attention keeps besides. inner: the MLP. selective: of these, what selective
+    recomputation computes again, one after the other.
+    """
+
+    boundary: float
+    outer: float
+    attention: float
+    core: float
+    inner: float
+    selective: tuple[float, ...]
+
+    @property
+    def whole(self) -> float:
+        return self.outer + self.attention + self.core + self.inner
+
+    def kept(self, recompute: str) -> float:
+        """From forward to backward."""
+        if recompute == "full":
+            return self.boundary
+        return self.whole - (sum(self.selective) if recompute == "selective" else 0)
+
+    def again(self, recompute: str) -> float:
+        """Computed again for its backward, and there at a time."""
+        if recompute == "full":
+            return self.whole - self.boundary
+        return max(self.selective) if recompute == "selective" else 0.0
 
 
 def split_layers(layers: int, pp: int, stage: int) -> int:
@@ -122,29 +164,29 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return min(micro_batches, behind)
 
 
-def layer_activations(job: Job, cp: int, tp: int, micro_batch: int, recompute: str) -> float:
-    """Bytes that one layer keeps of one micro-batch on a rank.
+def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> Layer:
+    """What one layer keeps of one micro-batch on a rank.
 
     What PyTorch saves: the inputs of both norms (of RMSNorm, the scaled input too) and of the four linear layers,
     query, key, value and attention's log-sum-exp, what goes into and comes out of the MLP's activation, and the dropout
     masks. For a GPT with as many key-value heads as heads and unfused attention this is sbh (34 + 5 a s / h)
     (Korthikanti et al. 2022, equation 1), of which tensor parallelism divides sbh (24 + 5 a s / h), and with sequence
-    parallelism everything (equations 2 to 4).
+    parallelism everything (equations 2 to 4). Context parallelism gives its result head by head, so that the output
+    layer has a copy of its own.
     """
     model, shard = job.model, Shard.of(job, cp, tp, micro_batch)
     bytes_ = job.element_bytes
     region = -(-shard.tokens // tp) if job.sequence_parallel else shard.tokens
-    if recompute == "full":
-        return region * model.hidden * bytes_
     outer = region * model.hidden * ((4 if model.bias else 6) * bytes_ + (2 if model.dropout else 0))
-    attention = shard.tokens * (2 * shard.heads + 2 * shard.kv_heads) * model.head_dim * bytes_
+    results = 1 if cp == 1 else 2
+    attention = shard.tokens * ((1 + results) * shard.heads + 2 * shard.kv_heads) * model.head_dim * bytes_
     # With a gate: its input, its activation, the other half, their product.
     inner = shard.tokens * shard.intermediate * bytes_ * (4 if model.gated_mlp else 2)
     if job.fused_attention:
         core = 4 * shard.tokens * shard.heads
-        if recompute == "selective":
-            core, inner = 0, inner // 2
+        selective = (attention + core, inner) if model.mlp_module else (attention + core,)
     else:  # the softmax's output, the dropout's mask and its output
         scores = shard.tokens * job.sequence_length * shard.heads
-        core = 0 if recompute == "selective" else scores * (bytes_ * 2 + 1 if model.dropout else bytes_)
-    return outer + attention + inner + core
+        core = scores * (bytes_ * 2 + 1 if model.dropout else bytes_)
+        selective = (core,)
+    return Layer(region * model.hidden * bytes_, outer, attention, core, inner, selective)

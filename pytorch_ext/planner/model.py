@@ -28,13 +28,16 @@ _GATED = {**dict.fromkeys(_WITH_A_GATE, True), **dict.fromkeys(_WITHOUT, False)}
 _BIASED = {"gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "phi", "starcoder2"}
 _LEARNED_POSITIONS = {"gpt2", "gpt_neo", "opt"}
 _FOUR_TIMES = {"gpt2", "gpt_neo", "gptj", "bloom", "falcon", "mpt"}  # the MLP is 4 x hidden where nothing else is said
-_TIED = {*_FOUR_TIMES, "opt", "gemma", "gemma2", "gemma3_text"} - {"gptj"}  # where the configuration does not say
+_TIED = _FOUR_TIMES - {"gptj"} | {"opt", "gemma", "gemma2", "gemma3_text"}  # where the configuration does not say
+_MLP_IN_THE_LAYER = {"opt"}
 _MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
+_ENCODERS = {"bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert"}
+_OF_IMAGES = {"vit", "deit", "swin", "dinov2", "clip"}
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads",),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "vocab": ("vocab_size",),
@@ -56,6 +59,7 @@ class Model:
         qk_norm: a norm on queries and keys.
         positions: rows of a learned position embedding; 0 where positions are rotated into queries and keys.
         dropout: after attention and MLP, and in attention; its masks take memory.
+        mlp_module: the MLP is a module of its own, which weft.parallelize(recompute="selective") then computes again.
     """
 
     layers: int
@@ -72,13 +76,22 @@ class Model:
     qk_norm: bool = False
     positions: int = 0
     dropout: bool = False
+    mlp_module: bool = True
     name: str = "model"
 
     def __post_init__(self):
         for name in ("layers", "hidden", "intermediate", "heads", "vocab"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Model: {name}={value!r} must be a whole number of at least 1")
+        for name in ("kv_heads", "head_dim", "positions"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"Model: {name}={value!r} must be a whole number of at least 0")
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(
+                f"Model: hidden={self.hidden} is not a multiple of heads={self.heads}; say how wide a head is, head_dim"
+            )
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
         if self.heads % self.kv_heads:
@@ -94,12 +107,13 @@ class Model:
         attention = self.hidden * self.qkv_width + self.heads * self.head_dim * self.hidden
         return attention + (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
 
-    @property
-    def vectors_per_layer(self) -> int:
-        """Elements of a layer's norms and biases, which tensor parallelism does not (or hardly) split."""
+    def vectors_per_layer(self, qkv_width: int, intermediate: int) -> int:
+        """Elements of a layer's norms and biases, with so much of query, key, value and of the MLP's inner width:
+        tensor parallelism splits the biases of these and leaves the rest whole."""
         norms = 2 * self.hidden * (2 if self.bias else 1) + (2 * self.head_dim if self.qk_norm else 0)
-        qkv = self.qkv_width if self.bias or self.qkv_bias else 0
-        return norms + qkv + (2 * self.hidden + self.intermediate if self.bias else 0)
+        qkv = qkv_width if self.bias or self.qkv_bias else 0
+        up = intermediate * (2 if self.gated_mlp else 1)
+        return norms + qkv + (2 * self.hidden + up if self.bias else 0)
 
     @property
     def final_norm(self) -> int:
@@ -109,7 +123,8 @@ class Model:
     def parameters(self) -> int:
         """All of them; for GPT the P of Narayanan et al. 2021, equation 2."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2) + self.positions * self.hidden
-        return self.layers * (self.products_per_layer + self.vectors_per_layer) + embeddings + self.final_norm
+        layer = self.products_per_layer + self.vectors_per_layer(self.qkv_width, self.intermediate)
+        return self.layers * layer + embeddings + self.final_norm
 
     def flops_per_token(self, sequence_length: int, *, causal: bool, recomputed: bool = False) -> float:
         """Floating-point operations of forward and backward for one token: 6 N, and attention.
@@ -127,8 +142,8 @@ class Model:
         """A Model from a Model, a preset's name, the path of a config.json, its content, or a module with a .config.
 
         Raises:
-            ValueError: the name is no preset and no file, fields are missing (named), or the model is a mixture of
-                experts, which the planner does not know.
+            ValueError: the name is no preset and no file, fields are missing (named) or cannot be, or the model is none
+                that the planner knows (a mixture of experts, an encoder, attention over latent vectors).
             TypeError: anything else.
         """
         if isinstance(source, Model):
@@ -177,10 +192,10 @@ def _from_config(config: Mapping, name: str) -> Model:
     """A Hugging Face configuration, or the planner's own names."""
     if isinstance(config.get("text_config"), Mapping):  # a model of text and images: its language half
         config = config["text_config"]
-    experts = next((key for key in _MIXTURES if (config.get(key) or 0) > 1), None)
-    if experts:
-        raise ValueError(f"{name}: {experts}={config[experts]}: the planner knows dense transformers only")
     kind = str(config.get("model_type", ""))
+    unknown = _unknown(config, kind)
+    if unknown:
+        raise ValueError(f"{name}: {unknown}: the planner knows dense transformers only, of a decoder alone")
     found: dict[str, Any] = {}
     for field, aliases in _NAMES.items():
         value = next((config[key] for key in (field, *aliases) if config.get(key) is not None), None)
@@ -188,6 +203,8 @@ def _from_config(config: Mapping, name: str) -> Model:
             found[field] = value
     if "intermediate" not in found and kind in _FOUR_TIMES and "hidden" in found:
         found["intermediate"] = 4 * found["hidden"]
+    if kind == "falcon" and not config.get("new_decoder_architecture"):  # only then does it read num_kv_heads
+        found["kv_heads"] = 1 if config.get("multi_query", True) else found.get("heads", 0)
     if kind not in _LEARNED_POSITIONS and "positions" not in config:
         found.pop("positions", None)
     if "gated_mlp" in config or kind in _GATED:
@@ -200,15 +217,33 @@ def _from_config(config: Mapping, name: str) -> Model:
     ]
     if missing:
         raise ValueError(f"{name}: the configuration lacks {', '.join(missing)}")
-    tied = config.get(
-        "tied_embeddings", config.get("tie_word_embeddings", kind in _FOUR_TIMES | {"opt", "gemma", "gemma2"})
-    )
+    tied = config.get("tied_embeddings", config.get("tie_word_embeddings", kind in _TIED))
     found |= {
         "tied_embeddings": bool(tied),
         "bias": bool(config.get("bias", config.get("mlp_bias", kind in _BIASED))),
         "qkv_bias": bool(config.get("qkv_bias", config.get("attention_bias", kind == "qwen2"))),
         "qk_norm": bool(config.get("qk_norm", kind == "qwen3")),
+        "mlp_module": bool(config.get("mlp_module", kind not in _MLP_IN_THE_LAYER)),
         "dropout": bool(config.get("dropout", any(config.get(key) for key in ("resid_pdrop", "hidden_dropout")))),
     }
     own = {field.name for field in fields(Model)}
     return replace(Model(**{key: value for key, value in found.items() if key in own}), name=name)
+
+
+def _unknown(config: Mapping, kind: str) -> str:
+    """What of a configuration says that it is not a model of this kind; "" where nothing does."""
+    experts = next((key for key in _MIXTURES if config.get(key) not in (None, 0, 1)), None)
+    if experts:
+        return f"{experts}={config[experts]}"
+    if config.get("is_encoder_decoder"):
+        return "is_encoder_decoder"
+    if kind in _ENCODERS:
+        return f"{kind} is an encoder, whose attention is not causal"
+    if kind in _OF_IMAGES:
+        return f"{kind} is of images"
+    if config.get("kv_lora_rank"):
+        return f"kv_lora_rank={config['kv_lora_rank']} (latent attention)"
+    narrow = config.get("word_embed_proj_dim")
+    if narrow not in (None, config.get("hidden_size")):
+        return f"word_embed_proj_dim={narrow} is not hidden_size={config.get('hidden_size')}"
+    return ""

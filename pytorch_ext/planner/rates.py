@@ -27,6 +27,22 @@ def memory_s(hardware: Hardware, moved_bytes: float) -> float:
     return moved_bytes / hardware.memory_bytes_s
 
 
+def elementwise_s(hardware: Hardware, moved_bytes: float) -> float:
+    """Seconds of operations between products on the tensors of a layer, which on a CPU may be in a cache."""
+    return moved_bytes / (hardware.elementwise_bytes_s or hardware.memory_bytes_s)
+
+
+def attention_s(hardware: Hardware, flops: float, rows: float, keys: float, head_dim: int) -> float:
+    """Seconds of the forward of fused causal attention: rows of queries, over the heads, against so many keys.
+
+    Half of them are hidden; of the block on the diagonal what is hidden is computed. A score takes its two products and
+    its exponential.
+    """
+    scores = rows * (keys + hardware.attention_block) / 2
+    product = 4 * head_dim / (flops * hardware.matmul_fraction * hardware.attention_fraction)
+    return scores * (product + hardware.attention_score_s)
+
+
 def gather_s(hardware: Hardware, whole_bytes: float, ranks: int, stride: int) -> float:
     """Seconds of an all-gather or reduce-scatter of whole_bytes over ranks that stand stride apart (alpha-beta).
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import inf
+from math import inf, isqrt
 from typing import Any
 
 from weft.planner.hardware import presets
@@ -90,12 +90,18 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Found:
     """Compares all meshes of so many devices.
 
     Raises:
-        ValueError: gpus is less than 1, or recompute is none of the known.
+        ValueError: gpus is less than 1, recompute is none of the known, or a sequence is longer than the model's table
+            of positions.
     """
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")
     if recompute is not None and recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
+    if 0 < job.model.positions < job.sequence_length:
+        raise ValueError(
+            f"sequence_length={job.sequence_length}: {job.model.name} has learned positions for {job.model.positions} "
+            f"tokens; choose a sequence of at most that"
+        )
     scale, clock = Scale(job), Clock(job)
     enough = job.hardware.memory_bytes
     levels = RECOMPUTE if recompute is None else (recompute,)
@@ -351,11 +357,10 @@ def _gib(size: float) -> str:
 
 def _factors(n: int) -> int:
     """How many primes n is a product of."""
-    for divisor in range(2, n + 1):
-        if n % divisor == 0:
-            return 1 + _factors(n // divisor)
-    return 0
+    divisor = next((d for d in range(2, isqrt(n) + 1) if n % d == 0), n)
+    return 1 + _factors(n // divisor) if n > 1 else 0
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log, sqrt
+from math import log, log2, sqrt
 
 from weft.planner.job import GRADIENT_BYTES, Job, Layout, Shard
-from weft.planner.rates import gather_s, matmul_s, memory_s, send_s
+from weft.planner.passes import passes_of, update_bytes
+from weft.planner.rates import attention_s, elementwise_s, gather_s, matmul_s, memory_s, send_s
 
 CAUSAL_BACKWARD = 2.5  # attention's backward has five products where forward has two (Dao et al. 2022)
 KERNELS_FORWARD, KERNELS_BACKWARD = 12, 22  # launches of a layer
+TENSOR_MEETINGS = 4  # of tensor-parallel ranks in a layer: a sum after attention and after the MLP, and so in backward
+CONTEXT_MEETINGS = 6  # of context-parallel ranks: keys and values, both again in backward, and their gradients
 # Communication that runs beside arithmetic still takes multiprocessors and memory bandwidth from it: it costs this
 # share of its own time. From the layer times of Korthikanti et al. 2022, table 4: (11.8 ms - 11.2 ms) / 1.5 ms.
 BESIDE_COST = 0.4
@@ -107,14 +110,29 @@ class Clock:
         seconds = (m * (slowest + transfers) + idle + gradients + update) * late
         waited = most * (block.forward_exposed + block.backward_exposed + gathered) + transfers
         exposed = m * waited + gradients
-        seconds = max(seconds, self._shared(layout, (seconds - idle)))
+        seconds = max(seconds, self._shared(layout, seconds - idle, slowest))
         rate = self.flops * job.sequence_length * job.global_batch / seconds / layout.ranks
         return Step(seconds, idle / seconds, m * (slowest - mean) / seconds, exposed, rate, rate / job.peak_flops)
 
-    def _shared(self, layout: Layout, busy: float) -> float:
-        """Where ranks share cores, the time in which the cores can do all ranks' work; bubbles cost nothing then."""
-        together = self.job.hardware.full_speed_ranks
-        return busy * min(layout.ranks, self.job.hardware.devices_per_node) / together if together else 0.0
+    def _shared(self, layout: Layout, busy: float, one: float) -> float:
+        """Where ranks share cores, the time in which the cores can do all ranks' work; bubbles cost nothing then, but
+        for cores without work while a pipeline of fewer busy ranks than cores fills and drains, one micro-batch a
+        stage."""
+        cores = self.job.hardware.full_speed_ranks
+        if not cores:
+            return 0.0
+        if layout.ranks > cores:
+            busy += self._turns(layout) * cores / min(layout.ranks, self.job.hardware.devices_per_node)
+        a_stage = layout.ranks / layout.pp
+        working = (stages * a_stage for stages in range(1, layout.pp))
+        filling = sum(max(0.0, 1 - ranks / cores) for ranks in working) * one / layout.chunks
+        return busy * min(layout.ranks, self.job.hardware.devices_per_node) / cores + filling
+
+    def _turns(self, layout: Layout) -> float:
+        """Seconds that a step's collectives inside of layers wait for cores: of a group of n as log2 n of pairs."""
+        layers = -(-self.job.model.layers // layout.pp) * layout.micro_batches(self.job)
+        meetings = TENSOR_MEETINGS * log2(layout.tp) + CONTEXT_MEETINGS * log2(layout.cp)
+        return layers * meetings * self.job.hardware.turn_s
 
     def _matmul(self, m: int, n: int, k: int) -> float:
         return matmul_s(self.job.hardware, self.job.peak_flops, self.job.element_bytes, m, n, k)
@@ -136,20 +154,12 @@ class Clock:
         weight = sum(self._matmul(n, k, tokens) for n, k in shapes)
         attention_forward, attention_backward = self._attention(shard)
 
-        region = -(-tokens // tp) if job.sequence_parallel else tokens
-        masks = 0.5 if model.dropout else 0
-        # Two norms (read, write; backward reads x and dy, writes dx) and two residual sums (read two, write one).
-        outer_forward = memory_s(hardware, region * model.hidden * bytes_ * 2 * (2 + 3 + masks))
-        outer_backward = memory_s(hardware, region * model.hidden * bytes_ * 2 * (3 + 2 + 3 * masks))
-        passes = (3, 5) if model.gated_mlp else (2, 3)
-        inner_forward, inner_backward = (memory_s(hardware, tokens * shard.intermediate * bytes_ * n) for n in passes)
-        rotated = 0 if model.positions else 2 * (shard.heads + shard.kv_heads) * model.head_dim * tokens * bytes_
-        outer_forward += memory_s(hardware, rotated)
-        outer_backward += memory_s(hardware, rotated)
-
-        forward_s = self._launched(forward + attention_forward + outer_forward + inner_forward, KERNELS_FORWARD)
-        backward_s = self._launched(
-            data + weight + attention_backward + outer_backward + inner_backward, KERNELS_BACKWARD
+        between = self._between(shard, -(-tokens // tp) if job.sequence_parallel else tokens)
+        kernels = KERNELS_FORWARD, KERNELS_BACKWARD
+        arithmetic = forward + attention_forward, data + weight + attention_backward
+        forward_s, backward_s = (
+            self._launched(busy + outer + inner, count, cp)
+            for busy, (outer, inner), count in zip(arithmetic, between, kernels, strict=True)
         )
         once = gather_s(hardware, tokens * model.hidden * bytes_, tp, 1)
         forward_exposed, backward_exposed = self._tensor_exposed(once, tp, forward, data, weight)
@@ -158,24 +168,45 @@ class Clock:
         recomputed = 0.0
         if recompute == "full":
             recomputed, backward_exposed = forward_s, backward_exposed + forward_exposed
+        elif recompute == "selective" and job.fused_attention:
+            mlp = sum(self._matmul(tokens, n, k) for n, k in shapes[2:]) + between[0][1]
+            recomputed = forward_s - between[0][0] - (0 if model.mlp_module else mlp)
+            # Attention waits for its collectives again, and so does an MLP that is a module.
+            backward_exposed += forward_exposed * (1 if model.mlp_module else 0.5)
         elif recompute == "selective":
-            recomputed = attention_forward + (inner_forward if job.fused_attention else 0)
+            recomputed = attention_forward
         return Block(forward_s, backward_s, recomputed, weight, forward_exposed, backward_exposed)
 
-    def _launched(self, seconds: float, kernels: int) -> float:
+    def _between(self, shard: Shard, region: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Seconds of what stands between the products: norms, residual sums and rotations, and the MLP's activation and
+        gate; forward, and backward."""
+        job, model, hardware, bytes_ = self.job, self.job.model, self.job.hardware, self.job.element_bytes
+        elements = shard.tokens * shard.intermediate
+        rotated = (shard.heads + shard.kv_heads) * model.head_dim * shard.tokens
+        activation = hardware.activation_forward_s, hardware.activation_backward_s
+        forward, backward = (
+            (
+                elementwise_s(hardware, bytes_ * (passes.outer * region * model.hidden + passes.rotated * rotated)),
+                elementwise_s(hardware, bytes_ * passes.inner * elements) + elements * seconds,
+            )
+            for passes, seconds in zip(passes_of(job), activation, strict=True)
+        )
+        return forward, backward
+
+    def _launched(self, seconds: float, kernels: int, cp: int) -> float:
         """Beside a GPU the host launches ahead, and is in the way only where kernels are shorter than their launch."""
-        launches = kernels * self.job.hardware.launch_s
-        return max(seconds, launches) if self.job.hardware.processors else seconds + launches
+        hardware = self.job.hardware
+        launches = kernels * (hardware.context_launch_s if cp > 1 and hardware.context_launch_s else hardware.launch_s)
+        return seconds + launches if self.job.eager else max(seconds, launches)
 
     def _attention(self, shard: Shard) -> tuple[float, float]:
         """Seconds of attention's core, forward and backward."""
         job, model, hardware = self.job, self.job.model, self.job.hardware
-        scores = shard.tokens * job.sequence_length * shard.heads
-        flops = 4 * scores * model.head_dim
-        rate = job.peak_flops * hardware.matmul_fraction
+        rows = shard.tokens * shard.heads
         if job.fused_attention:
-            forward = flops / 2 / (rate * hardware.attention_fraction)
+            forward = attention_s(hardware, job.peak_flops, rows, job.sequence_length, model.head_dim)
             return forward, CAUSAL_BACKWARD * forward
+        scores = rows * job.sequence_length
         # Each of the batched products reads or writes the scores once; softmax and dropout pass over them.
         batches = shard.sequences * shard.heads
         product = batches * self._matmul(shard.tokens // shard.sequences, job.sequence_length, model.head_dim)
@@ -251,9 +282,7 @@ class Clock:
             gathered = scattered
         else:
             gathered = gather_s(hardware, job.element_bytes * parameters, ranks, tp) if zero < 3 else 0.0
-        # Clipping reads the gradients; the update reads them and the states and writes states and weights.
-        moved = 2 * GRADIENT_BYTES + 2 * job.optimizer_bytes + job.element_bytes
-        update = memory_s(hardware, moved * parameters / (ranks if zero else 1))
+        update = memory_s(hardware, update_bytes(job) * parameters / (ranks if zero else 1))
         if zero == 2:  # scattered for each micro-batch, gathered once
             return scattered, update + gathered
         return scattered + gathered, update

@@ -152,6 +152,7 @@ def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
         fused_attention=fused,
         sequence_parallel=not (old and recompute == "full"),
         overlap=overlap,
+        by_weft=False,  # of Megatron-LM and what came of it
     )
 
 
