@@ -83,7 +83,6 @@ class Group:
         wire: int,
         scale: float,
         squared_norm: int,
-        apart: list[tuple[int, int, int]],
         asynchronous: bool = False,
     ) -> Work | None: ...
     def all_gather(

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import weakref
 
 import pytest
 import torch
@@ -83,30 +82,20 @@ def test_sums_are_in_fp32_and_what_travels_is_rounded_once(world):
 
 def gradients_are_views(rank):
     model = weft.DataParallel(mlp())
-    first, seen, places = model.module[0].weight, [], set()
-    first.register_post_accumulate_grad_hook(lambda p: seen.append((weakref.ref(p.grad), p.grad.clone())))
+    seen = []
+    model.module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
     for step in range(4):
         loss_of(model(batch(step, rank))).backward()
         flat = model.reducer.buckets[0].flat
         start, end = flat.data_ptr(), flat.data_ptr() + flat.numel() * 4
         assert all(start <= parameter.grad.data_ptr() < end for parameter in model.parameters())
-        places.add(first.grad.data_ptr())
-        made, own = seen[-1]
-        if step in (0, 2):  # there was no .grad before
-            assert made() is None, "nobody keeps what autograd made once the sum is in its place"
-            assert_close_sum(own, first.grad)
         if step == 1:
             model.zero_grad(set_to_none=True)
             assert all(parameter.grad is None for parameter in model.parameters())
         elif step == 2:
             torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
             assert not flat.any()
-    assert len(places) == 1
-
-
-def assert_close_sum(own, averaged):
-    """A hook of the user's sees this rank's own gradient."""
-    torch.testing.assert_close(sum(gathered(own)) / dist.get_world_size(), averaged)
+    assert len(set(seen[1:])) == 1, "autograd took the place in the bucket as it is, with and without a .grad before"
 
 
 def test_gradients_stay_in_their_buckets():

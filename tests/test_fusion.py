@@ -1,14 +1,10 @@
 """What an all_reduce does in its own pass: cast, scale, squared norm; the bits of separate passes, on every path."""
 
-import itertools
-import random
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.fusion import Fusion
 from weft.testing import reference
 from weft.testing.ranks import run_ranks
 
@@ -47,52 +43,6 @@ def check_bits(rank):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_a_fused_pass_has_the_bits_of_separate_ones(world):
     run_ranks(check_bits, world)
-
-
-def check_apart(rank):
-    """On each rank other parts of the input lie elsewhere; what stands at their places is not looked at."""
-    world, engine = dist.get_world_size(), dist.group.WORLD.engine
-    engine.group.inject_faults(seed=rank + 1, longest_delay_us=200)
-    chance = random.Random(rank)
-    norm = torch.zeros(1, dtype=torch.float64)
-    for dtype, wire in CASES:
-        for count in (*COUNTS, 700_001):  # the last is copied past the cache
-            torch.manual_seed(count)
-            parts = [(torch.randn(count, dtype=torch.float64) * 3).to(dtype) for _ in range(world)]
-            expected = reference.fused_sum(parts, wire, 0.3, False)
-            for x in (weft.empty_symmetric(count, dtype=dtype), torch.empty(count, dtype=dtype)):
-                x.copy_(parts[rank])
-                cuts = sorted(chance.sample(range(count + 1), min(6, count + 1)))
-                apart = []
-                for start, stop in list(itertools.pairwise(cuts))[:: chance.choice((1, 2))]:
-                    apart.append((start, parts[rank][start:stop].clone()))
-                    x[start:stop] = float("nan")
-                dist.barrier()
-                engine.all_reduce(x, fusion=Fusion(wire, 0.3, norm), apart=apart)
-                assert torch.equal(x, expected), (dtype, wire, count)
-                assert torch.allclose(norm, expected.double().square().sum(), rtol=1e-12, atol=0)
-                assert all(torch.equal(part, parts[rank][start : start + len(part)]) for start, part in apart)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_parts_of_the_input_may_lie_elsewhere(world):
-    run_ranks(check_apart, world)
-
-
-def check_bad_parts(rank):
-    engine, x = dist.group.WORLD.engine, torch.ones(10)
-    for apart in (
-        [(4, torch.ones(2)), (0, torch.ones(2))],
-        [(0, torch.ones(3)), (2, torch.ones(2))],
-        [(9, torch.ones(2))],
-    ):
-        with pytest.raises(ValueError, match="in order, apart from each other and inside"):
-            engine.all_reduce(x, fusion=Fusion(), apart=apart)
-    assert torch.equal(x, torch.ones(10))
-
-
-def test_parts_that_overlap_are_refused():
-    run_ranks(check_bad_parts, 1)
 
 
 def check_not_finite(rank):

@@ -1,14 +1,11 @@
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "bytes.h"
 #include "collectives.h"
 #include "reduce.h"
-#include "streaming.h"
-#include "stretches.h"
 
 namespace weft::shm {
 
@@ -133,65 +130,29 @@ void all_reduce_two_shot(Call& call, const void* input, void* output, size_t cou
   pass.add_staged_norms(call);
 }
 
-// A copy from this size on is not in the caches any more when it is read.
-constexpr size_t past_cache_from_bytes = 2 << 20;
-
-struct Slice {
-  size_t begin, bytes;
-};
-
-// What a rank reduces of that many bytes: as much as any other, in whole lines.
-Slice slice_of(size_t bytes, int world, int rank) {
-  const size_t each = (bytes / world + line_bytes) / line_bytes * line_bytes, begin = std::min(bytes, each * rank);
-  return {begin, piece(bytes, begin, each)};
-}
-
-// What of the input lies elsewhere, and another rank reduces, goes where that rank can read it.
-void lay_out_for_others(const Call& call, std::byte* own, size_t bytes, const Stretches& input) {
-  const auto copy = bytes >= past_cache_from_bytes ? copy_past_cache : copy_bytes;
-  for (int rank = 0; rank < call.world(); ++rank) {
-    if (rank == call.rank()) continue;
-    const Slice theirs = slice_of(bytes, call.world(), rank);
-    input.each(theirs.begin, theirs.bytes, [&](const void* data, size_t from, size_t n) {
-      if (own + from != data) copy(own + from, data, n);
-    });
-  }
-}
-
-// Two meetings in all, in symmetric memory: every rank reduces its own slice straight from the ranks' memory, and from
-// wherever its own input lies, and writes the result to all of them. Nothing is read twice or written twice, but for
-// input that had to be moved to be seen.
-void all_reduce_in_place(Call& call, const Region& region, size_t offset, size_t count, const Stretches& input,
-                         const Pass& pass) {
+// Two exchanges in all, in symmetric memory: every rank reduces its own slice straight from the ranks' memory and writes
+// the result to all of them. Each rank reads and writes every byte once, which is the least there is.
+void all_reduce_in_place(Call& call, const Region& region, size_t offset, size_t count, const Pass& pass) {
   constexpr size_t block_bytes = 16 << 10;  // a reduced block is copied out while it is in the first-level cache
-  const int world = call.world(), me = call.rank(), next = (me + 1) % world;
+  const int world = call.world();
   const size_t bytes = count * pass.element_bytes;
-  const Slice mine = slice_of(bytes, world, me);
-  std::byte scratch[block_bytes];
-  std::vector<std::byte*> places(world);
+  const size_t slice_bytes = (bytes / world + line_bytes) / line_bytes * line_bytes;
+  const size_t begin = std::min(bytes, slice_bytes * call.rank());
+  const size_t end = begin + piece(bytes, begin, slice_bytes);
   std::vector<const void*> sources(world);
-  for (size_t from = mine.begin; from < mine.begin + mine.bytes; from += block_bytes) {
-    const size_t n = piece(mine.begin + mine.bytes, from, block_bytes);
-    for (int rank = 0; rank < world; ++rank) sources[rank] = places[rank] = region.part(rank) + offset + from;
-    sources[me] = input.together(from, n, scratch);
-    // The others' places were just read, so writing there is cheap. This rank's own was read unless its input is apart.
-    std::byte* const reduced = places[next];
-    pass.reduce_to_output(sources, reduced, n / pass.element_bytes);
-    for (int rank = 0; rank < world; ++rank) {
-      if (rank == me && sources[me] != places[me] && bytes >= past_cache_from_bytes)
-        copy_past_cache(places[me], reduced, n);
-      else
-        copy_bytes(places[rank], reduced, n);
-    }
+  for (size_t block = begin; block < end; block += block_bytes) {
+    const size_t n = std::min(block_bytes, end - block);
+    for (int rank = 0; rank < world; ++rank) sources[rank] = region.part(rank) + offset + block;
+    std::byte* mine = region.part(call.rank()) + offset + block;
+    pass.reduce_to_output(sources, mine, n / pass.element_bytes);
+    for (int rank = 0; rank < world; ++rank) copy_bytes(region.part(rank) + offset + block, mine, n);
   }
   pass.stage_norm(call);
   call.exchange();  // every slice is written everywhere
   pass.add_staged_norms(call);
 }
 
-// `apart` is of an input that is the output.
-void all_reduce(Group& group, const void* input, void* output, size_t count, CallHeader header, const Pass& pass,
-                const std::vector<Stretch>& apart = {}) {
+void all_reduce(Group& group, const void* input, void* output, size_t count, CallHeader header, const Pass& pass) {
   const size_t bytes = count * pass.element_bytes;
   // Two exchanges pay once the extra reads of one-shot cost more than the second meeting of the ranks.
   constexpr size_t two_shot_from_bytes = 32 << 10;
@@ -202,16 +163,11 @@ void all_reduce(Group& group, const void* input, void* output, size_t count, Cal
       bytes >= zero_copy_from_bytes && group.has_had_regions() && group.world() > 1 && !pass.converts();
   std::shared_ptr<Region> region;
   if (large && input == output) header.place = group.place_of(output, bytes, &region);
-  std::optional<Stretches> stretches;
-  if (large || !apart.empty()) stretches.emplace(apart, input, bytes);
   Call call(group, header);
   if (large) {
-    if (header.place != 0) lay_out_for_others(call, at(output, 0), bytes, *stretches);
     call.exchange();
-    if (call.same_place())
-      return all_reduce_in_place(call, *region, header.place - region->first_place, count, *stretches, pass);
+    if (call.same_place()) return all_reduce_in_place(call, *region, header.place - region->first_place, count, pass);
   }
-  for (const Stretch& stretch : apart) copy_bytes(at(output, stretch.offset), stretch.data, stretch.bytes);
   if (group.world() > 2 && bytes >= two_shot_from_bytes)
     all_reduce_two_shot(call, input, output, count, pass);
   else
@@ -225,12 +181,10 @@ void all_reduce(Group& group, const void* input, void* output, size_t count, DTy
 }
 
 void all_reduce_fused(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op, DType wire,
-                      double scale, double* squared_norm, const std::vector<Stretch>& apart) {
-  if (!apart.empty() && input != output)
-    throw std::invalid_argument("parts of the input may lie elsewhere where the rest of it is the output");
+                      double scale, double* squared_norm) {
   CallHeader header{CallKind::all_reduce, dtype, op, 0, count};
   header.fusion = {true, wire, scale, squared_norm != nullptr};
-  all_reduce(group, input, output, count, header, Pass(dtype, op, wire, scale, squared_norm), apart);
+  all_reduce(group, input, output, count, header, Pass(dtype, op, wire, scale, squared_norm));
 }
 
 }  // namespace weft::shm

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "group.h"
-#include "stretches.h"
 
 namespace weft::shm {
 
@@ -13,10 +12,9 @@ void barrier(Group& group);
 void all_reduce(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op);
 
 // The same for a sum or an average of floating-point numbers, with what else is to be done in its pass. Where
-// squared_norm is given, it becomes the sum of squares of the outputs, the same bits on every rank. Where input and
-// output are the same memory, parts of the input may lie elsewhere, on each rank others: `apart`, by their offsets.
+// squared_norm is given, it becomes the sum of squares of the outputs, the same bits on every rank.
 void all_reduce_fused(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op, DType wire,
-                      double scale, double* squared_norm, const std::vector<Stretch>& apart = {});
+                      double scale, double* squared_norm);
 
 // outputs[r] (counts[r] elements) = rank r's input. outputs[rank] may be the input itself.
 void all_gather(Group& group, const void* input, const std::vector<void*>& outputs, const std::vector<size_t>& counts,

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <optional>
 #include <thread>
-#include <tuple>
 
 #include "../families.h"
 #include "collectives.h"
@@ -248,20 +247,15 @@ void register_collectives(py::class_<Group, GroupHolder>& group) {
       .def(
           "all_reduce_fused",
           [](Group& g, Address input, Address output, size_t count, uint32_t dtype, uint32_t op, uint32_t wire,
-             double scale, Address squared_norm, const std::vector<std::tuple<Address, size_t, size_t>>& apart,
-             bool async) {
-            std::vector<Stretch> stretches;
-            for (const auto& [address, offset, bytes] : apart) stretches.push_back({pointer(address), offset, bytes});
+             double scale, Address squared_norm, bool async) {
             return start(g, async, [&g, input, output, count, type = dtype_of(dtype), by = op_of(op),
-                                    wire = dtype_of(wire), scale, norm = static_cast<double*>(pointer(squared_norm)),
-                                    stretches = std::move(stretches)] {
-              all_reduce_fused(g, pointer(input), pointer(output), count, type, by, wire, scale, norm, stretches);
+                                    wire = dtype_of(wire), scale, norm = static_cast<double*>(pointer(squared_norm))] {
+              all_reduce_fused(g, pointer(input), pointer(output), count, type, by, wire, scale, norm);
             });
           },
           py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), py::arg("wire"),
-          py::arg("scale"), py::arg("squared_norm"), py::arg("apart"), asynchronous,
-          "A sum or average that also casts, scales and measures; squared_norm: of one double, or 0; apart: (address, "
-          "offset, bytes) of each part of the input that is not in the output, in the order of offsets.")
+          py::arg("scale"), py::arg("squared_norm"), asynchronous,
+          "A sum or average that also casts, scales and measures; squared_norm: of one double, or 0.")
       .def(
           "all_gather",
           [](Group& g, Address input, const std::vector<Address>& outputs, const std::vector<size_t>& counts,

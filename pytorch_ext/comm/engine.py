@@ -5,7 +5,7 @@ before the Pending that it returns is done.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -74,18 +74,9 @@ class Engine:
         self._submitting = threading.Lock()
 
     def all_reduce(
-        self,
-        x: torch.Tensor,
-        op: int = SUM,
-        wait: bool = True,
-        fusion: Fusion | None = None,
-        apart: Sequence[tuple[int, torch.Tensor]] = (),
+        self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None
     ) -> Pending | None:
-        """x = op over ranks of x, in place.
-
-        apart: with a fusion, of a flat x: what stands for parts of it, which this rank need not have written: (offset
-            in elements, dense tensor of x's type), in the order of offsets. The caller keeps them until it is done.
-        """
+        """x = op over ranks of x, in place."""
         check(x)
         whole = x.contiguous()
         address, count, code = whole.data_ptr(), whole.numel(), dtype_code(whole)
@@ -96,9 +87,7 @@ class Engine:
             return self._after(work, whole, copy_backs=[(x, whole)])
         wire = code if fusion.wire_dtype is None else DTYPES[fusion.wire_dtype]
         norm = 0 if fusion.squared_norm is None else fusion.squared_norm.data_ptr()
-        size = x.element_size()
-        parts = [(part.data_ptr(), offset * size, part.numel() * size) for offset, part in apart]
-        work = self.group.all_reduce_fused(address, address, count, code, op, wire, fusion.scale, norm, parts, not wait)
+        work = self.group.all_reduce_fused(address, address, count, code, op, wire, fusion.scale, norm, not wait)
         return self._after(work, (whole, fusion), copy_backs=[(x, whole)])
 
     def broadcast(self, x: torch.Tensor, root: int, wait: bool = True) -> Pending | None:

@@ -12,7 +12,7 @@ from weft.comm.communicator import EngineCommunicator, communicator
 from weft.comm.dtypes import SUM, op_code
 from weft.comm.fusion import Fusion
 from weft.gradients.layout import Bucket
-from weft.gradients.transport import Flight, Transport, measure
+from weft.gradients.transport import Transport, Wait, measure
 
 _AVERAGE = op_code(dist.ReduceOp.AVG)
 
@@ -52,7 +52,7 @@ class ByHook(Transport):
     state: Any
     hook: Hook
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Flight:
+    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         future = self.hook(self.state, GradBucket(bucket))
 
         def wait() -> None:
@@ -67,7 +67,7 @@ class ByHook(Transport):
                 bucket.flat.copy_(result.reshape(-1))
             measure(bucket.flat, bucket)
 
-        return Flight(wait)
+        return wait
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ class Slot:
         number: its place in the module's order, the same on every rank.
         bucket, offset, view, address: where the gradient lies: from that element of the bucket on, as a tensor like the
             parameter; None before there are buckets.
-        apart: the gradient, where it still lies elsewhere and travels from there.
         into_main_grad: the gradient is added to the fp32 `main_grad` of the parameter, which is the view.
         due: how often autograd hands it a gradient in one backward (reentrant checkpoints may do so several times).
         arrivals: how often it did in this one.
@@ -36,7 +35,6 @@ class Slot:
     offset: int = 0
     view: torch.Tensor | None = None
     address: int = 0
-    apart: torch.Tensor | None = None
     into_main_grad: bool = False
     due: int = 1
     arrivals: int = 0
@@ -84,10 +82,6 @@ class Bucket:
         """The current stream has written to it: on a GPU, what reduces it waits for that stream."""
         if self.flat.is_cuda:
             self.written.append(torch.cuda.current_stream(self.flat.device).record_event())
-
-    def apart(self) -> list[tuple[int, torch.Tensor]]:
-        """The gradients that lie elsewhere, with their places, in the order of these."""
-        return [(slot.offset, slot.apart) for slot in self.slots if slot.apart is not None]
 
     def parts(self, world: int) -> list[torch.Tensor]:
         """The equal parts that the ranks of a sharded optimizer hold, in rank order."""

@@ -1,4 +1,4 @@
-"""A gradient's way to its place in a bucket: copied there, or left where autograd put it until the sum is written."""
+"""A gradient's way to its place in a bucket."""
 
 import torch
 
@@ -9,19 +9,13 @@ from weft.gradients.layout import Slot
 _PAST_CACHE_FROM_BYTES = 2 << 20
 
 
-def lies_alike(gradient: torch.Tensor, slot: Slot) -> bool:
-    """Whether the gradient's memory holds what the slot's place is to hold, byte for byte."""
-    view = slot.view
-    assert view is not None
-    # A slot's elements fill its memory, and so do those of whatever has the same strides.
-    return gradient.dtype == view.dtype and gradient.stride() == view.stride() and not gradient.is_neg()
-
-
 def put(gradient: torch.Tensor, slot: Slot) -> None:
     """Copies a gradient to its slot's place."""
     view, bucket = slot.view, slot.bucket
     assert view is not None and bucket is not None
-    if gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES and lies_alike(gradient, slot):
+    # A slot's elements fill its memory, and so do those of whatever has the same strides.
+    alike = gradient.dtype == view.dtype and gradient.stride() == view.stride() and not gradient.is_neg()
+    if alike and gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES:
         _C.copy_past_cache(gradient.data_ptr(), slot.address, gradient.nbytes)
     else:
         view.copy_(gradient)

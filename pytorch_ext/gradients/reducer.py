@@ -1,10 +1,8 @@
-"""The life of a gradient: backward gives it, its bucket travels once all of it has come, the end of backward waits.
+"""The life of a gradient: autograd writes it into its bucket, the full bucket travels, the end of backward waits.
 
-For each parameter two hooks run in every backward, one before autograd accumulates and one after: the gradient has
-come. Where the transport gathers, the gradient stays where autograd put it until the sum is written to its place in the
-bucket, which then is the `.grad`. Else, or where its memory is not as the bucket's is to be, the first hook copies it
-to its place and hands autograd that place, which autograd takes as the `.grad` without another copy. Where there is a
-`.grad` already, autograd adds to it in place.
+For each parameter two hooks run in every backward. The first, before autograd accumulates: where there is no `.grad`
+yet it copies the gradient to its place and hands autograd that place, which autograd takes as the `.grad` without
+another copy; where there is one, autograd adds to it in place. The second, after: the gradient has come.
 
 In the first backward there are no buckets yet: gradients stay where autograd put them, which shows the order; at its
 end the ranks agree on rank 0's order, and each gradient is moved to its place. From then on a bucket travels as soon as
@@ -22,9 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 from weft.gradients import agreement
 from weft.gradients.agreement import Trouble, Verdict
 from weft.gradients.layout import Bucket, Slot, lay_out, plan
-from weft.gradients.moving import lies_alike, put
+from weft.gradients.moving import put
 from weft.gradients.norms import counted, over_ranks, powers
-from weft.gradients.transport import Flight, Transport
+from weft.gradients.transport import Transport, Wait
 from weft.stages.owners import owners_of
 
 if TYPE_CHECKING:
@@ -67,8 +65,7 @@ class Reducer:
         self._outputs_tell = False  # the module's outputs call `begin`
         self._learning = True  # this backward shows the order of gradients and how often each comes
         self._arrived: list[Slot] = []  # in that order
-        self._flights: list[Flight] = []  # of the buckets that have been started, in their order
-        self._landed = 0  # of these
+        self._waits: list[Wait] = []  # of the buckets that fly
         self._problems: list[str] = []
         self._nonfinite: list[str] = []
         self._watched: dict[Slot, torch.autograd.graph.Node] = {}  # autograd alone would let go of the nodes
@@ -144,10 +141,10 @@ class Reducer:
         if slot.into_main_grad:
             slot.view.add_(gradient)
             return (None,)
-        if slot.parameter.grad is not None or (self.transport.gathers and lies_alike(gradient, slot)):
-            return None
-        put(gradient, slot)
-        return (slot.view.detach(),)
+        if slot.parameter.grad is None:
+            put(gradient, slot)
+            return (slot.view.detach(),)
+        return None
 
     def _problem_with(self, slot: Slot, gradient: torch.Tensor) -> str:
         if gradient.layout is not torch.strided:
@@ -174,7 +171,7 @@ class Reducer:
         elif gradient is not None:
             slot.touched = True
             if slot.view is not None and gradient.data_ptr() != slot.address:
-                self._take(slot, gradient)
+                self._move_in(slot, gradient)
         if not self.sync:
             return
         if self._task is None or (not self._outputs_tell and self._task != torch._C._current_graph_task_id()):
@@ -192,39 +189,19 @@ class Reducer:
         if self._overlap:
             self._launch_full()
 
-    def _take(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """A gradient that lies elsewhere: autograd put it there, or a hook of the user's, or somebody assigned it."""
+    def _move_in(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """A gradient that lies elsewhere: a hook of the user's made it, or somebody assigned it."""
         if gradient.layout is not torch.strided or gradient.dtype != slot.view.dtype:
             what = gradient.dtype if gradient.layout is torch.strided else gradient.layout
             self._problems.append(_OTHER_LAYOUT.format(slot.name, what))
-        elif not (self.transport.gathers and lies_alike(gradient, slot)):
-            put(gradient, slot)
-            slot.parameter.grad = slot.view.detach()
-        elif self.sync:  # else it stays where it is until it travels
-            slot.apart = gradient
+            return
+        put(gradient, slot)
+        slot.parameter.grad = slot.view.detach()
 
     def _launch_full(self) -> None:
         """Buckets travel in their order, whichever is full first."""
-        # Before others start: hooks of the user's that come after this one are to see this rank's own gradient.
-        while self._landed < len(self._flights) and self._flights[self._landed].done():
-            self._land()
-        while len(self._flights) < len(self.buckets) and self.buckets[len(self._flights)].missing <= 0:
-            bucket = self.buckets[len(self._flights)]
-            self._flights.append(self.transport.start(bucket, self.among, self._overlap))
-
-    def _land(self) -> None:
-        """The sums of the next bucket are in their places: they are the gradients from now on, and what autograd made
-        is let go."""
-        self._flights[self._landed].wait()
-        for slot in self.buckets[self._landed].slots:
-            if slot.apart is not None and slot.parameter.grad is slot.apart:  # else somebody took it away meanwhile
-                slot.parameter.grad = slot.view.detach()
-            slot.apart = None
-        self._landed += 1
-
-    def _land_all(self) -> None:
-        while self._landed < len(self._flights):
-            self._land()
+        while len(self._waits) < len(self.buckets) and self.buckets[len(self._waits)].missing <= 0:
+            self._waits.append(self.transport.start(self.buckets[len(self._waits)], self.among, self._overlap))
 
     # At its end.
 
@@ -257,11 +234,12 @@ class Reducer:
         for slot in trained:
             if not slot.arrivals:
                 self._fill_in(slot)
-        for bucket in self.buckets[len(self._flights) :]:
+        for bucket in self.buckets[len(self._waits) :]:
             bucket.missing = 0
             bucket.is_written()
         self._launch_full()
-        self._land_all()
+        for wait in self._waits:
+            wait()
         unused_names = [slot.name for slot in unused] if self._unused == "error" else []
         trouble = Trouble(unused_names, self._problems)
         if self._verdict.ask(bool(trouble.unused or trouble.problems)):
@@ -299,7 +277,7 @@ class Reducer:
             if self._unused == "zero":
                 slot.parameter.grad = slot.view.detach()
         elif slot.parameter.grad.data_ptr() != slot.address:
-            self._take(slot, slot.parameter.grad)
+            self._move_in(slot, slot.parameter.grad)
 
     def _norm_squared(self) -> torch.Tensor:
         """Each element once: those of shards over the ranks that hold them, of whole parameters here; of a model in
@@ -322,16 +300,17 @@ class Reducer:
 
     def _abandon(self) -> None:
         """The backward before raised before its end: what it has sent must come back before anything is written."""
-        self._land_all()
+        for wait in self._waits:
+            wait()
         self._reset()
 
     def _reset(self) -> None:
-        self._flights, self._landed, self._arrived, self._problems = [], 0, [], []
+        self._waits, self._arrived, self._problems = [], [], []
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             bucket.written.clear()
         for slot in self.slots:
-            slot.arrivals, slot.touched, slot.apart = 0, False, None
+            slot.arrivals, slot.touched = 0, False
 
     # What gradients say.
 

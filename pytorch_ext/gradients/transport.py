@@ -7,27 +7,18 @@ A transport is started in backward, once for each bucket and in the order of the
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
 from weft.comm.communicator import Communicator, EngineCommunicator
 from weft.comm.dtypes import SUM, op_code
-from weft.comm.engine import Engine
 from weft.comm.fusion import Fusion
 from weft.gradients.layout import Bucket
 
 _AVERAGE = op_code(dist.ReduceOp.AVG)
 _BLOCK = 1 << 15  # elements; in fp64 they stay in the second-level cache
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A bucket under way: what waits for it, and whether it is known to have come."""
-
-    wait: Callable[[], object]
-    done: Callable[[], bool] = lambda: False
+Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -45,27 +36,18 @@ class Transport:
     average: bool
     scatter: bool
 
-    @cached_property
-    def gathers(self) -> bool:
-        """Gradients may lie apart when a bucket is started, until it has been waited for."""
-        return False
-
     def wire_of(self, flat: torch.Tensor) -> torch.dtype | None:
         return self.wire_dtype if flat.dtype == torch.float32 else None
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Flight:
-        """Hands the bucket over. overlap=False: it may as well be done at once."""
+    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+        """Hands the bucket over; returns what waits for it. overlap=False: it may as well be done at once."""
         raise NotImplementedError
 
 
 class OnEngine(Transport):
     """On the thread of the weft backend: fp32, in the order of ranks, everything in one pass over the data."""
 
-    @cached_property
-    def gathers(self) -> bool:
-        return not self.scatter and isinstance(self.ranks.host.engine, Engine)  # type: ignore[attr-defined]
-
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Flight:
+    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         engine = self.ranks.host.engine  # type: ignore[attr-defined]
         if self.scatter:
             return self._scatter(engine, bucket, overlap)
@@ -75,11 +57,10 @@ class OnEngine(Transport):
         elif self.average:
             op, scale = _AVERAGE, self.ranks.world / among
         fusion = Fusion(self.wire_of(bucket.flat), scale, bucket.squared_norm)
-        elsewhere = {"apart": bucket.apart()} if self.gathers else {}
-        pending = engine.all_reduce(bucket.flat, op, wait=not overlap, fusion=fusion, **elsewhere)
-        return Flight(_nothing) if pending is None else Flight(pending.wait, pending.done)
+        pending = engine.all_reduce(bucket.flat, op, wait=not overlap, fusion=fusion)
+        return _nothing if pending is None else pending.wait
 
-    def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Flight:
+    def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Wait:
         wire, world = self.wire_of(bucket.flat), self.ranks.world
         sent = bucket.flat if wire is None else bucket.flat.to(wire)
         parts, mine = list(sent.chunk(world)), bucket.parts(world)[self.ranks.rank]
@@ -93,14 +74,14 @@ class OnEngine(Transport):
                 mine.copy_(parts[self.ranks.rank])
             measure(mine, bucket)
 
-        return Flight(wait)
+        return wait
 
 
 class OnBackend(Transport):
     """Over another backend of torch.distributed, at the end of backward and in that backend's order."""
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Flight:
-        return Flight(lambda: self.reduce(bucket, among))
+    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+        return lambda: self.reduce(bucket, among)
 
     def reduce(self, bucket: Bucket, among: int) -> None:
         flat, wire = bucket.flat, self.wire_of(bucket.flat)
@@ -119,7 +100,7 @@ class OnBackend(Transport):
 class OnSideStream(OnBackend):
     """On a stream of its own, behind every stream that wrote a gradient of the bucket."""
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Flight:
+    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         device = bucket.flat.device
         stream = _side_stream(device)
         for event in bucket.written:
@@ -127,7 +108,7 @@ class OnSideStream(OnBackend):
         bucket.written.clear()
         with torch.cuda.stream(stream):
             self.reduce(bucket, among)
-        return Flight(lambda: torch.cuda.current_stream(device).wait_stream(stream))
+        return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
