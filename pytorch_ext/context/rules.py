@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.comm.communicator import Communicator
 from weft.context.sequence import (
@@ -18,6 +17,7 @@ from weft.context.sequence import (
     shared_in,
     works_in_place,
 )
+from weft.context.tree import leaves, mapped
 from weft.ops.random_numbers import own_random_numbers
 from weft.ops.shares import total, used_by_parts
 
@@ -73,7 +73,7 @@ _POINTWISE = """
 def pointwise(func, *args, **kwargs):
     """With broadcasting. What is as long as the sequence and plain (positions, rotary angles) is cut; what is not along
     the sequence is used by all parts."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     lead, target = shared_in(tensors)[0], args[0] if args else None
     if func is torch.where and len(tensors) == 1:
         return NotImplemented  # where is it true
@@ -95,7 +95,7 @@ def pointwise(func, *args, **kwargs):
             return lead.cut.pick(x, x.ndim + lead.back)
         return used(x, lead.cut.sharing.ranks)
 
-    out = func(*tree_map(part, args), **tree_map(part, kwargs))
+    out = func(*mapped(part, args), **mapped(part, kwargs))
     if isinstance(target, SharedSequence) and out is target.local:
         return target  # in place
     return lead.like(out, out.ndim + lead.back)
@@ -239,13 +239,13 @@ def carried(func, *args, **kwargs):
             return x.local
         return lead.cut.pick(x, lead.axis) if isinstance(x, torch.Tensor) else x
 
-    out = func(*tree_map(part, args), **tree_map(part, kwargs))
+    out = func(*mapped(part, args), **mapped(part, kwargs))
     coming = iter(axes)
 
     def shared(x):
         return lead.like(x, next(coming)) if isinstance(x, torch.Tensor) else x
 
-    return tree_map(shared, out)
+    return mapped(shared, out)
 
 
 _TWO_OR_ALONG = set(_named("max min"))
@@ -265,7 +265,7 @@ def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     try:
-        results = tree_leaves(func(*tree_map(trial, args), **tree_map(trial, kwargs)))
+        results = leaves(func(*mapped(trial, args), **mapped(trial, kwargs)))
     except (_NotTheSameError, RuntimeError, IndexError, NotImplementedError):
         return None  # what is wrong with the call the whole tensors will tell
     axes = []
@@ -356,7 +356,7 @@ def _shape_after(func, x: SharedSequence, args, kwargs) -> list[int] | None:
         return value
 
     try:
-        out = func(trial(x), *tree_map(trial, args), **tree_map(trial, kwargs))
+        out = func(trial(x), *mapped(trial, args), **mapped(trial, kwargs))
     except (RuntimeError, TypeError):
         return None
     return list(out.shape) if out.dtype == x.dtype else None
@@ -367,7 +367,9 @@ def _shape_after(func, x: SharedSequence, args, kwargs) -> list[int] | None:
 
 @rule_for(*_named("sum mean"))
 def summed(func, x, *args, **kwargs):
-    carried_on = carried(func, x, *args, **kwargs)
+    carried_on = _over_others(func, x, *args, **kwargs)
+    if carried_on is NotImplemented:
+        carried_on = carried(func, x, *args, **kwargs)
     if carried_on is not NotImplemented or not x.is_floating_point() or x.cut.region is not None:
         return carried_on
     if kwargs.get("out") is not None:
@@ -378,6 +380,20 @@ def summed(func, x, *args, **kwargs):
     if func in _MEANS:
         out = out / (x.numel() / trial.numel())
     return out.to(trial.dtype)
+
+
+def _over_others(func, x, dim=None, keepdim=False, **kwargs):
+    """Over dimensions that are given and are not the sequence: every norm's mean, which needs no trial."""
+    given = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if plain(x) or not given or not all(type(one) is int for one in given) or type(keepdim) is not bool:
+        return NotImplemented
+    dims = {one % x.ndim for one in given}
+    if x.axis in dims or len(dims) < len(given) or not all(-x.ndim <= one < x.ndim for one in given):
+        return NotImplemented
+    if kwargs.keys() - {"dtype"}:
+        return NotImplemented
+    out = func(x.local, dim, keepdim, **kwargs)
+    return x.like(out, x.axis if keepdim else x.axis - sum(one < x.axis for one in dims))
 
 
 _MEANS = set(_named("mean"))

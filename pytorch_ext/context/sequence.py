@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
 from weft.context.notes import note
+from weft.context.tree import leaves, mapped
 from weft.ops.layout import Layout, shard_sequence, unshard_sequence
 from weft.split import split_sizes
 
@@ -48,7 +50,7 @@ class Cut:
     blocks: int = 1
     region: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Positions of each rank, in one block."""
         if self.region is None:
@@ -56,7 +58,7 @@ class Cut:
         rank, world = self.region
         return [split_sizes(size, world)[rank] for size in self.layout.sizes]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Of the whole, in one block."""
         return sum(self.sizes)
@@ -163,17 +165,17 @@ def rule_for(*functions: Callable):
 
 
 def shared_in(tree) -> list[SharedSequence]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, SharedSequence)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, SharedSequence)]
 
 
 def localized(tree):
     """Every shared tensor's part in its place."""
-    return tree_map_only(SharedSequence, lambda x: x.local, tree)
+    return mapped(lambda x: x.local if isinstance(x, SharedSequence) else x, tree)
 
 
 def wholes(tree):
     """Every shared tensor's whole in its place."""
-    return tree_map_only(SharedSequence, lambda x: x.whole(), tree)
+    return mapped(lambda x: x.whole() if isinstance(x, SharedSequence) else x, tree)
 
 
 def name_of(func: Callable) -> str:

@@ -9,7 +9,7 @@ Pieces are as equal as the length permits, so any length goes and nothing is pad
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -44,7 +44,7 @@ class Layout:
     def ranks(self) -> tuple[int, ...]:
         return self.members or tuple(range(self.world))
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Positions of each of the ranks."""
         return [sum(length for _, length in _runs(self, (rank,))) for rank in self.ranks]
