@@ -101,9 +101,9 @@ def test_groups_keep_their_options_and_pieces_know_their_place():
     run_ranks(groups_and_pieces, 3)
 
 
-def twice_without_zeroing(rank):
+def twice_without_zeroing(rank, bucket_mb):
     """Reduced gradients add up until they are zeroed, as unsharded ones do."""
-    models = [weft.DataParallel(mlp(), shard_optimizer=on) for on in (False, True)]
+    models = [weft.DataParallel(mlp(), shard_optimizer=on, bucket_mb=bucket_mb) for on in (False, True)]
     optimizers = [torch.optim.SGD(models[0].parameters(), lr=0.1), models[1].optimizer(torch.optim.SGD, lr=0.1)]
     for model, optimizer in zip(models, optimizers, strict=True):
         loss_of(model(batch(0, rank))).backward()
@@ -116,8 +116,10 @@ def twice_without_zeroing(rank):
         torch.testing.assert_close(mine, expected)
 
 
-def test_reduced_gradients_add_up_until_they_are_zeroed():
-    run_ranks(twice_without_zeroing, 2)
+@pytest.mark.parametrize("bucket_mb", [25, 1e-5])  # of many parameters, and of one: no rank's piece is empty
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_reduced_gradients_add_up_until_they_are_zeroed(world, bucket_mb):
+    run_ranks(twice_without_zeroing, world, bucket_mb)
 
 
 def zeroed_in_part(rank):

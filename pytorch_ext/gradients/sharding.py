@@ -76,7 +76,8 @@ class _Part:
         if len(zeroed) == len(self.places):
             self.gradients.copy_(reduced)
             return False
-        torch._foreach_zero_(zeroed)
+        for gradient in zeroed:
+            gradient.zero_()
         self.gradients.add_(reduced)
         return True
 
