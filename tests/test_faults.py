@@ -295,6 +295,7 @@ def count_what_is_open(rank):
     def threads():
         return len(os.listdir("/proc/self/task"))
 
+    gc.collect()  # what tests before this one left may have files open
     before, _ = opened()
     threads_before = threads()
     for _ in range(10):
