@@ -324,6 +324,20 @@ def test_every_flipped_bit_of_the_data_is_noticed(saved, tmp_path):
     weft.export_safetensors(path, tmp_path / "file")
 
 
+def test_every_flipped_bit_of_the_manifest_is_noticed(saved, tmp_path):
+    path = tmp_path / "copy"
+    shutil.copytree(saved[0], path)
+    (file,) = path.glob("manifest.json")
+    data = file.read_bytes()
+    for place in [*range(0, len(data), 97), *range(len(data) - 20, len(data))]:  # the checksum is in the last bytes
+        for bit in range(8):
+            file.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+            with pytest.raises(weft.CheckpointError, match="manifest.json is torn or was altered"):
+                source_at(path)
+    file.write_bytes(data)
+    source_at(path)
+
+
 class Other(Net):
     """Two tensors more, one less, and one of another shape."""
 
@@ -399,6 +413,22 @@ def save_what_is_wrong(rank, path):
         except (weft.CheckpointError, ValueError) as error:
             told.append(f"{type(error).__name__}: {error}")
     return told
+
+
+def save_unlike_replicas(rank, path):
+    mesh = weft.init_mesh(dp=2, tp=2, device_type="cpu")
+    model = net(mesh["tp"])
+    model.down.bias.data += mesh["dp"].get_local_rank()
+    weft.save_checkpoint(model, None, path, check_replicas=False)
+    other = net(mesh["tp"])
+    weft.load_checkpoint(other, None, path)
+    return other.down.bias.detach() - net(mesh["tp"]).down.bias.detach()
+
+
+def test_unlike_replicas_are_stored_once_where_nobody_is_to_compare_them(tmp_path):
+    found = run_ranks(save_unlike_replicas, 4, tmp_path / "saved")
+    assert all(torch.equal(shift, found[0]) for shift in found), "every rank has the same again"
+    assert float(found[0].std()) < 1e-6 and min(abs(float(found[0][0]) - one) for one in (0, 1)) < 1e-6
 
 
 def test_what_ranks_do_not_have_together_is_refused_on_every_rank(tmp_path):

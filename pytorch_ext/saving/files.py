@@ -169,11 +169,16 @@ def write_manifest(folder: Path, content: dict) -> None:
     """The moment at which what it names becomes the checkpoint."""
     text = json.dumps({"format": _FORMAT, **content}, default=Entry.as_json)
     temporary = folder / f"{MANIFEST}.tmp"
-    with open(temporary, "w") as file:
-        file.write(f"{text}\n{zlib.crc32(text.encode())}\n")
+    with open(temporary, "wb") as file:
+        file.write(_with_checksum(text.encode()))
         file.flush()
         os.fsync(file.fileno())
     rename(temporary, folder / MANIFEST)
+
+
+def _with_checksum(text: bytes) -> bytes:
+    """Two lines. A reader compares all of it: numbers and ends of lines can be written in more than one way."""
+    return b"%b\n%d\n" % (text, zlib.crc32(text))
 
 
 # Reading.
@@ -202,18 +207,15 @@ def source_at(path: Path) -> Source:
 
 def _ours(folder: Path) -> Source:
     path = folder / MANIFEST
-    try:
-        text, checksum = path.read_text().splitlines()
-        intact = zlib.crc32(text.encode()) == int(checksum)
-    except ValueError:
-        intact = False
-    if not intact:
+    data = path.read_bytes()
+    text = data.partition(b"\n")[0]
+    if data != _with_checksum(text):
         raise CheckpointError(f"{path} is torn or was altered: its text and its checksum differ")
     told = json.loads(text)
     if told["format"] != _FORMAT:
         raise CheckpointError(f"{path} is of the format {told['format']!r}; this version reads {_FORMAT!r}")
     model, training = ({name: Entry.from_json(one) for name, one in told[key].items()} for key in ("model", "training"))
-    return Source(folder, model, training, told["files"], told["about"], f"{told['id']} {checksum}")
+    return Source(folder, model, training, told["files"], told["about"], f"{told['id']} {zlib.crc32(text)}")
 
 
 def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) -> Source:
