@@ -36,6 +36,7 @@ SUITES = {
     "data_parallel": Suite(
         "steps of weft.DataParallel and sets of gradients beside DDP over gloo and over weft, with memory"
     ),
+    "sharded_optimizer": Suite("training steps with a sharded AdamW beside ZeroRedundancyOptimizer over gloo"),
     "paradigms": Suite("one model's training step on two and four CPU ranks, split in every way, beside one process"),
     "collectives": Suite("the collectives beside gloo, with nccl-tests' flags and columns"),
     "matmul": Suite(

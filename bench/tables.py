@@ -91,6 +91,13 @@ def _data_parallel_memory(rows: list[Row]) -> list[list[str]]:
     ]
 
 
+def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
+    names = ("weft", "weft, overlap_param_gather", "ZeroRedundancyOptimizer")
+    return [["step of", "gathered at once", "overlap_param_gather", "ZeroRedundancyOptimizer", "limit"]] + [
+        [row["name"], *(_ms(row["times"][name], 1) for name in (*names, "limit"))] for row in rows
+    ]
+
+
 def _attention(rows: list[Row]) -> list[list[str]]:
     alone = rows[0]["alone"], rows[0]["alone_peak_bytes"]
     found = [["", "time", "of one process's", "peak memory of a rank", "of one process's", "sent by a rank"]]
@@ -142,6 +149,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "collectives": ("collectives", _collectives),
     "data_parallel": ("data_parallel", _data_parallel),
     "data_parallel memory": ("data_parallel", _data_parallel_memory),
+    "sharded_optimizer": ("sharded_optimizer", _sharded_optimizer),
     "attention": ("attention", _attention),
     "paradigms": ("paradigms", _paradigms),
 }

@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.comm.communicator import communicator
 from weft.gradients.agreement import check_same_module
+from weft.gradients.first_use import FirstUse, obstacle_to_waiting
 from weft.gradients.hooks import ByHook, Hook
 from weft.gradients.joining import Shadow, tell
 from weft.gradients.layout import Slot
@@ -48,6 +49,10 @@ class DataParallel(nn.Module, Joinable):
         shard_optimizer: each rank keeps the optimizer's state of its part of the parameters only (ZeRO stage 1); make
             the optimizer with `model.optimizer(torch.optim.AdamW, lr=...)`. After backward, `.grad` of the module's
             parameters is None; `model.clip_grad_norm_` clips.
+        overlap_param_gather: with shard_optimizer, the optimizer's step() returns before the parameters are gathered,
+            and each is waited for where forward first needs it. Whoever reads or writes one elsewhere calls
+            `wait_for_parameters` first, unless by `parameters()` of this wrapper, a state_dict or a checkpoint, which
+            wait by themselves. A module with buffers wants broadcast_buffers=False, or forward waits for all at once.
         unused_parameters: "error" names parameters that got no gradient on some rank, on every rank, at the end of
             backward; "zero" counts such gradients as zeros.
         main_grad: gradients are added up in fp32 `parameter.main_grad` instead of `.grad` (weft.ParallelLinear adds
@@ -73,6 +78,7 @@ class DataParallel(nn.Module, Joinable):
         wire_dtype: torch.dtype | None = None,
         average: bool = True,
         shard_optimizer: bool = False,
+        overlap_param_gather: bool = False,
         unused_parameters: str = "error",
         main_grad: bool = False,
         broadcast_buffers: bool = True,
@@ -86,6 +92,7 @@ class DataParallel(nn.Module, Joinable):
             "wire_dtype": wire_dtype,
             "average": average,
             "shard_optimizer": shard_optimizer,
+            "overlap_param_gather": overlap_param_gather,
             "unused_parameters": unused_parameters,
             "main_grad": main_grad,
             "broadcast_buffers": broadcast_buffers,
@@ -93,7 +100,8 @@ class DataParallel(nn.Module, Joinable):
         _check_options(options)
         self.ranks = communicator(group)
         parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        check_same_module(self.ranks, _obstacle(module), parameters, options)
+        obstacle = _obstacle(module) or (obstacle_to_waiting(module) if overlap_param_gather else "")
+        check_same_module(self.ranks, obstacle, parameters, options)
         device = next(iter(parameters.values())).device
         self.module = module
         self.require_backward_grad_sync = True  # DDP's name
@@ -108,6 +116,7 @@ class DataParallel(nn.Module, Joinable):
             for number, (name, parameter) in enumerate(module.named_parameters())
         ]
         self._shards: Shards | None = None
+        self._first_use: FirstUse | None = None
         self._fixed = shard_optimizer or main_grad  # the layout, which others than the reducer know
         self.reducer = Reducer(
             slots,
@@ -120,9 +129,11 @@ class DataParallel(nn.Module, Joinable):
         if self._fixed:  # before any gradient has come: as backward gives them, were it to run the module in its order
             self.reducer.lay_out([slot for slot in reversed(slots) if slot.parameter.requires_grad])
         if shard_optimizer:
-            shards = self._shards = self.reducer.owner = Shards(self.reducer.buckets, self.ranks)
+            shards = Shards(self.reducer.buckets, self.reducer.transport, overlap_param_gather)
+            self._shards = self.reducer.owner = shards
             hook = module.register_load_state_dict_post_hook(lambda *_: shards.reload())
             weakref.finalize(self, hook.remove)
+            self._first_use = FirstUse(module, shards) if overlap_param_gather else None
 
     # In each step.
 
@@ -130,7 +141,8 @@ class DataParallel(nn.Module, Joinable):
         trains = torch.is_grad_enabled()
         if trains:
             self._prepare()
-        output = self.module(*inputs, **options)
+        with self._first_use.watched() if self._first_use is not None else nullcontext():
+            output = self.module(*inputs, **options)
         if trains and self.require_backward_grad_sync:
             self.reducer.begin_at([x for x in _tensors_in(output) if x.grad_fn is not None])
         return output
@@ -170,7 +182,7 @@ class DataParallel(nn.Module, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the module's parameters, pieces and main_grads alike."""
-        super().zero_grad(set_to_none)
+        self.module.zero_grad(set_to_none)
         if self._shards is not None:
             self._shards.zero_grad()
         for slot in self.reducer.slots:
@@ -228,6 +240,15 @@ class DataParallel(nn.Module, Joinable):
         if self._shards is None:
             raise ValueError("model.optimizer() is for shard_optimizer=True; without it, pass model.parameters() to it")
         return self._shards.optimizer(kind, parameters, elementwise, options)
+
+    def wait_for_parameters(self) -> None:
+        """Until every parameter is whole; see overlap_param_gather."""
+        if self._shards is not None:
+            self._shards.wait()
+
+    def named_parameters(self, *options, **named):
+        self.wait_for_parameters()
+        return super().named_parameters(*options, **named)
 
     # Hooks and uneven inputs.
 
@@ -306,6 +327,10 @@ def _check_options(options: dict) -> None:
         raise ValueError(f"bucket_mb={options['bucket_mb']} must be more than 0")
     if options["wire_dtype"] not in _WIRES:
         raise ValueError(f"wire_dtype={options['wire_dtype']} must be None, torch.bfloat16 or torch.float16")
+    if options["overlap_param_gather"] and not options["shard_optimizer"]:
+        raise ValueError(
+            "overlap_param_gather=True goes with shard_optimizer=True: no parameter is gathered without it"
+        )
     if options["main_grad"] and not options["average"]:
         raise ValueError("main_grad=True needs average=True: a sum that is added to again would be counted W times")
 

@@ -2,7 +2,8 @@
 
 Parameters are laid out like their gradients, so that rank r's part of a bucket of gradients, which a reduce-scatter
 leaves it, belongs to its part of the parameters. The optimizer is one of torch's own: its parameters are `pieces`, the
-stretches of this rank's part that belong to one parameter each. After its step the parts are gathered.
+stretches of this rank's part that belong to one parameter each. After its step the parts are gathered: before anything
+else, or while forward goes on, which waits for each (`first_use`).
 
 Every rank has a piece of every parameter, which may be empty. Optimizers that update each element by itself are not
 given the empty ones; those that sum norms over the ranks are, so that all of them count the same parameters.
@@ -17,7 +18,7 @@ from torch import nn
 
 from weft.comm.communicator import Communicator
 from weft.gradients.layout import Bucket, Slot, place_in, shared_memory
-from weft.gradients.transport import measure
+from weft.gradients.transport import Transport, Wait, measure
 
 # Each element's update depends on that element alone, so a piece is stepped as it would be in the whole.
 _ELEMENTWISE = {
@@ -83,12 +84,18 @@ class _Part:
 
 
 class Shards:
-    """The parameters of all buckets as this rank's pieces."""
+    """The parameters of all buckets as this rank's pieces.
 
-    def __init__(self, buckets: list[Bucket], ranks: Communicator):
-        self._ranks = ranks
+    Attributes:
+        under_way: the parts that are being gathered, where `gathers_late`, and what waits for each.
+    """
+
+    def __init__(self, buckets: list[Bucket], transport: Transport, gathers_late: bool):
+        self._transport, self._ranks, self._gathers_late = transport, transport.ranks, gathers_late
         self.has_optimizer = False
         self._parts = {bucket: self._share(bucket) for bucket in buckets}
+        self._part_of = {id(slot.parameter): part for part in self._parts.values() for slot in part.places}
+        self.under_way: dict[_Part, Wait] = {}
 
     def optimizer(self, kind, parameters: Iterable | None, elementwise: bool | None, options: dict):
         """An optimizer of that class over this rank's pieces; see `DataParallel.optimizer`."""
@@ -158,11 +165,24 @@ class Shards:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Every rank gets every part. Parameters are whole when this returns."""
-        for part in self._parts.values():
+        """Sends every part to every rank. Parameters are whole when this returns, or after `wait`."""
+        for part in reversed(self._parts.values()):  # gradients come last to what forward needs first
             if part.stepped is not part.mine:
                 part.mine.copy_(part.stepped)
-            self._ranks.gather_parts(part.mine, list(part.flat.chunk(self._ranks.world)))
+            parts = list(part.flat.chunk(self._ranks.world))
+            self.under_way[part] = self._transport.gather(part.mine, parts, self._gathers_late)
+            if not self._gathers_late:
+                self.wait()
+
+    def wait(self, things: Iterable | None = None) -> None:
+        """Until the parameters among these things are whole, or all parameters (None)."""
+        if not self.under_way:
+            return
+        parts = list(self.under_way) if things is None else [self._part_of.get(id(one)) for one in things]
+        for part in parts:
+            if part in self.under_way:
+                self.under_way[part]()
+                del self.under_way[part]  # not where the wait was broken off
 
     @torch.no_grad()
     def look(self) -> None:
@@ -171,6 +191,7 @@ class Shards:
         Raises:
             RuntimeError: a parameter lies elsewhere than when it was wrapped, so that its steps would be lost.
         """
+        self.wait()
         for part in self._parts.values():
             for slot, at in part.places.items():
                 known, part.known[slot] = part.known[slot], _look_at(slot.parameter)

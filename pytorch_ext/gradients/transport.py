@@ -43,6 +43,10 @@ class Transport:
         """Hands the bucket over; returns what waits for it. overlap=False: it may as well be done at once."""
         raise NotImplementedError
 
+    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
+        """parts[r] = rank r's part, of parameters; returns what waits for it."""
+        raise NotImplementedError
+
 
 class OnEngine(Transport):
     """On the thread of the weft backend: fp32, in the order of ranks, everything in one pass over the data."""
@@ -58,6 +62,11 @@ class OnEngine(Transport):
             op, scale = _AVERAGE, self.ranks.world / among
         fusion = Fusion(self.wire_of(bucket.flat), scale, bucket.squared_norm)
         pending = engine.all_reduce(bucket.flat, op, wait=not overlap, fusion=fusion)
+        return _nothing if pending is None else pending.wait
+
+    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
+        engine = self.ranks.host.engine  # type: ignore[attr-defined]
+        pending = engine.all_gather(part, parts, wait=not overlap)
         return _nothing if pending is None else pending.wait
 
     def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Wait:
@@ -82,6 +91,10 @@ class OnBackend(Transport):
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         return lambda: self.reduce(bucket, among)
+
+    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
+        self.ranks.gather_parts(part, parts)  # now, since ranks may wait for parts in different orders
+        return _nothing
 
     def reduce(self, bucket: Bucket, among: int) -> None:
         flat, wire = bucket.flat, self.wire_of(bucket.flat)
@@ -109,6 +122,21 @@ class OnSideStream(OnBackend):
         with torch.cuda.stream(stream):
             self.reduce(bucket, among)
         return lambda: torch.cuda.current_stream(device).wait_stream(stream)
+
+    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
+        device = part.device
+        stream = _side_stream(device)
+        ahead = torch.cuda.current_stream(device)
+        stream.wait_stream(ahead)
+        with torch.cuda.stream(stream):
+            self.ranks.gather_parts(part, parts)
+            gathered = stream.record_event()
+
+        def wait() -> None:  # once for all uses: also those on the stream that forks into the one of the first
+            for reader in (ahead, torch.cuda.current_stream(device)):
+                reader.wait_event(gathered)
+
+        return wait
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

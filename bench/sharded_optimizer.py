@@ -1,0 +1,129 @@
+"""weft bench sharded_optimizer: training steps with AdamW's state shared by the ranks, its parameters gathered at the
+end of the step or while the next forward goes on, beside torch's ZeroRedundancyOptimizer under DDP over gloo.
+
+A time is that of a whole step in the middle of training (several on end, divided). The limit is a step without
+communication, with an optimizer of a W-th of every parameter.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.bench.data_parallel import SUBJECTS, Subject
+from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.testing.ranks import run_ranks
+
+OURS, OVERLAPPED, PEER, ALONE = "weft", "weft, overlap_param_gather", "ZeroRedundancyOptimizer", "limit"
+LIMIT = "the same step without communication, with an optimizer of a W-th of every parameter"
+_STEPS = 3  # on end
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model, and the size of our buckets: microseconds a step."""
+
+    name: str
+    world: int
+    times: dict[str, Quantiles]
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bucket-mb", nargs="*", type=float, default=[4.0, 25.0], help="MiB of a bucket")
+
+
+def run(options: argparse.Namespace) -> Iterator[Row]:
+    for name in ("12 linear layers", "demo GPT"):
+        for bucket_mb in options.bucket_mb:
+            arguments = options.world, SUBJECTS[name], bucket_mb, options.rounds
+            per_rank = run_ranks(_measure, *arguments, timeout_s=600, group_timeout_s=120)
+            yield Row(f"{name}, buckets of {bucket_mb:g} MiB", options.world, slowest_rank(per_rank))
+
+
+def _measure(rank: int, subject: Subject, bucket_mb: float, rounds: int) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    original = subject.model()
+    models, contenders = {}, {}
+    for name in (OURS, OVERLAPPED):
+        late = name == OVERLAPPED
+        model = models[name] = weft.DataParallel(
+            copy.deepcopy(original), shard_optimizer=True, overlap_param_gather=late, bucket_mb=bucket_mb
+        )
+        optimizer = model.optimizer(torch.optim.AdamW)
+        contenders[name] = _steps(subject, model, optimizer, rank, then=model.wait_for_parameters)
+    gloo = dist.new_group(backend="gloo")
+    models[PEER] = peer = DistributedDataParallel(copy.deepcopy(original), process_group=gloo)
+    theirs = ZeroRedundancyOptimizer(peer.parameters(), torch.optim.AdamW, process_group=gloo)
+    contenders[PEER] = _steps(subject, peer, theirs, rank)
+    for steps in contenders.values():
+        steps()
+    _check(models)
+    contenders[ALONE] = _steps(subject, original, _of_a_part(original), rank)
+    samples = alternate(contenders, meet=dist.barrier, rounds=rounds, calls=1)
+    return {name: [us / _STEPS for us in each] for name, each in samples.items()}
+
+
+def _steps(
+    subject: Subject, model: nn.Module, optimizer, rank: int, then: Callable[[], object] = lambda: None
+) -> Callable[[], None]:
+    def steps() -> None:
+        for _ in range(_STEPS):
+            model.zero_grad()
+            subject.loss(model, rank).backward()
+            optimizer.step()
+        then()
+
+    return steps
+
+
+def _check(models: dict[str, nn.Module]) -> None:
+    """Ours agree to the bit, and with torch's as far as other sums do."""
+    for ours, late, theirs in zip(*(model.parameters() for model in models.values()), strict=True):
+        if not torch.equal(ours, late):
+            raise AssertionError("overlap_param_gather ends in other parameters; not measured")
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def _of_a_part(model: nn.Module) -> torch.optim.Optimizer:
+    """Steps the first W-th of every parameter."""
+    world = dist.get_world_size()
+
+    def part_of(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().flatten()[: -(-x.numel() // world)]
+
+    parts = {nn.Parameter(part_of(parameter)): parameter for parameter in model.parameters()}
+    optimizer = torch.optim.AdamW(parts)
+
+    def hand_gradients_over(*_) -> None:
+        for part, parameter in parts.items():
+            assert parameter.grad is not None
+            part.grad = part_of(parameter.grad)
+
+    optimizer.register_step_pre_hook(hand_gradients_over)
+    return optimizer
+
+
+def columns() -> list[str]:
+    named = [cell for name in (OURS, OVERLAPPED, PEER) for cell in (f"{name} us", "p20-p80")]
+    return ["training step of", *named, "overlapped to not, ours to the peer's", "limit us"]
+
+
+def cells(row: Row) -> list[str]:
+    times = [row.times[name] for name in (OURS, OVERLAPPED, PEER)]
+    ours, late, peer = (each.p50_us for each in times)
+    return [
+        f"{row.name}, W={row.world}",
+        *(text for each in times for text in (f"{each.p50_us:.0f}", each.spread())),
+        f"{ours / late:.2f}x, {peer / ours:.2f}x",
+        f"{row.times[ALONE].p50_us:.0f}",
+    ]
