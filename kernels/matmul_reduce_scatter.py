@@ -226,7 +226,7 @@ def _sum_kernel(
                 part += elements
                 total += tl.load(part, mask=inside, other=0.0).to(tl.float32)
             if addresses is not None:
-                inside = inside & sound  # others read here
+                inside = inside & (r < tl.where(sound, count, 0))[:, None]  # others read here
             tl.store(out + places, launch.rounded(total * factor, out.dtype.element_ty), mask=inside)
 
         # 3. Whoever completes the chunk tells everybody, itself too.

@@ -164,6 +164,8 @@ class Pipeline(nn.Module):
         try:
             schedule.step(*batch, return_outputs=False, **ends)
         except RuntimeError as error:
+            for parameter, gradient in earlier.items():
+                parameter.grad = gradient
             _raise_cause(error)
         self._ties.sum()
         if self._replicas is not None:
@@ -234,7 +236,7 @@ class Pipeline(nn.Module):
                     f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
                     'and "dp": remove main_grad, or use dp=1 and no ties'
                 )
-        return given
+        return tuple(x.contiguous() for x in given)  # a stage's inputs are to have the strides that it was built for
 
     def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
         """The gradients of earlier steps that ranks have summed already, which are not to be summed again."""

@@ -26,6 +26,7 @@ def parallel_cross_entropy(
         logits_shard: [..., V_r], floating point: this rank's contiguous part of the V logits, in rank order.
         target: [...] int64, the same on every rank; numbers in the whole vocabulary.
         group: the ranks that hold the shards.
+        ignore_index: a target that gives no loss and no gradient.
         label_smoothing: mixes in the uniform distribution over the whole vocabulary (Szegedy et al. 2016, section 7).
         reduction: "mean" (over targets that are not ignored), "sum" or "none".
         overwrite_logits: backward writes the gradient where the logits are, which saves their size in memory. For who
@@ -122,11 +123,11 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
         log_sum = exponentials.log()
         losses = log_sum + (1 - smoothing) * (highest - _sum_in_rank_order(every[:, 3]))
         if smoothing:
-            losses += smoothing * (highest - _sum_in_rank_order(every[:, 2]) / vocabulary)
+            losses = losses + smoothing * (highest - _sum_in_rank_order(every[:, 2]) / vocabulary)
         ctx.save_for_backward(logits, target, highest, log_sum)
         ctx.arguments = offset, vocabulary, ignore_index, smoothing
         ctx.overwrite_logits = overwrite_logits
-        return losses.masked_fill_(ignored, 0)
+        return losses.masked_fill(ignored, 0)  # of a result written in place torch 2.11 traces no gradient
 
     @staticmethod
     @first_order
