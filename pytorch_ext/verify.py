@@ -108,7 +108,7 @@ def verify(
         probes: changes that a mask must hide (`causal_probe`).
 
     Raises:
-        ValueError: the models' parameters do not have the same names.
+        ValueError: the models' parameters do not have the same names; of a model in stages, those of all ranks.
     """
     step = step or _plain_step
     exact_model = copy.deepcopy(reference).double()
@@ -119,6 +119,7 @@ def verify(
     found = [_difference("output", output, plain, exact)]
     whole = dict(exact_model.named_parameters())
     in_type = dict(plain_model.named_parameters())
+    seen = set()
     for name, parameter in model.named_parameters():
         plain_name = name.removeprefix("module.") if name not in whole else name
         if plain_name not in whole:
@@ -128,8 +129,9 @@ def verify(
         if shard is not None:
             gradients = [g if g is None else shard.take(g) for g in gradients]
         found.append(_difference(f"gradient of {name}", _gradient(parameter), *gradients))
+        seen.add(plain_name)
     leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
-    return _over_ranks(found, leaks)
+    return _over_ranks(found, leaks, set(whole) - seen)
 
 
 def _plain_step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -180,11 +182,19 @@ def _leak(model, batch, step, probe: Probe, output: torch.Tensor) -> str | None:
     return f"{probe.name}: the output changed by {changed:.2e}" if not changed <= allowed else None
 
 
-def _over_ranks(found: list[Difference], leaks: list[str]) -> Report:
-    told: list = [(found, leaks)]
+def _over_ranks(found: list[Difference], leaks: list[str], unseen: set[str]) -> Report:
+    """Every rank's findings together; `unseen` are the reference's parameters that this rank's model has not."""
+    told: list = [(found, leaks, unseen)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (found, leaks))
-    by_result = zip(*(differences for differences, _ in told), strict=True)
-    worst = tuple(max(same, key=lambda d: d.error / d.allowed if d.allowed else d.error) for same in by_result)
-    return Report(worst, tuple(f"rank {rank}: {leak}" for rank, (_, of_rank) in enumerate(told) for leak in of_rank))
+        dist.all_gather_object(told, (found, leaks, unseen))
+    if nowhere := set.intersection(*(of_rank for _, _, of_rank in told)):
+        raise ValueError(f"verify: the model has no parameter {', '.join(sorted(nowhere))}, and the reference has")
+    by_result: dict[str, list[Difference]] = {}  # of a model in stages, a rank has the gradients of its own
+    for differences, _, _ in told:
+        for difference in differences:
+            by_result.setdefault(difference.name, []).append(difference)
+    worst = (max(same, key=lambda d: d.error / d.allowed if d.allowed else d.error) for same in by_result.values())
+    return Report(
+        tuple(worst), tuple(f"rank {rank}: {leak}" for rank, (_, of_rank, _) in enumerate(told) for leak in of_rank)
+    )

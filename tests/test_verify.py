@@ -72,6 +72,27 @@ def test_a_parallel_model_is_compared_with_the_unsplit_one():
     run_ranks(tensor_parallel, 2)
 
 
+def in_stages(rank):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 5))
+    split = weft.parallelize(copy.deepcopy(reference), weft.init_mesh(pp=2, device_type="cpu"))
+    report = weft.verify(split, reference, BATCH)
+    assert report.ok, str(report)
+    gradients = {f"gradient of {name}" for name, _ in reference.named_parameters()}
+    assert {difference.name for difference in report.differences} == {"output", *gradients}
+    assert len(report.differences) == 1 + len(gradients)
+
+    split.zero_grad()
+    if rank == 1:
+        split.get_parameter("4.weight").register_hook(lambda gradient: 2 * gradient)
+    report = weft.verify(split, reference, BATCH)
+    assert [difference.name for difference in report.differences if not difference.ok] == ["gradient of 4.weight"]
+
+
+def test_gradients_of_every_stage_are_compared():
+    run_ranks(in_stages, 2)
+
+
 def context_parallel(rank, method):
     def step(model, x):
         """The model that has context attention gets a part of the sequence."""
@@ -111,3 +132,7 @@ def test_models_of_other_names_are_refused():
     model, _ = models()
     with pytest.raises(ValueError, match="the reference has no parameter 'project.weight'"):
         weft.verify(model, nn.Sequential(nn.Identity(), nn.Linear(8, 8)), BATCH)
+    model, reference = models()
+    reference.unused = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="the model has no parameter unused.bias, unused.weight"):
+        weft.verify(model, reference, BATCH)
