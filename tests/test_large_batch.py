@@ -550,6 +550,23 @@ def test_with_rate_one_and_no_momentum_it_is_periodic_averaging():
         torch.testing.assert_close(value, mean, rtol=1e-6, atol=1e-7)
 
 
+def half_a_digit(rank):
+    """Rank 0 goes up by the last digit of a bf16 1.0 in each round, rank 1 stays."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = weft.DiLoCo(torch.optim.SGD([weight], 1.0), every=1, lr=1, momentum=0)
+    seen = []
+    for _ in range(4):
+        weight.grad = torch.full_like(weight, -(2.0**-7) if rank == 0 else 0.0)
+        optimizer.step()
+        seen.append(float(weight[0].detach()))
+    return seen
+
+
+def test_outer_steps_smaller_than_a_parameters_last_digit_add_up():
+    for seen in run_ranks(half_a_digit, 2):
+        assert seen[1::2] == [1 + 2.0**-7, 1 + 2 * 2.0**-7]
+
+
 def wrong_checkpoint(rank, path):
     model = net()
     optimizer = weft.DiLoCo(torch.optim.SGD(model.parameters(), 0.1), **OUTER)

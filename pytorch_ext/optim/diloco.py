@@ -20,8 +20,8 @@ class DiLoCo(torch.optim.Optimizer):
         w = start - lr * (delta + momentum * v)          Nesterov; with nesterov=False, start - lr * v
 
     Ranks communicate once in `every` steps, through one bucket of symmetric memory. Do not reduce gradients over the
-    same ranks: no DataParallel. Buffers stay each rank's own. Schedules are for the inner optimizer. lr=1 and
-    momentum=0 is averaging.
+    same ranks: no DataParallel. Of 16-bit parameters `start` is kept in fp32, so that small steps add up. Buffers stay
+    each rank's own. Schedules are for the inner optimizer. lr=1 and momentum=0 is averaging.
 
     Args:
         inner: steps the parameters locally; any torch.optim optimizer, with the state of each rank its own.
@@ -60,7 +60,7 @@ class DiLoCo(torch.optim.Optimizer):
         broadcast(parameters, self.ranks)
         with torch.no_grad():
             for parameter in parameters:
-                self.state[parameter]["start"] = parameter.clone()
+                self.state[parameter]["start"] = wide(parameter).clone()
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(wide(parameter.detach()))
         self._buckets = list(_cut(parameters, int(bucket_mb * (1 << 20))))
         largest_bytes = max(_bytes(bucket) for bucket in self._buckets)
@@ -90,7 +90,7 @@ class DiLoCo(torch.optim.Optimizer):
             ]
             starts, momenta = ([self.state[one][key] for one in bucket] for key in ("start", "momentum_buffer"))
             for delta, start, parameter in zip(deltas, starts, bucket, strict=True):
-                torch.sub(wide(start), wide(parameter), out=delta)
+                torch.sub(wide(start.to(parameter.dtype)), wide(parameter), out=delta)  # from where this rank set out
             self.ranks.all_reduce_(flat).div_(self.ranks.world)
             torch._foreach_mul_(momenta, outer["momentum"])
             torch._foreach_add_(momenta, deltas)
@@ -99,7 +99,7 @@ class DiLoCo(torch.optim.Optimizer):
             else:
                 torch._foreach_copy_(deltas, momenta)
             for delta, start, parameter in zip(deltas, starts, bucket, strict=True):
-                start.copy_(wide(start) - outer["lr"] * delta)
+                start.sub_(outer["lr"] * delta)
                 parameter.copy_(start)
 
     def state_dict(self) -> dict:
