@@ -16,6 +16,7 @@ import torch.distributed as dist
 import weft
 from weft.bench import ddp
 from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.suites import RefusedError
 from weft.testing.ranks import on_machines, run_ranks
 
 DDP_STEP = "ddp_step"  # forward, backward and reduction of gradients; its bytes are the gradients'
@@ -87,12 +88,19 @@ def _bytes(text: str) -> int:
 
 
 def sizes(options: argparse.Namespace) -> list[int]:
+    """RefusedError where there are none."""
     if options.stepfactor < 2:
-        return [size for size in (4096, 1 << 20, 25 << 20) if options.minbytes <= size <= options.maxbytes]
-    found, size = [], options.minbytes
-    while size <= options.maxbytes:
-        found.append(size)
-        size *= options.stepfactor
+        found = [size for size in (4096, 1 << 20, 25 << 20) if options.minbytes <= size <= options.maxbytes]
+    else:
+        found, size = [], max(1, options.minbytes)
+        while size <= options.maxbytes:
+            found.append(size)
+            size *= options.stepfactor
+    if not found:
+        raise RefusedError(
+            f"there is no size from -b {options.minbytes} to -e {options.maxbytes}: widen them, or say -f 2 for other "
+            "sizes than 4K, 1M and 25M"
+        )
     return found
 
 

@@ -259,6 +259,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_measured(fake, tmp_pa
         (["linear", "--rounds", "0"], None),
         (["linear", "--world", "two"], None),
         (["collectives", "--datatype", "float31"], None),
+        (["collectives", "-b", "8K", "-e", "16K"], "there is no size from -b 8192 to -e 16384"),
         (["--save", "hw.json", "--ranks", "-1"], None),
         (["--tolerance", "2", "--compare", "a", "b"], None),
     ],

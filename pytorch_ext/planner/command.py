@@ -12,6 +12,8 @@ from weft.planner.search import Found, Plan, search, too_big
 from weft.planner.validate import Comparison, mean_error, validate
 
 USAGE_ERROR = 2
+# Filled in where a plan is asked for: a run of --validate has its own.
+DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "overlap": "some", "top": 10}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", help=f"a file of weft bench --save, or one of {', '.join(presets())}")
     parser.add_argument("--sequence-length", type=int, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, help="sequences of an optimizer step")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of weights and activations")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--precision", choices=PRECISIONS, help="of weights and activations (default bf16)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="whose states take memory (default adamw)")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="only this; otherwise each is tried")
-    parser.add_argument("--overlap", choices=OVERLAP, default="some", help="communication beside arithmetic")
+    parser.add_argument("--overlap", choices=OVERLAP, help="communication beside arithmetic (default some)")
     parser.add_argument("--gpus-per-node", type=int, help="where it is not the hardware's")
-    parser.add_argument("--top", type=int, default=10, help="layouts to print (default 10)")
+    parser.add_argument("--top", type=int, help="layouts to print (default 10)")
     parser.add_argument("--plot", metavar="FILE", help="draw memory and the trade-off against time there (PNG)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--validate", metavar="FILE", help="compare the planner with the published runs of a CSV file")
@@ -35,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints what was asked for; a message and 2 where that cannot be."""
     try:
         _check(options)
+        vars(options).update({name: value for name, value in DEFAULTS.items() if getattr(options, name) is None})
         return _validate(options) if options.validate else _plan(options)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"weft plan: {error}", file=sys.stderr)
@@ -43,11 +46,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises ValueError for what would be ignored."""
-    if options.top < 1:
+    if options.top is not None and options.top < 1:
         raise ValueError(f"--top {options.top} must be at least 1")
     if options.validate:
         asked = ("model", "gpus", "hardware", "sequence_length", "global_batch", "recompute", "gpus_per_node", "plot")
-        given = [name.replace("_", "-") for name in asked if getattr(options, name) is not None]
+        given = [name.replace("_", "-") for name in (*asked, *DEFAULTS) if getattr(options, name) is not None]
         if given:
             raise ValueError(f"--validate takes all of a run from its row, and nothing from {', '.join(given)}")
 
