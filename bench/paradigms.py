@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import weft
 from weft.bench.measure import Quantiles, alternate, slowest_rank
 from weft.bench.memory import peak_mb
 from weft.bench.sent import counted
 from weft.bench.suites import RefusedError
-from weft.testing.models import Llama
+from weft.testing.models import Llama, loss_of
 from weft.testing.ranks import run_ranks
 
 LIMIT = "one process and one thread with the whole model and batch, over the number of ranks that have a core"
@@ -201,7 +200,7 @@ def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
     tokens, targets = tokens[mine], targets[mine]
     if paradigm.schedule:
         model = weft.parallelize(model, mesh["cp", "tp"])
-        pipe = weft.Pipeline(model, mesh, schedule=paradigm.schedule, microbatches=MICROBATCHES, loss=_loss)
+        pipe = weft.Pipeline(model, mesh, schedule=paradigm.schedule, microbatches=MICROBATCHES, loss=loss_of)
         optimizer = torch.optim.AdamW(pipe.parameters())
 
         def step() -> float:
@@ -221,13 +220,9 @@ def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
 def _plain_step(model, optimizer, tokens, targets, replicas) -> Callable[[], float]:
     def step() -> float:
         optimizer.zero_grad()
-        loss = _loss(model(tokens), targets)
+        loss = loss_of(model(tokens), targets)
         loss.backward()
         optimizer.step()
         return (loss.detach() if replicas is None else weft.all_reduce(loss.detach(), op="avg", group=replicas)).item()
 
     return step
-
-
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -75,7 +75,7 @@ def train_epoch(model, optimizer, loader, options):
     model.train()
     total, norms = torch.zeros(2), []
     for number, (inputs, labels) in enumerate(loader):
-        steps = (number + 1) % options.accumulate == 0
+        steps = (number + 1) % options.accumulate == 0 or number + 1 == len(loader)
         with contextlib.nullcontext() if steps else model.no_sync():
             loss = nn.functional.cross_entropy(model(inputs), labels)
             (loss / options.accumulate).backward()

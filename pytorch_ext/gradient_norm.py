@@ -63,7 +63,7 @@ def clip_grad_norm_(
     for parameter in listed:
         gradient = gradient_of(parameter)
         if gradient is not None:
-            gradient.mul_(factor)
+            gradient.mul_(factor.to(gradient.device))
     return norm
 
 

@@ -156,5 +156,29 @@ def check_refusals(rank, folder):
     assert not load_safetensors(plain, folder / "table.safetensors").linear.weight.is_meta
 
 
+def check_options(rank, folder):
+    """Other types are converted and odd tensors passed over where that is asked for; one rank may load by itself."""
+    stored = {name: tensor.bfloat16() for name, tensor in model_of(False).state_dict().items()}
+    del stored["model.norm.weight"]
+    if rank == 0:
+        save_file({**stored, "other": torch.ones(2)}, folder / "odd.safetensors")
+    dist.barrier()
+    alone = dist.new_subgroups(1)[0]
+    with torch.device("meta"):
+        split, own = weft.parallelize(model_of(False), plan="auto"), model_of(False)
+    for model, group in ((split, None), (own, alone)):
+        if model is split or rank == 1:
+            load_safetensors(model, folder / "odd.safetensors", device="cpu", strict=False, cast=True, group=group)
+            for name, parameter in model.named_parameters():
+                if name in stored:
+                    shard, expected = weft.shard_of(parameter), stored[name].float()
+                    assert torch.equal(parameter, expected if shard is None else shard.take(expected)), name
+            assert model.model.norm.weight.device.type == "cpu"
+
+
+def test_types_are_converted_and_odd_tensors_passed_over_where_asked(tmp_path):
+    run_ranks(check_options, 2, tmp_path)
+
+
 def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
     run_ranks(check_refusals, 2, tmp_path)

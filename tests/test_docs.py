@@ -1,5 +1,7 @@
 """The documentation: its blocks of Python run, its commands can be given, its messages are the package's."""
 
+import contextlib
+import importlib
 import re
 import shutil
 from pathlib import Path
@@ -279,6 +281,27 @@ def test_every_message_that_is_explained_is_one_of_the_package():
     ]
     assert len(explained) > 20
     assert [quoted for quoted in explained if quoted not in texts] == []
+
+
+def is_there(name):
+    """Of weft, a module in it, or what one of these has."""
+    here = importlib.import_module("weft")
+    for part in name.split(".")[1:]:
+        if not hasattr(here, part):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"{here.__name__}.{part}")
+        if not hasattr(here, part):
+            return False
+        here = getattr(here, part)
+    return True
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "bench" / "README.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_every_name_of_weft_is_there(page):
+    names = set(re.findall(r"\bweft(?:\.[A-Za-z_]\w*)+", page.read_text()))
+    assert sorted(name for name in names if not is_there(name)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

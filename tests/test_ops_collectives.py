@@ -62,6 +62,19 @@ def check_all_to_all(rank):
     assert all((part.grad == r + 1).all() for r, part in enumerate(parts))
 
 
+def check_all_to_all_of_some(rank):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    here = rank // 2
+    got = weft.all_to_all([torch.full((r + 1,), 10.0 * here + r) for r in range(2)], group=group)
+    assert [part.tolist() for part in got] == [[10.0 * r + here] * (here + 1) for r in range(2)]
+
+
+def test_all_to_all_of_a_group():
+    run_ranks(check_all_to_all_of_some, 3)
+
+
 @pytest.mark.parametrize("backend", ["weft", "gloo"])
 def test_all_to_all_sends_gradients_back(backend):
     run_ranks(check_all_to_all, 3, backend=backend)

@@ -15,7 +15,7 @@ from torch import nn
 
 import weft
 from weft.shard import shard_of
-from weft.stages.balance import balanced
+from weft.stages.balance import balanced, undisturbed
 from weft.stages.chain import chain_of
 from weft.stages.schedules import SCHEDULES
 from weft.testing.models import TiedModel, batch_of, loss_of
@@ -330,6 +330,15 @@ def test_the_largest_part_is_as_small_as_it_can_be(costs, parts, expected):
     best = [sum(costs[sum(expected[:k]) : sum(expected[: k + 1])]) for k in range(parts)]
     assert min(sizes) >= 1
     assert sorted(sums) == sorted(best)
+
+
+def test_a_trial_leaves_no_trace_even_where_it_fails():
+    norm, drawn = nn.BatchNorm1d(3), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="in the middle"), undisturbed(norm):
+        norm(torch.rand(4, 3))
+        raise RuntimeError("in the middle")
+    assert torch.equal(norm.running_mean, torch.zeros(3)) and norm.num_batches_tracked == 0
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 class Held:

@@ -40,7 +40,7 @@ def powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         same = [gradient for gradient in gradients if gradient.dtype == dtype and gradient.numel()]
         if same:
             norms += torch._foreach_norm(same, norm_type, dtype=wide)
-    together = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]), norm_type)
+    together = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device).double() for norm in norms]), norm_type)
     return together if math.isinf(norm_type) else together.pow(norm_type)
 
 

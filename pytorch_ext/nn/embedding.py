@@ -19,6 +19,7 @@ class ParallelEmbedding(ShardedModule):
         padding_idx: the row, counted in the whole table (from its end where negative), that is zero at first and gets
             no gradient.
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
+        device, dtype: of the parameters.
 
     Raises:
         ValueError: more ranks than rows, a padding_idx outside the table, a group that this rank is not in.

@@ -45,7 +45,8 @@ def all_reduce(
     Raises:
         ValueError: another op; a gradient, a wire type, a scale or a norm of a minimum or maximum; a gradient and a
             norm.
-        CommError: see the README.
+        TypeError: a wire type, a scale or a norm of integers.
+        CommError: a rank was lost or is late, or the ranks called different things (docs/troubleshooting.md).
     """
     if op not in _OPS:
         raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, _OPS))}")
@@ -64,13 +65,30 @@ def all_reduce(
 
 
 def all_gather(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
-    """The ranks' x one after another along `dim`; their sizes along it may differ. Backward is a reduce_scatter."""
+    """The ranks' x one after another along `dim`; their sizes along it may differ. Backward is a reduce_scatter.
+
+    Args:
+        x: any shape with that dimension, the same on every rank but along it.
+
+    Returns:
+        A new tensor, the same on every rank.
+    """
     ranks = communicator(group)
     return _AllGather.apply(x, dim, ranks, ranks.all_sizes(x, dim))
 
 
 def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
-    """This rank's shard along `dim` (see `weft.split_sizes`) of the sum of the ranks' x. Backward is an all_gather."""
+    """This rank's shard along `dim` (see `weft.split_sizes`) of the sum of the ranks' x. Backward is an all_gather.
+
+    Args:
+        x: any shape with that dimension, the same on every rank.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        ValueError: x is shorter along `dim` than there are ranks.
+    """
     ranks = communicator(group)
     return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world))
 
@@ -86,7 +104,11 @@ def broadcast(x: torch.Tensor, *, src: int = 0, group=None) -> torch.Tensor:
 
 def all_to_all(parts: list[torch.Tensor], *, group=None) -> list[torch.Tensor]:
     """result[r] = rank r's parts[this rank]. Parts are alike but for their first dimension, any of whose sizes may
-    differ. Backward sends the gradients back."""
+    differ. Backward sends the gradients back.
+
+    Raises:
+        ValueError: not as many parts as ranks.
+    """
     ranks = communicator(group)
     if len(parts) != ranks.world:
         raise ValueError(f"all_to_all: expected {ranks.world} parts, one per rank, got {len(parts)}")

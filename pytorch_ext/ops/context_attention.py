@@ -62,8 +62,8 @@ def context_attention(
             rank, and so is their gradient.
         dropout: of probabilities. The mask follows from the seed and the positions, not from how they are shared. seed:
             the same on every rank; drawn by the first from torch's generator where None.
-        method: "ring", "all_gather", "ulysses", or "auto", which takes the one that moves the fewest bytes; `plan`
-            says why. A mesh of two dimensions takes "auto".
+        method: "ring", "all_gather", "ulysses", or "auto", which takes the one that moves the fewest bytes; `choose`
+            in this file says why. A mesh of two dimensions takes "auto".
         layout: "zigzag" or "contiguous", as the sequence was sharded.
         deterministic: every method is; the same bits in every run either way.
 

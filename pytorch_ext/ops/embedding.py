@@ -21,12 +21,15 @@ def parallel_embedding(
         [..., E], the same on every rank.
 
     Raises:
-        IndexError: a token outside the vocabulary.
+        IndexError: a token outside the vocabulary; on a GPU a RuntimeError of the device.
     """
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding: tokens must be int64 or int32, got {tokens.dtype}")
     vocabulary = shard.global_shape[0]
-    if tokens.numel():
+    if tokens.is_cuda:  # to look at them would be to wait
+        inside = ((tokens >= 0) & (tokens < vocabulary)).all()
+        torch._assert_async(inside, f"embedding: tokens must lie in 0 to {vocabulary - 1}")
+    elif tokens.numel():
         lowest, highest = torch.aminmax(tokens)
         if lowest < 0 or highest >= vocabulary:
             raise IndexError(

@@ -65,8 +65,10 @@ def _synchronize(values) -> None:
 def undisturbed(*modules: nn.Module) -> Iterator[None]:
     """Runs that leave no trace: buffers (a norm's running means) and random numbers are afterwards what they were."""
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    with torch.random.fork_rng():
-        yield
-    with torch.no_grad():
-        for buffer, before in kept:
-            buffer.copy_(before)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
