@@ -121,6 +121,8 @@ class Pipeline(nn.Module):
 
         stages = chain.stages(sizes)
         self._device = _device_of(mesh)
+        fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # of all stages
+        self._loss_type = torch.float64 if fp64 else torch.float32
         mine = self._plan.stages_of(self._ranks.rank, self._ranks.world, self._total)
         self._stages = {number: Stage(stages[number], number, self._total) for number in mine}
         hold(self, model, self._stages.values())
@@ -323,8 +325,7 @@ class Pipeline(nn.Module):
         return value
 
     def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        fp64 = all(parameter.dtype == torch.float64 for parameter in self.parameters())
-        loss = torch.zeros((), device=self._device, dtype=torch.float64 if fp64 else torch.float32)
+        loss = torch.zeros((), device=self._device, dtype=self._loss_type)
         if self._ends_here:
             loss = torch.stack([one.detach().to(loss.dtype) for one in losses]).sum()
         loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))

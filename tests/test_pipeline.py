@@ -250,6 +250,23 @@ class Residual(nn.Module):
         return F.relu(self.norm(self.conv(x)) + self.short(x))
 
 
+class Upcast(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.double())
+
+
+def run_types(rank):
+    torch.manual_seed(0)
+    model, x, targets = nn.Sequential(nn.Linear(6, 5), Upcast(5, 3).double()), torch.randn(4, 6), torch.randn(4, 3)
+    expected = nn.functional.mse_loss(model(x), targets.double())
+    loss = pipeline_of(model, microbatches=2, loss=nn.functional.mse_loss).step(x, targets.double())
+    torch.testing.assert_close(loss, expected.detach().float())
+
+
+def test_every_rank_has_the_loss_of_a_model_whose_last_stage_is_fp64():
+    run_ranks(run_types, 2)
+
+
 def images(channels=3):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(4, channels, 6, 6, generator=generator), torch.randint(5, (4,), generator=generator)
