@@ -1,4 +1,4 @@
-"""The command line: `weft doctor`, `weft bench`, `weft tune`, `weft plan`."""
+"""The command line: `weft doctor`, `weft bench`, `weft tune`, `weft plan`; `python -m weft` is the same."""
 
 import argparse
 import importlib
@@ -47,7 +47,3 @@ def _tune(op: str, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"weft tune {op}", description=suite.__doc__)
     suite.add_arguments(parser)
     return suite.run(op, parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

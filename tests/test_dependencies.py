@@ -53,6 +53,7 @@ ALLOWED = {
     "weft.testing": None,
     "weft.bench": None,
     "weft.cli": None,
+    "weft.__main__": {"weft.cli"},
 }
 NEEDED_BY_NOTHING = {"weft.bench", "weft.cli"}
 

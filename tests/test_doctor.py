@@ -39,6 +39,6 @@ def test_a_finding_of_several_lines_stays_in_its_column():
 
 
 def test_the_command_exits_with_the_verdict():
-    done = subprocess.run([sys.executable, "-m", "weft.cli", "doctor"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "weft", "doctor"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compiled kernels" in done.stdout

@@ -71,7 +71,7 @@ def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
 
 def test_the_bench_prints_ours_beside_the_peer_and_saves_both(tmp_path):
     out = tmp_path / "linear.json"
-    text = run(sys.executable, "-m", "weft.cli", "bench", "linear", "--rounds", "2", "--json", out)
+    text = run(sys.executable, "-m", "weft", "bench", "linear", "--rounds", "2", "--json", out)
     assert "64/256/16" in text and "DTensor over gloo" in text
     results = json.loads(out.read_text())
     assert results["environment"]["torch"] and results["command"].startswith("weft bench linear")
