@@ -249,6 +249,7 @@ def refused(rank):
     model.module[2].compile()
     with pytest.raises(ValueError, match="is compiled"):
         model(batch(0, rank))
+    model.wait_for_parameters()  # a rank that leaves takes its parts with it
 
 
 def test_modules_that_cannot_wait_are_refused():
