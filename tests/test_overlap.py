@@ -56,8 +56,8 @@ def compare(rank, style, sequence_parallel, cases):
             for _ in range(2):
                 together = step("always", style, sequence_parallel, *case)
                 for name, one, other in zip(["y", "dx", "dw", "db"], apart, together, strict=True):
-                    same = one is other if one is None or other is None else torch.equal(one, other)
-                    assert same, (name, case)
+                    same = f"{name} of {case}: {{}}".format
+                    torch.testing.assert_close(other, one, rtol=0, atol=0, msg=same)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
