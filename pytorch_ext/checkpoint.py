@@ -92,25 +92,22 @@ def save_checkpoint(
             here["training"][name] = held.whole(name, numbers)
         json.dumps([step, extras])  # raises what is to be raised
         places = {place: one.own for place, one, _ in shares.places_in(here)}
-        return secrets.token_hex(8), shares.outlines_of(here), places, [state.without_tensors() for state in states]
+        known = [state.without_tensors() for state in states]
+        return secrets.token_hex(8), step, shares.outlines_of(here), places, known
 
     told = together(ranks, describe)
     identity = told[0][0]
     data = f"{_DATA}{identity}"
-    outlines = shares.merged([outline for _, outline, _, _ in told])
-    owner = shares.owners([places for _, _, places, _ in told], outlines)
+    if len({its for _, its, *_ in told}) > 1:
+        raise CheckpointError(f"the ranks save different steps: {', '.join(str(its) for _, its, *_ in told)}")
+    outlines = shares.merged([outline for *_, outline, _, _ in told])
+    owner = shares.owners([places for *_, places, _ in told], outlines)
     about = {
         "step": step,
         "extras": dict(extras or {}),
         "ranks": ranks.world,
         "optimizers": held.merged([states for *_, states in told]),
     }
-    try:
-        written = together(ranks, lambda: shares.write_share(folder, data, ranks.rank, here, owner, check_replicas))
-        shares.check_same(written, owner)
-    except (CheckpointError, ValueError, TypeError):  # on every rank: nobody goes on to the manifest
-        shutil.rmtree(folder / data, ignore_errors=True)
-        raise
 
     def commit() -> None:
         if ranks.rank == 0:
@@ -123,7 +120,14 @@ def save_checkpoint(
                 if other.name != data:
                     shutil.rmtree(other, ignore_errors=True)
 
-    together(ranks, commit)
+    try:
+        written = together(ranks, lambda: shares.write_share(folder, data, ranks.rank, here, owner, check_replicas))
+        shares.check_same(written, owner)
+        together(ranks, commit)
+    except (CheckpointError, ValueError, TypeError):  # on every rank
+        if not files.is_manifest_of(folder, identity):
+            shutil.rmtree(folder / data, ignore_errors=True)
+        raise
 
 
 def load_checkpoint(

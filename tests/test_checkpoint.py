@@ -396,11 +396,52 @@ def test_an_optimizer_of_other_groups_or_parameters_is_refused(saved):
         weft.load_checkpoint(model, None, path)
 
 
+class Counts(nn.Module):
+    def get_extra_state(self):
+        return torch.tensor([7])
+
+
+def test_what_could_not_be_loaded_again_is_not_stored(tmp_path):
+    with pytest.raises(TypeError, match="_extra_state of the state_dict is neither a parameter nor a buffer"):
+        weft.save_checkpoint(Counts(), None, tmp_path)
+    for name in ("__metadata__", "\ud800"):
+        model = nn.Module()
+        model.register_parameter(name, nn.Parameter(torch.ones(1)))
+        with pytest.raises(ValueError, match="safetensors files cannot have the name"):
+            weft.save_checkpoint(model, None, tmp_path)
+    model = nn.Module()
+    model.add_module("inner", nn.Module())
+    model.inner.add_module("_orig_mod", nn.Linear(1, 1))
+    model.inner.register_parameter("weight", nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match="two tensors of the model are called inner.weight"):
+        weft.save_checkpoint(model, None, tmp_path)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_names_that_only_look_like_a_wrappers_are_kept(tmp_path):
+    model, other = nn.Module(), nn.Module()
+    for one in (model, other):
+        one.add_module("x_orig_mod", nn.Linear(2, 2))
+        one.register_parameter("xweight", nn.Parameter(torch.randn(2, 2)))
+        one.register_buffer("turned", torch.randn(2, dtype=torch.complex64).conj())
+    weft.save_checkpoint(model, None, tmp_path)
+    weft.load_checkpoint(other, None, tmp_path)
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+
+
+def test_an_optimizer_of_another_class_is_refused(saved):
+    path, _ = saved
+    model = Net()
+    sgd = torch.optim.SGD([{"params": group["params"]} for group in adamw(model).param_groups], lr=1)
+    with pytest.raises(weft.CheckpointError, match="stored with .*betas.* without .*momentum, .* it is not of SGD"):
+        weft.load_checkpoint(model, sgd, path)
+
+
 def save_what_is_wrong(rank, path):
     mesh = weft.init_mesh(dp=2, tp=2, device_type="cpu")
     model = net(mesh["tp"])
     told = []
-    for wrong in ("half", "drifted", "one rank"):
+    for wrong in ("half", "drifted", "one rank", "step"):
         other, group = None, None
         if wrong == "half":
             group = mesh["dp"]  # of which no rank has the other shard
@@ -409,7 +450,8 @@ def save_what_is_wrong(rank, path):
         elif wrong == "one rank" and rank == 1:
             other = adamw(Net())
         try:
-            weft.save_checkpoint(model, other, path / str(rank % 2) if group else path, group=group)
+            step = rank if wrong == "step" else 0
+            weft.save_checkpoint(model, other, path / str(rank % 2) if group else path, group=group, step=step)
         except (weft.CheckpointError, ValueError) as error:
             told.append(f"{type(error).__name__}: {error}")
     return told
@@ -433,8 +475,9 @@ def test_unlike_replicas_are_stored_once_where_nobody_is_to_compare_them(tmp_pat
 
 def test_what_ranks_do_not_have_together_is_refused_on_every_rank(tmp_path):
     told = run_ranks(save_what_is_wrong, 4, tmp_path)
-    assert all(len(one) == 3 and one[1:] == told[0][1:] for one in told)
-    half, drifted, one_rank = told[0]
+    assert all(len(one) == 4 and one[1:] == told[0][1:] for one in told)
+    half, drifted, one_rank, step = told[0]
+    assert step == "CheckpointError: the ranks save different steps: 0, 1, 2, 3"
     assert "CheckpointError: the ranks together do not have these tensors once: embedding.weight (72 of 132)" in half
     assert "different values of what they should have alike: down.bias of rank" in drifted
     assert one_rank.startswith("ValueError: rank 1: parameter 0") and one_rank.endswith("of this model")
@@ -723,6 +766,27 @@ def test_stages_of_a_pipeline_are_stored_as_one_model(tmp_path):
     optimizer = torch.optim.Adam(model.parameters())
     weft.load_checkpoint(model, optimizer, tmp_path)
     assert_same(whole(model, optimizer), first | second)
+
+
+def manifest_fails(rank, path):
+    weft.save_checkpoint(net(), None, path, step=1)
+    before = sorted(os.listdir(path))
+    replace = os.replace
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    os.replace = full
+    with pytest.raises(weft.CheckpointError, match="rank 0: OSError: .* No space left"):
+        weft.save_checkpoint(net(), None, path, step=2)
+    os.replace = replace
+    dist.barrier()
+    assert sorted(os.listdir(path)) == before
+    assert weft.load_checkpoint(net(), None, path).step == 1
+
+
+def test_a_manifest_that_cannot_be_written_leaves_the_checkpoint_and_nothing_else(tmp_path):
+    run_ranks(manifest_fails, 2, tmp_path)
 
 
 def save_to_a_file(rank, path):

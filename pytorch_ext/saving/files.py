@@ -148,7 +148,7 @@ def write_tensors(
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Its elements in row-major order."""
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def rename(temporary: Path, path: Path) -> None:
@@ -169,11 +169,20 @@ def write_manifest(folder: Path, content: dict) -> None:
     """The moment at which what it names becomes the checkpoint."""
     text = json.dumps({"format": _FORMAT, **content}, default=Entry.as_json)
     temporary = folder / f"{MANIFEST}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(_with_checksum(text.encode()))
-        file.flush()
-        os.fsync(file.fileno())
-    rename(temporary, folder / MANIFEST)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(_with_checksum(text.encode()))
+            file.flush()
+            os.fsync(file.fileno())
+        rename(temporary, folder / MANIFEST)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_manifest_of(folder: Path, identity: str) -> bool:
+    """Whether the manifest there, if there is one, names the data of that save."""
+    path = folder / MANIFEST
+    return path.exists() and identity in path.read_text(errors="replace")
 
 
 def _with_checksum(text: bytes) -> bytes:

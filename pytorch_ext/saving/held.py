@@ -1,5 +1,6 @@
 """What there is to store: a model's tensors under the names of the plain model, its optimizers' state by parameter."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ _UNKNOWN_CUT = (
     ", which is neither its parameter's nor a scalar's: this rank has a part of the parameter, and how such a state is "
     "cut is not known"
 )
-_INNER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
+# Of torch.compile and of activation checkpointing.
+_INNER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,28 @@ def plain(model: nn.Module) -> nn.Module:
 def of_model(model: nn.Module) -> Tensors:
     """Raises TypeError, ValueError for what cannot be stored."""
     parameters = {id(parameter) for parameter in model.parameters()}
+    reached = parameters | {id(buffer) for buffer in model.buffers()}
     names: dict[int, list[str]] = {}
+    named: set[str] = set()
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in plain(model).state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} of the state_dict is {type(tensor).__name__}, no tensor: store it in `extras`")
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name} is a DTensor: store such models with torch.distributed.checkpoint")
+        if id(tensor) not in reached:
+            raise TypeError(
+                f"{name} of the state_dict is neither a parameter nor a buffer (get_extra_state and hooks make such), "
+                "and what is loaded into it would not reach the model: store it in `extras`"
+            )
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: give the model memory first, model.to_empty(device=...)")
-        for inner in _INNER_NAMES:
-            name = name.replace(inner, "")
+        name = _INNER_NAMES.sub("", name)
+        if name in named:
+            raise ValueError(f"two tensors of the model are called {name} without what they are wrapped in: rename one")
+        if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ValueError(f"safetensors files cannot have the name {name!r}: rename it")
+        named.add(name)
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     held = {
@@ -224,6 +237,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], na
             more = sorted({name for name, _ in _named(group["params"], name_of)} - set(known["params"]))
             if more:
                 raise CheckpointError(f"{', '.join(more)} of group {number} of {kind} is not of the stored group")
+            lacking, strange = sorted(set(optimizer.defaults) - set(known)), sorted(set(known) - set(group))
+            if lacking and strange:  # one alone: another version of torch, or a schedule
+                raise CheckpointError(
+                    f"group {number} is stored with {', '.join(strange)} and without {', '.join(lacking)}, so it is "
+                    f"not of {kind}: load with the class that was saved, or None for the optimizer"
+                )
 
 
 def restored(
