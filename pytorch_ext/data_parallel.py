@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.communicator import communicator
 from weft.gradients.agreement import check_same_module
@@ -17,13 +18,15 @@ from weft.gradients.first_use import FirstUse, obstacle_to_waiting
 from weft.gradients.hooks import ByHook, Hook
 from weft.gradients.joining import Shadow, tell
 from weft.gradients.layout import Slot
-from weft.gradients.module_state import Trained, broadcast
+from weft.gradients.module_state import OfWrapper, Trained, broadcast
 from weft.gradients.reducer import Reducer
 from weft.gradients.sharding import Shards
 from weft.gradients.transport import transport_to
 
 _MIB = 1 << 20
 _WIRES = (None, torch.bfloat16, torch.float16)
+_SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_wrapper_of = WeakTensorKeyDictionary()  # by parameter, weakly; an attribute would keep the module from being pickled
 
 
 class DataParallel(nn.Module, Joinable):
@@ -131,7 +134,7 @@ class DataParallel(nn.Module, Joinable):
         if shard_optimizer:
             shards = Shards(self.reducer.buckets, self.reducer.transport, overlap_param_gather)
             self._shards = self.reducer.owner = shards
-            hook = module.register_load_state_dict_post_hook(lambda *_: shards.reload())
+            hook = module.register_load_state_dict_post_hook(OfWrapper(lambda *_: shards.reload()))
             weakref.finalize(self, hook.remove)
             self._first_use = FirstUse(module, shards) if overlap_param_gather else None
 
@@ -143,7 +146,7 @@ class DataParallel(nn.Module, Joinable):
             self._prepare()
         with self._first_use.watched() if self._first_use is not None else nullcontext():
             output = self.module(*inputs, **options)
-        if trains and self.require_backward_grad_sync:
+        if trains:
             self.reducer.begin_at([x for x in _tensors_in(output) if x.grad_fn is not None])
         return output
 
@@ -194,8 +197,9 @@ class DataParallel(nn.Module, Joinable):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients together, a float64 scalar, the same on every rank. Under tensor parallelism shards
-        count once each and whole parameters once in all; of a weft.LayerSplit, those of every rank."""
+        """The norm of all gradients together as the last backward left them, or as clip_grad_norm_ found them since: a
+        float64 scalar, the same on every rank. Under tensor parallelism shards count once each and whole parameters
+        once in all; of a weft.LayerSplit, those of every rank."""
         return self.reducer.norm_squared.sqrt().squeeze(0)
 
     @property
@@ -210,11 +214,14 @@ class DataParallel(nn.Module, Joinable):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most max_norm; returns what it was."""
+        """Scales all gradients so that their norm is at most max_norm; returns what it was, measured now: a GradScaler
+        may have unscaled them since backward. A collective call."""
+        self.reducer.measure_anew()
         norm = self.grad_norm
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for flat in self.reducer.held():
-            flat.mul_(factor)
+        if factor.is_cuda or factor != 1:
+            for flat in self.reducer.held():
+                flat.mul_(factor)
         return norm
 
     # The sharded optimizer.
@@ -304,9 +311,14 @@ class DataParallel(nn.Module, Joinable):
     def __deepcopy__(self, memo):
         raise TypeError("a DataParallel cannot be copied, since its gradients have their place: copy model.module")
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "a DataParallel cannot be pickled, since it is these ranks': save model.module, or a state_dict"
+        )
+
     def _mark_wrapped(self) -> None:
         for parameter in self.module.parameters():
-            parameter._weft_data_parallel = weakref.ref(self)  # type: ignore[attr-defined]
+            _wrapper_of[parameter] = weakref.ref(self)
 
 
 def _tensors_in(output) -> list[torch.Tensor]:
@@ -339,10 +351,13 @@ def _obstacle(module: nn.Module) -> str:
     """Why the module cannot be wrapped; "" where it can."""
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if getattr(parameter, "_weft_data_parallel", lambda: None)() is not None:
+        if _wrapper_of.get(parameter, lambda: None)() is not None:
             return f"{name!r} is wrapped already: its gradient would be reduced twice. Wrap once"
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return f"{name!r} has no shape yet: run the module once, then wrap it"
+        if parameter.requires_grad and parameter.dtype not in _SUMMED:
+            types = ", ".join(map(str, _SUMMED))
+            return f"{name!r} is {parameter.dtype}, and gradients are summed in {types}: hold it as torch.view_as_real"
         devices.setdefault(parameter.device, name)
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())

@@ -53,8 +53,9 @@ def clip_grad_norm_(
     if isinstance(parameters, DataParallel) and parameters.shards_optimizer:
         if norm_type != 2.0:
             raise ValueError(f"clip_grad_norm_: norm_type={norm_type}; with shard_optimizer=True it is 2 alone")
-        norm = parameters.grad_norm
-        _check_finite(norm, error_if_nonfinite)
+        if error_if_nonfinite:
+            parameters.reducer.measure_anew()
+            _check_finite(parameters.grad_norm, True)
         return parameters.clip_grad_norm_(max_norm)
     listed = _listed(parameters)
     norm = _norm(listed, norm_type, _stages(listed, mesh))

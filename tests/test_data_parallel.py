@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.gradients import layout
+from weft.gradients.layout import Slot
 from weft.testing import reference
 from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import on_machines, run_ranks
@@ -488,5 +490,26 @@ def outlives(rank):
     assert_gradients(module, rank_order_gradients(mlp(), losses(1, 2)))
 
 
+def main_grads_end(rank):
+    """Or the layer would go on to add gradients to what nobody reads."""
+    mesh = weft.init_mesh(dp=2, device_type="cpu")
+    layer = weft.ParallelLinear(5, 3, style="column", group=mesh["tp"])
+    model = weft.DataParallel(layer, group=mesh["dp"], main_grad=True)
+    model(torch.ones(2, 5)).sum().backward()
+    del model
+    gc.collect()
+    layer(torch.ones(2, 5)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((3, 5), 2.0))
+
+
 def test_a_module_outlives_its_wrapper():
     run_ranks(outlives, 2)
+    run_ranks(main_grads_end, 2)
+
+
+def test_the_plan_of_many_small_parameters_looks_at_each_once(monkeypatch):
+    slots = [Slot(number, str(number), nn.Parameter(torch.ones(3))) for number in range(100)]
+    looked = []
+    monkeypatch.setattr(layout, "padded_bytes", lambda slot: looked.append(slot) or 64)
+    assert [len(members) for members in layout.plan(slots, 640)] == [10] * 10
+    assert looked == slots

@@ -1,6 +1,8 @@
 """Data parallelism with several of its options at once, and what its users do around it: never a stale value."""
 
+import copy
 import dataclasses
+import io
 import itertools
 
 import pytest
@@ -169,6 +171,9 @@ def written_to(rank):
         row = torch.arange(of.start, of.stop) // first.size(1)
         written = (row >= 3) & (row < 5)
         assert (piece[written] == 2).all() and torch.equal(piece[~written], before[~written]), "the rest is as it was"
+    model.module[4].bias.data.fill_(2.0)
+    step()
+    assert (model.module[4].bias == 2).all()
     ones = {name: torch.ones_like(value) for name, value in model.module[0].state_dict().items()}
     model.module[0].load_state_dict(ones)
     step()
@@ -248,7 +253,7 @@ def unsharded_main_grads(rank, kind):
     optimizers = [kind(one.parameters(), lr=0.1 if kind is weft.LAMB else 30.0) for one in (model, plain)]
     for step in range(3):
         for one, optimizer in zip((model, plain), optimizers, strict=True):
-            one.zero_grad()
+            (one if step == 1 else optimizer).zero_grad()
             loss_of(one(batch(step, rank).bfloat16())).backward()
             optimizer.step()
     for mine, expected, start in zip(
@@ -289,6 +294,122 @@ def test_a_scaler_skips_the_same_steps_on_every_rank():
     (sharded_told, sharded), (other_told, _) = run_ranks(scaled, 2, True)
     assert told == sharded_told == other_told == [(False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
     assert all(map(torch.equal, whole, other)) and all(map(torch.equal, whole, sharded))
+
+
+def clipped(rank, shards):
+    """Gradients that were unscaled, clipped or replaced since backward are clipped by the norm that they have."""
+    model, plain = weft.DataParallel(mlp(), shard_optimizer=shards), weft.DataParallel(mlp())
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1) if shards else torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = (ShardedGradScaler if shards else torch.amp.GradScaler)("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model(batch(0, rank)))).backward()
+    loss_of(plain(batch(0, rank))).backward()
+    scaler.unscale_(optimizer)
+    for limit, before in ((1e-3, plain.grad_norm), (1e-4, 1e-3)):
+        norm = model.clip_grad_norm_(limit)
+        torch.testing.assert_close(norm, torch.as_tensor(before, dtype=norm.dtype), rtol=1e-4, atol=0)
+    if not shards:
+        taken, *others = plain.parameters()
+        taken.grad = None
+        for one in others:
+            one.grad = one.grad * 3
+        expected = torch.nn.utils.get_total_norm([one.grad for one in others]).double()
+        torch.testing.assert_close(plain.clip_grad_norm_(1e-3), expected, rtol=1e-6, atol=0)
+        left = torch.nn.utils.get_total_norm([one.grad for one in others]).item()
+        assert taken.grad is None and abs(left - 1e-3) < 1e-6
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_gradients_are_clipped_by_the_norm_that_they_have_now(shards):
+    run_ranks(clipped, 2, shards)
+
+
+# What goes forward and backward in another order, and copies of the module.
+
+
+def another_order(rank):
+    """A forward in no_sync() between another forward and its backward, and the outputs of both together."""
+    expected = weft.DataParallel(mlp())
+    loss_of(expected(batch(0, rank))).backward()
+    model = weft.DataParallel(mlp())
+    for _ in range(2):
+        model.zero_grad()
+        output, x = model(batch(0, rank)), batch(1, rank).requires_grad_()
+        with model.no_sync():
+            torch.autograd.grad(model(x).sum(), x)
+        loss_of(output).backward()
+        for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)
+    model.zero_grad()
+    output = model(batch(0, rank))
+    with model.no_sync():
+        also = model(batch(1, rank))
+    (loss_of(output) + loss_of(also)).backward()
+    loss_of(expected(batch(1, rank))).backward()
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_backward_reduces_as_its_own_forward_was_told():
+    run_ranks(another_order, 2)
+
+
+class GivesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, gives):
+        ctx.gives = gives
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy.sum(0) if ctx.gives else None, None
+
+
+class MayGiveNone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x, gives):
+        return GivesNone.apply(x, self.weight, gives) * self.scale
+
+
+def undefined(rank):
+    model = weft.DataParallel(MayGiveNone(), unused_parameters="zero")
+    for gives, expected in ((False, 0.0), (True, 2.0), (False, 0.0), (rank == 0, 1.0)):
+        model.zero_grad()
+        model(torch.ones(2, 3), gives).sum().backward()
+        assert model.module.weight.grad.tolist() == [expected] * 3
+
+
+def test_a_gradient_of_none_counts_as_zeros_and_not_as_the_last_one():
+    run_ranks(undefined, 2)
+
+
+def copied(rank):
+    """A copy has nothing of the wrapper: what is loaded into it leaves the masters alone, and it can be stored."""
+    for late in (False, True):
+        options = {"shard_optimizer": True, "main_grad": True, "overlap_param_gather": late}
+        model = weft.DataParallel(mlp(torch.bfloat16), **options)
+        optimizer = model.optimizer(torch.optim.SGD, lr=1e-4)
+        averages = copy.deepcopy(model.module)
+        for _ in range(3):
+            loss_of(model(batch(0, rank).bfloat16())).backward()
+            optimizer.step()
+        before = [piece.clone() for piece in optimizer.param_groups[0]["params"]]
+        averages.load_state_dict(model.module.state_dict())
+        assert all(map(torch.equal, optimizer.param_groups[0]["params"], before))
+        file = io.BytesIO()
+        torch.save(model.module, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
+        again(batch(0, rank).bfloat16())
+        with pytest.raises(TypeError, match="cannot be pickled, .*: save model.module"):
+            torch.save(model, io.BytesIO())
+
+
+def test_copies_of_the_module_know_nothing_of_the_wrapper():
+    run_ranks(copied, 2)
 
 
 # Outputs, hooks, local steps.

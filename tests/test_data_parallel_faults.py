@@ -34,6 +34,8 @@ def another_module(rank, what):
             module[2].double()
         elif what == "shape":
             module[2] = nn.Linear(37, 28)
+        elif what == "strides":
+            module[2].weight = nn.Parameter(module[2].weight.t().contiguous().t())
         elif what == "frozen":
             module[2].bias.requires_grad_(False)
     options = {"bucket_mb": 1} if what == "option" and rank == 1 else {}
@@ -50,6 +52,10 @@ def another_module(rank, what):
         ("order", "another order: where rank 0 has '0.weight', rank 1 has '0.bias'"),
         ("type", "'2.weight' is torch.float32 (29, 37) on cpu on rank 0, torch.float64 (29, 37) on cpu on rank 1"),
         ("shape", "'2.weight' is torch.float32 (29, 37) on cpu on rank 0, torch.float32 (28, 37) on cpu on rank 1"),
+        (
+            "strides",
+            "'2.weight' is torch.float32 (29, 37) on cpu on rank 0, torch.float32 (29, 37) with strides (1, 29)",
+        ),
         ("frozen", "rank 0 has the parameter '2.bias' (torch.float32 (29,) on cpu), which rank 1 does not train"),
         ("option", "rank 0 has bucket_mb=25, rank 1 has bucket_mb=1"),
     ],
@@ -69,6 +75,8 @@ def wrapped_wrongly(rank):
         weft.DataParallel(nn.Linear(2, 2).requires_grad_(rank != 1))
     with pytest.raises(ValueError, match="has no shape yet"):
         weft.DataParallel(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="'weight' is torch.complex64, and gradients are summed in torch.float32"):
+        weft.DataParallel(nn.Linear(2, 2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="several devices .*'bias' on meta"):
         odd = nn.Linear(2, 2)
         odd.bias = nn.Parameter(torch.empty(2, device="meta"))
@@ -103,6 +111,12 @@ def changed_later(rank):
     fixed.module[0].requires_grad_(False)
     with pytest.raises(ValueError, match="freeze first, then wrap"):
         fixed(batch(0, rank))
+    model = weft.DataParallel(mlp())
+    with model.no_sync():
+        loss_of(model(batch(0, rank))).backward()
+    model.module[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'0.weight', '0.bias' frozen while gradients from no_sync\(\) wait"):
+        model(batch(0, rank))
 
 
 def test_a_module_that_changed_after_wrapping_is_refused():
@@ -221,6 +235,15 @@ def bad_gradient(rank, what):
     elif what == "graph":
         model = weft.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
         output = model(torch.ones(2, 3)).square().sum()
+    elif what.startswith("taken"):  # an optimizer that steps in backward; by hooks from before the wrapper, or after it
+        module = nn.Linear(3, 3)
+        hooked = module.weight if rank == 1 else nn.Parameter(torch.ones(1))
+        if what == "taken before":
+            hooked.register_post_accumulate_grad_hook(take_away)
+        model = weft.DataParallel(module, unused_parameters="zero")
+        if what == "taken after":
+            hooked.register_post_accumulate_grad_hook(take_away)
+        output = model(torch.ones(2, 3)).sum()
     else:  # one rank uses the weight in one checkpoint more than it did when the order was learned
         model = weft.DataParallel(Repeated())
         model(torch.ones(2, 3), 1).sum().backward()
@@ -228,6 +251,10 @@ def bad_gradient(rank, what):
     with pytest.raises(RuntimeError) as raised:
         output.backward(create_graph=what == "graph" and rank == 1)
     return str(raised.value)
+
+
+def take_away(parameter):
+    parameter.grad = None
 
 
 class Repeated(nn.Module):
@@ -247,6 +274,8 @@ class Repeated(nn.Module):
     [
         ("sparse", "rank 1: the gradient of '0.weight' is torch.sparse_coo; gradients must be dense"),
         ("graph", "rank 1: the gradient of '0.weight' is to be differentiated (create_graph=True)"),
+        ("taken before", "rank 1: a hook took the gradient of 'weight' away before the ranks had summed it"),
+        ("taken after", "rank 1: a hook took the gradient of 'weight' away before the ranks had summed it"),
         ("repeated", "rank 1: 'layer.weight' got another gradient after the 1 that it got in the first backward"),
     ],
 )

@@ -353,6 +353,14 @@ def test_pieces_that_not_every_rank_has_are_refused():
     run_ranks(pieces_of_other_parameters, 2)
 
 
+@pytest.mark.parametrize("kind", [weft.LARS, weft.LAMB])
+def test_complex_gradients_are_refused(kind):
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="takes no complex gradients"):
+        kind([parameter], lr=0.1).step()
+
+
 def test_without_adaption_lamb_is_adamw_and_lars_is_momentum():
     one, other = net(), net()
     train(one, weft.LAMB(one.parameters(), 0.01, eps=1e-8, weight_decay=0.1, adapt=False))

@@ -49,7 +49,10 @@ def check_same_module(
 
 
 def _description(parameter: torch.nn.Parameter) -> str:
-    return f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device.type}"
+    # Ranks whose elements lie in another order would sum one's with another's.
+    strides = torch.empty_like(parameter, device="meta")
+    order = "" if strides.is_contiguous() else f" with strides {strides.stride()}"
+    return f"{parameter.dtype} {tuple(parameter.shape)}{order} on {parameter.device.type}"
 
 
 def _difference(first: Wrapped, rank: int, other: Wrapped) -> str:

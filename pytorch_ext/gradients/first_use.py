@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from weft.gradients.module_state import OfWrapper
 from weft.gradients.sharding import Shards
 from weft.stages.owners import owners_of
 
@@ -31,9 +32,10 @@ class FirstUse:
         self._modules, self._watches = list(module.modules()), False
         for one in self._modules:
             for handle in (
-                one.register_forward_pre_hook(self._before(one), prepend=True),  # other hooks may compute a weight
-                one.register_state_dict_pre_hook(lambda *_: shards.wait()),
-                one.register_load_state_dict_pre_hook(lambda *_: shards.wait()),
+                # First, since other hooks may compute a weight.
+                one.register_forward_pre_hook(OfWrapper(self._before(one)), prepend=True),
+                one.register_state_dict_pre_hook(OfWrapper(lambda *_: shards.wait())),
+                one.register_load_state_dict_pre_hook(OfWrapper(lambda *_: shards.wait())),
             ):
                 weakref.finalize(self, handle.remove)
 

@@ -24,6 +24,7 @@ class Slot:
         into_main_grad: the gradient is added to the fp32 `main_grad` of the parameter, which is the view.
         due: how often autograd hands it a gradient in one backward (reentrant checkpoints may do so several times).
         arrivals: how often it did in this one.
+        given: the last time, it was a gradient and not None.
         touched: it got a gradient since the last reduction.
         reduced: what is in its place is the result of a reduction, and nothing has been added since.
     """
@@ -38,6 +39,7 @@ class Slot:
     into_main_grad: bool = False
     due: int = 1
     arrivals: int = 0
+    given: bool = False
     touched: bool = False
     reduced: bool = False
 
@@ -95,6 +97,7 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     counted differently) until it has bucket_bytes.
     """
     opened: dict[tuple, list[Slot]] = {}
+    opened_bytes: dict[tuple, int] = {}
     full: list[list[Slot]] = []
     for slot in slots:
         shard = shard_of(slot.parameter)
@@ -102,8 +105,10 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
         key = kinds, (shard.communicator, shard.cut.replicated) if shard else None, _counts(slot)
         members = opened.setdefault(key, [])
         members.append(slot)
-        if sum(map(padded_bytes, members)) >= bucket_bytes:
+        opened_bytes[key] = opened_bytes.get(key, 0) + padded_bytes(slot)
+        if opened_bytes[key] >= bucket_bytes:
             full.append(opened.pop(key))
+            del opened_bytes[key]
     rest = sorted(opened.values(), key=lambda members: slots.index(members[-1]))
     return full + rest
 

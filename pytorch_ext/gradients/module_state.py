@@ -1,6 +1,6 @@
 """What ranks must have alike besides gradients: parameters at the start, buffers before each forward."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -22,6 +22,24 @@ def broadcast(tensors: Iterable[torch.Tensor], ranks: Communicator, root: int = 
         ranks.broadcast_(flat, root)
         for tensor, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+class OfWrapper:
+    """A hook of the wrapper's on the module inside. A copy of the module (copy.deepcopy, pickle) has no wrapper, and
+    there the hook does nothing."""
+
+    def __init__(self, call: Callable | None = None):
+        self._call = call
+
+    def __call__(self, *arguments) -> None:
+        if self._call is not None:
+            self._call(*arguments)
+
+    def __deepcopy__(self, memo):
+        return OfWrapper()
+
+    def __reduce__(self):
+        return OfWrapper, ()
 
 
 class Trained:

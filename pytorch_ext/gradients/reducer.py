@@ -22,12 +22,17 @@ from weft.gradients.agreement import Trouble, Verdict
 from weft.gradients.layout import Bucket, Slot, lay_out, plan
 from weft.gradients.moving import put
 from weft.gradients.norms import counted, over_ranks, powers
-from weft.gradients.transport import Transport, Wait
+from weft.gradients.transport import BLOCK, Transport, Wait, measure
 from weft.stages.owners import owners_of
 
 if TYPE_CHECKING:
     from weft.gradients.sharding import Shards
 
+_STILL_RIGHT = 1e-5  # relative, of a squared norm: ten times what sums of a block in fp32 are off
+_TAKEN = (
+    "a hook took the gradient of {!r} away before the ranks had summed it (an optimizer that steps in backward would "
+    "step by this rank's own): leave .grad there until backward ends"
+)
 _OTHER_LAYOUT = "the gradient of {!r} is {}; gradients must be dense (for nn.Embedding, sparse=False)"
 
 
@@ -35,9 +40,10 @@ class Reducer:
     """Gradients of one module, from backward to where an optimizer finds them.
 
     Attributes:
-        sync: whether the backward that comes reduces (else gradients add up on each rank).
+        sync: whether the backward that comes reduces (else gradients add up on each rank): as the last forward said,
+            until an output of another forward tells better.
         among: ranks that take part; fewer than all once some have run out of inputs.
-        norm_squared: float64 [1], of all gradients after the last reduction.
+        norm_squared: float64 [1], of all gradients after the last reduction, or when they were measured since.
         owner: of a sharded optimizer, which takes the reduced gradients over.
     """
 
@@ -70,9 +76,20 @@ class Reducer:
         self._nonfinite: list[str] = []
         self._watched: dict[Slot, torch.autograd.graph.Node] = {}  # autograd alone would let go of the nodes
         self.watch()
+        weakref.finalize(self, _forget_main_grads, self.slots)
 
     def watch(self) -> None:
-        """From now on every parameter that requires a gradient is reduced; the next backward starts anew."""
+        """From now on every parameter that requires a gradient is reduced; the next backward starts anew.
+
+        Raises:
+            ValueError: one that does not has a gradient of this rank's own, from no_sync().
+        """
+        own = [slot.name for slot in self.slots if slot.touched and not slot.parameter.requires_grad]
+        if own:
+            raise ValueError(
+                f"DataParallel: {', '.join(map(repr, own))} frozen while gradients from no_sync() wait to be summed, "
+                "which they now never would be: freeze after a backward that reduces"
+            )
         self.buckets, self._learning = [], True
         for slot in self.slots:
             slot.bucket = slot.view = None
@@ -87,12 +104,16 @@ class Reducer:
 
     def begin_at(self, outputs: Sequence[torch.Tensor]) -> None:
         """Backward will come by these tensors first: of a backward inside of it (a reentrant checkpoint's), which
-        reaches parameters first, the end is not the end."""
-        me = weakref.ref(self)
+        reaches parameters first, the end is not the end. It reduces as this forward was told, whatever another forward
+        was since; of several forwards' outputs, if any of them was told to."""
+        me, sync = weakref.ref(self), self.sync
 
         def begin(_) -> None:
             reducer = me()
-            if reducer is not None and reducer.sync and reducer._task != torch._C._current_graph_task_id():
+            if reducer is None or reducer._task == torch._C._current_graph_task_id():
+                return
+            reducer._outputs_tell, reducer.sync = True, sync
+            if sync:
                 reducer._begin()
 
         self._outputs_tell = bool(outputs)
@@ -127,11 +148,13 @@ class Reducer:
 
     def _coming(self, slot: Slot, gradient: torch.Tensor | None):
         """Returns what autograd accumulates instead; None leaves it as it is."""
+        slot.given = False
         if gradient is None:
             return None
         if problem := self._problem_with(slot, gradient):
             self._problems.append(problem)
             return (None,)
+        slot.given = True
         if self._check_gradients and not gradient.isfinite().all():
             self._nonfinite.append(slot.name)
         if slot.view is None:
@@ -174,6 +197,11 @@ class Reducer:
                 self._move_in(slot, gradient)
         if not self.sync:
             return
+        if gradient is None and not slot.into_main_grad:
+            if slot.given:
+                self._problems.append(_TAKEN.format(slot.name))
+            elif slot.view is not None:  # an autograd function gave None
+                self._fill_in(slot)
         if self._task is None or (not self._outputs_tell and self._task != torch._C._current_graph_task_id()):
             self._begin()
         slot.arrivals += 1
@@ -232,7 +260,9 @@ class Reducer:
         trained = [slot for bucket in self.buckets for slot in bucket.slots]
         unused = [slot for slot in trained if not self._has_gradient(slot)]
         for slot in trained:
-            if not slot.arrivals:
+            if slot.arrivals and slot.touched and slot.parameter.grad is None and not slot.into_main_grad:
+                self._problems.append(_TAKEN.format(slot.name))
+            elif not slot.arrivals or (slot.parameter.grad is None and not slot.into_main_grad):
                 self._fill_in(slot)
         for bucket in self.buckets[len(self._waits) :]:
             bucket.missing = 0
@@ -314,6 +344,28 @@ class Reducer:
 
     # What gradients say.
 
+    def measure_anew(self) -> None:
+        """norm_squared becomes that of the gradients as they are now: unscaled, say, or clipped. A collective call
+        where ranks have parts."""
+        if self.owner is None:
+            self._gather_strays()
+        for bucket, held in zip(self.buckets, self.held(), strict=True):
+            # Sums in fp32 take an eighth of the time, and tell whether the reduction's norm is still right.
+            if held.is_cuda or not powers(held.split(BLOCK), 2.0).isclose(bucket.squared_norm, _STILL_RIGHT):
+                measure(held, bucket)
+        if self.buckets:
+            self.norm_squared = self._norm_squared()
+
+    def _gather_strays(self) -> None:
+        """What was taken away counts as zeros, and what was replaced is moved in."""
+        for slot in (slot for bucket in self.buckets for slot in bucket.slots if not slot.into_main_grad):
+            gradient = slot.parameter.grad
+            if gradient is None:
+                slot.view.zero_()
+            elif gradient.data_ptr() != slot.address:
+                put(gradient, slot)
+                slot.parameter.grad = slot.view.detach()
+
     def held(self) -> list[torch.Tensor]:
         """What this rank has of each bucket after a reduction: all of it, or its part under a sharded optimizer."""
         return [bucket.flat for bucket in self.buckets] if self.owner is None else self.owner.gradients()
@@ -336,3 +388,10 @@ class Reducer:
             start, stop = max(slot.offset - begin, 0), slot.offset + slot.parameter.numel() - begin
             if not held[start : max(stop, 0)].isfinite().all():
                 yield slot.name
+
+
+def _forget_main_grads(slots: Sequence[Slot]) -> None:
+    """The package's layers would go on to add gradients to them, and nobody reads them any more."""
+    for slot in slots:
+        if slot.into_main_grad and getattr(slot.parameter, "main_grad", None) is slot.view:
+            del slot.parameter.main_grad  # type: ignore[attr-defined]

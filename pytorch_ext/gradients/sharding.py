@@ -44,11 +44,10 @@ def piece_of(parameter: torch.Tensor) -> Piece | None:
 
 
 class _Place(NamedTuple):
-    """A piece, its gradient after a reduction, and the same stretch of the module's parameter."""
+    """A piece, and its gradient after a reduction."""
 
     piece: nn.Parameter
     gradient: torch.Tensor
-    value: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -60,7 +59,7 @@ class _Part:
         stepped: what the optimizer steps: `mine`, or an fp32 copy of it where gradients are in main_grad.
         gradients: of what is stepped, after a reduction.
         places: of the bucket's parameters.
-        known: where each of these lay when it was last looked at, and how often it had been written to.
+        known: where each of these lies.
     """
 
     bucket: Bucket
@@ -69,7 +68,7 @@ class _Part:
     stepped: torch.Tensor
     gradients: torch.Tensor
     places: dict[Slot, _Place] = field(default_factory=dict)
-    known: dict[Slot, tuple[int, int]] = field(default_factory=dict)
+    known: dict[Slot, int] = field(default_factory=dict)
 
     def add(self, reduced: torch.Tensor) -> bool:
         """Adds to the gradients that were not zeroed since the last time; whether there are any."""
@@ -193,16 +192,17 @@ class Shards:
         """
         self.wait()
         for part in self._parts.values():
-            for slot, at in part.places.items():
-                known, part.known[slot] = part.known[slot], _look_at(slot.parameter)
-                if known[0] != part.known[slot][0]:
+            for slot, address in part.known.items():
+                if slot.parameter.data_ptr() != address:
                     raise RuntimeError(
                         f"shard_optimizer=True: {slot.name!r} was given other memory since it was wrapped, and the "
                         "optimizer's steps would not reach it: write to it in place (copy_), or convert the module "
                         "(.to, .data = ...) before it is wrapped"
                     )
-                if known != part.known[slot] and part.stepped is not part.mine:
-                    at.piece.copy_(torch.where(at.piece.to(at.value.dtype) == at.value, at.piece, at.value))
+            if part.stepped is not part.mine:
+                written = part.stepped.to(part.mine.dtype) != part.mine
+                if written.any():
+                    part.stepped.copy_(torch.where(written, part.mine, part.stepped))
 
     @torch.no_grad()
     def reload(self) -> None:
@@ -239,11 +239,6 @@ class Shards:
             here = slice(slot.offset + start - begin, slot.offset + stop - begin) if start < stop else slice(0, 0)
             piece = nn.Parameter(stepped[here])
             piece._weft_piece = Piece(slot.name, slot.parameter, start, stop, self._ranks)  # type: ignore[attr-defined]
-            part.places[slot] = _Place(piece, part.gradients[here], mine[here])
-            part.known[slot] = _look_at(slot.parameter)
+            part.places[slot] = _Place(piece, part.gradients[here])
+            part.known[slot] = slot.parameter.data_ptr()
         return part
-
-
-def _look_at(parameter: nn.Parameter) -> tuple[int, int]:
-    """Where it lies, and how often it was written to other than through `.data`."""
-    return parameter.data_ptr(), parameter._version

@@ -17,7 +17,7 @@ from weft.comm.fusion import Fusion
 from weft.gradients.layout import Bucket
 
 _AVERAGE = op_code(dist.ReduceOp.AVG)
-_BLOCK = 1 << 15  # elements; in fp64 they stay in the second-level cache
+BLOCK = 1 << 15  # elements; in fp64 they stay in the second-level cache
 Wait = Callable[[], object]
 
 
@@ -161,7 +161,7 @@ def measure(part: torch.Tensor, bucket: Bucket) -> None:
         bucket.squared_norm.copy_(torch.linalg.vector_norm(part, dtype=torch.float64).square())
         return
     bucket.squared_norm.zero_()
-    for block in part.split(_BLOCK):  # torch's own norm in fp64 of an fp32 tensor takes ten times as long
+    for block in part.split(BLOCK):  # torch's own norm in fp64 of an fp32 tensor takes ten times as long
         wide = block.double()
         bucket.squared_norm += torch.dot(wide, wide)
 

@@ -58,7 +58,8 @@ class Layerwise(torch.optim.Optimizer):
         """A collective call of ranks with shards or pieces.
 
         Raises:
-            RuntimeError: sparse gradients. CollectiveMismatchError: the ranks have pieces of different parameters.
+            RuntimeError: sparse or complex gradients. CollectiveMismatchError: the ranks have pieces of different
+                parameters.
         """
         loss = None
         if closure is not None:
@@ -73,6 +74,14 @@ class Layerwise(torch.optim.Optimizer):
                     parameter.copy_(weight)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of main_grads, too, which it steps by."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+                    main_grad.zero_()
+
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         keep_types(self, state_dict)
@@ -82,6 +91,8 @@ class Layerwise(torch.optim.Optimizer):
         given = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
         if any(gradient.is_sparse for gradient in given.values()):
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients")
+        if any(gradient.is_complex() for gradient in given.values()):
+            raise RuntimeError(f"{type(self).__name__} takes no complex gradients: hold them as torch.view_as_real")
         parameters = list(given)
         weights = [wide(parameter.detach()) for parameter in parameters]
         gradients = [given[parameter].to(weight.dtype) for parameter, weight in zip(parameters, weights, strict=True)]
