@@ -104,7 +104,9 @@ class DataParallel(nn.Module, Joinable):
         self.ranks = communicator(group)
         parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         obstacle = _obstacle(module) or (obstacle_to_waiting(module) if overlap_param_gather else "")
-        check_same_module(self.ranks, obstacle, parameters, options)
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        others = {name: tensor for name, tensor in tensors if name not in parameters}
+        check_same_module(self.ranks, obstacle, parameters, others, options)
         device = next(iter(parameters.values())).device
         self.module = module
         self.require_backward_grad_sync = True  # DDP's name

@@ -34,6 +34,8 @@ def another_module(rank, what):
             module[2].double()
         elif what == "shape":
             module[2] = nn.Linear(37, 28)
+        elif what == "buffer":
+            module.register_buffer("steps", torch.zeros(3))
         elif what == "strides":
             module[2].weight = nn.Parameter(module[2].weight.t().contiguous().t())
         elif what == "frozen":
@@ -56,6 +58,7 @@ def another_module(rank, what):
             "strides",
             "'2.weight' is torch.float32 (29, 37) on cpu on rank 0, torch.float32 (29, 37) with strides (1, 29)",
         ),
+        ("buffer", "'steps', which is not trained, is not there on rank 0, torch.float32 (3,) on cpu on rank 1"),
         ("frozen", "rank 0 has the parameter '2.bias' (torch.float32 (29,) on cpu), which rank 1 does not train"),
         ("option", "rank 0 has bucket_mb=25, rank 1 has bucket_mb=1"),
     ],

@@ -16,10 +16,12 @@ from weft.gradients.layout import Slot
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What one rank tells of its module: why it cannot be wrapped, the trainable parameters in order, the options."""
+    """What one rank tells of its module: why it cannot be wrapped, the trainable parameters in order, frozen ones and
+    buffers, the options."""
 
     obstacle: str
     parameters: dict[str, str]
+    others: dict[str, str]
     options: dict[str, str]
 
 
@@ -32,12 +34,23 @@ class Trouble:
 
 
 def check_same_module(
-    ranks: Communicator, obstacle: str, parameters: dict[str, torch.nn.Parameter], options: dict
+    ranks: Communicator,
+    obstacle: str,
+    parameters: dict[str, torch.nn.Parameter],
+    others: dict[str, torch.Tensor],
+    options: dict,
 ) -> None:
     """Raises on every rank: ValueError where one of them has an obstacle, CollectiveMismatchError where one wraps
     something else. A collective call."""
-    described = {name: _description(parameter) for name, parameter in parameters.items()} if not obstacle else {}
-    mine = Wrapped(obstacle, described, {name: str(value) for name, value in options.items()})
+    if obstacle:
+        parameters, others = {}, {}
+    described = {name: _description(one, _order(one)) for name, one in parameters.items()}
+    mine = Wrapped(
+        obstacle,
+        described,
+        {name: _description(one) for name, one in others.items()},
+        {name: str(value) for name, value in options.items()},
+    )
     told: list[Wrapped] = ranks.notes(mine)
     obstacles = {rank: other.obstacle for rank, other in enumerate(told) if other.obstacle}
     if obstacles:
@@ -48,11 +61,14 @@ def check_same_module(
             raise CollectiveMismatchError(f'DataParallel on group "{ranks.name}": {difference}')
 
 
-def _description(parameter: torch.nn.Parameter) -> str:
-    # Ranks whose elements lie in another order would sum one's with another's.
-    strides = torch.empty_like(parameter, device="meta")
-    order = "" if strides.is_contiguous() else f" with strides {strides.stride()}"
-    return f"{parameter.dtype} {tuple(parameter.shape)}{order} on {parameter.device.type}"
+def _description(tensor: torch.Tensor, order: str = "") -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}{order} on {tensor.device.type}"
+
+
+def _order(parameter: torch.Tensor) -> str:
+    """Of its elements in memory, which is that of its gradient: sums are of what stands at the same place."""
+    placed = torch.empty_like(parameter, device="meta")
+    return "" if placed.is_contiguous() else f" with strides {placed.stride()}"
 
 
 def _difference(first: Wrapped, rank: int, other: Wrapped) -> str:
@@ -69,6 +85,10 @@ def _difference(first: Wrapped, rank: int, other: Wrapped) -> str:
             return f"the parameters are in another order: where rank 0 has {name!r}, rank {rank} has {same!r}"
         if what != its:
             return f"the parameter {name!r} is {what} on rank 0, {its} on rank {rank}"
+    for name in first.others | other.others:
+        what, its = (told.get(name, "not there") for told in (first.others, other.others))
+        if what != its:
+            return f"{name!r}, which is not trained, is {what} on rank 0, {its} on rank {rank}"
     return ""
 
 
