@@ -227,8 +227,30 @@ def raises_midway(rank):
         hook.remove()
 
 
+def raises_before_micro_batches(rank):
+    """Rank 0 is through with its micro-batch before rank 1 has sent what it had of the backward that raised."""
+    model = weft.DataParallel(mlp(), bucket_mb=1e-4)
+    loss_of(model(batch(0, rank))).backward()
+    model.zero_grad()
+    hook = model.module[2].register_forward_pre_hook(lambda _, x: RaiseOnce.apply(x[0], True))
+    time.sleep(0.3 * rank)
+    with pytest.raises(ArithmeticError):
+        loss_of(model(batch(0, rank))).backward()
+    hook.remove()
+    model.zero_grad()
+    with model.no_sync():
+        loss_of(model(batch(1, rank))).backward()
+    loss_of(model(batch(2, rank))).backward()
+    expected = weft.DataParallel(mlp(), bucket_mb=1e-4)
+    with expected.no_sync():
+        loss_of(expected(batch(1, rank))).backward()
+    loss_of(expected(batch(2, rank))).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
 def test_a_backward_after_one_that_raised_starts_clean():
     run_ranks(raises_midway, 2)
+    run_ranks(raises_before_micro_batches, 2)
 
 
 def bad_gradient(rank, what):

@@ -112,6 +112,8 @@ class Reducer:
             reducer = me()
             if reducer is None or reducer._task == torch._C._current_graph_task_id():
                 return
+            if reducer._task is not None:
+                reducer._abandon()
             reducer._outputs_tell, reducer.sync = True, sync
             if sync:
                 reducer._begin()
@@ -332,6 +334,7 @@ class Reducer:
         """The backward before raised before its end: what it has sent must come back before anything is written."""
         for wait in self._waits:
             wait()
+        self._task = None
         self._reset()
 
     def _reset(self) -> None:
