@@ -120,6 +120,11 @@ def changed_later(rank):
     model.module[0].requires_grad_(False)
     with pytest.raises(ValueError, match=r"'0.weight', '0.bias' frozen while gradients from no_sync\(\) wait"):
         model(batch(0, rank))
+    model.zero_grad()
+    model.module[0].requires_grad_(True)
+    model(batch(0, rank))
+    model.module[0].requires_grad_(False)
+    loss_of(model(batch(0, rank))).backward()
 
 
 def test_a_module_that_changed_after_wrapping_is_refused():

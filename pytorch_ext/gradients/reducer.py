@@ -84,7 +84,8 @@ class Reducer:
         Raises:
             ValueError: one that does not has a gradient of this rank's own, from no_sync().
         """
-        own = [slot.name for slot in self.slots if slot.touched and not slot.parameter.requires_grad]
+        frozen = [slot for slot in self.slots if not slot.parameter.requires_grad]
+        own = [slot.name for slot in frozen if slot.touched and slot.parameter.grad is not None]
         if own:
             raise ValueError(
                 f"DataParallel: {', '.join(map(repr, own))} frozen while gradients from no_sync() wait to be summed, "
@@ -199,13 +200,13 @@ class Reducer:
                 self._move_in(slot, gradient)
         if not self.sync:
             return
+        if self._task is None or (not self._outputs_tell and self._task != torch._C._current_graph_task_id()):
+            self._begin()
         if gradient is None and not slot.into_main_grad:
             if slot.given:
                 self._problems.append(_TAKEN.format(slot.name))
             elif slot.view is not None:  # an autograd function gave None
                 self._fill_in(slot)
-        if self._task is None or (not self._outputs_tell and self._task != torch._C._current_graph_task_id()):
-            self._begin()
         slot.arrivals += 1
         if self._learning:
             self._arrived.append(slot)
