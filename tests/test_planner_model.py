@@ -104,6 +104,16 @@ def family(kind, layers, hidden, heads, vocab, **more):
         (family("phi3", 32, 3072, 32, 32064, intermediate_size=8192), 3.82),
         (family("qwen2", 24, 896, 14, 151936, intermediate_size=4864, num_key_value_heads=2, tie_word_embeddings=True),
          0.494),
+        ({"model_type": "bloom", "n_embed": 14336, "n_layer": 70, "num_attention_heads": 112, "vocab_size": 250880}, 176.2),
+        # What these leave out is not hidden / heads, nor as many key-value heads as heads, nor an output layer.
+        (family("cohere", 40, 8192, 64, 256000, intermediate_size=22528, num_key_value_heads=64), 34.98),
+        (family("mistral", 32, 4096, 32, 32000, intermediate_size=14336), 7.24),
+        (family("gemma2", 26, 2304, 8, 256000, intermediate_size=9216), 2.614),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560,
+          "intermediate_size": 10240, "num_hidden_layers": 34}}, 3.88),
+        (family("starcoder2", 30, 3072, 24, 49152, intermediate_size=12288), 3.03),
+        (family("granite", 40, 4096, 32, 49155, intermediate_size=12800, num_key_value_heads=8,
+                tie_word_embeddings=True), 8.17),
     ],
 )  # fmt: skip
 def test_families_have_the_parameters_that_they_are_known_for(config, billions):
@@ -112,9 +122,13 @@ def test_families_have_the_parameters_that_they_are_known_for(config, billions):
 
 def test_missing_fields_are_named():
     lacking = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "vocab_size")}
-    with pytest.raises(ValueError, match=r"lacks hidden \(hidden_size or n_embd or d_model\), vocab \(vocab_size\)"):
+    with pytest.raises(
+        ValueError, match=r"lacks hidden \(hidden_size or n_embd or n_embed or d_model\), vocab \(vocab_size\)"
+    ):
         Model.of(lacking)
-    with pytest.raises(ValueError, match="lacks gated_mlp"):
+    with pytest.raises(
+        ValueError, match=r"lacks gated_mlp \(whether the MLP has a gate, true or false: model_type 'unheard-of' is not"
+    ):
         Model.of({**LLAMA, "model_type": "unheard-of"})
     assert Model.of({**LLAMA, "model_type": "unheard-of", "gated_mlp": True}).gated_mlp
 
@@ -145,6 +159,14 @@ def test_missing_fields_are_named():
         ({**LLAMA, "model_type": "bert"}, ValueError, "bert is an encoder, whose attention is not causal"),
         ({**LLAMA, "model_type": "vit"}, ValueError, "vit is of images"),
         ({**LLAMA, "word_embed_proj_dim": 512}, ValueError, "word_embed_proj_dim=512 is not hidden_size=4096"),
+        ({**LLAMA, "tie_word_embeddings": "false"}, ValueError, "tie_word_embeddings='false' must be true or false"),
+        ({**LLAMA, "add_cross_attention": True}, ValueError, "add_cross_attention: the planner knows"),
+        ({**family("gpt2", 12, {}, 12, 50257), "n_positions": 1024}, ValueError, r"lacks intermediate \("),
+        (
+            family("opt", 24, 2048, 32, 50272, ffn_dim=8192),
+            ValueError,
+            r"lacks positions \(n_positions or max_position",
+        ),
         (3, TypeError, "and not a int"),
     ],
 )
@@ -185,6 +207,7 @@ def test_a_measured_machine_is_taken_as_measured(tmp_path):
         ({"devices_per_node": 0}, "devices_per_node=0 must be a positive number"),
         ({"full_speed_ranks": 1.5}, "full_speed_ranks=1.5 must be a whole number"),
         ({"launch_us": float("nan")}, "launch_us=nan must be a number"),
+        ({"memory_gib": 10**400}, "memory_gib=1000.* must be a positive number"),
         ({"memory_gbs": 3}, "memory_gbs: no such field; there are memory_gib, memory_gb_s"),
     ],
 )
@@ -200,9 +223,11 @@ def test_a_hardware_file_that_lacks_fields_names_them(tmp_path):
     path.write_text('{"weft_hardware": 2, "memory_gib": 3, "memory_gb_s": 3}')
     with pytest.raises(ValueError, match="lacks node_gb_s, network_gb_s, peak_tflops"):
         Hardware.of(path)
-    path.write_text("not json")
-    with pytest.raises(ValueError, match="is not JSON"):
-        Hardware.of(path)
+    for text in ("not json", "[" * 100_000):
+        path.write_text(text)
+        for read in (Hardware.of, Model.of):
+            with pytest.raises(ValueError, match="is not JSON"):
+                read(path)
 
 
 def test_a_job_names_what_it_does_not_know():

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from math import isfinite
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 VERSION = 2  # of the file's format
@@ -86,9 +86,10 @@ class Hardware:
         if not path.is_file():
             raise ValueError(f"hardware {str(source)!r} is neither a file nor one of {', '.join(presets())}")
         try:
-            return _from_file(path, json.loads(path.read_text()))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            values = json.loads(path.read_text())
+        except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without an end
             raise ValueError(f"{path} is not JSON: {error}") from None
+        return _from_file(path, values)
 
     def with_nodes_of(self, devices: int) -> "Hardware":
         """The same devices in nodes of another size.
@@ -177,8 +178,8 @@ def _from_file(path: Path, values: Any) -> Hardware:
     rates = values["peak_tflops"] if isinstance(values["peak_tflops"], dict) else {"peak_tflops": None}
     for key, value in {**numbers, **rates}.items():
         positive = key in _REQUIRED or key in rates or key in _POSITIVE
-        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if not number or value < 0 or (positive and value == 0):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value <= float_info.max or (positive and value == 0):
             raise ValueError(f"{path}: {key}={value!r} must be a {'positive ' if positive else ''}number")
         if key in _WHOLE and value != int(value):
             raise ValueError(f"{path}: {key}={value!r} must be a whole number")

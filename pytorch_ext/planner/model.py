@@ -9,33 +9,45 @@ from pathlib import Path
 from typing import Any
 
 # Whether the MLP has a gate; a model type that is not listed must say so itself ("gated_mlp": true or false).
-_WITH_A_GATE = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo",
-    "olmo2",
-    "cohere",
-]
-_WITHOUT = ["gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt"]
+_WITH_A_GATE = (
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2"),
+    *("olmo3", "cohere", "cohere2", "granite", "smollm3", "glm", "glm4", "exaone4", "ernie4_5", "seed_oss", "stablelm"),
+)
+_WITHOUT = (
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "apertus"),
+    "arcee",
+)
 _GATED = {**dict.fromkeys(_WITH_A_GATE, True), **dict.fromkeys(_WITHOUT, False)}
 # Linear layers and norms with a bias throughout.
 _BIASED = {"gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "phi", "starcoder2"}
 _LEARNED_POSITIONS = {"gpt2", "gpt_neo", "opt"}
 _FOUR_TIMES = {"gpt2", "gpt_neo", "gptj", "bloom", "falcon", "mpt"}  # the MLP is 4 x hidden where nothing else is said
-_TIED = _FOUR_TIMES - {"gptj"} | {"opt", "gemma", "gemma2", "gemma3_text"}  # where the configuration does not say
+# Where the configuration does not say.
+_TIED = _FOUR_TIMES - {"gptj"} | {"opt", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "starcoder2"}
+_TIED |= {"smollm3", "ernie4_5"}
+# What transformers' class of a model type takes for a size that is not there; null is not that.
+_DEFAULTS = {
+    "mistral": {"kv_heads": 8},
+    "ministral3": {"kv_heads": 8, "head_dim": 128},
+    "qwen3": {"head_dim": 128},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "kv_heads": 4},
+    "gemma3_text": {"head_dim": 256, "kv_heads": 4, "heads": 8, "vocab": 262208},
+    "starcoder2": {"kv_heads": 2},
+    "smollm3": {"kv_heads": 4},
+    "cohere2": {"head_dim": 128},
+    "glm": {"head_dim": 128, "kv_heads": 2},
+    "glm4": {"head_dim": 128, "kv_heads": 2},
+    "ernie4_5": {"head_dim": 128, "kv_heads": 2},
+    "seed_oss": {"head_dim": 128, "kv_heads": 8},
+}
 _MLP_IN_THE_LAYER = {"opt"}
 _MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert"}
 _OF_IMAGES = {"vit", "deit", "swin", "dinov2", "clip"}
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
@@ -181,7 +193,7 @@ def _from_name(source: str | Path) -> Model:
         raise ValueError(f"model {str(source)!r} is neither a file nor one of {', '.join(presets())}")
     try:
         config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without an end
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object with the model's sizes, and holds a {type(config).__name__}")
@@ -191,7 +203,9 @@ def _from_name(source: str | Path) -> Model:
 def _from_config(config: Mapping, name: str) -> Model:
     """A Hugging Face configuration, or the planner's own names."""
     if isinstance(config.get("text_config"), Mapping):  # a model of text and images: its language half
-        config = config["text_config"]
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**outer, **config["text_config"]}
+        name += " (its language half)"
     kind = str(config.get("model_type", ""))
     unknown = _unknown(config, kind)
     if unknown:
@@ -201,25 +215,29 @@ def _from_config(config: Mapping, name: str) -> Model:
         value = next((config[key] for key in (field, *aliases) if config.get(key) is not None), None)
         if value is not None:
             found[field] = value
-    if "intermediate" not in found and kind in _FOUR_TIMES and "hidden" in found:
+        elif not any(key in config for key in (field, *aliases)) and field in _DEFAULTS.get(kind, {}):
+            found[field] = _DEFAULTS[kind][field]
+    if "intermediate" not in found and kind in _FOUR_TIMES and isinstance(found.get("hidden"), int):
         found["intermediate"] = 4 * found["hidden"]
     if kind == "falcon" and not config.get("new_decoder_architecture"):  # only then does it read num_kv_heads
         found["kv_heads"] = 1 if config.get("multi_query", True) else found.get("heads", 0)
     if kind not in _LEARNED_POSITIONS and "positions" not in config:
         found.pop("positions", None)
     if "gated_mlp" in config or kind in _GATED:
-        found["gated_mlp"] = bool(config.get("gated_mlp", _GATED.get(kind)))
-    wanted = ("layers", "hidden", "intermediate", "heads", "vocab", "gated_mlp")
+        found["gated_mlp"] = _flag(config, ("gated_mlp",), _GATED.get(kind, False), name)
+    wanted = ["layers", "hidden", "intermediate", "heads", "vocab", "gated_mlp"]
+    if kind in _LEARNED_POSITIONS:
+        wanted.append("positions")
+    unknown_type = f"whether the MLP has a gate, true or false: model_type {kind!r} is not known"
     missing = [
-        f"{field} ({' or '.join(_NAMES[field])})" if field in _NAMES else field
+        f"{field} ({' or '.join(_NAMES[field]) if field in _NAMES else unknown_type})"
         for field in wanted
         if field not in found
     ]
     if missing:
         raise ValueError(f"{name}: the configuration lacks {', '.join(missing)}")
-    tied = config.get("tied_embeddings", config.get("tie_word_embeddings", kind in _TIED))
     found |= {
-        "tied_embeddings": bool(tied),
+        "tied_embeddings": _flag(config, ("tied_embeddings", "tie_word_embeddings"), kind in _TIED, name),
         "bias": bool(config.get("bias", config.get("mlp_bias", kind in _BIASED))),
         "qkv_bias": bool(config.get("qkv_bias", config.get("attention_bias", kind == "qwen2"))),
         "qk_norm": bool(config.get("qk_norm", kind == "qwen3")),
@@ -230,6 +248,14 @@ def _from_config(config: Mapping, name: str) -> Model:
     return replace(Model(**{key: value for key, value in found.items() if key in own}), name=name)
 
 
+def _flag(config: Mapping, keys: tuple[str, ...], default: bool, name: str) -> bool:
+    """The first of the keys that is there; a text is refused, since "false" would count as true."""
+    value = next((config[key] for key in keys if config.get(key) is not None), default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: {' or '.join(keys)}={value!r} must be true or false")
+    return value
+
+
 def _unknown(config: Mapping, kind: str) -> str:
     """What of a configuration says that it is not a model of this kind; "" where nothing does."""
     experts = next((key for key in _MIXTURES if config.get(key) not in (None, 0, 1)), None)
@@ -237,6 +263,8 @@ def _unknown(config: Mapping, kind: str) -> str:
         return f"{experts}={config[experts]}"
     if config.get("is_encoder_decoder"):
         return "is_encoder_decoder"
+    if config.get("add_cross_attention"):
+        return "add_cross_attention"
     if kind in _ENCODERS:
         return f"{kind} is an encoder, whose attention is not causal"
     if kind in _OF_IMAGES:
