@@ -75,6 +75,17 @@ def test_the_bubble_is_the_formula_of_narayanan_et_al():
     assert pipeline("zero-bubble", pp=7, layers=8).bubble > 0  # unequal stages wait for the longest, not here
 
 
+def test_zero_bubble_fills_with_no_more_than_there_is():
+    # One micro-batch: the stages before the last do not wait for weights' gradients, and nothing else fills the rest.
+    job = Job(replace(GPT, vocab=1), replace(ROUND, node_bytes_s=1e30, devices_per_node=4), 100, 4, optimizer="sgd")
+    plain, zero = (Clock(job).step(Layout(pp=4, micro_batch=4, schedule=name)) for name in ("1f1b", "zero-bubble"))
+    weights = Clock(job).block(1, 1, 4, "none").weight * GPT.layers / 4
+    assert plain.seconds - zero.seconds == pytest.approx(3 * weights)
+    # Weights' gradients that take most of the time, since they are short of tiles: idle time does not go below none.
+    thin = Job(Model(64, 96, 4096, 3, 10, gated_mlp=False), Hardware.of("h200"), 512, 256, "fp32")
+    assert Clock(thin).step(Layout(pp=8, tp=3, micro_batch=16, schedule="zero-bubble")).bubble == 0
+
+
 # Milliseconds of forward and backward of a layer of the 22B model on eight A100: Korthikanti et al. 2022, table 4.
 LAYER_TIMES = [
     (False, "none", 7.7, 11.9),
@@ -194,8 +205,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     text = str(caught.value)
     assert "does not fit on 8 x a100-40gb" in text and "more than the 39.4 GiB there are" in text
     assert "It would fit with 48 devices or b200" in text
+    with pytest.raises(ValueError, match="It would fit with a sequence of 238418"):
+        plan("llama-3-8b", gpus=8, hardware="h100", sequence_length=10**12, global_batch=64)
     plan("llama-3-70b", gpus=48, hardware="a100-40gb", sequence_length=8192, global_batch=96)
-    with pytest.raises(ValueError, match=r"no mesh is possible.*shares a factor with 997"):
+    with pytest.raises(ValueError, match=r"no mesh is possible: no such mesh of 997: pp <= .*shares a factor with 997"):
         plan("llama-3-70b", gpus=997, hardware="h100", sequence_length=128, global_batch=64)
     for wrong, message in (({"gpus": 0}, "gpus=0"), ({"recompute": "some"}, "recompute='some' is none of none, ")):
         with pytest.raises(ValueError, match=message):

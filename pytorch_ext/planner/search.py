@@ -291,6 +291,10 @@ def _impossible(job: Job, gpus: int, names: tuple[str, ...]) -> str:
         return f"a batch of {job.global_batch} sequences does not divide over {gpus} ranks"
     if _factors(gpus) < len(names):
         return f"{gpus} is no product of {len(names)} sizes above 1"
+    return _limits(job, gpus, names)
+
+
+def _limits(job: Job, gpus: int, names: tuple[str, ...]) -> str:
     limits = {
         "pp": f"pp <= {job.model.layers} layers",
         "dp": f"dp divides a batch of {job.global_batch}",
@@ -305,7 +309,7 @@ def too_big(job: Job, gpus: int, recompute: str | None, found: Found) -> str:
     if found.leanest is None:
         return (
             f"{job.model.name} on {gpus} devices: no mesh is possible: "
-            f"{_impossible(job, gpus, DIMENSIONS)}. Choose a global batch that shares a factor with {gpus}."
+            f"{_limits(job, gpus, DIMENSIONS)}. Choose a global batch that shares a factor with {gpus}."
         )
     layout, memory = found.leanest
     over = memory.total - job.hardware.memory_bytes
@@ -328,8 +332,11 @@ def too_big(job: Job, gpus: int, recompute: str | None, found: Found) -> str:
         remedies.append("recompute full")
     if job.optimizer != "sgd" and _fits(replace(job, optimizer="sgd"), gpus, level):
         remedies.append("an optimizer without states (sgd)")
-    if job.sequence_length > 1 and _fits(replace(job, sequence_length=job.sequence_length // 2), gpus, level):
-        remedies.append(f"a sequence of {job.sequence_length // 2}")
+    shorter = job.sequence_length // 2
+    while shorter >= MIN_TOKENS and not _fits(replace(job, sequence_length=shorter), gpus, level):
+        shorter //= 2
+    if shorter >= MIN_TOKENS:
+        remedies.append(f"a sequence of {shorter}")
     return f"{text}. It would fit with {' or '.join(remedies) if remedies else 'a smaller model only'}."
 
 

@@ -98,7 +98,10 @@ class Clock:
         transfers = self._transfers(layout) if layout.pp > 1 else 0.0
         idle = (layout.pp - 1) / layout.chunks * (mean + transfers)
         if layout.schedule == "zero-bubble":
-            idle -= (layout.pp - 1) * 2 * job.model.layers / layout.pp * block.weight
+            # Backward passes on before the weights' gradients are there: pp - 1 stages do not wait for them; and those
+            # of the micro-batches before the last, as many as there are, fill what still is idle.
+            filling = layout.pp - 1 + min(m - 1, layout.pp - 1)
+            idle = max(0.0, idle - filling * job.model.layers / layout.pp * block.weight)
         gradients, update = self.synchronisation(layout.pp, layout.dp, layout.cp, layout.tp, layout.zero)
         if layout.zero >= 2:
             gradients *= m if layout.zero == 2 else 0  # stage 3 scatters them with the layers, see _weights_gathered
