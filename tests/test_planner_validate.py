@@ -88,6 +88,14 @@ def write(path, **changes):
     return str(path)
 
 
+def test_weights_that_no_rank_can_hold_are_taken_as_sharded(tmp_path):
+    """OPT-175B (Zhang et al. 2022): tensor parallelism in a node and FSDP over 124 of them, 147 TFLOP/s."""
+    model = {"layers": 96, "hidden": 12288, "heads": 96, "kv_heads": 96, "intermediate": 49152, "vocab": 50272}
+    mesh = {"gpus": 992, "tp": 8, "dp": 124, "global_batch": 992, "tflops_per_gpu": 147}
+    (row,) = validate(write(tmp_path / "runs.csv", **model, **mesh))
+    assert row.layout.zero == 3 and abs(row.error) < 0.08
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -96,6 +104,8 @@ def write(path, **changes):
         ({"dp": "31"}, "line 2: pp=1 x dp=31 x cp=1 x tp=1 is not gpus=32"),
         ({"recompute": "twice"}, "line 2: recompute='twice' is none of none, selective, full"),
         ({"tflops_per_gpu": ""}, "line 2: seconds_per_iteration='' must be a number"),
+        ({"tflops_per_gpu": "nan"}, "line 2: tflops_per_gpu=nan must be more than 0"),
+        ({"source": "x" * 200_000}, "runs.csv: field larger than field limit"),
         ({"overlap": "most"}, "line 2: overlap='most' is none of"),
         ({"hidden": None, "vocab": None}, "lacks the columns hidden, vocab"),
     ],

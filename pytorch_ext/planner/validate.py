@@ -2,7 +2,8 @@
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from weft.planner.hardware import Hardware
@@ -57,7 +58,10 @@ def validate(path: str | Path, device: Callable[[str], Hardware] = Hardware.of) 
         lacking = [name for name in _REQUIRED if name not in (reader.fieldnames or ())]
         if lacking:
             raise ValueError(f"{path}: lacks the columns {', '.join(lacking)}")
-        rows = [row for row in reader if any(row.values())]
+        try:
+            rows = [row for row in reader if any(row.values())]
+        except csv.Error as error:
+            raise ValueError(f"{path}: {error}") from None
     if not rows:
         raise ValueError(f"{path}: has no rows")
     compared = []
@@ -77,6 +81,10 @@ def mean_error(compared: list[Comparison]) -> float:
 def _compare(row: dict[str, str], device: Callable[[str], Hardware]) -> Comparison:
     job, recompute = _job(row, device), row["recompute"] or "none"
     layouts = _layouts(row, job, recompute)
+    if _sharded(job, layouts[0]):
+        layouts = [replace(layout, zero=3) for layout in layouts]
+        if not row.get("overlap"):
+            job = replace(job, overlap="some")  # gathering ahead is part of it
     fitting = [layout for layout in layouts if Scale(job).memory(layout).total <= job.hardware.memory_bytes]
     clock = Clock(job)
     # A published run did fit, whatever the planner thinks of its memory.
@@ -94,6 +102,14 @@ def _compare(row: dict[str, str], device: Callable[[str], Hardware]) -> Comparis
     return Comparison(source, job.model.parameters, layout.ranks, layout, unit, published, predicted, flops)
 
 
+def _sharded(job: Job, layout: Layout) -> bool:
+    """Whether the weights must have been sharded over the data-parallel ranks too (ZeRO stage 3, FSDP): there is no
+    pipeline, and weights and gradients are more than a device can hold."""
+    memory = Scale(job).memory(replace(layout, zero=1))
+    too_much = memory.weights + memory.gradients + memory.optimizer > job.hardware.memory_bytes
+    return layout.pp == 1 and layout.data_ranks > 1 and too_much
+
+
 def _number(row: dict[str, str], name: str, kind=int, default=None):
     text = (row.get(name) or "").strip()
     if not text and default is not None:
@@ -102,7 +118,7 @@ def _number(row: dict[str, str], name: str, kind=int, default=None):
         value = kind(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} must be a number") from None
-    if value <= 0:
+    if not 0 < value < inf:
         raise ValueError(f"{name}={text} must be more than 0")
     return value
 
@@ -116,7 +132,7 @@ def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
     has fused attention. A column "overlap" (none, some, all) says otherwise of the communication, and a column
     "network_gb_s" of the datasheet's rate between nodes, per device and direction.
     """
-    hardware = device(row["hardware"])
+    hardware = device(row["hardware"] or "")
     if row.get("network_gb_s"):
         hardware = hardware.with_network_of(_number(row, "network_gb_s", float))
     recompute = row["recompute"] or "none"
