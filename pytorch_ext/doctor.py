@@ -8,12 +8,14 @@ import importlib.metadata
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 SELF_TEST_S = 60
+_IMPORTED = ("torch", "weft._C")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,24 @@ class Diagnosis:
 
 def doctor() -> Diagnosis:
     """Probes this machine. Nothing is changed, and no driver, no nvcc and no triton are states, not faults."""
-    return Diagnosis(tuple(_probe(name, probe) for name, probe in PROBES.items()))
+    deadly = {name: how for name in _IMPORTED if name not in sys.modules and (how := _death_by_import(name))}
+    sys.modules.update(dict.fromkeys(deadly))  # type: ignore[arg-type]  # an import of these now raises in the probes, and ends nothing
+    try:
+        findings = [Finding(f"import {name}", False, how) for name, how in deadly.items()]
+        return Diagnosis((*findings, *(_probe(name, probe) for name, probe in PROBES.items())))
+    finally:
+        for name in deadly:
+            del sys.modules[name]
+
+
+def _death_by_import(name: str) -> str:
+    """How a process ends that imports this, where that is its end and no error that a probe can catch; else ""."""
+    command = [sys.executable, "-c", f"try: import {name}\nexcept Exception: pass"]
+    status = subprocess.run(command, capture_output=True, timeout=SELF_TEST_S).returncode
+    if not status:
+        return ""
+    how = f"signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exit status {status}"
+    return f"ends the process: {how}"
 
 
 def _probe(name: str, probe: Callable[[], tuple[bool | None, str]]) -> Finding:
@@ -153,11 +172,14 @@ def _shared_memory() -> tuple[bool | None, str]:
         os.posix_fallocate(descriptor, 0, 1 << 20)
     finally:
         os.close(descriptor)
-    status = os.statvfs("/dev/shm")
+    try:
+        status = os.statvfs("/dev/shm")
+        there = f"has {status.f_bavail * status.f_frsize >> 20} MiB"
+    except OSError:
+        there = "is not there"
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
-    text = f"memfd works; /dev/shm (not used) has {status.f_bavail * status.f_frsize >> 20} MiB; locked memory: {limit}"
-    return True, text
+    return True, f"memfd works; /dev/shm (not used) {there}; locked memory: {limit}"
 
 
 def _cores() -> tuple[bool | None, str]:
@@ -186,7 +208,9 @@ def _self_test() -> tuple[bool | None, str]:
     """Two ranks, in processes of their own: this one may have touched CUDA, which does not survive a fork."""
     command = [sys.executable, "-c", "from weft.doctor import two_ranks; two_ranks()"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SELF_TEST_S)
-    return done.returncode == 0, (done.stdout if done.returncode == 0 else done.stderr[-2000:]).strip()
+    if done.returncode:
+        return False, "\n".join(done.stderr.splitlines()[-20:]) or f"exit status {done.returncode}"
+    return True, done.stdout.strip()
 
 
 def two_ranks() -> None:

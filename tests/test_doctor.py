@@ -1,5 +1,6 @@
 """weft doctor: every probe stands alone, and the exit code says whether there is a fault."""
 
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,24 @@ def test_a_probe_that_fails_is_a_finding_and_stops_no_other(monkeypatch, capsys)
     assert Finding("cores", False, "OSError: no such thing") in found.findings
     assert cli.main(["doctor"]) == 1
     assert "cores                FAULT  OSError: no such thing" in capsys.readouterr().out
+
+
+def test_a_torch_that_ends_the_process_ends_no_probe(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    command = [sys.executable, "-c", "from weft import cli; raise SystemExit(cli.main(['doctor']))"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "import torch         FAULT  ends the process: signal 11 (Segmentation fault)" in done.stdout
+    assert all(f"\n{name}" in done.stdout for name in PROBES)
+
+
+def test_a_machine_without_dev_shm_is_healthy(monkeypatch):
+    def statvfs(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    ok, text = PROBES["shared memory"]()
+    assert ok and "/dev/shm (not used) is not there" in text
 
 
 def test_a_finding_of_several_lines_stays_in_its_column():
