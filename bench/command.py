@@ -87,18 +87,18 @@ def _measure(name: str, arguments: list[str], command: str) -> int:
     rows = _rows(name, module, options, report.console())
     found = report.results(name, suite, module, rows, command, options.rounds)
     columns, cells = module.columns(), [module.cells(row) for row in rows]
-    report.print_table(found, columns, cells)
     if options.json:
         report.save_json(found, options.json)
     if options.csv:
         report.save_csv(found, options.csv)
+    if record:
+        report.append(found, record)
     pictures = _pictures(module, rows, found) if options.plot or options.html else []
     if options.plot:
         Path(options.plot).write_bytes(pictures[0])
     if options.html:
         Path(options.html).write_text(page.page(found, columns, cells, pictures))
-    if record:
-        report.append(found, record)
+    report.print_table(found, columns, cells)  # last: a reader who leaves (head) takes nothing of the rest along
     for path in written:
         print(f"saved to {path}")
     return 0

@@ -2,14 +2,31 @@
 
 import argparse
 import importlib
+import os
 import shlex
 import sys
 
 _TUNED = ["matmul"]
 
 
+INTERRUPTED = 130  # as a shell has it for a command that Ctrl-C ended
+
+
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Runs the command; gives its exit status."""
+    try:
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read along (head) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit says so again
+        return 1
+    except KeyboardInterrupt:
+        print("weft: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
     options = make_parser().parse_args(arguments)
     if options.command == "doctor":
         return _doctor()

@@ -111,6 +111,25 @@ def test_all_outputs_hold_every_row_with_what_it_was_measured_on(fake, tmp_path,
         assert float(line["limit.p80_us"]) == row.limit.p80_us
 
 
+def test_results_are_kept_where_nobody_reads_the_table(fake, tmp_path, monkeypatch):
+    def leave(*arguments):
+        raise SystemExit(1)  # rich's answer to a broken pipe
+
+    monkeypatch.setattr(report, "print_table", leave)
+    with pytest.raises(SystemExit):
+        main(["bench", "fake-one", "--json", str(tmp_path / "out.json"), "--html", str(tmp_path / "out.html")])
+    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 3 and (tmp_path / "out.html").exists()
+
+
+def test_an_interrupted_bench_says_so_and_keeps_nothing(fake, tmp_path, monkeypatch, capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "run", interrupted)
+    assert main(["bench", "fake-one", "--json", str(tmp_path / "out.json")]) == 130
+    assert capsys.readouterr().err == "weft: interrupted\n" and not list(tmp_path.iterdir())
+
+
 class Page(HTMLParser):
     """The cells of each table by its id, the references, and that every element is closed."""
 

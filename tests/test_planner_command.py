@@ -20,6 +20,14 @@ def weft(*arguments, code=0):
     return done.stdout if code == 0 else done.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_who_leaves_gets_no_traceback(options):
+    main = f"from weft.cli import main; import sys; sys.exit(main({['plan', *LLAMA, *options]!r}))"
+    told = subprocess.Popen([sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    told.stdout.close()
+    assert (told.stderr.read(), told.wait()) == ("", 1)
+
+
 def test_the_arithmetic_imports_the_standard_library_only():
     code = (
         "import sys, weft.planner; print({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"

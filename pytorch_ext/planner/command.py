@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
         _check(options)
         vars(options).update({name: value for name, value in DEFAULTS.items() if getattr(options, name) is None})
         return _validate(options) if options.validate else _plan(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, OSError, ImportError, OverflowError) as error:
         print(f"weft plan: {error}", file=sys.stderr)
         return USAGE_ERROR
