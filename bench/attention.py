@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import weft
 from weft.bench.measure import Quantiles, alternate, slowest_rank
 from weft.bench.sent import counted
+from weft.bench.suites import positive
 from weft.testing.ranks import run_ranks
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -46,7 +47,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", action="append", type=int, help="2048, 4096, 8192 and 16384 by default")
+    parser.add_argument("--length", action="append", type=positive, help="2048, 4096, 8192 and 16384 by default")
 
 
 def columns() -> list[str]:

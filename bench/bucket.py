@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.suites import positive
 from weft.kernels.bucket import Bucket, Statistics, reduce
 from weft.testing import cases, reference
 
@@ -13,7 +14,7 @@ __all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "ru
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers of Llama 3 8B in a bucket (default 4)")
+    parser.add_argument("--layers", type=positive, default=4, help="decoder layers of Llama 3 8B (default 4)")
 
 
 def run(options) -> list[Row]:

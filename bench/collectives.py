@@ -16,7 +16,7 @@ import torch.distributed as dist
 import weft
 from weft.bench import ddp
 from weft.bench.measure import Quantiles, alternate, slowest_rank
-from weft.bench.suites import RefusedError
+from weft.bench.suites import RefusedError, positive
 from weft.testing.ranks import on_machines, run_ranks
 
 DDP_STEP = "ddp_step"  # forward, backward and reduction of gradients; its bytes are the gradients'
@@ -69,22 +69,29 @@ class Line:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--minbytes", type=_bytes, default=4096, help="smallest size (default 4K)")
     parser.add_argument("-e", "--maxbytes", type=_bytes, default=25 << 20, help="largest size (default 25M)")
-    parser.add_argument("-f", "--stepfactor", type=int, default=0, help="factor between sizes (default: 4K, 1M, 25M)")
+    parser.add_argument("-f", "--stepfactor", type=_factor, default=0, help="between sizes (default: 4K, 1M, 25M)")
     parser.add_argument(
         "-d", "--datatype", choices=DATATYPES, default="float32", metavar="TYPE", help=f"of {', '.join(DATATYPES)}"
     )
-    parser.add_argument("-n", "--iters", type=int, default=0, help="calls a measurement (default: by size)")
+    parser.add_argument("-n", "--iters", type=positive, default=0, help="calls a measurement (default: by size)")
     parser.add_argument(
         "--machines",
         metavar="NAMES",
         help="a letter a rank: pretend that ranks run on these machines, joined over loopback (aabb)",
     )
-    parser.add_argument("--op", nargs="*", choices=OPERATIONS, default=list(OPERATIONS), help="operations to run")
+    parser.add_argument("--op", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="operations to run")
 
 
 def _bytes(text: str) -> int:
     units = {"K": 10, "M": 20, "G": 30}
-    return int(text[:-1]) << units[text[-1].upper()] if text[-1].upper() in units else int(text)
+    unit = text[-1:].upper()
+    return int(text[:-1]) << units[unit] if unit in units else int(text)
+
+
+def _factor(text: str) -> int:
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes would not grow; say at least 2")
+    return int(text)
 
 
 def sizes(options: argparse.Namespace) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.bench.measure import ROUNDS
-from weft.bench.suites import SUITES, RefusedError
+from weft.bench.suites import SUITES, RefusedError, positive
 
 USAGE_ERROR = 2
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="with --save: how many are to share this machine (default: one a core)",
     )
@@ -129,9 +129,9 @@ def _pictures(module, rows: list, found: Mapping[str, Any]) -> list[bytes]:
 
 def _parser(name: str, module) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"weft bench {name}", description=SUITES[name].text)
-    parser.add_argument("--world", type=_positive, default=2, help="ranks (default 2; of several_gpus, every GPU)")
+    parser.add_argument("--world", type=positive, default=2, help="ranks (default 2; of several_gpus, every GPU)")
     parser.add_argument(
-        "--rounds", type=_positive, default=ROUNDS, help=f"measurements of each contender (default {ROUNDS})"
+        "--rounds", type=positive, default=ROUNDS, help=f"measurements of each contender (default {ROUNDS})"
     )
     parser.add_argument("--json", metavar="FILE", help="save everything there")
     parser.add_argument("--csv", metavar="FILE", help="save the rows there, a column for each figure")
@@ -146,12 +146,6 @@ def _parser(name: str, module) -> argparse.ArgumentParser:
     )
     module.add_arguments(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
 
 
 def _share(text: str) -> float:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.suites import positive
 from weft.ops.cross_entropy import fused_cross_entropy
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
@@ -15,7 +16,7 @@ __all__ = ["LIMIT", "add_arguments", "cells", "columns", "contest", "rows", "run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=positive, default=8192)
 
 
 def run(options) -> list[Row]:

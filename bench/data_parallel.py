@@ -177,7 +177,7 @@ SUBJECTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=list(SUBJECTS), help="models to run")
+    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="models to run")
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.suites import positive
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import matmul
 from weft.kernels.matmul_tiles import Problem, problem_of
@@ -19,7 +20,7 @@ __all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "products",
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", action="append", choices=cases.MODELS, help="all by default")
     parser.add_argument("--tp", action="append", type=int, choices=cases.TENSOR_PARALLEL, help="all by default")
-    parser.add_argument("--tokens", action="append", type=int, help="1024 to 16384 by default")
+    parser.add_argument("--tokens", action="append", type=positive, help="1024 to 16384 by default")
 
 
 def run(options) -> list[Row]:

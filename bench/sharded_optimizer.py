@@ -39,7 +39,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--bucket-mb", nargs="*", type=float, default=[4.0, 25.0], help="MiB of a bucket")
+    parser.add_argument("--bucket-mb", nargs="+", type=float, default=[4.0, 25.0], help="MiB of a bucket")
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:

@@ -1,5 +1,6 @@
 """What `weft bench` can measure: a name, what it is, and where it runs. Imports the standard library only."""
 
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 WARM = "warm: calls follow one another on the same operands and nothing is flushed"
@@ -8,6 +9,13 @@ COLD = "cold: the L2 cache is flushed before each call"
 
 class RefusedError(Exception):
     """What cannot be done as it was asked for; the text is one line for the reader."""
+
+
+def positive(text: str) -> int:
+    """The value of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,15 @@ def test_all_outputs_hold_every_row_with_what_it_was_measured_on(fake, tmp_path,
         assert float(line["limit.p80_us"]) == row.limit.p80_us
 
 
+@pytest.mark.parametrize(
+    "option", [["-n", "0"], ["-f", "1"], ["-f", "-2"], ["-b", ""], ["--op"], ["--world", "0"], ["--rounds", "0"]]
+)
+def test_an_option_that_would_be_ignored_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "collectives", *option])
+    assert ended.value.code == 2 and "error: argument" in capsys.readouterr().err
+
+
 def test_results_are_kept_where_nobody_reads_the_table(fake, tmp_path, monkeypatch):
     def leave(*arguments):
         raise SystemExit(1)  # rich's answer to a broken pipe
