@@ -35,10 +35,13 @@ def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
             on it.
 
     Raises:
-        ValueError: tokens is not positive.
+        ValueError: tokens is no whole number of at least 1.
+        TypeError: the model is no module.
     """
-    if tokens < 1:
-        raise ValueError(f"explain: tokens={tokens} must be at least 1")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain takes a torch.nn.Module, and not a {type(model).__name__}")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"explain: tokens={tokens!r} must be a whole number of at least 1")
     return Explanation(tokens, tuple(_of_layers(model, tokens)), _of_sequences(model), _whole(model))
 
 

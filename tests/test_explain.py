@@ -44,6 +44,18 @@ def test_every_parallel_layer_is_named_with_what_runs_and_why():
     run_ranks(explains, 2)
 
 
+def test_a_model_that_is_not_split_says_so():
+    found, printed = weft.explain(nn.Linear(2, 2)), io.StringIO()
+    assert str(found).endswith("no layer is split over ranks")
+    Console(file=printed).print(found)
+    assert "no layer is split over ranks" in printed.getvalue()
+    for wrong in ("a path", None):
+        with pytest.raises(TypeError, match=r"takes a torch.nn.Module, and not a (str|NoneType)"):
+            weft.explain(wrong)
+    with pytest.raises(ValueError, match="tokens=1.5 must be a whole number"):
+        weft.explain(nn.Linear(2, 2), tokens=1.5)
+
+
 TOKENS = 6
 
 

@@ -156,6 +156,9 @@ class SequenceReport:
         return f"{self.name or 'the model'}: {self.kind}: {self.text}"
 
 
+NOTHING = "no layer is split over ranks"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """A model's.
@@ -173,7 +176,8 @@ class Explanation:
 
     def __str__(self) -> str:
         whole = [f"{name}: whole on every rank: {why}" for name, why in self.whole.items()]
-        return "\n".join([f"at {self.tokens} tokens:", *map(str, self.layers), *map(str, self.sequence), *whole])
+        found = [*map(str, self.layers), *map(str, self.sequence), *whole]
+        return "\n".join([f"at {self.tokens} tokens:", *(found or [NOTHING])])
 
     def as_dict(self) -> dict:
         layers, sequence = [layer.as_dict() for layer in self.layers], [asdict(report) for report in self.sequence]

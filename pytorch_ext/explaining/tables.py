@@ -4,11 +4,13 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from weft.explaining.reports import Explanation, LayerReport, size_in_words
+from weft.explaining.reports import NOTHING, Explanation, LayerReport, size_in_words
 
 
 def tables(found: Explanation) -> Group:
-    parts = [_of_layers(found)]
+    parts: list[Table | str] = [_of_layers(found)]
+    if not (found.layers or found.sequence or found.whole):
+        parts.append(NOTHING)
     if found.sequence:
         parts.append(_of_sequences(found))
     if found.whole:
