@@ -39,7 +39,8 @@ def attention(module, query, key, value, attention_mask, **options):
             f"{type(attention_mask).__name__}: pass a tensor, or use the attention that this mask is for"
         )
     shared = any(isinstance(x, SharedSequence) for x in (query, key, value))
-    if isinstance(attention_mask, Pattern) and attention_mask.window is not None and not shared:
+    refused = options.get("softcap") is not None or options.get("s_aux") is not None  # by what the pattern says
+    if isinstance(attention_mask, Pattern) and attention_mask.window is not None and not (shared or refused):
         attention_mask = _band(query.size(2), attention_mask.window, query.device)
     return hugging_face.attention(module, query, key, value, attention_mask, **options)
 
