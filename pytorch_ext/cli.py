@@ -9,6 +9,7 @@ import sys
 _TUNED = ["matmul"]
 
 
+USAGE_ERROR = 2
 INTERRUPTED = 130  # as a shell has it for a command that Ctrl-C ended
 
 
@@ -21,6 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read along (head) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit says so again
         return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("weft"):
+            raise
+        print(f"weft: no module named {error.name!r}, which this command needs: install it", file=sys.stderr)
+        return USAGE_ERROR
     except KeyboardInterrupt:
         print("weft: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -28,6 +28,11 @@ def test_a_reader_who_leaves_gets_no_traceback(options):
     assert (told.stderr.read(), told.wait()) == ("", 1)
 
 
+@pytest.mark.parametrize("command", [["bench", "collectives"], ["tune", "matmul"]])
+def test_a_command_that_needs_torch_says_so(command):
+    assert weft(*command, code=2) == "weft: no module named 'torch', which this command needs: install it\n"
+
+
 def test_the_arithmetic_imports_the_standard_library_only():
     code = (
         "import sys, weft.planner; print({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
