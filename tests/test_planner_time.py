@@ -199,6 +199,16 @@ def test_every_family_that_was_not_chosen_is_given_a_reason():
     assert "does not fit" in reasons["ZeRO stage 0"]
 
 
+@pytest.mark.parametrize(("gpus", "a_node"), [(1, 8), (7, 8), (16, 8), (12, 8), (12, 5)])
+def test_the_torchrun_line_starts_as_many_ranks_as_were_planned(gpus, a_node):
+    line = plan("gpt2", gpus=gpus, hardware="h100", sequence_length=256, global_batch=84, gpus_per_node=a_node)[
+        0
+    ].torchrun
+    nodes = int(line.split("--nnodes ")[1].split()[0]) if "--nnodes" in line else 1
+    here, *last = (int(part.split()[0]) for part in line.split("--nproc-per-node ")[1:])
+    assert (nodes - 1) * here + (last or [here])[0] == gpus and here <= a_node
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_would():
     with pytest.raises(ValueError) as caught:
         plan("llama-3-70b", gpus=8, hardware="a100-40gb", sequence_length=8192, global_batch=64)
@@ -210,6 +220,13 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     plan("llama-3-70b", gpus=48, hardware="a100-40gb", sequence_length=8192, global_batch=96)
     with pytest.raises(ValueError, match=r"no mesh is possible: no such mesh of 997: pp <= .*shares a factor with 997"):
         plan("llama-3-70b", gpus=997, hardware="h100", sequence_length=128, global_batch=64)
+    for name in ("gpus", "sequence_length", "global_batch", "gpus_per_node"):
+        for value in (1.5, "8", True):
+            wrong = {"gpus": 1, "hardware": "h100", "sequence_length": 8, "global_batch": 8, name: value}
+            with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number"):
+                plan("gpt2", **wrong)
+    with pytest.raises(TypeError, match="hardware for the planner is a preset's name, .* and not a dict"):
+        plan("gpt2", gpus=1, hardware={}, sequence_length=8, global_batch=8)
     for wrong, message in (({"gpus": 0}, "gpus=0"), ({"recompute": "some"}, "recompute='some' is none of none, ")):
         with pytest.raises(ValueError, match=message):
             plan("gpt2", **({"gpus": 1, "hardware": "h100", "sequence_length": 8, "global_batch": 8} | wrong))

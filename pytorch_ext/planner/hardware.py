@@ -75,9 +75,15 @@ class Hardware:
 
         Raises:
             ValueError: the name is no preset and no file, or the file is of another version or lacks fields.
+            TypeError: anything else.
         """
         if isinstance(source, Hardware):
             return source
+        if not isinstance(source, str | Path):
+            raise TypeError(
+                f"hardware for the planner is a preset's name, a file or a weft.planner.Hardware(...), and not a "
+                f"{type(source).__name__}"
+            )
         name = str(source).lower().replace("_", "-")
         known = presets().get(name)
         if known:
@@ -95,15 +101,22 @@ class Hardware:
         """The same devices in nodes of another size.
 
         Raises:
-            ValueError: less than one.
+            ValueError: no whole number of at least one.
         """
-        if devices < 1:
-            raise ValueError(f"gpus_per_node={devices} must be at least 1")
+        check_count("gpus_per_node", devices)
         return replace(self, devices_per_node=devices)
 
     def with_network_of(self, gb_s: float) -> "Hardware":
         """The same devices behind another network, of so many GB/s by its datasheet."""
         return replace(self, network_bytes_s=gb_s * 1e9 * self.link_fraction)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises ValueError unless it is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be a whole number")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
 
 
 @cache

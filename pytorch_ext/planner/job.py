@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from weft.planner.hardware import Hardware
+from weft.planner.hardware import Hardware, check_count
 from weft.planner.model import Model
 
 # Bytes an element of weights and activations takes, and whether an fp32 copy of the weights is kept beside them.
@@ -51,8 +51,7 @@ class Job:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}")
         for name in ("sequence_length", "global_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
         if self.precision not in self.hardware.peak_flops:
             raise ValueError(
                 f"{self.hardware.name} has no rate for {self.precision}; it has {', '.join(self.hardware.peak_flops)}"

@@ -6,7 +6,7 @@ from itertools import combinations
 from math import inf, isqrt
 from typing import Any
 
-from weft.planner.hardware import presets
+from weft.planner.hardware import check_count, presets
 from weft.planner.job import RECOMPUTE, SCHEDULES, Job, Layout
 from weft.planner.memory import Memory, Scale
 from weft.planner.step import Clock, Step
@@ -45,7 +45,9 @@ class Plan:
         here = min(self.layout.ranks, self.job.hardware.devices_per_node)
         nodes = -(-self.layout.ranks // here)
         several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if nodes > 1 else ""
-        return f"torchrun {several}--nproc-per-node {here} train.py"
+        rest = self.layout.ranks % here
+        last = f"  # on the last node: --nproc-per-node {rest}" if rest else ""
+        return f"torchrun {several}--nproc-per-node {here} train.py{last}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes and seconds."""
@@ -90,11 +92,10 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Found:
     """Compares all meshes of so many devices.
 
     Raises:
-        ValueError: gpus is less than 1, recompute is none of the known, or a sequence is longer than the model's table
-            of positions.
+        ValueError: gpus is no whole number of at least 1, recompute is none of the known, or a sequence is longer than
+            the model's table of positions.
     """
-    if gpus < 1:
-        raise ValueError(f"gpus={gpus} must be at least 1")
+    check_count("gpus", gpus)
     if recompute is not None and recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
     if 0 < job.model.positions < job.sequence_length:
