@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; gives its exit status."""
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # here, where a closed pipe is caught
         return status
     except BrokenPipeError:  # whoever read along (head) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit says so again
