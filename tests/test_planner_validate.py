@@ -115,6 +115,13 @@ def test_a_row_that_cannot_be_is_named(tmp_path, changes, message):
         validate(write(tmp_path / "runs.csv", **changes))
 
 
+def test_a_file_is_read_as_spreadsheets_write_it(tmp_path):
+    path = Path(write(tmp_path / "runs.csv", hardware="A100 80GB", recompute=" Full"))
+    (plain,) = validate(path)
+    path.write_text("\N{BYTE ORDER MARK}" + path.read_text().replace("\n", "\r\n"), newline="")
+    assert validate(path) == [plain] and plain.layout.recompute == "full"
+
+
 def test_a_file_without_rows_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is no file"):
         validate(tmp_path / "none.csv")

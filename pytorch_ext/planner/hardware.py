@@ -84,7 +84,7 @@ class Hardware:
                 f"hardware for the planner is a preset's name, a file or a weft.planner.Hardware(...), and not a "
                 f"{type(source).__name__}"
             )
-        name = str(source).lower().replace("_", "-")
+        name = str(source).strip().lower().replace("_", "-").replace(" ", "-")
         known = presets().get(name)
         if known:
             return known

@@ -53,7 +53,7 @@ def validate(path: str | Path, device: Callable[[str], Hardware] = Hardware.of) 
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is no file")
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         lacking = [name for name in _REQUIRED if name not in (reader.fieldnames or ())]
         if lacking:
@@ -79,7 +79,7 @@ def mean_error(compared: list[Comparison]) -> float:
 
 
 def _compare(row: dict[str, str], device: Callable[[str], Hardware]) -> Comparison:
-    job, recompute = _job(row, device), row["recompute"] or "none"
+    job, recompute = _job(row, device), _recompute(row)
     layouts = _layouts(row, job, recompute)
     if _sharded(job, layouts[0]):
         layouts = [replace(layout, zero=3) for layout in layouts]
@@ -123,6 +123,13 @@ def _number(row: dict[str, str], name: str, kind=int, default=None):
     return value
 
 
+def _recompute(row: dict[str, str]) -> str:
+    level = (row["recompute"] or "none").strip().lower()
+    if level not in RECOMPUTE:
+        raise ValueError(f"recompute={level!r} is none of {', '.join(RECOMPUTE)}")
+    return level
+
+
 def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
     """The row's model and the software of its time.
 
@@ -135,9 +142,7 @@ def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
     hardware = device(row["hardware"] or "")
     if row.get("network_gb_s"):
         hardware = hardware.with_network_of(_number(row, "network_gb_s", float))
-    recompute = row["recompute"] or "none"
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
+    recompute = _recompute(row)
     old = hardware.name.startswith(_OLD)
     fused = not old or recompute == "none"
     overlap = row.get("overlap") or ("none" if old and recompute == "full" else "some")
