@@ -1,6 +1,5 @@
 """The machine and the versions that a figure was measured on."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 import weft
+from weft.doctor import version_of
 
 
 def environment() -> dict:
@@ -18,18 +18,11 @@ def environment() -> dict:
         "cores": cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
+        "triton": version_of("triton"),
         "weft": weft.__version__,
         "commit": commit(),
         "instruction_set": os.environ.get("WEFT_ISA") or weft.build_info()["instruction_sets"][0],
     }
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cores() -> int:

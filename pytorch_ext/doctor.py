@@ -76,12 +76,13 @@ def _probe(name: str, probe: Callable[[], tuple[bool | None, str]]) -> Finding:
 
 
 def _versions() -> tuple[bool | None, str]:
-    found = {name: _version(name) for name in ("weft", "torch", "triton", "cupy-cuda13x", "numpy")}
+    found = {name: version_of(name) for name in ("weft", "torch", "triton", "cupy-cuda13x", "numpy")}
     text = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
     return found["torch"] is not None, f"{text}; Python {platform.python_version()} on {platform.platform()}"
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of what is installed; None where it is not."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -137,7 +138,7 @@ def _kernels() -> tuple[bool | None, str]:
     missing = sorted(needed - installed)
     if not missing:
         return (True if needed else None), "\n".join(lines)
-    jit = _version("triton")
+    jit = version_of("triton")
     how = f"triton {jit} compiles them as they are needed" if jit else "triton is not installed either: none can run"
     return (None if jit else False), "\n".join([*lines, f"the devices here need {', '.join(missing)}: {how}"])
 
