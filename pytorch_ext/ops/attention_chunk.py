@@ -21,7 +21,8 @@ def merge_attention(
         (out, lse), fp32.
     """
     lse_a, lse_b = lse_a.float(), lse_b.float()
-    lse = torch.logaddexp(lse_a, lse_b)
+    # Not torch.logaddexp, whose bits depend on where in the tensors a row lies: in a vector, or behind the last one.
+    lse = torch.stack([lse_a, lse_b]).logsumexp(0)
     nothing = lse == -torch.inf
     lse_safe = lse.masked_fill(nothing, 0)
     share_a, share_b = (torch.exp(part - lse_safe).unsqueeze(-1) for part in (lse_a, lse_b))
