@@ -4,6 +4,7 @@ nothing behind."""
 import contextlib
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm import rendezvous
 from weft.testing.ranks import try_ranks
 
 NOTICED_WITHIN_S = 2
@@ -202,27 +204,40 @@ def test_a_rank_lost_before_a_new_group_is_made_does_not_hang_it():
         assert "rank 1" in str(survivor.error)
 
 
-def die_while_the_default_group_forms(rank):
+def die_while_the_default_group_forms(rank, last_words, late):
+    """Rank 1 dies after those words. Rank 2 reads a note, and then does nothing until the others are no more."""
     store = dist.FileStore(os.environ["WEFT_TEST_STORE"], 3)
+    announce, read = rendezvous._Meeting.announce, rendezvous._Meeting.read
+
+    def die(self, key, note):
+        announce(self, key, note)
+        if key == last_words:
+            os._exit(3)
+
+    def wait(self, key, from_rank):
+        note, deadline = read(self, key, from_rank), time.monotonic() + 20
+        while key == late and time.monotonic() < deadline:
+            if not any(os.path.exists(f"/proc/{self.processes[other]['pid']}") for other in (0, 1)):
+                break
+            time.sleep(0.01)
+        return note
+
     if rank == 1:
-        from weft.comm import rendezvous
-
-        original = rendezvous._Meeting.read
-
-        def die(self, key, from_rank):
-            if key == "process/0":
-                os._exit(3)
-            return original(self, key, from_rank)
-
-        rendezvous._Meeting.read = die
+        rendezvous._Meeting.announce = die
+    if rank == 2:
+        rendezvous._Meeting.read = wait
     dist.init_process_group("weft", store=store, rank=rank, world_size=3)
 
 
-def test_a_rank_that_dies_while_the_first_group_forms_is_noticed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("last_words", "late"), [("process/1", None), ("process/1", "segment"), ("ready/1", None), ("ready/1", "ready/2")]
+)
+def test_a_rank_that_dies_while_the_first_group_forms_is_noticed(last_words, late, tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_TEST_STORE", str(tmp_path / "store"))
-    outcomes = try_ranks(die_while_the_default_group_forms, 3, backend=None)
+    outcomes = try_ranks(die_while_the_default_group_forms, 3, last_words, late, backend=None)
     for survivor in (outcomes[0], outcomes[2]):
-        assert isinstance(survivor.error, weft.RankLostError) and "rank 1" in str(survivor.error), survivor
+        assert isinstance(survivor.error, weft.RankLostError), survivor
+        assert re.match("ranks? (0, )?1 ", str(survivor.error)), survivor
         assert survivor.seconds < NOTICED_WITHIN_S
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -87,29 +87,34 @@ def _share_memory(meeting: "_Meeting", ranks_on_machine: int) -> _C.Group:
         else:
             place = meeting.read("segment", 0)
             if "error" not in place:
-                segment = _C.Segment.open(place["pid"], place["descriptor"], segment_bytes)
-    except (OSError, ValueError) as reason:
+                with meeting.losing_ranks():
+                    segment = _C.Segment.open(place["pid"], place["descriptor"], segment_bytes)
+    except (OSError, ValueError, _C.RankLostError) as reason:
         error = reason
         if rank == 0:
             meeting.announce("segment", {"error": str(reason)})
-    meeting.announce(f"ready/{rank}", {"error": str(error)} if error else {})
+    lost = isinstance(error, _C.RankLostError)
+    meeting.announce(f"ready/{rank}", {"error": str(error), "lost": lost} if error else {})
     if error:
         raise error
     for peer in range(world):
         state = meeting.read(f"ready/{peer}", peer)
         if "error" in state:
+            if state["lost"]:
+                raise _C.RankLostError(state["error"])
             raise OSError(f'rank {meeting.labels[peer]} could not join group "{meeting.name}": {state["error"]}')
 
-    return _C.Group(
-        name=meeting.name,
-        rank=rank,
-        segment=segment,
-        ranks=[(process["pid"], process["start_time"]) for process in processes],
-        staging_bytes=staging_bytes,
-        timeout_s=meeting.timeout_s,
-        oversubscribed=max(world, ranks_on_machine) > len(os.sched_getaffinity(0)),
-        labels=meeting.labels,
-    )
+    with meeting.losing_ranks():
+        return _C.Group(
+            name=meeting.name,
+            rank=rank,
+            segment=segment,
+            ranks=[(process["pid"], process["start_time"]) for process in processes],
+            staging_bytes=staging_bytes,
+            timeout_s=meeting.timeout_s,
+            oversubscribed=max(world, ranks_on_machine) > len(os.sched_getaffinity(0)),
+            labels=meeting.labels,
+        )
 
 
 def _hosts(processes: list[dict]) -> list[list[int]]:
@@ -140,10 +145,7 @@ class _Meeting:
         try:
             while not self.store.check([key]):
                 if self._gone(from_rank):
-                    raise _C.RankLostError(
-                        f'rank {self.labels[from_rank]} was lost before it joined group "{self.name}" '
-                        f"(rank {self.labels[self.rank]} waited)."
-                    )
+                    raise self._lost([from_rank])
                 if time.monotonic() > self.deadline:
                     raise _C.CollectiveTimeoutError(
                         f'rank {self.labels[from_rank]} did not join group "{self.name}" within '
@@ -156,6 +158,22 @@ class _Meeting:
             raise _C.CommError(
                 f'rank {self.labels[self.rank]} lost the store while it joined group "{self.name}": {error}'
             ) from error
+
+    @contextlib.contextmanager
+    def losing_ranks(self) -> Iterator[None]:
+        """What the system refuses because a rank has gone, its memory with it, is told as the loss of that rank."""
+        try:
+            yield
+        except OSError as error:
+            lost = [rank for rank in range(len(self.processes)) if self._gone(rank)]
+            if lost:
+                raise self._lost(lost) from error
+            raise
+
+    def _lost(self, ranks: list[int]) -> _C.RankLostError:
+        names = ", ".join(str(self.labels[rank]) for rank in ranks)
+        told = f"rank {names} was lost before it" if len(ranks) == 1 else f"ranks {names} were lost before they"
+        return _C.RankLostError(f'{told} joined group "{self.name}" (rank {self.labels[self.rank]} waited).')
 
     def clear(self) -> None:
         """A later group of the same name at the same store must not read these notes."""
