@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -431,13 +432,13 @@ def many_at_once(rank):
     strided = torch.ones(6, 4).t()
     future = dist.all_reduce(strided, async_op=True).get_future()
     assert future.then(lambda done: done.value()[0].sum().item()).wait() == 72
-    if rank == 0:
-        import time
-
-        time.sleep(0.2)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:  # comes when rank 1 has looked
+        store.wait(["looked"], timedelta(seconds=20))
     slow = dist.barrier(async_op=True)
     if rank == 1:
         assert not slow.is_completed()
+        store.set("looked", "")
     slow.wait()
 
 

@@ -597,6 +597,7 @@ def other_call(rank):
         ) as raised:
             call()
         texts.append(str(raised.value))
+    dist.barrier()  # a rank that left would be one that was lost
     assert len(set(texts)) == 1, "the group stays broken, and says the same"
     assert 'on group "default_pg"' in texts[0] and f"rank {1 - rank} made" in texts[0]
 
@@ -606,16 +607,17 @@ def test_ranks_that_call_different_things_are_told():
 
 
 def late(rank):
-    pretend(timeout_s=0.3)
+    pretend(timeout_s=2)
     weft.all_reduce(torch.ones(1))
     if rank == 1:
-        time.sleep(1.5)
+        dist.barrier()  # comes when the other has told
         return
     x = torch.ones(10)
     weft.all_reduce(x)
     assert x.isnan().all()
-    with pytest.raises(weft.CollectiveTimeoutError, match="rank 1 did not come in .* within 0.3 s .rank 0 waited in"):
+    with pytest.raises(weft.CollectiveTimeoutError, match="rank 1 did not come in .* within 2 s .rank 0 waited in"):
         weft.check_waits()
+    dist.barrier()
 
 
 def test_a_rank_that_is_late_is_named():
@@ -633,8 +635,12 @@ def loses_one(rank):
     x, start = torch.ones(10), time.monotonic()
     weft.all_reduce(x)
     assert x.isnan().all() and time.monotonic() - start < 10, "its death was noticed, not its silence"
-    time.sleep(0.3)
+    for watch in watches():
+        watch.join(10)
     assert watches() == [], "it has said what there is to say"
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"noticed/{rank}", "")
+    store.wait(["noticed/0", "noticed/2"], timedelta(seconds=20))  # a rank that left would be another one that was lost
     with pytest.raises(weft.RankLostError, match="rank 1 died or left"):
         weft.check_waits()
     weft.all_reduce(x)
@@ -674,12 +680,14 @@ def ends_with_the_group(rank):
     weft.all_reduce(torch.ones(1))
     assert len(watches()) == 1
     ranks.host.notes("both have looked")
-    if rank == 1:
-        time.sleep(1.5)  # it stays, so that its going is not what ends the other's watch
+    store, (watch,) = dist.distributed_c10d._get_default_store(), watches()
+    if rank == 1:  # it stays, so that its going is not what ends the other's watch
+        store.wait(["ended"], timedelta(seconds=20))
         return
     dist.destroy_process_group()
-    time.sleep(0.5)
+    watch.join(10)
     assert watches() == []
+    store.set("ended", "")
 
 
 def test_the_watch_ends_with_the_group():
@@ -693,6 +701,7 @@ def record_of_an_engine(rank):
     assert record is ranks.record(CPU) and record.memory.tolist() == [0] * 16 and not record.memory.is_pinned()
     assert len(watches()) == 1
     weft.check_waits()
+    dist.barrier()  # both have looked
     if rank == 1:
         return
     deadline = time.monotonic() + 10

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import weft
 from weft.comm import rendezvous
 from weft.testing.ranks import try_ranks
 
-NOTICED_WITHIN_S = 2
+NOTICED_WITHIN_S = 10  # by liveness, and not by the group's timeout of 30 s; a busy machine may take seconds
 
 
 def run_until_it_fails(rank, victim, point, collective):
@@ -62,7 +63,8 @@ def die_in_a_message(rank):
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        time.sleep(0.6)
+        while 1 not in dist.group.WORLD.engine.group.lost_ranks():
+            time.sleep(0.01)
         dist.recv(x)  # from anyone: finds the start of a message that has no end; rank 2 lives
     if rank == 2:
         dist.recv(x, 0)  # waits for a live rank, and is told of the dead one all the same
@@ -103,35 +105,58 @@ def test_a_rank_that_left_the_group_is_noticed_though_it_lives():
     assert outcomes[1].error is None
 
 
+def be_impatient(timeout_s):
+    """From here on, where all ranks are: joining a group takes longer than a test may wait for a silent rank."""
+    dist.barrier()
+    dist.group.WORLD.engine.set_timeout(timedelta(seconds=timeout_s))
+    return dist.distributed_c10d._get_default_store()
+
+
 def fall_silent(rank):
+    """Rank 1 lives, and comes when the others have given up: it must not believe that all is well."""
+    store = be_impatient(2)
     if rank == 1:
-        time.sleep(0.8)  # alive, but later than the group's timeout
-    dist.all_reduce(torch.ones(3))
+        store.wait(["gave up/0", "gave up/2"], timedelta(seconds=20))
+    try:
+        dist.all_reduce(torch.ones(3))
+    except weft.CommError:
+        store.set(f"gave up/{rank}", "")
+        raise
 
 
 def test_a_silent_rank_is_named_by_a_timeout():
-    outcomes = try_ranks(fall_silent, 3, group_timeout_s=0.3)
-    for waiting in (outcomes[0], outcomes[2]):
-        assert isinstance(waiting.error, weft.CollectiveTimeoutError)
-        assert "rank 1 did not arrive in all_reduce #1" in str(waiting.error) and "0.3 s" in str(waiting.error)
-    late = outcomes[1].error  # the others have given up: it must not believe that all is well
-    assert late is None or isinstance(late, weft.CollectiveTimeoutError)
+    for outcome in try_ranks(fall_silent, 3):
+        assert isinstance(outcome.error, weft.CollectiveTimeoutError), outcome
+        assert "rank 1 did not arrive in all_reduce #2" in str(outcome.error) and "within 2 s" in str(outcome.error)
 
 
 def stop_one(rank):
+    """Rank 1 stops, and goes on when rank 0 has given up."""
+    store = be_impatient(0.3)
     if rank == 1:
-        pid = os.getpid()
-        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {pid}"])
-        os.kill(pid, signal.SIGSTOP)
-    for _ in range(3):
-        dist.all_reduce(torch.ones(300_000))
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        pid = int(store.get("pid"))
+        while state_of(pid) != "T":
+            time.sleep(0.01)
+    try:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(300_000))
+    finally:
+        if rank == 0:
+            os.kill(pid, signal.SIGCONT)
+
+
+def state_of(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
 
 
 def test_a_stopped_rank_is_a_timeout_and_raises_too_when_it_goes_on():
-    outcomes = try_ranks(stop_one, 2, group_timeout_s=0.3)
+    outcomes = try_ranks(stop_one, 2)
     assert isinstance(outcomes[0].error, weft.CollectiveTimeoutError)
     assert isinstance(outcomes[1].error, weft.CollectiveTimeoutError)
-    assert outcomes[1].seconds < 0.7 + NOTICED_WITHIN_S
 
 
 def disagree(rank, what):
@@ -175,13 +200,18 @@ def test_ranks_that_disagree_all_raise_the_same_words(what, told):
 
 
 def interrupt_one(rank):
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     else:
-        time.sleep(0.6)
-    dist.all_reduce(torch.ones(3))
-    dist.all_reduce(torch.ones(3))
+        store.wait(["interrupted"], timedelta(seconds=20))
+    try:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3))
+    except KeyboardInterrupt:
+        store.set("interrupted", "")
+        raise
 
 
 def test_ctrl_c_ends_a_wait_and_the_others_are_told():
@@ -340,7 +370,7 @@ def test_groups_leave_no_descriptors_threads_or_names_behind():
         assert outcome.value == (0, [], 0)
     outcomes = try_ranks(run_until_it_fails, 2, 1, 2, "all_reduce")
     assert outcomes[1].exit_code == -signal.SIGKILL
-    assert set(os.listdir("/dev/shm")) == listing
+    assert set(os.listdir("/dev/shm")) <= listing, "what others remove there is theirs"
 
 
 def on_tiny_shm(rank):

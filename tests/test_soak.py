@@ -17,7 +17,7 @@ from weft.testing.ranks import try_ranks
 
 ROUNDS = int(os.environ.get("WEFT_SOAK_ROUNDS", "30"))
 FIRST_SEED = int(os.environ.get("WEFT_SOAK_SEED", "1"))
-NOTICED_WITHIN_S = 2
+NOTICED_WITHIN_S = 10  # by liveness, and not by the group's timeout of 30 s; a busy machine may take seconds
 
 
 def all_reduce(rank, parts, chosen):
@@ -123,4 +123,4 @@ def test_random_calls_delays_and_deaths():
     for seed in range(FIRST_SEED, FIRST_SEED + ROUNDS):
         fault = one_round(seed)
         assert fault is None, f"seed {seed}: {fault}"
-    assert set(os.listdir("/dev/shm")) == listing
+    assert set(os.listdir("/dev/shm")) <= listing, "what others remove there is theirs"

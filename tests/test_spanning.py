@@ -19,6 +19,7 @@ from weft.split import split_sizes
 from weft.testing import reference
 from weft.testing.ranks import on_machines, run_ranks, try_ranks
 
+NOTICED_WITHIN_S = 10  # by liveness, and not by the group's timeout of 30 s; a busy machine may take seconds
 LAYOUTS = ["ab", "aab", "aabb", "abab", "aaabb", "abc", "aabbc"]  # the machine of each rank
 
 
@@ -206,20 +207,21 @@ def test_a_dead_rank_is_named_on_every_machine(victim):
     outcomes = spread(die, "aabb", {victim}, run=try_ranks)
     for survivor in outcomes[:victim] + outcomes[victim + 1 :]:
         assert isinstance(survivor.error, weft.RankLostError), survivor
-        assert f"rank {victim} (pid" in str(survivor.error) and survivor.seconds < 4, survivor
+        assert f"rank {victim} (pid" in str(survivor.error) and survivor.seconds < NOTICED_WITHIN_S, survivor
 
 
 def test_a_dead_machine_is_noticed():
     outcomes = spread(die, "aabb", {2, 3}, run=try_ranks)
     for survivor in outcomes[:2]:
         assert isinstance(survivor.error, weft.RankLostError), survivor
-        assert "[2, 3], on other machines" in str(survivor.error) and survivor.seconds < 5, survivor
+        assert "[2, 3], on other machines" in str(survivor.error) and survivor.seconds < NOTICED_WITHIN_S, survivor
 
 
 def be_silent(rank):
     """Rank 3 lives and says nothing until the others have given up; then it must not believe that all is well."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
+    dist.group.WORLD.engine.set_timeout(timedelta(seconds=2))
     if rank == 3:
         store.wait([f"gave up/{other}" for other in range(3)], timedelta(seconds=20))
     try:
@@ -230,10 +232,10 @@ def be_silent(rank):
 
 
 def test_a_silent_rank_is_a_timeout():
-    outcomes = spread(be_silent, "aabb", run=try_ranks, group_timeout_s=2)
+    outcomes = spread(be_silent, "aabb", run=try_ranks)
     for outcome in outcomes:
         assert isinstance(outcome.error, weft.CollectiveTimeoutError), outcome
-        assert outcome.seconds < 7, outcome
+        assert outcome.seconds < 2 + NOTICED_WITHIN_S, outcome
 
 
 def abort(rank):
@@ -248,7 +250,7 @@ def test_an_aborted_group_ends_the_calls_of_all():
     outcomes = spread(abort, "aab", run=try_ranks)
     for waiting in (outcomes[0], outcomes[2]):
         assert isinstance(waiting.error, weft.CommError) and "rank 1 aborted" in str(waiting.error), waiting
-        assert waiting.seconds < 4
+        assert waiting.seconds < NOTICED_WITHIN_S
 
 
 def fork(rank):
