@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels import launch, signal
+from weft.kernels import interpreted, launch, signal
 from weft.testing.peers import abandoned, run_as_ranks
 
 pytestmark = pytest.mark.kernel
@@ -71,6 +71,20 @@ def test_once_a_wait_gave_up_no_other_waits(device):
     torch.cuda.synchronize() if device.type == "cuda" else None
     assert time.monotonic() - start < 10
     assert peers.spoiled.item() == 1 and peers.record[0] == 3
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="of the waits in the interpreter")
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_comes_between_two_looks_and_leaves_has_come(monkeypatch, comes):
+    looks, record = [], [0]
+
+    def looked() -> bool:
+        looks.append(record[0])
+        record[0] = 3  # after this look the other comes, goes, and is missed by the host
+        return comes and len(looks) == 2
+
+    monkeypatch.setattr(interpreted.tl, "load", lambda record: record[0])
+    assert interpreted._until(looked, record, timeout_us=60_000_000) == (not comes)
 
 
 def test_what_is_spoiled_is_nan(device):
