@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -720,6 +720,7 @@ def test_two_optimizers_of_one_model_and_a_compiled_model(tmp_path):
             assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_the_boxes_of_a_stretch_are_the_stretch(shape, data):
     count = torch.Size(shape).numel()

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first step: here once, not in every rank
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -19,6 +19,7 @@ from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.booleans())
 def test_a_cut_holds_the_whole_and_each_rank_the_kv_heads_of_its_queries(kv_heads, each, unit, world, fused):
     heads = kv_heads * each

@@ -1,12 +1,13 @@
 """split_sizes: balanced, contiguous, in whole units."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
 
 
+@settings(deadline=None)
 @given(units=st.integers(1, 500), world=st.integers(1, 40), unit=st.integers(1, 16))
 def test_shards_cover_the_dimension_and_differ_by_one_unit_at_most(units, world, unit):
     if units < world:

@@ -1,7 +1,7 @@
 """The chunks of a product's rows: every row is in one of them, at its place in its rank's rows."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.kernels.chunks import Rows
@@ -16,6 +16,7 @@ ROWS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(ROWS)
 def test_chunks_are_the_rows_in_order_each_rank_having_its_own(rows):
     whole = torch.arange(rows.total).view(rows.batch, -1)
@@ -29,6 +30,7 @@ def test_chunks_are_the_rows_in_order_each_rank_having_its_own(rows):
     assert [rows.of_rank(rank) for rank in range(len(rows.sizes))] == [len(shard) for shard in shards]
 
 
+@settings(deadline=None)
 @given(ROWS, st.integers(1, 40), st.integers(0, 4), st.booleans())
 def test_every_tile_has_one_turn_and_knows_its_chunks(rows, block_m, rank, own_first):
     rank %= len(rows.sizes)

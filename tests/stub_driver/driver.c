@@ -52,7 +52,7 @@ SHOWN int stub_recording = 1;
 SHOWN int stub_version = 13010;
 SHOWN int stub_shared_limit = 232448;
 SHOWN int stub_capturing;
-SHOWN int stub_load_us;
+SHOWN atomic_int stub_hold_loads;  // a load under way waits until this is 0, but not for ever
 
 static Context contexts[CONTEXTS];
 static Kernel kernels[MOST_FUNCTIONS];
@@ -77,7 +77,7 @@ SHOWN void stub_reset(void) {
   stub_recording = 1;
   stub_version = 13010;
   stub_shared_limit = 232448;
-  stub_capturing = stub_load_us = 0;
+  stub_capturing = stub_hold_loads = 0;
   failing[0] = 0;
   memset(contexts, 0, sizeof contexts);
   current = NULL;
@@ -217,7 +217,7 @@ SHOWN CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   ENTER(0);
   CURRENT;
   MAY_LOAD;
-  if (stub_load_us > 0) usleep((useconds_t)stub_load_us);
+  for (int tries = 0; stub_hold_loads && tries < 10000; ++tries) usleep(1000);
   Kernel* kernel = &kernels[kernel_count++];
   memset(kernel, 0, sizeof *kernel);
   kernel->context = current;
