@@ -62,7 +62,7 @@ class LayerSplit(nn.Module):
         super().__init__()
         self._whole: tuple[nn.Module, ...] = ()  # not registered: its children are
         if isinstance(devices_or_mesh, DeviceMesh):
-            self._call: Callable = _across_ranks(self, model, devices_or_mesh, layers, arguments)
+            self._call: Callable = _Uncopied(_across_ranks(self, model, devices_or_mesh, layers, arguments))
         else:
             if layers is not None or arguments is not None:
                 raise ValueError(
@@ -80,6 +80,19 @@ class LayerSplit(nn.Module):
         for whole in self._whole:  # whose own code may ask
             whole.train(mode)
         return super().train(mode)
+
+
+class _Uncopied:
+    """What runs the layers of a split, and would run those of the original in a copy of it."""
+
+    def __init__(self, call: Callable):
+        self._call = call
+
+    def __call__(self, *inputs, **named):
+        return self._call(*inputs, **named)
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a LayerSplit over ranks cannot be copied: copy the model first, and split both")
 
 
 def _over_devices(model: nn.Module, devices: list[torch.device]) -> None:
@@ -156,8 +169,7 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
         begun = begin("LayerSplit", sharing, values)
         for segment in mine:
             segment.begin(*begun)
-        output = run(segments, values, ranks, device)
-        return output[0] if len(output) == 1 else output
+        return run(segments, values, ranks, device)
 
     return call
 

@@ -68,7 +68,7 @@ class Recomputed:
     def __call__(self, *args, **kwargs):
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        refuse_caches(self.module, kwargs, "to which recomputation would add a second time")
+        refuse_caches(self.module, args, kwargs, "to which recomputation would add a second time")
         leaves, structure = tree_flatten((args, kwargs))
         shared = [(x.axis, x.cut) if isinstance(x, SharedSequence) else None for x in leaves]
 

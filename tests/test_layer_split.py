@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import weft
 from weft.stages.placement import placed
@@ -89,6 +90,102 @@ def test_a_tied_layer_goes_with_the_first_holder_and_counts_once():
     assert placed([[one], [two], [three], [four]], 2) == [0, 1, 1, 1]
     assert placed([[one], [two], [three], [four], [one]], 2) == [0, 1, 1, 1, 0]
     assert placed([[one], [two], [three], [four, one]], 3) == [0, 1, 2, 0]
+    assert placed([[one], [two], [three], [one, two]], 2) == [0, 0, 1, 0]  # the last joins the first two
+
+
+class Returning(nn.Module):
+    """Four layers, and what `how` makes of their output."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.how = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), how
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.how(x)
+
+
+def split_one_behind_another(rank):
+    """A generator and its critic, in one place each and both split: the critic's first rank has the gradient of what
+    the generator's last one made."""
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    plain = [Returning(torch.tanh), Returning(torch.sin)]
+    x, whole = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
+    generator, critic = (weft.LayerSplit(copy.deepcopy(model), mesh) for model in plain)
+    critic(generator(x)).sum().backward()
+    plain[1](plain[0](whole)).sum().backward()
+    assert torch.equal(x.grad, whole.grad)
+    for split, model in zip((generator, critic), plain, strict=True):
+        expected = dict(model.named_parameters())
+        for name, parameter in split.named_parameters():
+            assert torch.equal(parameter.grad, expected[name].grad), name
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):  # and not a part of it
+        gradient.sum().backward()
+    with pytest.raises(TypeError, match="cannot be copied: copy the model first"):
+        copy.deepcopy(critic)
+
+
+def test_inputs_have_their_gradient_on_every_rank():
+    run_ranks(split_one_behind_another, 2)
+
+
+class Opaque(nn.Module):
+    def forward(self, x):
+        return object()
+
+
+def return_all_kinds(rank):
+    mesh, x = weft.init_mesh(pp=2, device_type="cpu"), torch.ones(2, 4)
+    for how in (
+        lambda x: (x,),
+        lambda x: [x, x.argmax(-1)],
+        lambda x: {"x": x, "rest": (None, 3)},
+        lambda x: torch.fft.fft(x),
+    ):
+        model = Returning(how)
+        split = weft.LayerSplit(copy.deepcopy(model), mesh)
+        expected, got = model(x), split(x)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        for output in (expected, got):
+            tree_leaves(output)[0].abs().sum().backward()
+        plain = dict(model.named_parameters())
+        assert all(torch.equal(one.grad, plain[name].grad) for name, one in split.named_parameters())
+    with pytest.raises(TypeError, match="returns a object; across ranks"):
+        weft.LayerSplit(Returning(Opaque()), mesh)(x)
+
+
+def test_outputs_have_the_model_s_structure():
+    run_ranks(return_all_kinds, 2)
+
+
+class PartlyFrozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.neck, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.backbone(x)
+        return self.head(self.neck(x))
+
+
+def split_partly_frozen(rank):
+    model = PartlyFrozen()
+    split = weft.LayerSplit(copy.deepcopy(model), weft.init_mesh(pp=2, device_type="cpu"))
+    for each in (model, split):
+        each(torch.ones(2, 4)).sum().backward()
+    plain = dict(model.named_parameters())
+    for name, parameter in split.named_parameters():
+        expected = plain[name].grad
+        assert parameter.grad is None if expected is None else torch.equal(parameter.grad, expected), name
+
+
+def test_layers_without_gradients_have_none():
+    run_ranks(split_partly_frozen, 2)
 
 
 def too_many_places(rank):

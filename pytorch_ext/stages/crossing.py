@@ -6,6 +6,11 @@ from torch import fx
 from weft.context.sequence import SharedSequence
 
 
+def differentiable(x: torch.Tensor) -> bool:
+    """Whether values of its type can have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
 @fx.wrap
 def cross(value):
     """The value as it can be sent, and so that its gradient can be.
@@ -20,7 +25,7 @@ def cross(value):
         )
     if isinstance(value, SharedSequence):
         return value.like(cross(value.local))
-    if torch.is_grad_enabled() and value.is_floating_point():
+    if torch.is_grad_enabled() and differentiable(value):
         return _Crossing.apply(value, torch.zeros((), requires_grad=True))
     return value.contiguous()
 

@@ -14,14 +14,18 @@ def placed(layers: Sequence[Sequence[torch.Tensor]], places: int) -> list[int]:
         ValueError: fewer layers than places, not counting those that must go with another.
     """
     leader: list[int] = []
-    first: dict[int, int] = {}
-    cost: dict[int, int] = {}
+    users: dict[int, list[int]] = {}
     for number, tensors in enumerate(layers):
-        leads = min((first[id(one)] for one in tensors if id(one) in first), default=number)
+        sharing = {leader[user] for one in tensors for user in users.get(id(one), ())}
+        leads = min(sharing, default=number)
+        leader = [leads if other in sharing else other for other in leader]  # it may join what stood apart
         leader.append(leads)
-        fresh = {id(one): one for one in tensors if id(one) not in first}
-        first |= dict.fromkeys(fresh, leads)
-        cost[leads] = cost.get(leads, 0) + sum(one.numel() * one.element_size() for one in fresh.values())
+        for one in tensors:
+            users.setdefault(id(one), []).append(number)
+    cost = dict.fromkeys(leader, 0)
+    distinct = {id(one): (one, number) for number, tensors in reversed([*enumerate(layers)]) for one in tensors}
+    for one, number in distinct.values():
+        cost[leader[number]] += one.numel() * one.element_size()
     leaders = list(cost)
     if len(leaders) < places:
         raise ValueError(

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.comm.communicator import Communicator
 from weft.context.hugging_face import models_of_transformers
 from weft.context.region import random_numbers_of
 from weft.context.sequence import Cut, SharedSequence, localized, refuse_results_of_custom_functions, shared_in
+from weft.stages.crossing import differentiable
 from weft.stages.stage import Mark
 
 
@@ -36,6 +38,12 @@ class Relay:
             layer.forward = Relayed(layer, owner, self)  # type: ignore[method-assign]
             if owner != self.ranks.rank:
                 layer.to("meta")
+
+    def follow(self, token: torch.Tensor) -> None:
+        """The next layer takes this token. One of a layer without gradients, in a no_grad of the model's own, has no
+        backward: the next layer follows the one before."""
+        if token.requires_grad:
+            self.token = token
 
     def run(self, model: nn.Module, inputs: Sequence, named: Mapping):
         """The model's forward, on every rank, with the first rank's random numbers."""
@@ -62,7 +70,7 @@ class Relayed:
         self.layer, self.forward, self.owner, self.relay = layer, layer.forward, owner, relay
 
     def __call__(self, *args, **kwargs):
-        refuse_caches(self.layer, kwargs, "of which every rank would fill its own layers' part alone")
+        refuse_caches(self.layer, args, kwargs, "of which every rank would fill its own layers' part alone")
         leaves, structure = tree_flatten((args, kwargs))
         refuse_results_of_custom_functions(leaves)
         seed = int(torch.randint(2**62, (1,)))  # drawn on every rank, whether the layer draws or not
@@ -80,7 +88,8 @@ class Relayed:
         tensors = _tensors(leaves)
         kinds = [_kind_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         dist.broadcast_object_list([(kinds, structure)], group=self.relay.ranks.group, group_src=self.owner)
-        self.relay.token, *sent = Leave.apply(token, self.owner, self.relay.ranks, *tensors)
+        token, *sent = Leave.apply(token, self.owner, self.relay.ranks, *tensors)
+        self.relay.follow(token)
         return tree_unflatten(_with(leaves, sent), structure)
 
     def _received(self, arguments: list):
@@ -89,9 +98,10 @@ class Relayed:
         dist.broadcast_object_list(box, group=ranks.group, group_src=self.owner)
         kinds, structure = box[0]
         expected = [(kind.shape, kind.dtype) for kind in kinds if isinstance(kind, _Kind)]
-        self.relay.token, *got = Elsewhere.apply(
+        token, *got = Elsewhere.apply(
             self.relay.token, self.owner, ranks, self.relay.device, expected, *_tensors(arguments)
         )
+        self.relay.follow(token)
         cuts, values = [x.cut for x in shared_in(arguments)], iter(got)
         leaves = [_again(next(values), kind, cuts) if isinstance(kind, _Kind) else kind for kind in kinds]
         return tree_unflatten(leaves, structure)
@@ -128,10 +138,11 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, token, owner, ranks, *values):
         ctx.owner, ctx.ranks = owner, ranks
-        ctx.mark_non_differentiable(*(x for x in values if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*(x for x in values if not differentiable(x)))
         return token.clone(), *(x.view_as(x) for x in values)
 
     @staticmethod
+    @once_differentiable  # what travels back has no graph
     def backward(ctx, _, *gradients):
         needed = ctx.needs_input_grad[3:]
         sent = [dx.contiguous() if need else None for dx, need in zip(gradients, needed, strict=True)]
@@ -149,10 +160,11 @@ class Leave(torch.autograd.Function):
         outputs = [x.clone(memory_format=torch.contiguous_format) for x in values]
         for y in outputs:
             ranks.broadcast_(y, owner)
-        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        ctx.mark_non_differentiable(*(y for y in outputs if not differentiable(y)))
         return token.clone(), *outputs
 
     @staticmethod
+    @once_differentiable  # what travels back has no graph
     def backward(ctx, token, *gradients):
         needed = ctx.needs_input_grad[3:]
         return token, None, None, *(dy if need else None for dy, need in zip(gradients, needed, strict=True))
@@ -168,10 +180,11 @@ class Elsewhere(torch.autograd.Function):
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in expected]
         for y in outputs:
             ranks.broadcast_(y, owner)
-        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        ctx.mark_non_differentiable(*(y for y in outputs if not differentiable(y)))
         return token.clone(), *outputs
 
     @staticmethod
+    @once_differentiable  # what travels back has no graph
     def backward(ctx, *_):
         needed = ctx.needs_input_grad[5:]
         got = []
@@ -195,11 +208,16 @@ def refuse_records(model: nn.Module, named: Mapping) -> None:
             )
 
 
-def refuse_caches(module: nn.Module, kwargs: Mapping, why: str) -> None:
+def refuse_caches(module: nn.Module, args: Sequence, kwargs: Mapping, why: str) -> None:
     """Raises ValueError where a module is given a cache of keys and values."""
     names = [name for name, value in kwargs.items() if "past_key_value" in name and value is not None]
+    names += [type(value).__name__ for value in args if _is_cache(value)]
     if names:
         raise ValueError(
             f"{type(module).__name__} got a cache ({names[0]}), {why}: call the model with use_cache=False "
             "(model.config.use_cache = False)"
         )
+
+
+def _is_cache(value) -> bool:
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
