@@ -4,7 +4,9 @@ torch.utils.checkpoint without reentrance does the work. It restores the random 
 and backward comes to the blocks in the same order on every rank, so that the collectives in them meet.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import count
 
 import torch
 from torch import nn
@@ -72,13 +74,35 @@ class Recomputed:
         leaves, structure = tree_flatten((args, kwargs))
         shared = [(x.axis, x.cut) if isinstance(x, SharedSequence) else None for x in leaves]
 
+        runs = count()
+
         def again(*values):
             given = [SharedSequence(x, *how) if how else x for x, how in zip(values, shared, strict=True)]
             args, kwargs = tree_unflatten(given, structure)
-            return self.forward(*args, **kwargs)
+            with _buffers_of_its_own(self.module) if next(runs) else nullcontext():
+                return self.forward(*args, **kwargs)
 
         # What is kept are plain tensors, which any hooks of saved tensors take.
         return checkpoint(again, *localized(leaves), use_reentrant=False)
+
+
+@contextmanager
+def _buffers_of_its_own(module: nn.Module) -> Iterator[None]:
+    """Runs on copies of the buffers: a norm's running means have counted this batch already."""
+    held = [
+        (part._buffers, name, buffer)
+        for part in module.modules()
+        if part.training
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        for buffers, name, buffer in held:
+            buffers[name] = buffer.clone()
+        yield
+    finally:
+        for buffers, name, buffer in held:
+            buffers[name] = buffer
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -186,6 +186,18 @@ def test_copies_recompute_and_inference_does_not():
     run_ranks(alone, 1)
 
 
+def test_running_means_count_a_batch_once():
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    model = copy.deepcopy(whole)
+    recompute({"0.1": model[0], "1.1": model[1]})
+    for each in (whole, model):
+        for _ in range(2):
+            each(torch.arange(12.0).view(3, 4).sin()).sum().backward()
+    for (name, got), expected in zip(model.named_buffers(), whole.buffers(), strict=True):
+        assert torch.equal(got, expected), name
+
+
 def test_what_cannot_be_recomputed_is_refused_with_the_way_out():
     linears = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))) for _ in range(2))
