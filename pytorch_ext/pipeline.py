@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft._C import CommError
@@ -21,6 +21,7 @@ from weft.recompute import recomputes
 from weft.stages.balance import balanced, times, undisturbed
 from weft.stages.chain import Chain, chain_of
 from weft.stages.clock import Clock, ClockedStage
+from weft.stages.crossing import differentiable
 from weft.stages.holding import Held, hold
 from weft.stages.owners import mark
 from weft.stages.schedules import SCHEDULES, Schedule
@@ -97,6 +98,11 @@ class Pipeline(nn.Module):
             raise ValueError(f'Pipeline: reduction={reduction!r} is not "mean" or "sum"')
         self._ranks: Communicator = communicator(along["pp"])
         self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
+        if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+            raise ValueError(
+                "Pipeline: the loss has parameters, which the last rank alone would train: make what they compute a "
+                "layer of the model"
+            )
         self._name, self._plan = schedule, SCHEDULES[schedule]
         self._microbatches, self._reduction = microbatches, reduction
         self._loss = partial(loss)  # which may be a module, and is none of the model's
@@ -119,7 +125,9 @@ class Pipeline(nn.Module):
                 )
             sizes = told[0][4]
 
+        self._taken = [str(node.target) for node in chain.inputs]
         stages = chain.stages(sizes)
+        _refuse_shared_means(stages, self._owner)
         self._device = _device_of(mesh)
         fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # of all stages
         self._loss_type = torch.float64 if fp64 else torch.float32
@@ -134,7 +142,7 @@ class Pipeline(nn.Module):
         self._held = Held(self, (stage.stage for stage in self._stages.values()))
         self._clock = Clock(self._device)
         self._schedule = None
-        self._built_for: list | None = None
+        self._built_for: tuple | None = None
         self._arriving: dict[int, Marks] = {}  # of the shapes that it is built for
         self.layers_per_stage = tuple(sizes)
 
@@ -171,9 +179,7 @@ class Pipeline(nn.Module):
             _raise_cause(error)
         self._ties.sum()
         if self._replicas is not None:
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    self._over_replicas(parameter.grad)
+            self._sum_gradients_over_replicas(self._replicas)
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return self._loss_everywhere(losses)
@@ -204,6 +210,9 @@ class Pipeline(nn.Module):
             raise ValueError("Pipeline.timeline: no step has run yet; call step() first")
         return timeline_of(self._name, self._total, self._microbatches, told)
 
+    def __deepcopy__(self, memo):
+        raise TypeError("a Pipeline cannot be copied: copy the model first, and cut both")
+
     def forward(self, *inputs, **options):
         raise TypeError(
             "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
@@ -220,7 +229,12 @@ class Pipeline(nn.Module):
 
     def _checked(self, inputs: Inputs, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        for name, x in [*((f"inputs[{number}]", x) for number, x in enumerate(given)), ("targets", targets)]:
+        if len(given) != len(self._taken):
+            raise TypeError(
+                f"Pipeline: the model was cut for the inputs {', '.join(self._taken)}, and got {len(given)}: name "
+                "further ones in Pipeline(arguments=[...])"
+            )
+        for name, x in [("targets", targets), *((f"inputs[{number}]", x) for number, x in enumerate(given))]:
             if not isinstance(x, torch.Tensor) or x.dim() == 0:
                 raise TypeError(f"Pipeline: {name} must be a tensor [batch, ...], got {type(x).__name__}")
             if x.size(0) != targets.size(0):
@@ -254,12 +268,15 @@ class Pipeline(nn.Module):
         return begin("Pipeline", self._sharing, given, alike)
 
     def _schedule_for(self, given: tuple[torch.Tensor, ...], begun):
-        """torch's schedule for inputs of these shapes; it is made anew when they change."""
-        shapes = [(x.shape, x.dtype) for x in given]
+        """torch's schedule for inputs of these shapes; made anew when they change, or the types of what stages send."""
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        shapes = [(x.shape, x.dtype) for x in given], autocast, [parameter.dtype for parameter in self.parameters()]
         if self._built_for != shapes:
             for stage in self._stages.values():
                 stage.begin(*begun)
-            self._schedule = self._built(tuple(x.chunk(self._microbatches)[0] for x in given))
+            # clones: a model may change its inputs in place, which the step does
+            self._schedule = self._built(tuple(x.chunk(self._microbatches)[0].clone() for x in given))
             self._built_for = shapes
             self._arriving = {number: stage.arriving for number, stage in self._stages.items()}
         for number, stage in self._stages.items():
@@ -333,6 +350,16 @@ class Pipeline(nn.Module):
             loss = self._sharing.ranks.all_reduce_(loss)
         return loss if self._replicas is None else self._over_replicas(loss)
 
+    def _sum_gradients_over_replicas(self, replicas: Communicator) -> None:
+        """Which layers a batch uses may depend on its values: what one replica has no gradient of, another may have."""
+        parameters = list(self.parameters())
+        told = replicas.notes([parameter.grad is not None for parameter in parameters])
+        for parameter, *used in zip(parameters, *told, strict=True):
+            if any(used):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._over_replicas(parameter.grad)
+
     def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
         assert self._replicas is not None
         self._replicas.all_reduce_(x)
@@ -363,6 +390,20 @@ def _sharing_of(model: nn.Module, along: dict[str, DeviceMesh]) -> Sharing | Non
             "along that: make the sequence another dimension"
         )
     return sharing
+
+
+def _refuse_shared_means(stages: Sequence[fx.GraphModule], owner: Callable[[int], int]) -> None:
+    """Parameters that several ranks use have their gradients summed; running means would follow each rank's own."""
+    users: dict[nn.Module, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for name, module in stage.named_modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+                users.setdefault(module, set()).add(owner(number))
+                if len(users[module]) > 1:
+                    raise ValueError(
+                        f"Pipeline: {name} keeps running means, and stages of several ranks use it, of which each "
+                        "would keep its own: give each use a norm of its own, or cut elsewhere (balance=[...])"
+                    )
 
 
 def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | None, microbatches: int) -> int:
@@ -410,9 +451,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
-def _like(x: torch.Tensor, differentiable: bool) -> torch.Tensor:
+def _like(x: torch.Tensor, needed: bool) -> torch.Tensor:
     """x without its memory."""
-    return torch.empty_like(x, device="meta", requires_grad=differentiable and x.is_floating_point())
+    return torch.empty_like(x, device="meta", requires_grad=needed and differentiable(x))
 
 
 def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Marks]:

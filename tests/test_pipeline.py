@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -505,6 +506,44 @@ class Asking(nn.Module):
         return x
 
 
+class Around(nn.Module):
+    """Does something of its own around its layers."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.layers, self.what, self.calls = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), what, 0
+
+    def forward(self, x):
+        if self.what == "count":
+            self.calls += 1
+            x = x / self.calls
+        with torch.no_grad() if self.what == "freeze" else nullcontext():
+            x = self.layers[0](x)
+        if self.what == "draw":
+            x = x * torch.rand(4)
+        if self.what == "constant":
+            x = x * torch.tensor(2.0)
+        return self.layers[1](x)
+
+
+class SharedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.last(self.norm(self.first(x))))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.scale, target)
+
+
 class Hooked(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -532,6 +571,12 @@ def expect_refusals(rank):
         (dict(model=Untraceable()), "cannot be traced .*layers="),
         (dict(model=Asking()), "asks whether it trains.*nn.Dropout"),
         (dict(model=Hooked()), "has hooks"),
+        (dict(model=Around("freeze")), "switches gradients or autocast on or off around its layers"),
+        (dict(model=Around("count")), "changes calls outside of its layers"),
+        (dict(model=Around("draw")), "draws random numbers outside of its layers"),
+        (dict(model=SharedNorm(), balance=[2, 2]), "norm keeps running means, and stages of several ranks use it"),
+        (dict(loss=Scaled()), "the loss has parameters"),
+        (dict(model=Taking(), arguments=["factor", "x"]), "in forward's order: .'x', 'factor'."),
         (dict(model=nn.ReLU()), "no layer with parameters"),
         (
             dict(model=nn.Sequential(linears(4)), layers=["1.*"]),
@@ -550,6 +595,15 @@ def expect_refusals(rank):
         pipe.step(torch.randn(6, 4), torch.randn(6, 4))
     with pytest.raises(ValueError, match="inputs.0. has a batch of 4, and targets one of 8"):
         pipe.step(torch.randn(4, 4), torch.randn(8, 4))
+    with pytest.raises(TypeError, match="targets must be a tensor .*, got NoneType"):
+        pipe.step(torch.randn(4, 4), None)
+    with pytest.raises(TypeError, match="cut for the inputs input, and got 2: .*arguments="):
+        pipe.step((torch.randn(4, 4), torch.randn(4, 4)), torch.randn(4, 4))
+    with pytest.raises(TypeError, match="a Pipeline cannot be copied"):
+        copy.deepcopy(pipe)
+    setattr(pipe, str(2 * rank), nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=f"{2 * rank}.weight has gone since the model was cut"):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
     with pytest.raises(TypeError, match="call step"):
         pipe(torch.randn(4, 4))
     with pytest.raises(ValueError, match="ranks differ.*rank 0 has .'1f1b', 4.*rank 1 has .'1f1b', 8"):
@@ -569,6 +623,83 @@ def give_main_grad(rank):
 
 def test_a_main_grad_that_would_not_be_summed_is_refused():
     run_ranks(give_main_grad, 2)
+
+
+class Taking(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, factor=1.0):
+        return super().forward(x) * factor
+
+
+class Choosing(nn.Module):
+    """Which of its two matrices it uses depends on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.left(x) if x[0, 0] > 0 else self.right(x)
+
+
+def step_apart(rank):
+    mesh = weft.init_mesh(pp=2, dp=2, device_type="cpu")
+    torch.manual_seed(0)
+    model, parts = nn.Sequential(Choosing(), nn.Linear(4, 4)), [torch.ones(2, 4), -torch.ones(2, 4)]
+    pipe = pipeline_of(copy.deepcopy(model), mesh=mesh, microbatches=2, loss=F.mse_loss)
+    for part in parts:
+        F.mse_loss(model(part), part).div(2).backward()
+    part = parts[mesh["dp"].get_local_rank()]
+    pipe.step(part, part)
+    expected = dict(model.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+def test_replicas_may_use_other_layers():
+    run_ranks(step_apart, 4)
+
+
+def step_in_other_types(rank):
+    """A constant of the model's own code, and steps with and without autocast: stages send another type."""
+    torch.manual_seed(0)
+    model, x = Around("constant"), torch.arange(16.0).view(4, 4).sin()
+    pipe = pipeline_of(copy.deepcopy(model), microbatches=2, loss=lambda y, x: F.mse_loss(y.float(), x))
+    for wanted in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=wanted):
+            expected = F.mse_loss(model(x).float(), x)
+            torch.testing.assert_close(pipe.step(x, x), expected.detach())
+
+
+def test_steps_may_change_between_types():
+    run_ranks(step_in_other_types, 2)
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x):
+        return self.after(torch.fft.fft(self.before(x))).abs()
+
+
+def cross_as_complex(rank):
+    model, x = Spectral(), torch.arange(16.0).view(4, 4).sin()
+    pipe = pipeline_of(copy.deepcopy(model), microbatches=2, loss=F.mse_loss)
+    loss = F.mse_loss(model(x), x)
+    loss.backward()
+    torch.testing.assert_close(pipe.step(x, x), loss.detach())
+    expected = dict(model.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+def test_gradients_of_complex_activations_cross():
+    run_ranks(cross_as_complex, 2)
 
 
 class Measures(nn.Module):

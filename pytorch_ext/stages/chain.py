@@ -6,6 +6,7 @@ that skip connections, masks and tables of angles go along. Stages hold the mode
 """
 
 import inspect
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -168,14 +169,49 @@ def _some(named: dict[str, nn.Module]) -> str:
     return ", ".join([name for name in named if name.count(".") < 2 and name][:20])
 
 
+_CONSTANT = "_tensor_constant"  # as torch.fx calls them
+
+
+def _modes() -> tuple:
+    """What a `with` around operations may have changed of them."""
+    autocast = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        for kind in ("cpu", "cuda")
+    ]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
 class _Tracer(fx.Tracer):
     """Looks into the root, and into modules that contain a list of layers; all others are called as they are."""
 
     proxy_buffer_attributes = True  # a table of positions that the model's own code cuts to the length
 
-    def __init__(self, opened: set[str]):
+    def __init__(self, who: str, opened: set[str]):
         super().__init__()
-        self._opened = opened
+        self._who, self._opened = who, opened
+        self._modes = _modes()
+        self._constants = 0
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors that the forward made of nothing that it was given, which every call has from now on."""
+        return [
+            x for x, name in self.tensor_attrs.items() if isinstance(x, torch.Tensor) and name.startswith(_CONSTANT)
+        ]
+
+    def get_fresh_qualname(self, prefix: str) -> str:
+        """The same names in every trace of a model."""
+        self._constants += 1
+        return f"{prefix}{self._constants - 1}"
+
+    def create_node(self, *args, **options) -> fx.Node:
+        if _modes() != self._modes:
+            raise UncuttableError(
+                f"{self._who}: the forward of {type(self.root).__name__} switches gradients or autocast on or off "
+                "around its layers, which a trace does not keep: do that inside of a layer (and freeze parameters by "
+                "requires_grad_(False))"
+            )
+        return super().create_node(*args, **options)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return name not in self._opened
@@ -221,12 +257,17 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.G
                 f"{who}: {name or 'the model'} is named tokenwise, and is cut: name its layers instead"
             )
     given, defaults = _arguments(who, model, arguments)
-    graphs = []
+    graphs, constants = [], []
+    before, drawn = _numbers_in(model, opened), _random_states()
     was_training = [(module, module.training) for module in model.modules()]
     try:
         for mode in (True, False):
             model.train(mode)
-            graphs.append(_only(given, _Tracer(opened).trace(model, dict(defaults) or None)))
+            tracer = _Tracer(who, opened)
+            graphs.append(_only(given, tracer.trace(model, dict(defaults) or None)))
+            constants.append(tracer.constants)
+    except UncuttableError:
+        raise
     except Exception as error:
         raise UncuttableError(
             f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
@@ -236,12 +277,40 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.G
     finally:
         for module, mode in was_training:
             module.training = mode
-    if str(graphs[0]) != str(graphs[1]):
+    kept = [name for name, value in _numbers_in(model, opened).items() if value != before.get(name, value)]
+    for name in kept:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, before[name])
+    if kept:
+        raise UncuttableError(
+            f"{who}: the forward of {type(model).__name__} changes {kept[0]} outside of its layers, which a trace does "
+            "once and for all; make that a module of its own"
+        )
+    if _random_states() != drawn:
+        raise UncuttableError(
+            f"{who}: the forward of {type(model).__name__} draws random numbers outside of its layers, which a trace "
+            "does once and for all; make that a module of its own"
+        )
+    if str(graphs[0]) != str(graphs[1]) or not all(map(torch.equal, *constants)):
         raise UncuttableError(
             f"{who}: the forward of {type(model).__name__} itself asks whether it trains, outside of its layers; make "
             "that a module of its own (nn.Dropout for F.dropout)"
         )
     return graphs[0]
+
+
+def _numbers_in(model: nn.Module, opened: set[str]) -> dict[str, float]:
+    """Attributes of these modules that are numbers, such as a count of calls."""
+    return {
+        f"{name}.{attribute}".removeprefix("."): value
+        for name in opened
+        for attribute, value in vars(model.get_submodule(name)).items()
+        if isinstance(value, int | float) and attribute != "training"
+    }
+
+
+def _random_states() -> tuple:
+    return random.getstate(), torch.get_rng_state().tolist()
 
 
 def _has_hooks(module: nn.Module, of_model: bool) -> bool:
@@ -269,6 +338,8 @@ def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> t
                 f"{', '.join(given) or 'none'} must be given"
             )
         given = [name for name in known if name in arguments]
+        if given != list(arguments):
+            raise ValueError(f"{who}: arguments={list(arguments)} are to be named in forward's order: {given}")
     return given, {name: default for name, default in known.items() if name not in given}
 
 

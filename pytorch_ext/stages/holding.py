@@ -66,7 +66,12 @@ class Held:
         """Brings what runs up to date with what `into` holds now; returns what has become what."""
         now, changed = _tensors_of(into), {}
         for name, old in self._tensors.items():
-            new = now[name]
+            new = now.get(name)
+            if new is None:
+                raise ValueError(
+                    f"{name} has gone since the model was cut, and what runs has it still: change the layers of the "
+                    "model, and cut it afterwards"
+                )
             if new is old:
                 continue
             changed[old] = new
