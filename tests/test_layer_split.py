@@ -188,6 +188,34 @@ def test_layers_without_gradients_have_none():
     run_ranks(split_partly_frozen, 2)
 
 
+class InPlace(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.relu_())
+
+
+class Residual(nn.Module):
+    """Cannot be cut, since it decides by values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(InPlace(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x) if x.sum() < 1e9 else x
+        return x
+
+
+def change_in_place(rank):
+    split = weft.LayerSplit(Residual(), weft.init_mesh(pp=2, device_type="cpu"))
+    with torch.no_grad(), pytest.raises(ValueError, match="a InPlace changes its input in place"):
+        split(torch.ones(2, 4))
+
+
+def test_a_layer_that_changes_what_other_ranks_have_too_is_refused():
+    run_ranks(change_in_place, 2)
+
+
 def too_many_places(rank):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(ValueError, match="1 layers .* too few for 2 places: use 1 at most"):

@@ -575,6 +575,7 @@ def expect_refusals(rank):
         (dict(model=Around("count")), "changes calls outside of its layers"),
         (dict(model=Around("draw")), "draws random numbers outside of its layers"),
         (dict(model=SharedNorm(), balance=[2, 2]), "norm keeps running means, and stages of several ranks use it"),
+        (dict(layers=["0", "1", "2"]), "layers=.* leave out 3.weight"),
         (dict(loss=Scaled()), "the loss has parameters"),
         (dict(model=Taking(), arguments=["factor", "x"]), "in forward's order: .'x', 'factor'."),
         (dict(model=nn.ReLU()), "no layer with parameters"),

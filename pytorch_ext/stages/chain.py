@@ -162,6 +162,10 @@ def _listed(who: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
                 )
             value = graph.call_module(name, (value,))
     graph.output(value)
+    used = {id(one) for node in graph.nodes if node.op == "call_module" for one in _parameters(model, [node])}
+    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+    if left_out:
+        raise ValueError(f"{who}: layers={list(layers)} leave out {left_out[0]}, without which it is another model")
     return graph
 
 

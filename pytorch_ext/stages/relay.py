@@ -78,9 +78,19 @@ class Relayed:
             return self._received(leaves)
         token, *given = Enter.apply(self.relay.token, self.owner, self.relay.ranks, *_tensors(leaves))
         args, kwargs = tree_unflatten(_with(leaves, given), structure)
+        before = _versions(given)
         with random_numbers_of(seed, self.relay.device):
             result = self.forward(*args, **kwargs)
+        if _versions(given) != before:
+            dist.broadcast_object_list([(None, None)], group=self.relay.ranks.group, group_src=self.owner)
+            raise self._changes_its_input()
         return self._sent(token, result)
+
+    def _changes_its_input(self) -> ValueError:
+        return ValueError(
+            f"LayerSplit: a {type(self.layer).__name__} changes its input in place, which only the rank that has the "
+            "layer would see: let it work on a new tensor (inplace=False)"
+        )
 
     def _sent(self, token: torch.Tensor, result):
         leaves, structure = tree_flatten(result)
@@ -97,6 +107,8 @@ class Relayed:
         box: list = [None]
         dist.broadcast_object_list(box, group=ranks.group, group_src=self.owner)
         kinds, structure = box[0]
+        if kinds is None:
+            raise self._changes_its_input()
         expected = [(kind.shape, kind.dtype) for kind in kinds if isinstance(kind, _Kind)]
         token, *got = Elsewhere.apply(
             self.relay.token, self.owner, ranks, self.relay.device, expected, *_tensors(arguments)
@@ -105,6 +117,11 @@ class Relayed:
         cuts, values = [x.cut for x in shared_in(arguments)], iter(got)
         leaves = [_again(next(values), kind, cuts) if isinstance(kind, _Kind) else kind for kind in kinds]
         return tree_unflatten(leaves, structure)
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """They change when a tensor is written to; tensors of inference_mode have none."""
+    return [None if x.is_inference() else x._version for x in tensors]
 
 
 def _tensors(leaves: list) -> list[torch.Tensor]:
