@@ -5,6 +5,7 @@ from types import ModuleType
 
 build: dict[str, str | None]
 dtypes: dict[str, int]
+moved_dtypes: dict[str, int]
 reduce_ops: dict[str, int]
 
 class CommError(RuntimeError): ...

@@ -167,6 +167,8 @@ def disagree(rank, what):
             dist.barrier() if odd else dist.all_reduce(x)
         elif what == "type":
             dist.all_reduce(x.bfloat16() if odd else x)
+        elif what == "type of what is only moved":
+            dist.broadcast(x.to(torch.float8_e5m2 if odd else torch.float8_e4m3fn), src=0)
         elif what == "size":
             dist.all_reduce(x[:5] if odd else x)
         elif what == "operator":
@@ -186,6 +188,7 @@ def disagree(rank, what):
     [
         ("operation", "ranks 0, 2 called all_reduce(float32, 8 elements, sum), rank 1 called barrier()"),
         ("type", "rank 1 called all_reduce(bfloat16, 8 elements, sum)"),
+        ("type of what is only moved", "rank 1 called broadcast(float8_e5m2, 8 elements, from rank 0)"),
         ("size", "rank 1 called all_reduce(float32, 5 elements, sum)"),
         ("operator", "rank 1 called all_reduce(float32, 8 elements, max)"),
         ("root", "rank 1 called broadcast(float32, 8 elements, from rank 1)"),

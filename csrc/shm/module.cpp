@@ -172,10 +172,11 @@ void register_work(py::module_& m) {
 }
 
 void register_reductions(py::module_& m) {
-  py::dict dtypes, ops;
-  for (size_t i = 0; i < dtype_count; ++i) dtypes[dtype_names[i]] = i;
+  py::dict dtypes, moved_dtypes, ops;
+  for (size_t i = 0; i < dtype_count; ++i) (i < reduced_dtype_count ? dtypes : moved_dtypes)[dtype_names[i]] = i;
   for (size_t i = 0; i < reduce_op_count; ++i) ops[reduce_op_names[i]] = i;
   m.attr("dtypes") = dtypes;
+  m.attr("moved_dtypes") = moved_dtypes;
   m.attr("reduce_ops") = ops;
   m.def("instruction_sets", &supported_instruction_sets, "Instruction sets that run on this machine, fastest first.");
   m.def(

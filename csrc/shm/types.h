@@ -2,11 +2,15 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 namespace weft::shm {
 
 enum class DType : uint32_t {
   float32, float64, float16, bfloat16, int8, uint8, int16, int32, int64, boolean,
+  // What is moved and not reduced: told apart, so that ranks that disagree are found.
+  uint16, uint32, uint64, complex32, complex64, complex128, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2,
+  float8_e5m2fnuz, float8_e8m0fnu,
   count
 };
 enum class ReduceOp : uint32_t {
@@ -17,9 +21,13 @@ enum class ReduceOp : uint32_t {
 constexpr size_t dtype_count = static_cast<size_t>(DType::count);
 constexpr size_t reduce_op_count = static_cast<size_t>(ReduceOp::count);
 
-constexpr size_t element_bytes[dtype_count] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
-constexpr const char* dtype_names[dtype_count] = {"float32", "float64", "float16", "bfloat16", "int8",
-                                                  "uint8",   "int16",   "int32",   "int64",    "bool"};
+constexpr size_t reduced_dtype_count = static_cast<size_t>(DType::boolean) + 1;
+constexpr size_t element_bytes[] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 1, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1};
+constexpr const char* dtype_names[] = {
+    "float32",   "float64",    "float16",       "bfloat16",        "int8",        "uint8",           "int16",
+    "int32",     "int64",      "bool",          "uint16",          "uint32",      "uint64",          "complex32",
+    "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"};
+static_assert(std::size(element_bytes) == dtype_count && std::size(dtype_names) == dtype_count);
 constexpr const char* reduce_op_names[reduce_op_count] = {"sum",     "avg",         "min",        "max",
                                                           "product", "bitwise_and", "bitwise_or", "bitwise_xor"};
 

@@ -8,6 +8,7 @@ from weft import _C
 SUM = _C.reduce_ops["sum"]
 OP_NAMES = {code: name for name, code in _C.reduce_ops.items()}
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}
+_MOVED: dict[torch.dtype, int] = DTYPES | {getattr(torch, name): code for name, code in _C.moved_dtypes.items()}
 _OPS: dict[int, int] = {
     int(getattr(dist.ReduceOp, theirs)): _C.reduce_ops[ours]
     for theirs, ours in {
@@ -42,5 +43,5 @@ def dtype_code(x: torch.Tensor) -> int:
 
 def byte_code(x: torch.Tensor) -> tuple[int, int]:
     """(code, elements of that code per element of x) for moving x's bytes; every type can be moved."""
-    code = DTYPES.get(x.dtype)
+    code = _MOVED.get(x.dtype)
     return (code, 1) if code is not None else (_C.dtypes["uint8"], x.element_size())
