@@ -320,6 +320,39 @@ def test_memory_that_cannot_be_had_is_an_error_on_every_rank():
         assert isinstance(outcome.error, OSError) and "bytes of shared memory" in str(outcome.error), outcome
 
 
+def run_out_of_descriptors(rank):
+    """Rank 1 has descriptors left for the memory, and not to watch its peers; it lives on until the others know."""
+    store = dist.distributed_c10d._get_default_store()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        held = [os.dup(0) for _ in range(100)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, limits[1]))
+        for number in held[-3:]:
+            os.close(number)
+    try:
+        dist.new_group([0, 1, 2])
+    finally:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            store.wait(["told/0", "told/2"], timedelta(seconds=NOTICED_WITHIN_S))
+        else:
+            store.set(f"told/{rank}", "")
+
+
+def test_a_rank_that_cannot_join_tells_the_others():
+    outcomes = try_ranks(run_out_of_descriptors, 3)
+    for outcome in outcomes:
+        assert "Too many open files" in str(outcome.error), outcome
+    assert isinstance(outcomes[0].error, weft.CommError) and "rank 1 could not join" in str(outcomes[0].error)
+
+
+@pytest.mark.parametrize("kib", ["", "a lot", "-4", "5"])
+def test_a_setting_that_means_nothing_is_named(kib, monkeypatch):
+    monkeypatch.setenv("WEFT_STAGING_KIB", kib)
+    (outcome,) = try_ranks(len, 1)
+    assert isinstance(outcome.error, ValueError) and f"WEFT_STAGING_KIB={kib} must be" in str(outcome.error), outcome
+
+
 def use_after_destroy(rank):
     group = dist.new_group([0, 1])
     dist.destroy_process_group(group)

@@ -4,12 +4,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <exception>
 #include <stdexcept>
+#include <system_error>
 
 #include "collectives.h"
+#include "reduce.h"
 
 namespace weft::shm {
 
@@ -122,8 +125,18 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
   std::byte* messages = segment_.data() + round_up(sizeof(Failure) + world_ * sizeof(Control), page_bytes);
   staging_ = messages + round_up(Messenger::segment_bytes(world_), page_bytes);
   messenger_ = std::make_unique<Messenger>(*this, messages);
-  for (int peer = 0; peer < world_; ++peer)
-    peers_.push_back(peer == rank_ ? nullptr : std::make_unique<Peer>(ranks[peer].pid, ranks[peer].start_time));
+  try {
+    reduce_table();  // refuses a WEFT_ISA that does not run here
+    for (int peer = 0; peer < world_; ++peer)
+      peers_.push_back(peer == rank_ ? nullptr : std::make_unique<Peer>(ranks[peer].pid, ranks[peer].start_time));
+  } catch (const std::exception& error) {  // the others have the segment already, and wait for this rank in it
+    const auto* refused = dynamic_cast<const std::system_error*>(&error);
+    const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;  // which all see by themselves
+    if (!peer_has_gone)
+      record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " could not join group \"" +
+                                                   name_ + "\": " + error.what());
+    throw;
+  }
   Call(*this, CallHeader{CallKind::barrier}).exchange();
   calls_ = 0;  // joining is not a call of the user's
   segment_.close_descriptor();

@@ -22,9 +22,12 @@ namespace weft::shm {
 
 namespace {
 
-// The fields of /proc/<pid>/stat from the third (state) on. The second, the command, may hold spaces and parentheses.
+std::string stat_path(pid_t pid) { return "/proc/" + std::to_string(pid) + "/stat"; }
+
+// The fields of /proc/<pid>/stat from the third (state) on; none, and errno, where it cannot be read. The second field,
+// the command, may hold spaces and parentheses.
 std::vector<std::string> process_stat(pid_t pid) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
+  const std::string path = stat_path(pid);
   std::vector<std::string> fields;
   FILE* file = fopen(path.c_str(), "re");
   if (file == nullptr) return fields;
@@ -59,16 +62,22 @@ std::string describe(int status) {
 
 uint64_t process_start_time(pid_t pid) {
   constexpr size_t start_time_field = 22 - 3;
+  errno = 0;
   const auto fields = process_stat(pid);
+  // Only where the process is not there: no descriptor left, say, tells nothing of it.
+  if (fields.empty() && errno != 0 && errno != ENOENT && errno != ESRCH) throw_errno(errno, "cannot read " + stat_path(pid));
   return fields.size() > start_time_field ? std::stoull(fields[start_time_field]) : 0;
 }
 
 Peer::Peer(pid_t pid, uint64_t start_time)
     : pid_(pid), descriptor_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
   if (descriptor_ < 0) throw_errno(errno, "cannot watch process " + std::to_string(pid) + " (pidfd_open)");
-  if (process_start_time(pid) != start_time) {  // asked after the open: from here on the number cannot change hands
+  try {  // asked after the open: from here on the number cannot change hands
+    if (process_start_time(pid) != start_time)
+      throw_errno(ESRCH, "process " + std::to_string(pid) + " is no longer the rank that announced itself");
+  } catch (...) {
     ::close(descriptor_);
-    throw_errno(ESRCH, "process " + std::to_string(pid) + " is no longer the rank that announced itself");
+    throw;
   }
 }
 

@@ -75,11 +75,10 @@ def _share_memory(meeting: "_Meeting", ranks_on_machine: int) -> _C.Group:
     world = len(processes)
     segment, error = None, None
     try:
-        staging_bytes = int(os.environ.get("WEFT_STAGING_KIB", STAGING_KIB)) * 1024
+        staging_kib = os.environ.get("WEFT_STAGING_KIB", str(STAGING_KIB))
+        staging_bytes = int(staging_kib) * 1024 if staging_kib.isdecimal() else 0
         if staging_bytes % 4096 or staging_bytes < max(4096, 64 * world):
-            raise ValueError(
-                f"WEFT_STAGING_KIB={staging_bytes // 1024} must be a multiple of 4, and at least 64 bytes a rank"
-            )
+            raise ValueError(f"WEFT_STAGING_KIB={staging_kib} must be a multiple of 4, and at least 64 bytes a rank")
         segment_bytes = _C.Group.segment_bytes(world, staging_bytes)
         if rank == 0:
             segment = _C.Segment.create(segment_bytes)
@@ -187,7 +186,11 @@ class _Meeting:
         if not self.processes:
             return False
         process = self.processes[rank]
-        return _C.process_start_time(process["pid"]) != process["start_time"] or _is_zombie(process["pid"])
+        try:
+            started = _C.process_start_time(process["pid"])
+        except OSError:  # no descriptor left, say: nothing is known of the rank
+            return False
+        return started != process["start_time"] or _is_zombie(process["pid"])
 
 
 def _is_zombie(pid: int) -> bool:
