@@ -3,7 +3,9 @@ and once two network namespaces."""
 
 import ctypes
 import os
+import signal
 import subprocess
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -167,6 +169,25 @@ def check_patience(rank):
 
 def test_a_message_can_be_asked_for():
     spread(check_patience, "ab")
+
+
+def interrupt_a_receive(rank):
+    """What rank 0 waits for is sent when its wait has ended, and not before."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["interrupted"], timedelta(seconds=NOTICED_WITHIN_S))
+        dist.send(torch.ones(3), 0)
+    else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(torch.empty(3), 1)
+        store.set("interrupted", "")
+    dist.barrier()
+
+
+def test_ctrl_c_ends_a_wait_for_a_message():
+    spread(interrupt_a_receive, "ab")
 
 
 def check_mismatch(rank):

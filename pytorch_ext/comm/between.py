@@ -171,7 +171,8 @@ class Message(Later):
         return super().done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        if timeout_s is None:
+        # Ctrl-C is the main thread's, and would not end a wait inside of gloo.
+        if timeout_s is None and threading.current_thread() is not threading.main_thread():
             self._complete()
         else:
             self._complete_in_background()
