@@ -4,12 +4,14 @@ import random
 import subprocess
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm.engine import Engine
 from weft.testing import reference
 from weft.testing.cases import COUNTS
 from weft.testing.ranks import on_machines, run_ranks
@@ -280,6 +282,20 @@ def random_messages(rank, seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_messages_of_one_tag_between_two_ranks_keep_their_order(seed):
     run_ranks(random_messages, 2 + seed % 3, seed)
+
+
+def test_the_time_to_post_a_message_does_not_grow_with_those_under_way():
+    class Unfinished:
+        looked_at = 0
+
+        def done(self):
+            self.looked_at += 1
+            return False
+
+    engine, works = Engine(SimpleNamespace(rank=0, world=1)), [Unfinished() for _ in range(1000)]
+    for work in works:
+        engine._pending(work, None)
+    assert sum(work.looked_at for work in works) < 10 * len(works)
 
 
 def coalesced(rank):

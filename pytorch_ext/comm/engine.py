@@ -16,6 +16,7 @@ from weft.comm.dtypes import DTYPES, SUM, byte_code, dtype_code
 from weft.comm.fusion import Fusion
 
 _STRIDED = torch.strided
+_FEW = 32  # operations in flight
 
 
 class Pending:
@@ -71,6 +72,7 @@ class Engine:
         self.rank: int = group.rank
         self.world: int = group.world
         self._in_flight: list[tuple[_C.Work, object]] = []  # tensors that must not be freed yet
+        self._tidied_from = 0  # as many in flight: which of them are done is looked at
         self._submitting = threading.Lock()
 
     def all_reduce(
@@ -214,7 +216,10 @@ class Engine:
 
     def _pending(self, work: _C.Work, keep, copy_backs=()) -> Pending:
         with self._submitting:
-            self._in_flight = [pair for pair in self._in_flight if not pair[0].done()]
+            if len(self._in_flight) >= self._tidied_from:
+                self._in_flight = [pair for pair in self._in_flight if not pair[0].done()]
+                # Of many, not every time: the time to post n would grow with n squared.
+                self._tidied_from = 2 * len(self._in_flight) if len(self._in_flight) > _FEW else 0
             self._in_flight.append((work, keep))
         return Pending([work], [partial(copy_back, *pair) for pair in copy_backs])
 
