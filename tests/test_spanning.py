@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import weft
 from weft.comm import spanning
+from weft.comm.between import Between
 from weft.split import split_sizes
 from weft.testing import reference
 from weft.testing.ranks import on_machines, run_ranks, try_ranks
@@ -169,6 +170,34 @@ def check_patience(rank):
 
 def test_a_message_can_be_asked_for():
     spread(check_patience, "ab")
+
+
+def fail_before_machines_meet(rank, how):
+    """Rank 1 dies, or cannot connect and lives on until the others know."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+
+        def fail(*arguments):
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("no descriptor is left")
+
+        Between._connect = fail
+    try:
+        dist.new_group([0, 1, 2])
+    finally:
+        if rank == 1:
+            store.wait(["told/0", "told/2"], timedelta(seconds=NOTICED_WITHIN_S))
+        else:
+            store.set(f"told/{rank}", "")
+
+
+@pytest.mark.parametrize("how", ["dies", "lives"])
+def test_a_rank_that_fails_before_machines_have_met_is_noticed(how):
+    outcomes = spread(fail_before_machines_meet, "aab", how, run=try_ranks, timeout_s=30)
+    told = "rank 1 was lost" if how == "dies" else "rank 1 could not reach the other machines"
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, weft.CommError) and told in str(survivor.error), outcomes
 
 
 def interrupt_a_receive(rank):

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +21,7 @@ _ERRORS = {
     error.__name__: error
     for error in (_C.RankLostError, _C.CollectiveTimeoutError, _C.CollectiveMismatchError, _C.CommError)
 }
+_LOOKS_EVERY_S = 0.1  # whether the group has failed
 _ANOTHER_KNOWS_WITHIN_S = 1.5  # a rank's neighbours see it die; who only loses a connection asks them first
 
 
@@ -36,24 +37,48 @@ class Between:
         name: Callable[[], str],
         timeout: timedelta,
         on_failure: Callable[[], object],
+        lost_ranks: Callable[[], list[int]],
     ):
         self.rank, self.timeout = rank, timeout
         self.failure: BaseException | None = None
         self._store, self._name, self._on_failure = store, name, on_failure
         own = next(number for number, host in enumerate(hosts) if rank in host)
         self._elsewhere = [other for host in hosts if rank not in host for other in host]
+        self._lost_ranks = lost_ranks
         self._connections: dict[str, Any] = {}
         try:
+            meeting = store.clone()  # gloo waits at it, and a store's client answers nobody else while it waits
             if lane is not None:
-                lane_store = dist.PrefixStore(f"lane/{lane}", store)
-                self._connections["lane"] = dist.ProcessGroupGloo(lane_store, own, len(hosts), timeout=timeout)
-            everyone_store = dist.PrefixStore("everyone", store)
-            world = sum(len(host) for host in hosts)
-            self._connections["everyone"] = dist.ProcessGroupGloo(everyone_store, rank, world, timeout=timeout)
-        except RuntimeError as error:
-            raise _C.CommError(
-                f'rank {rank} could not reach the other machines of group "{name()}": {error}'
+                lane_store = dist.PrefixStore(f"lane/{lane}", meeting)
+                self._connections["lane"] = self._connect(lane_store, own, len(hosts))
+            everyone_store = dist.PrefixStore("everyone", meeting)
+            self._connections["everyone"] = self._connect(everyone_store, rank, sum(len(host) for host in hosts))
+        except _C.CommError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise self.fail(
+                _C.CommError(f'rank {rank} could not reach the other machines of group "{name()}": {error}')
             ) from error
+
+    def _connect(self, store, rank: int, world: int) -> Any:
+        """A ProcessGroupGloo, unless the group fails before its ranks have met: gloo would wait for all of its time."""
+        made: Future = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(dist.ProcessGroupGloo(store, rank, world, timeout=self.timeout))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, daemon=True).start()
+        while not wait([made], _LOOKS_EVERY_S).done:
+            lost = self._lost_ranks()
+            if lost or self._store.check(["failure"]):
+                who = f"rank {', '.join(map(str, lost))} was lost" if lost else "a rank was lost"
+                raise self.fail(
+                    _C.RankLostError(f'{who} while group "{self._name()}" was made (rank {self.rank} waited).')
+                )
+        return made.result()
 
     @property
     def lane(self) -> Any:

@@ -50,7 +50,9 @@ class SpanningEngine:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future | None = None
         lane = self._lane if self._in_lane else None
-        self.between = Between(hosts, rank, lane, store, lambda: self._name, timeout, on_failure=local.abort)
+        self.between = Between(
+            hosts, rank, lane, store, lambda: self._name, timeout, on_failure=local.abort, lost_ranks=self.lost_ranks
+        )
         self._run("join()", lambda: None, wait=True)
         self._calls = 0  # joining is not a call of the user's
 
