@@ -234,6 +234,9 @@ def check_mismatch(rank):
         dist.group.WORLD.engine.broadcast(x, 3)
     with pytest.raises(ValueError, match="one machine"):
         weft.empty_symmetric(4)
+    for call in (dist.all_reduce, partial(dist.recv, src=(rank + 1) % 3)):
+        with pytest.raises(ValueError, match="more than one element"):
+            call(torch.zeros(3).expand(2, 3))
     x = torch.ones(3)
     dist.all_reduce(x)
     assert (x == 3).all(), "the group stays usable"

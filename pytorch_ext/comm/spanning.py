@@ -60,6 +60,7 @@ class SpanningEngine:
 
     def all_reduce(self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None):
         check(x)
+        _check_outputs(x)
         _C.check_reduction(dtype_code(x), op)
 
         def body() -> None:
@@ -72,6 +73,7 @@ class SpanningEngine:
 
     def reduce(self, x: torch.Tensor, root: int, op: int = SUM, wait: bool = True):
         check(x)
+        _check_outputs(x)
         self._check_rank(root)
         _C.check_reduction(dtype_code(x), op)
 
@@ -85,6 +87,7 @@ class SpanningEngine:
 
     def reduce_scatter(self, parts: list[torch.Tensor], output: torch.Tensor, op: int = SUM, wait: bool = True):
         check(output, *parts)
+        _check_outputs(output)
         check_same_dtype("reduce_scatter", output, parts)
         _C.check_reduction(dtype_code(output), op)
         counts = [part.numel() for part in parts]
@@ -101,6 +104,7 @@ class SpanningEngine:
 
     def all_gather(self, x: torch.Tensor, parts: list[torch.Tensor], wait: bool = True):
         check(x, *parts)
+        _check_outputs(*parts)
         check_same_dtype("all_gather", x, parts)
         counts = [part.numel() for part in parts]
 
@@ -118,6 +122,7 @@ class SpanningEngine:
 
     def broadcast(self, x: torch.Tensor, root: int, wait: bool = True):
         check(x)
+        _check_outputs(x)
         self._check_rank(root)
 
         def body() -> None:
@@ -141,6 +146,7 @@ class SpanningEngine:
 
     def gather(self, x: torch.Tensor, parts: list[torch.Tensor], root: int, wait: bool = True):
         check(x, *parts)
+        _check_outputs(*parts)
         self._check_rank(root)
         check_same_dtype("gather", x, parts)
 
@@ -158,6 +164,7 @@ class SpanningEngine:
 
     def scatter(self, parts: list[torch.Tensor], output: torch.Tensor, root: int, wait: bool = True):
         check(output, *parts)
+        _check_outputs(output)
         self._check_rank(root)
         check_same_dtype("scatter", output, parts)
 
@@ -174,6 +181,7 @@ class SpanningEngine:
 
     def all_to_all(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], wait: bool = True):
         check(*inputs, *outputs)
+        _check_outputs(*outputs)
         check_same_dtype("all_to_all", inputs[0], [*inputs, *outputs])
         sent, expected = [x.numel() for x in inputs], [x.numel() for x in outputs]
 
@@ -217,6 +225,7 @@ class SpanningEngine:
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> Message:
         check(x)
+        _check_outputs(x)
         if source is not None:
             self._check_rank(source)
         self._check_usable()
@@ -470,6 +479,16 @@ class SpanningEngine:
                 for lane in range(self.lanes)
             ]
         )
+
+
+def _check_outputs(*tensors: torch.Tensor) -> None:
+    """Refuses here what a copy would refuse later, where it would be taken for an error of gloo's: a lost rank."""
+    for x in tensors:
+        if torch._debug_has_internal_overlap(x) == 1:  # what copies ask
+            raise ValueError(
+                f"cannot write to a tensor of shape {tuple(x.shape)} and strides {x.stride()}: more than one element "
+                "lies at the same place; clone() it first"
+            )
 
 
 def _inner(op: int) -> int:
