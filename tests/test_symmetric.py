@@ -96,6 +96,8 @@ def ask_differently(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     with pytest.raises(OSError, match="rank 0 could not get .* bytes of symmetric memory"):
         weft.empty_symmetric(100_000)
+    with pytest.raises(OSError, match="no machine has"):  # together 8192 bytes, in 64 bits
+        weft.empty_symmetric(2**63 + 4096, dtype=torch.uint8)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert weft.all_reduce(weft.empty_symmetric(30_000).fill_(1))[0] == 2
 

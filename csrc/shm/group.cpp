@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <stdexcept>
@@ -348,6 +349,9 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
       throw CollectiveMismatchError("empty_symmetric on group \"" + name_ + "\": rank 0 asks for " +
                                     std::to_string(all[0]) + " bytes, rank " + std::to_string(peer) + " for " +
                                     std::to_string(all[peer]) + ".");
+  if (bytes > SIZE_MAX / 2 / world_ - page_bytes)  // all of it together could not be counted, let alone be had
+    throw_errno(ENOMEM, "no machine has " + std::to_string(bytes) + " bytes of symmetric memory for each of " +
+                            std::to_string(world_) + " ranks");
   if (rank_ == 0) {
     try {
       segment = std::make_unique<Segment>(Segment::create(part_bytes * world_));
