@@ -413,6 +413,10 @@ BETWEEN = {
     "its weight": (lambda p, h, x: p.down(h) + p.up.weight.sum(), "its weight is also used by sum"),
     "random numbers of its shape": (lambda p, h, x: p.down(h + torch.randn_like(h)), "uses all of its features"),
     "a product with itself": (lambda p, h, x: p.down(h @ (h.mT @ h)), "sums over|multiplies them"),
+    "a softmax in evaluation": (
+        lambda p, h, x: p.down(h.relu() if p.training else h.softmax(-1)),
+        "all of its features",
+    ),
     "called twice": (lambda p, h, x: p.down(h) + p.down(torch.ones(*x.shape[:-1], 10)), "whole features|whole"),
 }
 
@@ -445,6 +449,12 @@ def test_what_cannot_be_replaced_stays_whole():
     pair = Pair(plain)
     hooked(pair)
     assert "it has hooks" in automatic_plan(pair, 2).whole["up"]
+    pair = Pair(plain)
+    pair.down.forward = pair.down.forward
+    assert "it has a forward of its own" in automatic_plan(pair, 2).whole["down"]
+    pair = Pair(plain)
+    pair.up.bias.register_hook(lambda gradient: 2 * gradient)
+    assert "it has hooks of its parameters" in automatic_plan(pair, 2).whole["up"]
 
     class Doubled(nn.Linear):
         def forward(self, x):

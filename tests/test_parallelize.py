@@ -85,6 +85,11 @@ def check_refusals(rank):
     model.special, model.hooked = Doubled(4, 4), nn.Linear(4, 4)
     model.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     model.hooked.register_forward_hook(lambda *_: None)
+    model.patched, model.listened = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.patched.forward = Doubled(4, 4).forward
+    model.listened.bias.register_hook(lambda gradient: 2 * gradient)
+    model.attention = nn.MultiheadAttention(4, 2)
+    nn.utils.parametrizations.weight_norm(model.attention.out_proj)
     before = [type(module) for module in model.modules()]
     calls = dist.group.WORLD.engine.group.calls
     for error, told, plan in (
@@ -109,6 +114,9 @@ def check_refusals(rank):
         (TypeError, "special is Doubled; style 'column' takes nn.Linear itself", {"special": "column"}),
         (TypeError, "normed is ParametrizedLinear", {"normed": "row"}),
         (ValueError, "hooked has hooks, which its replacement would lose", {"hooked": "column"}),
+        (ValueError, "patched has a forward of its own, which its", {"patched": "column"}),
+        (ValueError, "listened has hooks of its parameters, which its", {"listened": "column"}),
+        (ValueError, "attention has parametrizations, which its", {"attention": "heads"}),
     ):
         with pytest.raises(error, match=told):
             weft.parallelize(model, plan=plan)

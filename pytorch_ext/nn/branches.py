@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.comm.communicator import communicator
-from weft.nn.sharded import ShardHolder
+from weft.nn.sharded import ShardHolder, lost_with
 from weft.nn.side_by_side import SideBySide, of_block, of_modules
 from weft.ops.absent import with_absent
 from weft.ops.random_numbers import own_random_numbers
@@ -69,8 +69,8 @@ class Branches(ShardHolder):
         Raises:
             ValueError: the forward is something else; a parameter or buffer is of no branch; the block has hooks.
         """
-        if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
-            raise ValueError(f"{type(block).__name__} has hooks, which its replacement would lose: remove them first")
+        if lost := lost_with(block, parameters=False):
+            raise ValueError(f"{type(block).__name__} has {lost}, which its replacement would lose: remove that first")
         layer = cls.__new__(cls)
         ShardHolder.__init__(layer)
         layer._place(of_block(block), dict(block.named_children()), group, assignment)

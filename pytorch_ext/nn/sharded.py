@@ -2,9 +2,30 @@
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from weft.ops.held import held
 from weft.shard import Shard
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
+    """What a module has besides what its class says, and a replacement would not have; None where there is nothing.
+
+    Args:
+        parameters: they are replaced too.
+    """
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "hooks"
+    if "forward" in vars(module):
+        return "a forward of its own"
+    if not parameters:
+        return None
+    if any(getattr(parameter, hooks, None) for parameter in module.parameters() for hooks in _HOOKS_OF_PARAMETERS):
+        return "hooks of its parameters"
+    return "parametrizations" if any(is_parametrized(part) for part in module.modules()) else None
 
 
 class ShardHolder(nn.Module):

@@ -7,6 +7,7 @@ from math import gcd
 
 from torch import nn
 
+from weft.nn.sharded import lost_with
 from weft.split import Heads, split_sizes
 from weft.splitting.hugging_face import is_transformers
 from weft.splitting.kinds import known, sizes_of
@@ -184,9 +185,8 @@ class Flow:
                 self.refused |= {layer: reason for layer, reason in failed.items() if layer not in self.refused}
 
     def _hooked(self) -> dict[str, str]:
-        names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        hooked = (name for name, module in self.modules.items() if any(getattr(module, hooks) for hooks in names))
-        return dict.fromkeys(hooked, "it has hooks, which its replacement would lose")
+        lost = {name: lost_with(module) for name, module in self.modules.items()}
+        return {name: f"it has {what}, which its replacement would lose" for name, what in lost.items() if what}
 
     def _elsewhere(self) -> dict[str, str]:
         """Layers of which not all that they do is to be called."""

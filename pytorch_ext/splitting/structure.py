@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 from torch import nn
 
@@ -78,12 +79,12 @@ def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
 
 
 def _runs(model: nn.Module, tries) -> list[Run] | str:
-    """The model's run, in each way of computing attention; or why there is none."""
+    """The model's run, in training and in evaluation and in each way of computing attention; or why there is none."""
     reason = "it is not known what to call it with"
     tries, runs = list(tries), list[Run]()
-    for attention in attentions(model):
+    for attention, training in product(attentions(model), (True, False)):
         try:
-            twin = without_values(model)
+            twin = without_values(model, training)
         except Exception as error:  # what copying a user's objects raises
             return f"it cannot be copied: {type(error).__name__}: {error}"
         prepare(twin, attention)

@@ -18,6 +18,7 @@ from weft.nn import (
     ParallelLinear,
     ParallelMultiheadAttention,
 )
+from weft.nn.sharded import lost_with
 from weft.splitting.attributes import with_numbers
 from weft.splitting.lookups import split_lookup
 
@@ -95,9 +96,8 @@ def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Mod
     if part is None:
         taken = " or ".join(f"{kind} itself" for kind in parts)
         raise TypeError(f"parallelize: {name} is {type(module).__name__}; style {style!r} takes {taken}")
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooked and style != "attributes":
-        raise ValueError(f"parallelize: {name} has hooks, which its replacement would lose: remove them first")
+    if style != "attributes" and (lost := lost_with(module)):
+        raise ValueError(f"parallelize: {name} has {lost}, which its replacement would lose: remove that first")
     try:
         return part(module, group=group, **options)
     except (TypeError, ValueError) as error:

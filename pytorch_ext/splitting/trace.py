@@ -90,13 +90,16 @@ class UntraceableError(Exception):
         self.module = module
 
 
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device; in training mode, since fast paths of evaluation are others."""
+def without_values(model: nn.Module, training: bool = True) -> nn.Module:
+    """A copy whose parameters are on the meta device, in training mode or that of evaluation."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         bare = torch.empty_like(parameter.detach(), device="meta")
-        memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
-    twin = copy.deepcopy(model, memo).train()
+        twin_of_it = nn.Parameter(bare, requires_grad=parameter.requires_grad)
+        twin_of_it._backward_hooks = parameter._backward_hooks  # no backward runs: only that there are some is asked
+        twin_of_it._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        memo[id(parameter)] = twin_of_it
+    twin = copy.deepcopy(model, memo).train(training)
     for module in twin.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()  # its statistics are no concern here
