@@ -460,6 +460,8 @@ def refuses(rank):
     refused(ValueError, "Linear shares its sequence, dimension 1 of its arguments", nn.Linear(8, 8), torch.zeros(8))
     refused(ValueError, "got different batches: call the model with the same", nn.Linear(8, 8), x + rank)
     refused(ValueError, "got different batches", nn.Linear(8, 8), x[:, : 5 + rank])
+    for dim in range(2):
+        refused(ValueError, "got different batches", nn.Linear(8, 8), x.roll(rank, dim))
     pieces = {"context": {"parts": True}}
     refused(
         ValueError,
@@ -506,6 +508,29 @@ def Sequential(function):  # noqa: N802 - a model of one module
 
 def test_what_cannot_be_done_is_refused_and_names_a_way_out():
     run_ranks(refuses, 2)
+
+
+class FewOrNone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return x.squeeze(1) * self.scale + x.unsqueeze(0).squeeze((0, 2)), x.mean(1) * self.scale
+
+
+def takes_few_or_none(rank):
+    mesh = weft.init_mesh(cp=3, device_type="cpu")
+    model, reference = pair(FewOrNone)
+    weft.parallelize(model, mesh, plan=None)
+    for batch, length in ((2, 3), (0, 7)):
+        x = torch.randn(batch, length, 8, generator=torch.Generator().manual_seed(0))
+        for mine, whole in zip(model(x), reference(x), strict=True):
+            torch.testing.assert_close(mine, whole)
+
+
+def test_one_position_of_each_rank_and_an_empty_batch_are_as_unsplit():
+    run_ranks(takes_few_or_none, 3)
 
 
 def tokenwise(rank):

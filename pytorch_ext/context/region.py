@@ -197,7 +197,7 @@ def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | Non
         told: list[tuple] = [(*x.shape[:dim], *x.shape[dim + 1 :], x.dtype) for x in along]
     else:
         told = [(x.shape, x.dtype) for x in along]
-        told += [(int(sum_of_bits(x)),) for x in (along if alike is None else alike)]
+        told += [(int(mark_of_bits(x)),) for x in (along if alike is None else alike)]
     odd = [tuple(x.shape) for x in along if x.size(dim) != length]
     mine = [length, zlib.crc32(repr(told).encode()), int(torch.randint(2**62, (1,))), len(odd)]
     where = torch.device("cpu") if ranks.host is not ranks else along[0].device
@@ -230,8 +230,23 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
     """Of integers, so in any order the same."""
+    return _bits(x).sum(dtype=torch.int64)
+
+
+def mark_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Another one where rows, or positions, stand in another order: a batch that each rank has shuffled."""
+    bits = _bits(x)
+    mark = bits.sum(dtype=torch.int64)
+    for dim, size in enumerate(bits.shape):
+        others = [other for other in range(bits.ndim) if other != dim]
+        line = bits.sum(others, dtype=torch.int64) if others else bits
+        mark = 31 * mark + (line * torch.arange(1, size + 1, device=x.device)).sum()
+    return mark
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
     numbers = torch.view_as_real(x) if x.is_complex() else x
-    return numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64)
+    return numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()])
 
 
 @contextmanager

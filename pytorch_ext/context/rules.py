@@ -231,8 +231,9 @@ def carried(func, *args, **kwargs):
     if func in _SQUEEZES:
         if lead.size(lead.axis) == 1:
             return NotImplemented
-        if len(args) + len(kwargs) == 1:  # a rank may have one position of many
-            args = (lead, tuple(dim for dim, size in enumerate(lead.shape) if size == 1))
+        given = args[1] if len(args) > 1 else kwargs.get("dim", range(lead.ndim))
+        dims = (given,) if isinstance(given, int) else given
+        args, kwargs = (lead, tuple(dim for dim in dims if lead.size(dim) == 1)), {}  # a rank may have one of many
 
     def part(x):
         if isinstance(x, SharedSequence):
@@ -377,7 +378,7 @@ def summed(func, x, *args, **kwargs):
     trial = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
     wide = torch.promote_types(trial.dtype, torch.float32)
     out = total(x.local.sum(*args, **{**kwargs, "dtype": wide}), x.cut.sharing.ranks)
-    if func in _MEANS:
+    if func in _MEANS and trial.numel():
         out = out / (x.numel() / trial.numel())
     return out.to(trial.dtype)
 
