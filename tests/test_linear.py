@@ -208,6 +208,18 @@ def test_a_unit_keeps_heads_whole():
     run_ranks(check_heads, 3)
 
 
+def check_second_derivatives(rank):
+    x = torch.randn(3, 5, requires_grad=True)
+    for style, layer_of in (("column", {"gather_output": True}), ("row", {"split_input": True})):
+        layer = weft.ParallelLinear(5, 4, style=style, **layer_of)
+        with pytest.raises(RuntimeError, match="create_graph=True is for second derivatives"):
+            torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
+
+
+def test_second_derivatives_are_refused_and_not_zeros():
+    run_ranks(check_second_derivatives, 2)
+
+
 def check_autocast(rank):
     torch.manual_seed(0)
     layer = weft.ParallelLinear(8, 6, style="row", split_input=True)

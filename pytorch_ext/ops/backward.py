@@ -3,19 +3,23 @@
 import functools
 
 import torch
-from torch.autograd.function import once_differentiable
 
 
 def first_order(backward):
-    """torch's once_differentiable, which is for a backward that cannot itself be differentiated, without its cost.
+    """For a backward that cannot itself be differentiated: it refuses create_graph=True.
 
-    Entering no_grad takes a few microseconds; outside of create_graph=True gradients are off already.
+    torch's once_differentiable would raise only when a second backward passes through it, and where that does not
+    (torch.autograd.grad towards weights, a Hessian) the second derivatives would silently be zeros.
     """
-    guarded = once_differentiable(backward)
 
     @functools.wraps(backward)
     def wrapper(ctx, *gradients):
-        return guarded(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(ctx).__name__}: create_graph=True is for second derivatives, which what is split over ranks "
+                "does not have; compute them of the whole model"
+            )
+        return backward(ctx, *gradients)
 
     return wrapper
 
