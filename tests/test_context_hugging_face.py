@@ -116,6 +116,18 @@ def test_a_cache_is_whole_on_every_rank():
     run_ranks(caches, 2)
 
 
+def takes_one_token(rank):
+    """Of two sequences: a view of [2, 1, 32] as heads could also be read as one sequence of two positions."""
+    model, reference = models("Mistral")
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"))
+    token = tokens_of(1)
+    torch.testing.assert_close(model(token).logits, reference(token).logits)
+
+
+def test_one_token_of_each_sequence_is_a_sequence():
+    run_ranks(takes_one_token, 2)
+
+
 def refuses(rank):
     mesh = weft.init_mesh(cp=2, device_type="cpu")
     model, _ = models("Gemma2")

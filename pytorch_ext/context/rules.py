@@ -1,7 +1,9 @@
 """What functions do to a shared sequence. One that is not here, or is called in a way that is not, gets the whole."""
 
 import math
+import operator
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -318,7 +320,7 @@ def reshaped(func, x, *args, **kwargs):
         return NotImplemented
     target = _shape_after(func, x, args, kwargs)
     before = math.prod([x.cut.blocks, *x.shape[: x.axis]])
-    found = _place_of(x.cut.length, before, target) if target else None
+    found = _place_of(x.cut.length, before, target, x.axis) if target else None
     if target is None or found is None:
         return NotImplemented
     axis, blocks = found
@@ -326,14 +328,18 @@ def reshaped(func, x, *args, **kwargs):
     return x.like(x.local.reshape(target), axis, blocks=blocks)
 
 
-def _place_of(length: int, before: int, shape: list[int]) -> tuple[int, int] | None:
-    """(dimension, blocks) of the sequence in a shape, where `before` sequences lie one after another."""
-    product = 1
-    for dim, size in enumerate(shape):
-        product *= size
-        if product == before * length and size % length == 0:
-            return dim, size // length
-    return None
+def _place_of(length: int, before: int, shape: list[int], axis: int) -> tuple[int, int] | None:
+    """(dimension, blocks) of the sequence in a shape, where `before` sequences lie one after another.
+
+    Where there are several (a sequence of one position, an empty batch) it stays a dimension of its own, and there.
+    """
+    products = accumulate(shape, operator.mul)
+    places = [
+        (dim, size // length)
+        for dim, (size, product) in enumerate(zip(shape, products, strict=True))
+        if product == before * length and size % length == 0
+    ]
+    return min(places, key=lambda place: (place[1] != 1, place[0] != axis), default=None)
 
 
 @rule_for(*_named("expand expand_as broadcast_to"))
