@@ -208,6 +208,16 @@ def test_a_unit_keeps_heads_whole():
     run_ranks(check_heads, 3)
 
 
+def check_parametrizations(rank):
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(5, 4))
+    with pytest.raises(ValueError, match="would lose its parametrizations"):
+        weft.ParallelLinear.from_linear(normed, style="row")
+
+
+def test_a_parametrization_is_never_dropped():
+    run_ranks(check_parametrizations, 2)
+
+
 def check_second_derivatives(rank):
     x = torch.randn(3, 5, requires_grad=True)
     for style, layer_of in (("column", {"gather_output": True}), ("row", {"split_input": True})):

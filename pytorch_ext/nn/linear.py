@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from weft.comm.communicator import communicator
 from weft.nn.sharded import ShardedModule
@@ -100,6 +101,8 @@ class ParallelLinear(ShardedModule):
         """This rank's part of an existing nn.Linear; options as in the constructor, but bias, device and dtype."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
+        if is_parametrized(linear):
+            raise ValueError(f"{type(linear).__name__}: its part would lose its parametrizations: remove them first")
         weight, has_bias = linear.weight, linear.bias is not None
         layer = cls(
             linear.in_features,
