@@ -5,6 +5,7 @@ before the Pending that it returns is done.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,7 @@ from weft.comm.dtypes import DTYPES, SUM, byte_code, dtype_code
 from weft.comm.fusion import Fusion
 
 _STRIDED = torch.strided
-_FEW = 32  # operations in flight
+_LOOKED_AT = 64  # of the operations in flight, at a time
 
 
 class Pending:
@@ -71,8 +72,7 @@ class Engine:
         self.group = group
         self.rank: int = group.rank
         self.world: int = group.world
-        self._in_flight: list[tuple[_C.Work, object]] = []  # tensors that must not be freed yet
-        self._tidied_from = 0  # as many in flight: which of them are done is looked at
+        self._in_flight: deque[tuple[_C.Work, object]] = deque()  # tensors that must not be freed yet
         self._submitting = threading.Lock()
 
     def all_reduce(
@@ -216,10 +216,11 @@ class Engine:
 
     def _pending(self, work: _C.Work, keep, copy_backs=()) -> Pending:
         with self._submitting:
-            if len(self._in_flight) >= self._tidied_from:
-                self._in_flight = [pair for pair in self._in_flight if not pair[0].done()]
-                # Of many, not every time: the time to post n would grow with n squared.
-                self._tidied_from = 2 * len(self._in_flight) if len(self._in_flight) > _FEW else 0
+            # Of many some, in turn: the time to post n would grow with n squared.
+            for _ in range(min(len(self._in_flight), _LOOKED_AT)):
+                pair = self._in_flight.popleft()
+                if not pair[0].done():
+                    self._in_flight.append(pair)
             self._in_flight.append((work, keep))
         return Pending([work], [partial(copy_back, *pair) for pair in copy_backs])
 
