@@ -275,7 +275,7 @@ def test_a_rank_that_fails_dies_or_hangs_is_told(ranks_module, function, timeout
     start = time.monotonic()
     with pytest.raises(spawned.NotRunError, match=text):
         spawned.run_spawned(getattr(ranks_module, function), 2, backend="weft", timeout_s=timeout_s)
-    assert time.monotonic() - start < 60, "nobody waits for ranks that sleep for a minute"
+    assert time.monotonic() - start < 30
 
 
 def make_collectives(rank, sizes):
