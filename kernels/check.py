@@ -2,7 +2,8 @@
 code.
 
 A fault, and a non-zero exit: a variant that does not compile, registers spilled to local memory, more shared memory
-than a program may have, a dot that is not on the tensor cores of its architecture.
+than a program may have, a dot that is not on the tensor cores of its architecture, a flag function without its memory
+order.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import triton
 
-from weft.kernels import launch, machine_code
+from weft.kernels import launch, machine_code, memory_orders
 from weft.kernels.variants import OPS, on_each, places, record
 
 # What a dot must have become; wgmma on Hopper, where plain HMMA would be half as fast.
@@ -45,9 +46,13 @@ def check(
     cache: Path | None = None,
 ) -> list[Row]:
     """A row for each variant of the ops, or for each `every`-th of them. An op is a module with a function
-    `variants(architecture)`, by name. What `aot` compiled before into the cache is not compiled again."""
+    `variants(architecture)`, by name. What `aot` compiled before into the cache is not compiled again. With "signal"
+    come the memory orders of its functions."""
     cache = cache or machine_code.default_cache()
-    return on_each(partial(check_one, cache), places(ops, architectures)[::every])
+    rows = on_each(partial(check_one, cache), places(ops, architectures)[::every])
+    if "signal" in ops:
+        rows += on_each(check_order, places([memory_orders.__name__], architectures))
+    return rows
 
 
 def check_one(cache: Path, op: str, architecture: str, number: int) -> Row:
@@ -71,6 +76,15 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> Row:
         faults.append(f"a dot without {wanted}")
     numbers = machine.registers, compiled.spilled_bytes, machine.shared_bytes
     return row(*numbers, found, len(machine.cubin), fault="; ".join(faults))
+
+
+def check_order(op: str, architecture: str, number: int) -> Row:
+    recorded = record(op, architecture)[number]
+    function = recorded.kernel.__name__
+    built = machine_code.assemble(recorded, architecture)
+    sass = machine_code.disassembled(built.asm["cubin"], "nvdisasm", "-c")
+    fault = memory_orders.fault(function, built.asm["ptx"], sass)
+    return Row(function, architecture, "memory order", cubin_bytes=len(built.asm["cubin"]), fault=fault)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.cache import get_cache_key
 
 from weft.kernels import archive, launch, signature, variants
@@ -44,14 +44,12 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> Compiled:
     Raises:
         RuntimeError: the kernels were imported for the interpreter, so there is nothing to compile.
     """
-    source, target, options = _to_compile(recorded, architecture)
-    with _without_lines():
-        built = triton.compile(source, target=target, options=options)
+    built = assemble(recorded, architecture)
     said = built.metadata
     registers, spilled_bytes = _registers(built.asm["cubin"])
     machine = Machine(
         entry=said.name,
-        arguments=_arguments(source.signature, getattr(said, "tensordesc_meta", None) or []),
+        arguments=_arguments(built.src.signature, getattr(said, "tensordesc_meta", None) or []),
         shared_bytes=said.shared,
         warps=said.num_warps,
         registers=registers,
@@ -64,6 +62,13 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> Compiled:
         cubin=built.asm["cubin"],
     )
     return Compiled(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]))
+
+
+def assemble(recorded: launch.Launch, architecture: str) -> CompiledKernel:
+    """Triton's own result for the variant, whose `asm` holds the text of each stage."""
+    source, target, options = _to_compile(recorded, architecture)
+    with _without_lines():
+        return triton.compile(source, target=target, options=options)
 
 
 def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[Compiled, bool]:

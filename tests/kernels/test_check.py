@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import triton
 
-from weft.kernels import archive, launch
+from weft.kernels import archive, launch, memory_orders
 from weft.kernels.machine_code import needs_tensor_cores
 
 HERE = Path(__file__).parent
 
 
-def gate(*arguments, **environment):
+def gate(*arguments, program=("-m", "weft.kernels.check"), **environment):
     """Runs it where kernels are not interpreted."""
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "weft.kernels.check", *arguments]
+    command = [sys.executable, *program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**clean, **environment})
 
 
@@ -54,6 +54,30 @@ def test_each_fault_is_named_and_fails_the_gate(tmp_path):
     assert faults["has_a_small_dot"] == "a dot without HGMMA"
     assert faults["does_not_compile"].startswith("does not compile: ")
     assert "4 variants, 4 with a fault" in done.stdout
+
+
+def test_every_flag_function_has_its_memory_order():
+    done = gate("signal")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for architecture in launch.ARCHITECTURES:
+        checked = [line.split()[0] for line in done.stdout.splitlines() if f"{architecture} " in line]
+        assert {"wait", "put", "post", "last"} <= set(checked)
+
+
+def test_a_relaxed_memory_order_is_a_fault(tmp_path):
+    table = tmp_path / "table.json"
+    done = gate("--architecture", "sm_90", "--json", str(table), program=[str(HERE / "weak_orders.py")])
+    assert done.returncode == 1, done.stdout + done.stderr
+    faults = {row["kernel"]: row["fault"] for row in json.loads(table.read_text())["rows"] if row["fault"]}
+    assert set(faults) == {"wait", "put", "post", "last"}
+    assert all(fault.startswith(f"signal.{function}: no ") for function, fault in faults.items())
+
+
+def test_an_assembler_that_drops_a_fence_is_a_fault():
+    ptx = "atom.global.sys.release.exch.b32"
+    fenced = "BAR.SYNC 0x0 ; MEMBAR.ALL.SYS ; ATOMG.E.EXCH.STRONG.SYS PT, RZ, [R2.64], R5 ;"
+    assert memory_orders.fault("post", ptx, fenced) == ""
+    assert "instead of BAR.SYNC" in memory_orders.fault("post", ptx, fenced.replace("MEMBAR.ALL.SYS ;", ""))
 
 
 def test_where_kernels_are_interpreted_there_is_nothing_to_check():

@@ -1,0 +1,86 @@
+"""memory_orders: the memory order of each flag function of `signal`, in PTX and in machine code.
+
+The interpreter runs one instruction after another, so no result there depends on an order. A flag that is set too early
+or data that is read too early shows on a GPU only, and seldom. So the gate compiles each function alone and looks for
+the instructions that order it:
+
+    release    MEMBAR before the atomic: what was written before it is visible first
+    acquire    CCTL.IVALL after the load or the atomic: what is read after it does not come from an old cache line
+    barrier    BAR between thread 0, which sets or reads the flag, and the other threads of the program
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from weft.kernels import launch, signal
+from weft.kernels.language import tl, triton
+
+
+@dataclass(frozen=True)
+class Order:
+    """What must stand in a function's assembly, as patterns of instructions that follow one another."""
+
+    ptx: str
+    sass: tuple[str, ...]
+
+
+ORDERS = {
+    "wait": Order(r"ld\.acquire\.sys\.global\.u32", ("LDG.E.STRONG.SYS", "CCTL.IVALL", "BAR.RED")),
+    "put": Order(
+        r"atom\.cas\.release\.sys\.global\.b32", ("MEMBAR.ALL.SYS", "ATOMG.E.CAS.STRONG.SYS", "BAR.RED")
+    ),
+    "post": Order(
+        r"atom\.global\.sys\.release\.exch\.b32", ("BAR.SYNC", "MEMBAR.ALL.SYS", "ATOMG.E.EXCH.STRONG.SYS")
+    ),
+    "last": Order(
+        r"atom\.global\.gpu\.acq_rel\.add\.u32",
+        ("BAR.SYNC", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL", "BAR.SYNC"),
+    ),
+}  # fmt: skip
+# Instructions that say something about an order; the first ones of a function's code are its own.
+_ORDERING = re.compile(r"\b((?:LDG|ATOMG?|RED)\.[\w.]*STRONG[\w.]*|MEMBAR[\w.]*|CCTL[\w.]*|BAR\.(?:SYNC|RED))")
+
+
+def fault(function: str, ptx: str, sass: str) -> str:
+    """Return what is wrong with the assembly of a function of `signal`; empty where nothing is."""
+    order = ORDERS[function]
+    if not re.search(order.ptx, ptx):
+        return f"signal.{function}: no {order.ptx.replace(chr(92), '')} in its PTX"
+    found = [instruction for instruction in _ORDERING.findall(sass) if not instruction.startswith("LDG.E.64")]
+    if tuple(found[: len(order.sass)]) != order.sass:
+        return f"signal.{function}: {', '.join(found[: len(order.sass)])} instead of {', '.join(order.sass)}"
+    return ""
+
+
+@triton.jit
+def wait(flag, out, spoiled, record, timeout_us):
+    tl.store(out, signal.wait(flag, 1, spoiled, record, timeout_us, 0, 1, signal.ALL_GATHER_MATMUL, signal.ARRIVED))
+
+
+@triton.jit
+def put(flag, out, spoiled, record, timeout_us):
+    tl.store(out, signal.put(flag, 1, spoiled, record, timeout_us, 0, 1, signal.ALL_GATHER_MATMUL, signal.ARRIVED))
+
+
+@triton.jit
+def post(flag, out):
+    tl.store(out, 1)
+    signal.post(flag, 1)
+
+
+@triton.jit
+def last(counter, out):
+    tl.store(out, 1)
+    if signal.last(counter, 4):
+        tl.store(out + 1, tl.load(out + 2))
+
+
+def variants(architecture: str) -> None:
+    """Call the launcher once for each function; for inside `launch.recording`."""
+    words = torch.empty(signal.RECORD_WORDS, dtype=torch.int32, device="meta")
+    for kernel in (wait, put):
+        launch.launch(kernel, (1,), words, words, words, words.long(), 1000)
+    for kernel in (post, last):
+        launch.launch(kernel, (1,), words, words)

@@ -1,0 +1,31 @@
+"""The gate, run on flag functions whose memory orders are all relaxed; what tests/kernels/test_check.py is for."""
+
+import sys
+
+import triton
+import triton.language as tl
+
+from weft.kernels import check, signal
+
+
+@triton.jit
+def post(flag, value):
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, value, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def last(counter, expected):
+    tl.debug_barrier()
+    came = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") + 1
+    if came == expected:
+        tl.store(counter, 0)
+    return came == expected
+
+
+signal.post, signal.last = post, last
+signal._WAIT = tl.constexpr(signal._WAIT.value.replace("acquire", "relaxed"))
+signal._PUT = tl.constexpr(signal._PUT.value.replace("release", "relaxed"))
+
+if __name__ == "__main__":
+    sys.exit(check.main(["signal", *sys.argv[1:]]))
