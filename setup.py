@@ -13,6 +13,7 @@ written them and the kernels' sources are still the same.
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -165,18 +166,27 @@ class NinjaBuild(build_ext):
             ROOT / "build" / f"objects-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}{glibc}"
         )
 
+    def run(self):
+        self.in_source = self.inplace  # which setuptools sets aside while it builds
+        super().run()
+
     def build_extension(self, extension):
         import pybind11
 
-        target = Path(self.get_ext_fullpath(extension.name)).resolve()
+        wanted = Path(self.get_ext_fullpath(extension.name)).resolve()
         objects = Path(self.build_temp).resolve()
         objects.mkdir(parents=True, exist_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        nvcc = find_nvcc()
-        (objects / "build.ninja").write_text(
-            self.rules(extension.sources, target, objects, nvcc, pybind11.get_include())
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        # Linked where an editable install imports it from, so that ninja alone brings it up to date.
+        target, rules = (
+            (ROOT / FOLDERS["weft"] / wanted.name, "build.ninja") if self.in_source else (wanted, "wheel.ninja")
         )
-        subprocess.run([ninja_program(), "-C", objects, "-v" if self.verbose > 1 else "--quiet"], check=True)
+        nvcc = find_nvcc()
+        (objects / rules).write_text(self.rules(extension.sources, target, objects, nvcc, pybind11.get_include()))
+        verbose = "-v" if self.verbose > 1 else "--quiet"
+        subprocess.run([ninja_program(), "-C", objects, "-f", rules, verbose], check=True)
+        if self.in_source:
+            shutil.copy2(target, wanted)  # setuptools copies it back, where it is not newer
         print(f"weft: built _C {'with CUDA ' + cuda_release(nvcc) if nvcc else 'without CUDA (no nvcc)'}")
 
     def rules(self, sources, target, objects, nvcc, pybind11_include):
@@ -184,7 +194,7 @@ class NinjaBuild(build_ext):
         # -fwrapv: sums of integers wrap as in torch. -ffp-contract=off: every instruction set gives the same bits.
         flags = (
             "-std=c++17 -O3 -fwrapv -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra "
-            f"-DWEFT_VERSION={VERSION} " + " ".join(f"-isystem {path}" for path in include)
+            f"-DWEFT_VERSION={VERSION} " + " ".join(f"-isystem {quoted(path)}" for path in include)
         )
         if os.uname().machine == "x86_64":
             flags += " -mtls-dialect=gnu2"  # thread-locals without __tls_get_addr, which lives in the dynamic loader
@@ -193,9 +203,9 @@ class NinjaBuild(build_ext):
             home = cuda_home(nvcc)
             codes = ",".join(CUDA_CODES)
             flags += f" -DWEFT_CUDA_VERSION={cuda_release(nvcc)} -DWEFT_CUDA_ARCHITECTURES={' '.join(CUDA_CODES)!r}"
-            flags += f" -isystem {home}/include"
+            flags += f" -isystem {quoted(home / 'include')}"
             libraries = next(path for path in (home / "lib64", home / "lib") if (path / "libcudart_static.a").exists())
-            link += f" -Wl,--exclude-libs,ALL -L{libraries} -lcudart_static"
+            link += f" -Wl,--exclude-libs,ALL -L{quoted(libraries)} -lcudart_static"
         else:
             codes = ""
         standard = "-ldl -lpthread -lrt -lstdc++"
@@ -204,8 +214,8 @@ class NinjaBuild(build_ext):
             exports = objects / "exports.map"
             exports.write_text("{ global: PyInit__C; local: *; };\n")
             flags += " -DWEFT_GLIBC"
-            link += f" -Wl,--version-script,{exports}"
-            older = " ".join(map(str, libraries_of(GLIBC, objects / "older")))
+            link += f" -Wl,--version-script,{quoted(exports)}"
+            older = " ".join(map(quoted, libraries_of(GLIBC, objects / "older")))
             standard = f"-l:libstdc++.a {older} -ldl -lpthread -lrt"
         if nvcc or GLIBC:
             # The static runtimes of CUDA and C++ call __tls_get_addr. Named one by one, the C libraries leave out the
@@ -219,7 +229,7 @@ class NinjaBuild(build_ext):
             f"cxx = {CXX}",
             f"flags = {flags}",
             f"rule cxx\n  command = $cxx $flags $isa {compile}",
-            f"rule nvcc\n  command = {nvcc} {cuda_flags} {compile}",
+            f"rule nvcc\n  command = {quoted(nvcc)} {cuda_flags} {compile}",
             f"rule link\n  command = $cxx $in -o $out {link}",
         ]
         built = []
@@ -231,10 +241,21 @@ class NinjaBuild(build_ext):
             isa = INSTRUCTION_SETS.get(source.stem, "")
             if isa and os.uname().machine != "x86_64":
                 continue
-            lines.append(f"build {path}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {ROOT / source}\n  isa = {isa}")
-            built.append(str(path))
-        lines.append(f"build {target}: link {' '.join(built)}")
+            rule = "nvcc" if source.suffix == ".cu" else "cxx"
+            lines.append(f"build {ninja_path(path)}: {rule} {ninja_path(ROOT / source)}\n  isa = {isa}")
+            built.append(ninja_path(path))
+        lines.append(f"build {ninja_path(target)}: link {' '.join(built)}")
         return "\n".join(lines) + "\n"
+
+
+def ninja_path(path):
+    """The path as it stands in a build statement of ninja."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def quoted(path):
+    """The path as it stands in a command of ninja."""
+    return shlex.quote(str(path)).replace("$", "$$")
 
 
 def ninja_program():

@@ -238,6 +238,15 @@ def test_a_c_library_that_is_no_version_is_an_error(environment, tmp_path):
     assert done.returncode != 0 and "WEFT_GLIBC=yes is no version of the C library" in done.stderr
 
 
+@pytest.mark.skipif(not Path(_C.__file__).is_relative_to(ROOT), reason="of an editable install")
+def test_ninja_alone_brings_what_is_imported_up_to_date():
+    rules = [
+        path for path in ROOT.glob("build/objects-*/build.ninja") if sysconfig.get_config_var("SOABI") in str(path)
+    ]
+    linked = [line.split()[1] for path in rules for line in path.read_text().splitlines() if ": link " in line]
+    assert linked == [f"{_C.__file__}:"]
+
+
 def test_the_stub_of_the_extension_names_what_is_there():
     stub = ast.parse((ROOT / "pytorch_ext" / "_C.pyi").read_text())
     classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"}
