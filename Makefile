@@ -1,7 +1,9 @@
 # Two commands: `make demo` and `make test`. Each sets up everything it needs; a second run does no work twice.
+# `make test-all` adds the slow tests; `make test SLOW=kernels` those of a folder.
 PYTHON ?= python3
 OUT ?= bench/results  # of `make gpu`, which adds a folder named after the device
 STEPS ?=  # of `make gpu`; all by default
+SLOW ?=  # folders whose slow tests `make test` runs too
 TORCHES ?= 2.11.0 2.13.0# of `make wheel-check`, with CHECKS as further arguments of pytest
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,13 +12,20 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup
 # The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test soak lint gate tables wheel wheel-check gpu clean
+# Bytecode is kept whatever the environment says: the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-all sanitize mutants soak lint gate tables wheel wheel-check gpu clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
 
+# One worker a core; the tests of a file share what they set up.
 test: $(VENV)/built
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" --numprocesses auto --dist loadfile --slow $(SLOW)
+
+test-all:
+	$(MAKE) test SLOW=all
 
 # A thousand rounds of random calls, delays and deaths; `make test` runs thirty.
 soak: $(VENV)/built
@@ -47,8 +56,8 @@ wheel: $(VENV)/built
 wheel-check: $(TORCHES:%=wheel-check-%)
 
 wheel-check-%: build/envs/torch-%/ready
-	build/envs/torch-$*/bin/pip uninstall --quiet --yes weft
-	build/envs/torch-$*/bin/pip install --quiet --disable-pip-version-check dist/weft-*.whl
+	build/envs/torch-$*/bin/pip uninstall -qq --yes weft
+	build/envs/torch-$*/bin/pip install -qq --disable-pip-version-check dist/weft-*.whl
 	build/envs/torch-$*/bin/python -c "import sys, torch, weft._C as _C; print(torch.__version__, _C.__file__); assert _C.__file__.startswith(sys.prefix)"
 	build/envs/torch-$*/bin/pytest -m "not gpu and not packaging" $(CHECKS)
 
@@ -57,21 +66,21 @@ wheel-check-%: build/envs/torch-%/ready
 build/envs/torch-%/ready: requirements.txt
 	$(PYTHON) -m venv build/envs/torch-$*
 	grep -Ev '^(torch|triton|setuptools)==' $< > build/envs/torch-$*/requirements.txt
-	build/envs/torch-$*/bin/pip install --quiet --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* 'triton>=3.6,<3.8'
+	build/envs/torch-$*/bin/pip install -qq --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* 'triton>=3.6,<3.8'
 	touch $@
 
 # Offline, with the python that is there: builds in place, then the STEPS of bench/on_gpu.py; what came out is in $(OUT).
 gpu:
-	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
+	$(PYTHON) -m pip install -qq --no-build-isolation --no-deps --no-index -e .
 	$(PYTHON) bench/on_gpu.py $(OUT) $(STEPS)
 
 $(VENV)/installed: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install -qq --disable-pip-version-check -r requirements.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(SOURCES)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:

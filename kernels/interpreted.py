@@ -39,7 +39,7 @@ def _until(done: Callable[[], bool], record, timeout_us) -> bool:
     while not done():
         if time.monotonic() >= deadline or _number(tl.load(record)) != 0:
             return not done()  # who came in between and has left since is no failure
-        time.sleep(0)  # the ranks may share a core
+        time.sleep(0.0005)  # the ranks may share a core
     return False
 
 

@@ -1,7 +1,9 @@
-"""What every test has in common: where kernels run, and why a test that needs a GPU is skipped.
+"""What every test has in common: where kernels run, why a test that needs a GPU is skipped, and when a slow one runs.
 
 Tests marked `kernel` run in Triton's interpreter where there is no GPU (or TRITON_INTERPRET=1 is set), and on the GPU
 otherwise: there they are marked gpu as well.
+
+Tests marked `slow` name the folders that they are about. They run where `--slow` names one of these folders, or "all".
 """
 
 import os
@@ -14,7 +16,17 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each s
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--slow", nargs="*", default=[], metavar="FOLDER", help="also slow tests of these folders, or all")
+
+
+def pytest_collection_modifyitems(config, items):
+    folders = set(config.getoption("--slow"))
+    left_out = [
+        item for item in items if (mark := item.get_closest_marker("slow")) and not folders & {"all", *mark.args}
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         if "kernel" in item.keywords and not INTERPRETED:
             item.add_marker(pytest.mark.gpu)

@@ -1,6 +1,13 @@
 """Argument lists that tests and benches share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+
+def covering(*values: Iterable) -> list[tuple]:
+    """Combinations in which each value of each list occurs, as few as the longest list has."""
+    lists = [list(each) for each in values]
+    return [tuple(each[number % len(each)] for each in lists) for number in range(max(map(len, lists)))]
 
 
 @dataclass(frozen=True)

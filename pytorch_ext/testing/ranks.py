@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -115,6 +116,7 @@ def _rank_main(function, rank, world, args, backend, store_path, timeout_s, grou
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     torch.set_num_threads(1)  # one rank a core; and the parent's OpenMP pool did not survive the fork
+    gc.freeze()  # else a collection visits all that the parent had, a third of a second, and copies its pages
     start = time.monotonic()
     value, error, text = None, None, ""
     try:

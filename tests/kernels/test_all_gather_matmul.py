@@ -41,8 +41,10 @@ def gather_twice(peers, batch, m, n, k, dtype):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("world", "batch", "m", "n", "k"), cases.COMMUNICATING)
+@pytest.mark.parametrize(
+    ("world", "batch", "m", "n", "k", "dtype"),
+    [*((*case, torch.bfloat16) for case in cases.COMMUNICATING), (*cases.COMMUNICATING[0], torch.float16)],
+)
 def test_the_bits_are_those_of_gathering_first(device, world, batch, m, n, k, dtype):
     x, w, bias = operands(batch, m, n, k, dtype, device)
     sizes = split_sizes(m, world)

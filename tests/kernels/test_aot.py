@@ -62,6 +62,7 @@ def built(tmp_path_factory, cache):
 # What is built
 
 
+@pytest.mark.slow("kernels")
 def test_the_same_sources_give_the_same_bytes(tmp_path):
     for number in ("1", "2"):
         build(tmp_path / number, tmp_path / f"cache{number}", "--op", "signal", PYTHONHASHSEED=number)
@@ -80,6 +81,7 @@ print(machine_code.fix_addresses() and maps() == maps())
 """
 
 
+@pytest.mark.slow("kernels")
 def test_the_assembler_finds_the_same_addresses_every_time():
     """It decides by them which registers it names."""
     assert compiling("-c", ADDRESSES) == "True\n"
@@ -96,11 +98,13 @@ print(len(digests))
 """
 
 
+@pytest.mark.slow("kernels")
 def test_a_product_is_the_same_bytes_every_time(tmp_path):
     """For sm_100, where the assembler wavers most."""
     assert compiling("-c", PRODUCT, tmp_path) == "1\n"
 
 
+@pytest.mark.slow("kernels")
 def test_what_has_not_changed_is_not_compiled_again(tmp_path, cache, built):
     stored = Archive(built / "sm_90.weft")
     count = len(stored.variants)
@@ -133,6 +137,7 @@ print(machine_code._cache_key(variants.record("signal", "sm_90")[0], "sm_90"))
 """
 
 
+@pytest.mark.slow("kernels")
 def test_a_kernel_that_moved_in_its_file_has_not_changed():
     assert compiling("-c", MOVES, 0) == compiling("-c", MOVES, 7)
 

@@ -117,14 +117,17 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("places", PLACES, ids=str)
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_every_rule_at_every_place(device, rules, places):
+# Every rule where both sides have two runs; one with both edges of a window at each of the other places.
+@pytest.mark.parametrize(
+    ("rules", "places"),
+    [*((rules, PLACES[-1]) for rules in RULES), (RULES[3], PLACES[0]), (RULES[3], PLACES[1])],
+    ids=str,
+)
+def test_every_rule_and_every_place(device, rules, places):
     check(chunk(device), rules, **places)
 
 
-@pytest.mark.parametrize("places", [PLACES[0], PLACES[-1]], ids=str)
-@pytest.mark.parametrize("number", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("number", "places"), [(torch.int32, PLACES[0]), (torch.int64, PLACES[-1])], ids=str)
 def test_documents_see_themselves_only(device, number, places):
     tensors = chunk(device, batch=2, heads=1)
     documents = {
@@ -278,9 +281,9 @@ def test_every_configuration_gives_the_same_attention(device):
 
 
 def test_the_same_call_gives_the_same_bits(device):
-    tensors = chunk(device, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    tensors = chunk(device, dtype=torch.bfloat16)
     first = by_kernel(*tensors, Rules(right=0))
-    for _ in range(2):
+    for _ in range(1 if launch.INTERPRETED else 50):
         assert all(torch.equal(a, b) for a, b in zip(first, by_kernel(*tensors, Rules(right=0)), strict=True))
 
 

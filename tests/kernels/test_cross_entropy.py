@@ -10,7 +10,7 @@ import weft
 from weft.kernels import cross_entropy as module
 from weft.kernels import launch
 from weft.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
-from weft.testing import reference
+from weft.testing import cases, reference
 from weft.testing.tolerance import assert_close, error_in_tolerances
 
 pytestmark = pytest.mark.kernel
@@ -61,8 +61,7 @@ def check_statistics(logits, target, offset, smoothing, pieces=None):
     return got
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "dtype"), cases.covering(WIDTHS, DTYPES), ids=str)
 def test_statistics_of_shards_of_any_width(device, dtype, width):
     logits, offset = draw(device, 5, width, dtype=dtype), 10
     target = targets(device, 5, width) + offset
@@ -199,10 +198,16 @@ def sharded_loss(logits, target, smoothing, world, ignore_index=IGNORED, change=
     return losses, torch.cat(gradients, 1)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize(("world", "vocabulary"), [(1, 13), (2, 13), (3, 257), (5, 5), (2, 8200)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merged_shards_have_the_loss_and_gradient_of_the_whole(device, dtype, world, vocabulary, smoothing):
+SHARDED = [(1, 13), (2, 13), (3, 257), (5, 5), (2, 8200)]  # ranks, words
+
+
+@pytest.mark.parametrize(
+    ("sizes", "smoothing", "dtype"),
+    cases.covering(SHARDED, [0.1, 0.0, 1.0], DTYPES) + cases.covering(SHARDED[2:3], [0.0, 0.1, 1.0], reversed(DTYPES)),
+    ids=str,
+)
+def test_merged_shards_have_the_loss_and_gradient_of_the_whole(device, sizes, smoothing, dtype):
+    world, vocabulary = sizes
     logits, target = draw(device, 4, vocabulary, dtype=dtype), targets(device, 4, vocabulary)
     exact = whole_loss(logits.double(), target, smoothing)
     plain = whole_loss(logits.float(), target, smoothing)
@@ -233,8 +238,7 @@ def arguments_of(device, logits, smoothing=0.1):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("width", [1, 9, 4099])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "dtype"), cases.covering([1, 9, 4099], DTYPES), ids=str)
 def test_in_place_gives_the_same_bits(device, dtype, width):
     for layout in LAYOUTS.values():
         logits = layout(draw(device, 5, width, dtype=dtype))
@@ -250,8 +254,9 @@ def test_in_place_gives_the_same_bits(device, dtype, width):
         assert torch.equal(base[rest], before[rest])
 
 
-@pytest.mark.parametrize("of_out", LAYOUTS)
-@pytest.mark.parametrize("of_logits", LAYOUTS)
+@pytest.mark.parametrize(
+    ("of_logits", "of_out"), cases.covering(LAYOUTS, [*LAYOUTS][1:]) + cases.covering(LAYOUTS, LAYOUTS)
+)
 def test_rows_of_logits_and_gradient_may_lie_differently(device, of_logits, of_out):
     logits = draw(device, 3, 8200, dtype=torch.bfloat16)
     tensors, options = arguments_of(device, logits)

@@ -34,9 +34,9 @@ def check(result, function, *inputs, what="result"):
     assert_close(result, plain, exact, what)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), cases.MATMULS)
-def test_forward_dgrad_and_wgrad_of_any_size(device, m, n, k, dtype):
+@pytest.mark.parametrize(("size", "dtype"), cases.covering(cases.MATMULS, DTYPES), ids=str)
+def test_forward_dgrad_and_wgrad_of_any_size(device, size, dtype):
+    m, n, k = size
     x, w, bias = operands(device, m, n, k, dtype)
     y, z = matmul(x, w.t(), bias=bias)
     assert z is None
@@ -57,8 +57,7 @@ def test_every_configuration_gives_the_product(device, split_k):
             check(matmul(a, b.t(), bias=bias, config=config)[0], reference.linear, a, b, bias, what=str(config))
 
 
-@pytest.mark.parametrize("split_k", [1, 3])
-@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize(("activation", "split_k"), cases.covering([None, *ACTIVATIONS], [1, 3]))
 def test_epilogues_apply_the_activation_once_to_the_biased_sum(device, activation, split_k):
     x, w, bias = operands(device, 37, 41, 70)
     config = replace(listed(launch.architecture_of(device), x.dtype, narrow=True)[0], split_k=split_k)
@@ -68,8 +67,7 @@ def test_epilogues_apply_the_activation_once_to_the_biased_sum(device, activatio
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("split_k", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "split_k"), cases.covering(DTYPES, [2, 1]), ids=str)
 def test_gated_products_are_those_of_a_fused_weight_and_of_a_split_one(device, dtype, split_k):
     x, gate, _ = operands(device, 35, 43, 67, dtype)
     up, bias = draw(device, 43, 67, dtype=dtype, seed=3), draw(device, 86, dtype=dtype, seed=4)
@@ -82,8 +80,7 @@ def test_gated_products_are_those_of_a_fused_weight_and_of_a_split_one(device, d
     assert torch.equal(y, from_fused)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "dtype"), cases.covering(ACTIVATIONS, DTYPES), ids=str)
 def test_gated_backward_is_the_gradient(device, activation, dtype):
     z, dy = draw(device, 5, 2 * 1031, dtype=dtype), draw(device, 1031, 5, dtype=dtype, seed=1).t()
 
@@ -95,8 +92,7 @@ def test_gated_backward_is_the_gradient(device, activation, dtype):
     check(gated_backward(dy, z, activation), gradient, z, dy)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "dtype"), cases.covering(ACTIVATIONS, DTYPES), ids=str)
 def test_the_prologue_is_the_activations_backward(device, activation, dtype):
     dy, z, w = (
         draw(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(37, 65), (37, 65), (65, 33)])
@@ -105,8 +101,7 @@ def test_the_prologue_is_the_activations_backward(device, activation, dtype):
     check(dx, lambda dy, z, w: PLAIN[activation].backward(dy, z) @ w, dy, z, w)
 
 
-@pytest.mark.parametrize("split_k", [1, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "split_k"), cases.covering(DTYPES, [1, 4]), ids=str)
 def test_main_grad_accumulates_in_fp32(device, dtype, split_k):
     """Steps whose products are far smaller than the sum: a bf16 accumulator would lose them."""
     main_grad = torch.full((33, 20), 256.0, device=device)
@@ -131,8 +126,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("of_b", LAYOUTS)
-@pytest.mark.parametrize("of_a", LAYOUTS)
+@pytest.mark.parametrize(("of_a", "of_b"), cases.covering(LAYOUTS, [*LAYOUTS][1:]) + cases.covering(LAYOUTS, LAYOUTS))
 def test_any_strides_and_offsets(device, of_a, of_b):
     a, b = LAYOUTS[of_a](draw(device, 33, 48)), LAYOUTS[of_b](draw(device, 48, 40, seed=1))
     check(matmul(a, b)[0], torch.matmul, a, b)

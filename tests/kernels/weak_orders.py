@@ -28,4 +28,4 @@ signal._WAIT = tl.constexpr(signal._WAIT.value.replace("acquire", "relaxed"))
 signal._PUT = tl.constexpr(signal._PUT.value.replace("release", "relaxed"))
 
 if __name__ == "__main__":
-    sys.exit(check.main(["signal", *sys.argv[1:]]))
+    sys.exit(check.main(["memory_orders", *sys.argv[1:]]))
