@@ -16,6 +16,35 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each s
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 
+def pytest_configure(config):
+    if INTERPRETED:
+        _hurry_the_interpreter(checks=bool({"kernels", "all"} & set(config.getoption("--slow"))))
+
+
+def _hurry_the_interpreter(checks: bool) -> None:
+    """Let Triton's interpreter replace the language's functions once a launch and module, not again in every call of a
+    device function; and check integers for overflow only where `checks` is True. Two and a half times as fast."""
+    from triton.runtime import interpreter
+
+    replace, launch, seen = interpreter._patch_lang, interpreter.GridExecutor.__call__, []
+
+    def replace_once(function):
+        if function.__module__ in seen[-1]:
+            return None
+        seen[-1].add(function.__module__)
+        return replace(function)
+
+    def launch_anew(*arguments, **options):
+        seen.append(set())
+        try:
+            return launch(*arguments, **options)
+        finally:
+            seen.pop()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", checks)
+
+
 def pytest_addoption(parser):
     parser.addoption("--slow", nargs="*", default=[], metavar="FOLDER", help="also slow tests of these folders, or all")
 

@@ -22,6 +22,7 @@ def small(monkeypatch):
     monkeypatch.setattr(paradigms, "PARADIGMS", kept)
 
 
+@pytest.mark.slow("bench")
 def test_paradigms_take_the_steps_of_one_process(small):
     """`run` raises where a loss is off. Two ranks that share gradients alone send each of them once there and back."""
     rows = list(paradigms.run(argparse.Namespace(world=2, rounds=1, only=None)))

