@@ -1,8 +1,8 @@
 #include "messenger.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "bytes.h"
 #include "errors.h"
 #include "group.h"
 
@@ -10,7 +10,6 @@ namespace weft::shm {
 
 namespace {
 
-constexpr size_t line_bytes = 64;
 constexpr size_t largest_ring_bytes = 64 << 10;
 constexpr size_t smallest_ring_bytes = 4 << 10;
 constexpr size_t rings_together_bytes = 8 << 20;
@@ -44,13 +43,13 @@ struct Channel {
 
   void put(uint64_t offset, const void* source, size_t bytes, size_t ring_bytes) {
     const size_t begin = offset % ring_bytes, first = std::min(bytes, ring_bytes - begin);
-    memcpy(ring() + begin, source, first);
-    memcpy(ring(), static_cast<const std::byte*>(source) + first, bytes - first);
+    copy_bytes(ring() + begin, source, first);
+    copy_bytes(ring(), static_cast<const std::byte*>(source) + first, bytes - first);
   }
   void get(uint64_t offset, void* target, size_t bytes, size_t ring_bytes) {
     const size_t begin = offset % ring_bytes, first = std::min(bytes, ring_bytes - begin);
-    memcpy(target, ring() + begin, first);
-    memcpy(static_cast<std::byte*>(target) + first, ring(), bytes - first);
+    copy_bytes(target, ring() + begin, first);
+    copy_bytes(static_cast<std::byte*>(target) + first, ring(), bytes - first);
   }
 };
 
@@ -121,7 +120,7 @@ std::shared_ptr<Work> Messenger::receive(int source, void* data, const MessageHe
     for (auto arrival = arrivals_.begin(); arrival != arrivals_.end(); ++arrival) {
       if (!arrival->whole || arrival->header.tag != header.tag) continue;
       if (source != any_rank && arrival->source != source) continue;
-      if (arrival->header.bytes() == header.bytes()) memcpy(data, arrival->payload.data(), arrival->payload.size());
+      if (arrival->header.bytes() == header.bytes()) copy_bytes(data, arrival->payload.data(), arrival->payload.size());
       deliver(posted, arrival->header, arrival->source);
       arrivals_.erase(arrival);
       break;
@@ -324,7 +323,7 @@ void Messenger::finish_message(int source) {
   });
   if (receive == receives_.end()) return;
   if (receive->header.bytes() == message.header.bytes())
-    memcpy(receive->data, message.arrival->payload.data(), message.arrival->payload.size());
+    copy_bytes(receive->data, message.arrival->payload.data(), message.arrival->payload.size());
   deliver(receive, message.header, source);
   arrivals_.erase(message.arrival);
 }
