@@ -30,10 +30,11 @@ class Threads {
       ++idle_;
       changed_.wait(lock, [this] { return !waiting_.empty(); });
       --idle_;
-      const std::function<void()> callback = std::move(waiting_.front());
+      std::function<void()> callback = std::move(waiting_.front());
       waiting_.pop_front();
       lock.unlock();
       callback();
+      callback = nullptr;  // without the lock: what it holds may call back in its turn when it is released
       lock.lock();
     }
   }
