@@ -113,12 +113,14 @@ Group::Failure& Group::failure() const { return *reinterpret_cast<Failure*>(segm
 std::byte* Group::staging(int rank, uint32_t step) const { return staging_ + (2 * rank + (step & 1)) * staging_bytes(); }
 
 Group::Group(std::string name, int rank, Segment segment, const std::vector<RankIdentity>& ranks, GroupOptions options)
-    : name_(std::move(name)),
+    : names_{std::move(name)},
+      name_(&names_.front()),
       rank_(rank),
       world_(static_cast<int>(ranks.size())),
       forks_(forks.load()),
       segment_(std::move(segment)),
       options_(std::move(options)),
+      timeout_(options_.timeout),
       queue_(std::make_unique<Queue>()) {
   if (options_.staging_bytes % page_bytes != 0 || options_.staging_bytes < 64 * static_cast<size_t>(world_))
     throw std::invalid_argument("staging buffers of " + std::to_string(options_.staging_bytes) +
@@ -135,7 +137,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
     const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;  // which all see by themselves
     if (!peer_has_gone)
       record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " could not join group \"" +
-                                                   name_ + "\": " + error.what());
+                                                   this->name() + "\": " + error.what());
     throw;
   }
   Call(*this, CallHeader{CallKind::barrier}).exchange();
@@ -156,7 +158,8 @@ Group::~Group() {
 
 void Group::rename(std::string name) {
   const std::lock_guard<std::mutex> lock(one_call_at_a_time_);
-  name_ = std::move(name);
+  names_.push_front(std::move(name));
+  name_.store(&names_.front());
 }
 
 void Group::inject(const InjectedFaults& faults) {
@@ -176,10 +179,10 @@ void Group::fault_point() {
 
 void Group::check_usable() const {
   if (forked())
-    throw CommError("group \"" + name_ +
+    throw CommError("group \"" + name() +
                     "\" belongs to the process that this one was forked from; a forked child cannot take part in its "
                     "collectives.");
-  if (left_.load()) throw CommError("group \"" + name_ + "\" was destroyed; create it again to use it.");
+  if (left_.load()) throw CommError("group \"" + name() + "\" was destroyed; create it again to use it.");
   if (const std::exception_ptr failed = recorded_failure()) std::rethrow_exception(failed);
 }
 
@@ -200,7 +203,7 @@ void Group::run_behind_the_queue(std::function<void()> call) {
   } catch (...) {
     if (!work->done()) {  // interrupted: the call must end before its memory is let go
       record_failure(FailureKind::interrupted,
-                     "rank " + std::to_string(label(rank_)) + " was interrupted in a call on group \"" + name_ + "\".");
+                     "rank " + std::to_string(label(rank_)) + " was interrupted in a call on group \"" + name() + "\".");
       try {
         work->wait(std::nullopt, nullptr);
       } catch (const std::exception&) {
@@ -260,7 +263,7 @@ bool Group::forked() const { return forks_ != forks.load(std::memory_order_relax
 
 void Group::abort() {
   if (forked()) return;
-  record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " aborted group \"" + name_ + "\".");
+  record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " aborted group \"" + name() + "\".");
 }
 
 void Group::leave() {
@@ -293,7 +296,7 @@ void Group::wait_for(int peer, const Call& call) {
   Flag& flag = control(peer).arrived;
   const bool in_background = queue_->on_thread();  // there the caller computes on this core: do not spin
   if (spin(flag, step_, spin_limit, options_.oversubscribed || in_background)) return;
-  const auto deadline = Clock::now() + options_.timeout;
+  const auto deadline = Clock::now() + timeout();
   while (!flag.sleep(step_, sleep_slice)) {
     check_peers(call);
     try {
@@ -307,7 +310,7 @@ void Group::wait_for(int peer, const Call& call) {
     for (int other = 0; other < world_; ++other)
       if (!control(other).arrived.reached(step_)) silent.push_back(label(other));
     char after[32];
-    snprintf(after, sizeof after, "%.3g", std::chrono::duration<double>(options_.timeout).count());
+    snprintf(after, sizeof after, "%.3g", std::chrono::duration<double>(timeout()).count());
     std::rethrow_exception(record_failure(
         FailureKind::timed_out, list_of(silent) + " did not arrive in " + call.text() + " within " + after +
                                     " s (rank " + std::to_string(label(rank_)) + " waited; the process is alive but silent)."));
@@ -346,7 +349,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
   shm::all_gather(*this, &wanted, places, ones, DType::int64);
   for (int peer = 0; peer < world_; ++peer)
     if (all[peer] != all[0])
-      throw CollectiveMismatchError("empty_symmetric on group \"" + name_ + "\": rank 0 asks for " +
+      throw CollectiveMismatchError("empty_symmetric on group \"" + name() + "\": rank 0 asks for " +
                                     std::to_string(all[0]) + " bytes, rank " + std::to_string(peer) + " for " +
                                     std::to_string(all[peer]) + ".");
   if (bytes > SIZE_MAX / 2 / world_ - page_bytes)  // all of it together could not be counted, let alone be had
@@ -377,7 +380,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
     if (all[peer] != 0)
       throw_errno(static_cast<int>(all[peer]), "rank " + std::to_string(peer) + " could not get " +
                                                    std::to_string(part_bytes * world_) +
-                                                   " bytes of symmetric memory on group \"" + name_ + "\" " + reason);
+                                                   " bytes of symmetric memory on group \"" + name() + "\" " + reason);
   segment->close_descriptor();
   auto region = std::make_shared<Region>(std::move(*segment), part_bytes, rank_, next_place_);
   const std::lock_guard<std::mutex> lock(regions_mutex_);
@@ -397,7 +400,7 @@ Call::Call(Group& group, const CallHeader& header) : group_(group), header_(head
 
 std::string Call::text() const {
   return std::string(call_names[static_cast<size_t>(header_.kind)]) + " #" + std::to_string(group_.calls_) +
-         " on group \"" + group_.name_ + "\"";
+         " on group \"" + group_.name() + "\"";
 }
 
 std::byte* Call::next_staging() { return group_.staging(group_.rank_, group_.step_ + 1); }
@@ -435,7 +438,7 @@ void Call::compare_headers() const {
   for (int rank = 0; rank < group_.world_; ++rank) same = same && header_of(rank) == header_;
   if (same) return;
   // Every rank sees the same headers, so every rank raises the same words.
-  std::string text = "call #" + std::to_string(group_.calls_) + " on group \"" + group_.name_ + "\": ";
+  std::string text = "call #" + std::to_string(group_.calls_) + " on group \"" + group_.name() + "\": ";
   std::vector<bool> told(group_.world_, false);
   for (int rank = 0; rank < group_.world_; ++rank) {
     if (told[rank]) continue;

@@ -12,6 +12,7 @@
 // collective, and no flag is ever reset.
 #pragma once
 #include <atomic>
+#include <forward_list>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -106,11 +107,11 @@ class Group {
   int rank() const { return rank_; }
   int world() const { return world_; }
   size_t staging_bytes() const { return options_.staging_bytes; }
-  const std::string& name() const { return name_; }
+  const std::string& name() const { return *name_.load(); }
   int label(int rank) const { return options_.labels.empty() ? rank : options_.labels[rank]; }
   void rename(std::string name);
-  Clock::duration timeout() const { return options_.timeout; }
-  void set_timeout(Clock::duration timeout) { options_.timeout = timeout; }
+  Clock::duration timeout() const { return timeout_.load(); }
+  void set_timeout(Clock::duration timeout) { timeout_.store(timeout); }
   bool oversubscribed() const { return options_.oversubscribed; }
   const std::function<void()>& on_slice() const { return options_.on_slice; }
   void inject(const InjectedFaults& faults);
@@ -163,17 +164,19 @@ class Group {
   void check_peers(const class Call& call);
   void fault_point();
 
-  std::string name_;
+  std::forward_list<std::string> names_;  // the newest first; another thread may still read an older one
+  std::atomic<const std::string*> name_;
   const int rank_;
   const int world_;
   const uint32_t forks_;  // of the process that joined
   Segment segment_;
   std::byte* staging_ = nullptr;  // in the segment
   GroupOptions options_;
+  std::atomic<Clock::duration> timeout_;
   std::vector<std::unique_ptr<Peer>> peers_;  // none at this rank's own place
   std::mutex one_call_at_a_time_;
   uint32_t step_ = 0;
-  uint64_t calls_ = 0;
+  std::atomic<uint64_t> calls_{0};
   std::atomic<bool> left_{false};
   InjectedFaults faults_;
   uint64_t fault_points_ = 0;
