@@ -31,6 +31,13 @@ test-all:
 soak: $(VENV)/built
 	WEFT_SOAK_ROUNDS=1000 $(BIN)/pytest --timeout 3600 tests/test_soak.py
 
+# The shared-memory engine without Python, under the address, undefined-behaviour and thread sanitizers.
+# WEFT_SANITIZE_ROUNDS=10 takes ten times as long; WEFT_SANITIZE_SEED=n starts at the seed that a fault names.
+sanitize:
+	$(MAKE) --no-print-directory -j2 -f tests/engine/Makefile
+	build/sanitize/processes/driver
+	build/sanitize/threads/driver
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
