@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import weft
 from weft.comm import rendezvous
-from weft.testing.ranks import try_ranks
+from weft.testing.ranks import run_ranks, try_ranks
 
 NOTICED_WITHIN_S = 2
 MEET_WITHIN_S = 10  # of what a test waits for before it begins
@@ -78,6 +78,26 @@ def test_a_rank_that_dies_in_a_message_to_anyone_is_named():
     for survivor in (outcomes[0], outcomes[2]):
         assert isinstance(survivor.error, weft.RankLostError) and "rank 1" in str(survivor.error), survivor
         assert survivor.seconds < NOTICED_WITHIN_S
+
+
+def send_and_end(rank):
+    """Rank 1 sends and ends after rank 0 has looked for messages, and before it looks for lost ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["looked"], timedelta(seconds=20))
+        dist.send(torch.arange(10.0), 0)
+        return None
+    dist.group.WORLD.engine.group.inject_faults(wait_for_death=True)
+    x = torch.zeros(10)
+    work = dist.irecv(x, 1)
+    time.sleep(0.05)  # the messenger's thread starts, looks for messages, and waits
+    store.set("looked", "")
+    work.wait()
+    return x.tolist()
+
+
+def test_a_message_outlives_its_sender():
+    assert run_ranks(send_and_end, 2)[0] == list(range(10))
 
 
 def raise_in_one_rank(rank):

@@ -177,6 +177,12 @@ void Group::fault_point() {
   usleep(static_cast<useconds_t>((faults_.seed >> 33) % (faults_.longest_delay_us + 1)));
 }
 
+void Group::wait_for_death() const {
+  if (!faults_.wait_for_death) return;
+  const auto deadline = Clock::now() + options_.timeout;
+  while (lost_ranks().empty() && Clock::now() < deadline) usleep(1000);
+}
+
 void Group::check_usable() const {
   if (forked())
     throw CommError("group \"" + name() +

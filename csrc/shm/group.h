@@ -93,7 +93,8 @@ struct GroupOptions {
 struct InjectedFaults {
   uint64_t seed = 0;
   uint32_t longest_delay_us = 0;
-  uint64_t die_at_point = 0;  // 1 is the first; 0 never
+  uint64_t die_at_point = 0;    // 1 is the first; 0 never
+  bool wait_for_death = false;  // the messenger, between looking for messages and looking for lost ranks
 };
 
 class Group {
@@ -115,6 +116,7 @@ class Group {
   bool oversubscribed() const { return options_.oversubscribed; }
   const std::function<void()>& on_slice() const { return options_.on_slice; }
   void inject(const InjectedFaults& faults);
+  void wait_for_death() const;  // where that is injected
   uint64_t calls() const { return calls_; }  // the number that errors give the last call
 
   // Runs a call (a function of collectives.h) after those submitted before it, and waits for it.

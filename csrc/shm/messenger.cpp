@@ -344,6 +344,7 @@ void Messenger::deliver(std::list<Receive>::iterator receive, const MessageHeade
 
 // Ends what cannot be done any more: with a rank that is gone, in a group that has failed, past its time.
 void Messenger::give_up_on_the_lost() {
+  group_.wait_for_death();
   const std::exception_ptr failed = group_.recorded_failure();
   const auto now = Clock::now();
   const auto verdict = [&](int peer, bool sending, Clock::time_point deadline) -> std::exception_ptr {

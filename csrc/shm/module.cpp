@@ -409,11 +409,13 @@ void register_group(py::module_& m) {
       .def("leave", &Group::leave, NoGil())
       .def(
           "inject_faults",
-          [](Group& g, uint64_t seed, uint32_t longest_delay_us, uint64_t die_at_point) {
-            g.inject({seed, longest_delay_us, die_at_point});
+          [](Group& g, uint64_t seed, uint32_t longest_delay_us, uint64_t die_at_point, bool wait_for_death) {
+            g.inject({seed, longest_delay_us, die_at_point, wait_for_death});
           },
-          py::arg("seed") = 0, py::arg("longest_delay_us") = 0, py::arg("die_at_point") = 0, NoGil(),
-          "For tests: random delays wherever ranks meet, and death by SIGKILL at the n-th such point.");
+          py::arg("seed") = 0, py::arg("longest_delay_us") = 0, py::arg("die_at_point") = 0,
+          py::arg("wait_for_death") = false, NoGil(),
+          "For tests: random delays wherever ranks meet, death by SIGKILL at the n-th such point, and a messenger that\n"
+          "waits for the death of a rank between looking for messages and looking for lost ranks.");
   register_collectives(group);
   register_messages(m, group);
 }
