@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.saving.boxes import Part, boxes_of_stretch
 from weft.saving.files import Files, dtype_of, source_at
+from weft.saving.shares import Written, check_seen
 from weft.testing.ranks import run_ranks, try_ranks
 
 
@@ -295,17 +296,27 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(saved, tmp_
     path = tmp_path / "copy"
     shutil.copytree(saved[0], path)
     (file,) = path.rglob(f"{name}.*")
+    size = file.stat().st_size
     if damage == "torn":
-        os.truncate(file, file.stat().st_size * 2 // 3)
+        os.truncate(file, size * 2 // 3)
     elif damage == "missing":
         file.unlink()
     else:
         flip(file, damage)
     first, second = run_ranks(load_and_tell, 2, path)
     assert first == second and name in first, first
-    assert {"torn": "torn", "missing": "missing" if name != "manifest" else "no checkpoint"}.get(
+    torn = "torn" if name == "manifest" else f"torn: it has {size * 2 // 3} bytes, and {size} were written"
+    assert {"torn": torn, "missing": "missing" if name != "manifest" else "no checkpoint"}.get(
         damage, "altered"
     ) in first
+
+
+def test_a_file_that_rank_0_does_not_see_whole_is_named(tmp_path):
+    (tmp_path / "model").write_bytes(b"abc")
+    assert check_seen(tmp_path, [Written({"model": 3})]) == {"model": 3}
+    for written in ({"model": 4}, {"another": 3}):
+        with pytest.raises(weft.CheckpointError, match=f"does not see .*{next(iter(written))} as it was written"):
+            check_seen(tmp_path, [Written(written)])
 
 
 def test_every_flipped_bit_of_the_data_is_noticed(saved, tmp_path):
