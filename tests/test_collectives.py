@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm.backend import _Work
 from weft.comm.engine import Engine
 from weft.testing import reference
 from weft.testing.cases import COUNTS
@@ -323,6 +324,16 @@ def test_coalesced_calls(machines):
     run_ranks(coalesced, len(machines), before=on_machines(machines))
 
 
+def test_a_work_is_done_when_each_of_its_calls_is():
+    done, waited = [True, False], []
+    calls = [SimpleNamespace(done=lambda n=n: done[n], wait=lambda _, n=n: waited.append(n) or True) for n in (0, 1)]
+    work = _Work.all_of([_Work([call], None) for call in calls], None)
+    assert not work.is_completed()
+    assert work.wait() and waited == [0, 1]
+    done[1] = True
+    assert work.is_completed()
+
+
 def on_threads(rank):
     """Each thread has a group of its own; all go on at once."""
     import threading
@@ -407,13 +418,14 @@ def everyone_to_everyone(rank):
     world = dist.get_world_size()
     delay_wherever_ranks_meet(rank)
     for scale in (1, 9001):
-        sent = [torch.full((scale * (1 + r + rank) % 70_000,), 100.0 * rank + r) for r in range(world)]
-        received = [torch.empty(scale * (1 + r + rank) % 70_000) for r in range(world)]
+        sizes = [[scale * (1 + 2 * r + to) % 70_000 for to in range(world)] for r in range(world)]
+        sent = [torch.full((size,), 100.0 * rank + to) for to, size in enumerate(sizes[rank])]
+        rows = [sizes[r][rank] for r in range(world)]
+        received = [torch.empty(size) for size in rows]
         dist.all_to_all(received, sent)
         assert all((part == 100.0 * r + rank).all() for r, part in enumerate(received))
-        rows = [len(part) for part in sent]
         out = torch.empty(sum(rows), 2)
-        dist.all_to_all_single(out, torch.cat(sent)[:, None].expand(-1, 2), rows, rows)
+        dist.all_to_all_single(out, torch.cat(sent)[:, None].expand(-1, 2), rows, sizes[rank])
         assert all((part == 100.0 * r + rank).all() for r, part in enumerate(out.split(rows)))
     even = torch.arange(2.0 * world) + 10 * rank
     out = torch.empty_like(even)

@@ -114,7 +114,7 @@ class Encoder(nn.Module):
 
 
 class ByHand(nn.Module):
-    """Much that no rule covers: attention written out, a convolution, a class token, pooling in every way."""
+    """Much that no rule covers: attention by hand, a convolution, a norm over the sequence, a class token, any pooling."""
 
     def __init__(self):
         super().__init__()
@@ -125,6 +125,7 @@ class ByHand(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens)
         x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        x = F.layer_norm(x, x.shape[1:])
         q, k, v = self.project(x).chunk(3, -1)
         x = x + (q @ k.transpose(1, 2) / 4 + torch.ones(q.size(1), q.size(1)).tril().log()).softmax(-1) @ v
         x = torch.cat([self.token.expand(tokens.size(0), -1, -1), x], 1)
