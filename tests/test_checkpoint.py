@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.saving.boxes import Part, boxes_of_stretch
-from weft.saving.files import Files, dtype_of, source_at
+from weft.saving.files import Box, Entry, Files, dtype_of, source_at
 from weft.saving.shares import Written, check_seen
 from weft.testing.ranks import run_ranks, try_ranks
 
@@ -317,6 +317,13 @@ def test_a_file_that_rank_0_does_not_see_whole_is_named(tmp_path):
     for written in ({"model": 4}, {"another": 3}):
         with pytest.raises(weft.CheckpointError, match=f"does not see .*{next(iter(written))} as it was written"):
             check_seen(tmp_path, [Written(written)])
+
+
+def test_a_tensor_of_which_a_part_is_not_stored_is_refused(tmp_path):
+    safetensors.torch.save_file({"half": torch.ones(2, 3)}, tmp_path / "file")
+    entry = Entry("F32", (4, 3), (Box("file", "half", (0, 0), (2, 3)),))
+    with Files(tmp_path) as opened, pytest.raises(weft.CheckpointError, match="half have 6 of the 12 elements"):
+        opened.fill(Part((0, 0), torch.empty(4, 3)), entry)
 
 
 def test_every_flipped_bit_of_the_data_is_noticed(saved, tmp_path):
@@ -682,6 +689,7 @@ def test_any_optimizer_of_torch_goes_on_to_the_same_bits(kind, tmp_path):
     )
     models = [net(seed=seed).eval() for seed in (0, 1)]
     first, second = (getattr(torch.optim, kind)(model.parameters(), **options) for model in models)
+    first.param_groups[0]["lr"] = first.param_groups[0]["lr"] / 2  # by a schedule
     if kind == "LBFGS":  # keeps lists of tensors under its first parameter
         first.state[models[0].embedding.weight]["old_dirs"] = [torch.zeros(3)]
         with pytest.raises(TypeError, match="old_dirs=.* is neither a tensor nor a number"):

@@ -144,6 +144,9 @@ def accumulate(rank, average):
     for step in (1, 2):
         with model.no_sync():
             loss_of(model(batch(step, rank))).backward()
+    own = rank_order_gradients(mlp().double(), [lambda m: sum(loss_of(Wide(m)(batch(step, rank))) for step in (1, 2))])
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
+        torch.testing.assert_close(parameter.grad.double(), gradient, rtol=1e-4, atol=1e-6)
     loss_of(model(batch(3, rank))).backward()
 
     def all_three(r):

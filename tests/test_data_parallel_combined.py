@@ -132,6 +132,8 @@ def uneven(rank, main_grad):
             loss_of(model(batch(step, rank, 6))).backward()
             optimizer.step()
     assert not torch.equal(model.module.first.weight, before)
+    forwards = 2 * (1 + 2 * (dist.get_world_size() - 1))  # of the last rank, which shares its buffers in each step
+    assert model.module.norm.num_batches_tracked == forwards
     for value in [*model.parameters(), *model.buffers()]:
         parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, value.detach().contiguous())

@@ -30,6 +30,12 @@ def test_a_probe_that_fails_is_a_finding_and_stops_no_other(monkeypatch, capsys)
     assert "cores                FAULT  OSError: no such thing" in capsys.readouterr().out
 
 
+def test_a_self_test_that_fails_is_a_fault(monkeypatch):
+    monkeypatch.setenv("WEFT_ISA", "none")
+    ok, text = PROBES["self-test"]()
+    assert ok is False and 'instruction set "none" does not run here' in text
+
+
 def test_a_torch_that_ends_the_process_ends_no_probe(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     command = [sys.executable, "-c", "from weft import cli; raise SystemExit(cli.main(['doctor']))"]
