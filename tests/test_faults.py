@@ -226,6 +226,24 @@ def test_ranks_that_disagree_all_raise_the_same_words(what, told):
     assert all(outcome.error is None for outcome in outcomes)
 
 
+def misjudge(rank, sent):
+    if rank == 1:
+        return dist.send(sent, 0)
+    with pytest.raises(weft.CollectiveMismatchError) as raised:
+        dist.recv(torch.empty(6), 1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "sent", [torch.ones(5), torch.ones(7), torch.ones(6, dtype=torch.int32)], ids=["less", "more", "type"]
+)
+def test_a_message_that_does_not_fit_its_receive_is_told(sent):
+    told = run_ranks(misjudge, 2, sent)[0]
+    kind = str(sent.dtype).removeprefix("torch.")
+    assert f"rank 1 sent ({kind}, {len(sent)} elements, tag 0) to rank 0" in told
+    assert told.endswith("which receives (float32, 6 elements, tag 0).")
+
+
 def interrupt_one(rank):
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
