@@ -38,12 +38,16 @@ sanitize:
 	build/sanitize/processes/driver
 	build/sanitize/threads/driver
 
+# The faults of tests/mutants.toml, one at a time: tests must notice at least 95% of them. An hour of two cores.
+mutants: $(VENV)/built
+	$(BIN)/python tests/mutants.py
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The machine code of every kernel variant: ten minutes of two cores. `make test` looks at a sample.
+# The machine code of every kernel variant: ten minutes of two cores.
 gate: $(VENV)/built
 	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.check
 
