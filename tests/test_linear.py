@@ -153,6 +153,24 @@ def test_gathered_output_and_split_input_stand_where_nn_linear_stood(world, back
     run_ranks(check_whole_in_whole_out, world, backend=backend)
 
 
+def check_in_place(rank):
+    for style in ("column", "row"):
+        plain = nn.Linear(6, 8)
+        layer = weft.ParallelLinear.from_linear(plain, style=style)
+        x = torch.randn(2, 3, 6).split(weft.split_sizes(6, 2), -1)[rank] if style == "row" else torch.randn(2, 3, 6)
+        first, second = layer(x).relu_(), layer(x).relu()
+        first.sum().backward()
+        gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+        layer.zero_grad()
+        second.sum().backward()
+        assert torch.equal(first, second)
+        assert all(map(torch.equal, gradients, (parameter.grad for parameter in layer.parameters())))
+
+
+def test_outputs_may_be_written_to():
+    run_ranks(check_in_place, 2)
+
+
 def check_strided_gradients(rank):
     """The gradient of a sum has stride 0, and a transposed input no contiguous row."""
     torch.manual_seed(0)

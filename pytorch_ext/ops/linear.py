@@ -67,7 +67,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             ctx.sizes = place.ranks.all_sizes(x, place.sequence_dim)
             y, z, _ = overlap.gathered(place, x, ctx.sizes, weight.t(), bias, activation)
         ctx.save_for_backward(x, weight, z if activation else None)
-        return y
+        return _writable(y)
 
     @staticmethod
     @first_order
@@ -126,7 +126,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
                 z.add_(bias)
         if place.activation is None:
             ctx.save_for_backward(x, weight)
-            return z
+            return _writable(z)
         ctx.save_for_backward(x, weight, z)
         return place.activation.apply(z)
 
@@ -164,6 +164,11 @@ def _apply(function, x, weight, bias, place):
     _check(x, weight)
     with torch.autocast(device, enabled=False):
         return function.apply(x, weight, bias, place, main_grad)
+
+
+def _writable(y: torch.Tensor) -> torch.Tensor:
+    """The same memory, not as a view: autograd forbids writing to a view that a custom function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 def _check(x, weight):
