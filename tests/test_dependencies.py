@@ -34,7 +34,7 @@ ALLOWED = {
     "weft.saving": {"weft.data_parallel", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
     "weft.checkpoint": {"weft.saving"},
     "weft.optim": {"weft._C", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
-    "weft.stages": {"weft.context", "weft.comm"},
+    "weft.stages": {"weft.context", "weft.comm", "weft.shard"},
     "weft.pipeline": {
         *("weft._C", "weft.stages", "weft.context", "weft.comm"),
         *("weft.layer_split", "weft.data_parallel", "weft.recompute"),  # what it refuses

@@ -216,6 +216,28 @@ def test_a_layer_that_changes_what_other_ranks_have_too_is_refused():
     run_ranks(change_in_place, 2)
 
 
+class Layer(nn.Sequential):
+    """Of several modules, and no list that is cut."""
+
+
+def mlp(width):
+    return Layer(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def split_unevenly(rank):
+    torch.manual_seed(0)
+    # Of the first, tensor-parallel ranks have 12 and 7 elements, so that each would cut elsewhere by its own.
+    whole = nn.Sequential(mlp(3), mlp(4), Layer(nn.Linear(2, 2), nn.LayerNorm(2)))
+    mesh, x = weft.init_mesh(pp=2, tp=2, device_type="cpu"), torch.randn(5, 2)
+    model = weft.parallelize(copy.deepcopy(whole), mesh)
+    assert weft.shard_of(next(model.parameters(), None)) is not None or rank > 1
+    torch.testing.assert_close(model(x), whole(x))
+
+
+def test_ranks_with_uneven_shards_cut_in_the_same_place():
+    run_ranks(split_unevenly, 4, timeout_s=30)
+
+
 def too_many_places(rank):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(ValueError, match="1 layers .* too few for 2 places: use 1 at most"):
@@ -319,6 +341,18 @@ class Keeping(nn.Linear):
         return super().forward(x)
 
 
+class Reaching(nn.Module):
+    """Computes with a weight itself, where a Linear of the same weight would stand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        return F.linear(x, self.first.weight) if x.sum() > -1e9 else x
+
+
 def refuse(rank):
     mesh = weft.init_mesh(pp=2, device_type="cpu")
     split = weft.LayerSplit(Cached(), mesh)
@@ -332,6 +366,8 @@ def refuse(rank):
     shared.scale = shared.unused.bias
     with pytest.raises(ValueError, match="a parameter of unused is also used outside of any layer"):
         weft.LayerSplit(shared, mesh)
+    with pytest.raises(ValueError, match="first.weight is used outside of its layer, which one rank has"):
+        weft.LayerSplit(Reaching(), mesh)(torch.ones(2, 4))
 
 
 def test_what_such_a_model_cannot_do_is_refused():

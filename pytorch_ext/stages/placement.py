@@ -1,14 +1,18 @@
 """Which layers go where by memory: contiguous runs; what shares a parameter with an earlier layer goes with that."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
+from weft.shard import shard_of
 from weft.stages.balance import balanced
 
 
 def placed(layers: Sequence[Sequence[torch.Tensor]], places: int) -> list[int]:
     """The place of each layer, given by its parameters and buffers. The fullest place has as few bytes as it can.
+
+    A shard counts as the whole, so that ranks with uneven shards place layers alike.
 
     Raises:
         ValueError: fewer layers than places, not counting those that must go with another.
@@ -25,7 +29,8 @@ def placed(layers: Sequence[Sequence[torch.Tensor]], places: int) -> list[int]:
     cost = dict.fromkeys(leader, 0)
     distinct = {id(one): (one, number) for number, tensors in reversed([*enumerate(layers)]) for one in tensors}
     for one, number in distinct.values():
-        cost[leader[number]] += one.numel() * one.element_size()
+        shard = shard_of(one)
+        cost[leader[number]] += prod(one.shape if shard is None else shard.global_shape) * one.element_size()
     leaders = list(cost)
     if len(leaders) < places:
         raise ValueError(

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.comm.communicator import Communicator
 from weft.context.hugging_face import models_of_transformers
 from weft.context.region import random_numbers_of
-from weft.context.sequence import Cut, SharedSequence, localized, refuse_results_of_custom_functions, shared_in
+from weft.context.sequence import NATIVE, Cut, SharedSequence, localized, refuse_results_of_custom_functions, shared_in
+from weft.context.tree import leaves as leaves_of
 from weft.stages.crossing import differentiable
 from weft.stages.stage import Mark
 
@@ -29,12 +31,14 @@ class Relay:
 
     def __init__(self, ranks: Communicator, device: torch.device):
         self.ranks, self.device = ranks, device
+        self.layers: dict[str, nn.Module] = {}
+        self.inside = False  # of a layer
         self.token = torch.zeros((), requires_grad=True)  # of the layer before
 
     def take(self, model: nn.Module, owners: Mapping[str, int]) -> None:
         """Each of these layers, by name, runs on its rank from now on; on the others its parameters are on "meta"."""
         for name, owner in owners.items():
-            layer = model.get_submodule(name)
+            layer = self.layers[name] = model.get_submodule(name)
             layer.forward = Relayed(layer, owner, self)  # type: ignore[method-assign]
             if owner != self.ranks.rank:
                 layer.to("meta")
@@ -50,8 +54,32 @@ class Relay:
         refuse_records(model, named)
         self.token = torch.zeros((), requires_grad=True)
         seed = self.ranks.broadcast_(torch.randint(2**62, (1,)).to(self.device), 0)
-        with random_numbers_of(int(seed), self.device):
+        with random_numbers_of(int(seed), self.device), _Outside(self):
             return model(*inputs, **named)
+
+
+class _Outside(TorchFunctionMode):
+    """Refuses what computes with a layer's parameter outside of the layer: one rank alone has that parameter."""
+
+    def __init__(self, relay: Relay):
+        super().__init__()
+        self.relay = relay
+        self.owned = {
+            id(parameter): f"{name}.{own}"
+            for name, layer in relay.layers.items()
+            for own, parameter in layer.named_parameters()
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.relay.inside and func not in NATIVE:
+            for x in leaves_of((args, kwargs)):
+                if id(x) in self.owned:
+                    raise ValueError(
+                        f"LayerSplit: {self.owned[id(x)]} is used outside of its layer, which one rank has, by a forward "
+                        "that every rank runs: make that use a module of its own that shares the parameter"
+                    )
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -79,8 +107,12 @@ class Relayed:
         token, *given = Enter.apply(self.relay.token, self.owner, self.relay.ranks, *_tensors(leaves))
         args, kwargs = tree_unflatten(_with(leaves, given), structure)
         before = _versions(given)
-        with random_numbers_of(seed, self.relay.device):
-            result = self.forward(*args, **kwargs)
+        self.relay.inside = True
+        try:
+            with random_numbers_of(seed, self.relay.device):
+                result = self.forward(*args, **kwargs)
+        finally:
+            self.relay.inside = False
         if _versions(given) != before:
             dist.broadcast_object_list([(None, None)], group=self.relay.ranks.group, group_src=self.owner)
             raise self._changes_its_input()
