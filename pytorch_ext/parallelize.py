@@ -103,11 +103,15 @@ def parallelize(
     automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict)
     entries = match(plan, model)
     between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
-    replacements = {
-        name: part_of(name, model.get_submodule(name), entry, ranks.tp)
-        for name, entry in entries.items()
-        if name not in (*between, *tokenwise)
-    }
+    replacements: dict[str, nn.Module] = {}
+    made: dict[tuple[int, str], nn.Module] = {}  # a module that stands in several places stays one
+    for name, entry in entries.items():
+        if name not in (*between, *tokenwise):
+            module = model.get_submodule(name)
+            key = id(module), repr(entry)
+            if key not in made:
+                made[key] = part_of(name, module, entry, ranks.tp)
+            replacements[name] = made[key]
     tie(model, replacements)
     if automatic is None:
         check_meeting(model, replacements)
@@ -123,8 +127,9 @@ def parallelize(
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
-    for name in (*between, *(name for name, layer in replacements.items() if is_summed(layer))):
-        sum_gradients(model.get_submodule(name), ranks.tp)
+    summed = [*between, *(name for name, layer in replacements.items() if is_summed(layer))]
+    for layer in dict.fromkeys(map(model.get_submodule, summed)):
+        sum_gradients(layer, ranks.tp)
     return_whole(model)
     if recompute != "none":
         recompute_these({name: model.get_submodule(name) for name in recomputed})

@@ -606,6 +606,49 @@ def test_so_they_are_over_a_shared_sequence():
     run_ranks(check_shared_weights, 4)
 
 
+class Tripled(nn.Embedding):
+    def forward(self, tokens):
+        return 3 * super().forward(tokens)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+SHARED = {
+    "lookup": lambda: nn.Sequential(Tripled(9, 6), nn.Linear(6, 4)),
+    "column": lambda: nn.Sequential(nn.Conv2d(7, 8, 1), nn.ReLU(), nn.Conv2d(8, 7, 1)),  # the channels are shared
+    "heads": lambda: nn.Sequential(*[Attending()] * 3),
+}
+
+
+def check_shared(rank):
+    mesh = weft.init_mesh(cp=2, tp=2, device_type="cpu")
+    for style, made in SHARED.items():
+        torch.manual_seed(0)
+        whole = made().double()
+        found = automatic_plan(whole, 2)
+        assert style in str(found.plan.values())
+        inputs = {"lookup": torch.arange(14).view(2, 7) % 9, "column": torch.randn(2, 7, 3, 3).double()}
+        x = inputs.get(style, torch.randn(2, 7, 6).double())
+        model = weft.parallelize(copy.deepcopy(whole), mesh, plan=found)
+        assert_close(model(x), whole(x), style)
+        for each in (model, whole):
+            each(x).square().sum().backward()
+        for key, parameter in model.named_parameters():
+            gradient, shard = whole.get_parameter(key).grad, weft.shard_of(parameter)
+            assert_close(parameter.grad, gradient if shard is None else shard.take(gradient), key)
+
+
+def test_split_layers_of_every_kind_take_a_shared_sequence():
+    run_ranks(check_shared, 4)
+
+
 def check_use(rank):
     world = dist.get_world_size()
     for name in ("GPT2", "Llama"):

@@ -24,7 +24,7 @@ from weft.context.sequence import (
     wholes,
     without_guards,
 )
-from weft.nn import Branches, ParallelLinear, ParallelMultiheadAttention
+from weft.nn import Branches, ParallelConv2d, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.layout import LAYOUTS, Layout
@@ -61,7 +61,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
         if isinstance(module, ParallelMultiheadAttention):
             for name in ("_linear", "_over_heads"):
                 setattr(module, name, _OfPart(getattr(module, name)))
-        elif isinstance(module, Branches):
+        elif isinstance(module, Branches | ParallelConv2d):
             module.forward = _OfWhole(module)  # type: ignore[method-assign]
     use_context_attention(model)
     entry = _Entry(sharing)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.communicator import Communicator
+from weft.context.rules import used
+from weft.context.sequence import SharedSequence
 from weft.nn.sharded import ShardHolder
 from weft.ops import parallel_embedding
 from weft.shard import Shard
@@ -66,4 +68,7 @@ class _Rows(TorchFunctionMode):
         weight: torch.Tensor = self.module._parameters["weight"]
         if named["weight"] is not weight:
             return func(*args, **kwargs)
-        return parallel_embedding(named["input"], weight, self.module.shards["weight"], named.get("padding_idx"))
+        tokens, of_shard = named["input"], (self.module.shards["weight"], named.get("padding_idx"))
+        if isinstance(tokens, SharedSequence):
+            return tokens.like(parallel_embedding(tokens.local, used(weight, tokens.cut.sharing.ranks), *of_shard))
+        return parallel_embedding(tokens, weight, *of_shard)
