@@ -171,6 +171,7 @@ class Changes(nn.Module):
         x = torch.stack(x.unflatten(-1, (2, 8)).unbind(2), 2).flatten(2) * (1 + x.mean((0, 1)))
         x = x - x.sum(-1, keepdim=True).expand_as(x) / 9 + F.normalize(x, dim=-1)
         x = x + x.max(-1, keepdim=True).values * x[:, :1] - x.topk(2).values.mean(-1, keepdim=True)
+        x[..., 3:5], x[1, ..., ::6] = x[..., :2] * 1.5, 0.25
         x = torch.where(x > 0, x, 0.1 * x).permute(2, 0, 1)[..., None].squeeze().movedim(0, -1)
         x += torch.arange(x.size(1)).view(1, -1, 1) / 20
         logits = self.head(x.view(-1, 16))
@@ -445,7 +446,7 @@ def refuses(rank):
     refused(ValueError, "add_ cannot be applied to what was gathered", Sequential(lambda t: t[:, 0].add_(1)))
     refused(ValueError, "__setitem__ cannot be applied to what", Sequential(lambda t: t[:, 1:].mT.__setitem__(0, 1)))
     refused(ValueError, "register_hook cannot", Sequential(lambda t: t.register_hook(print)))
-    refused(ValueError, "__setitem__ cannot", Sequential(lambda t: t.__setitem__(0, 1)))
+    refused(ValueError, "__setitem__ cannot", Sequential(lambda t: t.__setitem__((0, 0), 1)))
     strict = {"context": {"strict": True}}
     refused(
         ValueError,

@@ -313,6 +313,17 @@ def indexed(func, x, index):
     return carried(func, x, tuple(entries))
 
 
+@rule_for(torch.Tensor.__setitem__)
+def assigned(func, x, index, value):
+    """To all positions: each rank writes to its part."""
+    target = NotImplemented if plain(x) else indexed(torch.Tensor.__getitem__, x, index)
+    if target is NotImplemented:
+        return NotImplemented
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    return pointwise(torch.Tensor.copy_, target, value)
+
+
 @rule_for(*_named("view reshape flatten unflatten view_as reshape_as"))
 def reshaped(func, x, *args, **kwargs):
     """The sequence stays a dimension, or becomes one with what is before it, or leaves that again."""

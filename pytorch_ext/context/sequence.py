@@ -195,7 +195,8 @@ def gathered(func: Callable, args, kwargs):
     """The function of the whole tensors, on every rank: right whatever it does, and as large as unsplit."""
     name = name_of(func)
     if name.split()[0] in _REFUSED or works_in_place(name) or kwargs.get("out") is not None:
-        instead = "Use the form that returns a new tensor. " if works_in_place(name) else ""
+        writes = works_in_place(name) or name == "__setitem__"
+        instead = "Use the form that returns a new tensor. " if writes else ""
         raise ValueError(f"{name} cannot be applied to a shared sequence. {instead}{_WAY_OUT}")
     note_gathering(f"{name} has no rule for this", *shared_in((args, kwargs)))
     out = func(*wholes(args), **wholes(kwargs))
