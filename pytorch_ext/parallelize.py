@@ -17,6 +17,7 @@ from weft.saving import random_numbers
 from weft.splitting.agreement import check_same_model
 from weft.splitting.attributes import is_summed
 from weft.splitting.automatic import AutomaticPlan, automatic_plan
+from weft.splitting.call_check import call_check
 from weft.splitting.matching import match
 from weft.splitting.meeting import check_meeting
 from weft.splitting.results import return_whole
@@ -124,6 +125,7 @@ def parallelize(
     if ranks.tp is not None:
         _draw_alike(ranks.tp, model)
 
+    check = None if automatic is None else call_check(model, automatic, ranks.tp)
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
@@ -135,7 +137,11 @@ def parallelize(
         recompute_these({name: model.get_submodule(name) for name in recomputed})
     if sharing is not None and sharing.ranks.world > 1:
         share(model, sharing, tokenwise)
-    return _noted(_wrapped(model, ranks), automatic)
+    if ranks.stages is not None:
+        model = LayerSplit(model, ranks.stages)
+    if check is not None:
+        model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+    return _noted(model if ranks.replicas is None else DataParallel(model, group=ranks.replicas), automatic)
 
 
 @dataclass(frozen=True)
@@ -209,12 +215,6 @@ def _draw_alike(group: Communicator, model: nn.Module) -> None:
     for kind in random_numbers.states(model):
         told = group.notes(random_numbers.states(model)[kind])
         random_numbers.restore(kind, told[0], model)
-
-
-def _wrapped(model: nn.Module, ranks: _Ranks) -> nn.Module:
-    if ranks.stages is not None:
-        model = LayerSplit(model, ranks.stages)
-    return model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
 
 
 def _noted(model: nn.Module, automatic: AutomaticPlan | None) -> nn.Module:

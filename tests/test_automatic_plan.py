@@ -435,6 +435,23 @@ def test_only_what_works_on_each_feature_alone_may_stand_between(what):
     assert any(part in found.whole["up"] for part in told.split("|")), found.whole["up"]
 
 
+class Convolutions(nn.Module):
+    """Gated by half of their channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Conv2d(6, 16, 1), nn.Conv2d(8, 6, 1)
+
+    def forward(self, x):
+        gate, y = self.up(x).chunk(2, 1)
+        return self.down(gate.sigmoid() * y)
+
+
+def test_channels_in_pieces_stay_whole():
+    found = automatic_plan(Convolutions(), 2)
+    assert found.plan == {} and found.whole["up"] == "pieces of its channels are used apart"
+
+
 class Held:
     def __init__(self, hidden, output):
         self.hidden, self.output = hidden, output
@@ -647,6 +664,39 @@ def check_shared(rank):
 
 def test_split_layers_of_every_kind_take_a_shared_sequence():
     run_ranks(check_shared, 4)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 4)
+
+    def forward(self, x, gate=None):
+        y = self.up(x).softmax(dim=1)
+        return self.down(y if gate is None else y * gate)
+
+
+def check_calls(rank):
+    torch.manual_seed(0)
+    whole, x = Gated().double(), torch.randn(3, 5, 6).double()
+    gate = torch.rand(3, 5, 1).double()
+    model = weft.parallelize(copy.deepcopy(whole))
+    assert_close(model(x), whole(x), "as it was found")
+    assert_close(model(x, gate=gate), whole(x, gate=gate), "with a gate that gets no gradient")
+    with pytest.raises(ValueError, match="Gated: its automatic plan .* another call than this, in which up: _softmax"):
+        model(x[0])
+    gate.requires_grad_()
+    with pytest.raises(ValueError, match="an activation that is whole.*plan=automatic_plan"):
+        model(x, gate=gate)
+    model = weft.parallelize(copy.deepcopy(whole), plan=automatic_plan(whole, 2, example={"x": x, "gate": gate}))
+    model(x, gate=gate).sum().backward()
+    found, gate.grad = gate.grad, None
+    whole(x, gate=gate).sum().backward()
+    assert_close(found, gate.grad, "by a plan of such a call")
+
+
+def test_a_call_in_which_the_plan_is_wrong_is_refused():
+    run_ranks(check_calls, 2)
 
 
 def check_use(rank):

@@ -6,7 +6,7 @@ rows, works on each unit of them alone. Nothing goes by names. Then every rank's
 cannot be shown to be right stays whole, with the reason. See docs/automatic_plans.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from weft.splitting.flow import Found
 from weft.splitting.kinds import known
 from weft.splitting.layouts import Axis
-from weft.splitting.structure import Structure, structures
+from weft.splitting.structure import GATHERED, Search, Structure, runs_of, structures
 from weft.splitting.styles import kind_of
 
 
@@ -26,10 +26,12 @@ class AutomaticPlan:
     Attributes:
         plan: module name, as in `named_modules`, to an entry of a plan of `weft.parallelize`.
         whole: module name to why it stays on every rank as it is; of modules that would be worth splitting.
+        loss_parallel: as it was asked for.
     """
 
     plan: dict[str, str | Mapping]
     whole: dict[str, str]
+    loss_parallel: bool = False
 
 
 def automatic_plan(
@@ -71,7 +73,36 @@ def automatic_plan(
             plan[_joined(part.prefix, layer)] = entry
         for layer, reason in part.reasons.items():
             reasons[_joined(part.prefix, layer)] = reason
-    return AutomaticPlan(_under_all_names(model, plan), _whole(model, plan, reasons))
+    return AutomaticPlan(_under_all_names(model, plan), _whole(model, plan, reasons), loss_parallel)
+
+
+def conflict_in(model: nn.Module, world: int, automatic: AutomaticPlan, call: Callable) -> str | None:
+    """Why the plan is wrong for a call; None where it is right, or where the call cannot be followed.
+
+    Args:
+        model: unsplit; it may be on the meta device.
+        call: call(model) calls it.
+    """
+    runs = runs_of(model, [call])
+    if isinstance(runs, str):
+        return None
+    search = Search("", runs, world, automatic.loss_parallel)
+    planned = {name: entry for name, entry in automatic.plan.items() if not _is_whole_outside(entry)}
+    search.flow.fixed |= {name: "the plan leaves it whole" for name in search.modules if name not in planned}
+    part = search.structure()
+    needed = _under_all_names(model, {n: e for n, e in _entries(part).items() if not _is_whole_outside(e)})
+    for name, entry in needed.items():
+        if planned.get(name) != entry:
+            return f"{name} needs {entry!r}, and the plan has {planned.get(name)!r}"
+    for name in planned:
+        if name not in needed and name in search.called:
+            return f"{name}: {part.reasons.get(name, 'its features are used in another way')}"
+    return None
+
+
+def _is_whole_outside(entry: str | Mapping) -> bool:
+    """Whether the layer takes and gives whole tensors, whatever stands around it."""
+    return entry in ("vocabulary", "lookup", "heads", GATHERED)
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -312,6 +312,8 @@ class Flow:
             except ValueError as error:
                 failed.setdefault(layer, str(error))
                 leaves[layer] = [axis]
+            if len(leaves[layer]) > 1 and self._is_convolution(layer):
+                failed.setdefault(layer, "pieces of its channels are used apart")
         groups = _joined(
             [(one, other) for one, other, _ in meeting.copied] + meeting.same, list(chain(*leaves.values()))
         )
@@ -343,7 +345,8 @@ class Flow:
         if units < self.world:
             heads = _heads(group, meeting)
             ends = [layout.axis for layout in found.rows.values()] + list(found.norms.values())
-            if heads is not None and heads.coarse & set(ends):
+            taking = {axis.layer for axis in group} | {row for row, layout in found.rows.items() if layout.axis in group}
+            if heads is not None and (heads.coarse & set(ends) or any(map(self._is_convolution, taking))):
                 heads = None  # what several ranks have would count several times
             if heads is None or heads.units < self.world:
                 most, layer = units if heads is None else heads.units, min(axis.layer for axis in group)
@@ -353,6 +356,9 @@ class Flow:
         for axis in group:
             found.systems[axis] = system
         return None
+
+    def _is_convolution(self, layer: str) -> bool:
+        return kind_of(self.modules[layer]) == "nn.Conv2d"
 
     def _check_pieces(self, found: Found, leaves: Mapping[str, list[Axis]], failed: dict[str, str]) -> None:
         """Of a fused layer, all pieces are heads or none is."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from weft.splitting.hugging_face import calls_of_transformers, is_transformers
+from weft.splitting.trace import constant
 
 BATCH, LENGTH = 3, 5  # batch is not 2, so that a pair is not taken for a batch
 _IMAGES = (32, 64, 28, 224, 299)  # heights and widths
@@ -34,21 +35,27 @@ def calls(model: nn.Module) -> Iterator[Callable[[nn.Module], Any]]:
             yield calling(tuple(tensor.clone() for _ in needed))
 
 
-def calling(batch: Any) -> Callable[[nn.Module], Any]:
-    """A call with a tensor, a tuple of arguments or a dict of named ones; those of floating point lose their values."""
-    if isinstance(batch, dict):
-        named = {name: _bare(value) for name, value in batch.items()}
-        return lambda model: model(**named)
-    arguments = tuple(map(_bare, batch if isinstance(batch, tuple) else (batch,)))
-    return lambda model: model(*arguments)
+def calling(batch: Any, options: dict | None = None) -> Callable[[nn.Module], Any]:
+    """A call with a tensor, a tuple of arguments or a dict of named ones; those of floating point lose their values.
+
+    options: named arguments besides a tuple, of a call as it is: what requires no gradient in it gets none.
+    """
+    call = (), batch
+    if not isinstance(batch, dict):
+        call = batch if isinstance(batch, tuple) else (batch,), options or {}
+    arguments, named = _bare(call, constants=options is not None)
+    return lambda model: model(*arguments, **named)
 
 
-def _bare(value: Any) -> Any:
+def _bare(value: Any, constants: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        return torch.empty_like(value, device="meta") if value.is_floating_point() else value
+        if not value.is_floating_point():
+            return value
+        bare = torch.empty_like(value, device="meta")
+        return constant(bare) if constants and not value.requires_grad else bare
     if isinstance(value, dict):
-        return {name: _bare(part) for name, part in value.items()}
-    return type(value)(map(_bare, value)) if type(value) in (list, tuple) else value
+        return {name: _bare(part, constants) for name, part in value.items()}
+    return type(value)(_bare(part, constants) for part in value) if type(value) in (list, tuple) else value
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -53,9 +53,9 @@ class Run:
 
 def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) -> Iterator:
     """A Structure for the model, or for each of the parts of it that run alone; (name, reason) of what does not."""
-    runs = _runs(model, calls(model) if example is None else [calling(example)])
+    runs = runs_of(model, calls(model) if example is None else [calling(example)])
     if not isinstance(runs, str):
-        yield _Search("", runs, world, loss_parallel).structure()
+        yield Search("", runs, world, loss_parallel).structure()
         return
     yield "", f"{runs}: see `example` of weft.splitting.automatic.automatic_plan"
     yield from _parts(model, world, "")
@@ -70,15 +70,15 @@ def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
         if not isinstance(model, nn.ModuleList | nn.ModuleDict) and reached_into(model, name):
             yield full, "the code around it does more than to call it, and could not be followed"
             continue
-        runs = _runs(child, calls(child))
+        runs = runs_of(child, calls(child))
         if isinstance(runs, str):
             yield full, runs
             yield from _parts(child, world, full)
         else:
-            yield _Search(full, runs, world, False).structure()
+            yield Search(full, runs, world, False).structure()
 
 
-def _runs(model: nn.Module, tries) -> list[Run] | str:
+def runs_of(model: nn.Module, tries) -> list[Run] | str:
     """The model's run, in training and in evaluation and in each way of computing attention; or why there is none."""
     reason = "it is not known what to call it with"
     tries, runs = list(tries), list[Run]()
@@ -119,7 +119,7 @@ def _traced(twin: nn.Module, call, closing: bool) -> Trace:
             closed |= dict.fromkeys([name] if general else alike, reason)
 
 
-class _Search:
+class Search:
     """Splits what can be split together, then what can be split alone, until both agree about shared weights."""
 
     def __init__(self, prefix: str, runs: list[Run], world: int, loss_parallel: bool):

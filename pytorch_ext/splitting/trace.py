@@ -168,7 +168,7 @@ class Run:
         known = self._values.get(id(tensor))
         if known is None:
             # A number that the model makes a tensor of is not seen before it is used.
-            an_input = tensor.is_meta and tensor.is_floating_point() and tensor.dim() > 0
+            an_input = tensor.is_meta and tensor.is_floating_point() and tensor.dim() > 0 and not is_constant(tensor)
             origin = ACTIVATION if an_input else frozenset[str]()
             known = self._set(tensor, Value(tuple(tensor.shape), origin, given=True))
         return known
@@ -236,6 +236,16 @@ class Run:
         self._values[id(tensor)] = value
         self._kept.append(tensor)
         return value
+
+
+def constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Marks an argument of a call as one that gets no gradient."""
+    tensor._weft_constant = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_weft_constant")
 
 
 def tensors_in(tree, objects: int = 0) -> Iterator[torch.Tensor]:
