@@ -237,6 +237,13 @@ MODELS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _import_models():
+    """Import the code of every model here, once, and not in every rank."""
+    for make in MODELS.values():
+        make()
+
+
 def batch_of(name, model):
     generator = torch.Generator().manual_seed(7)
     if name == "ResNet" or name == "ViT":
@@ -298,10 +305,7 @@ def check_models(rank, names):
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow("pytorch_ext/splitting")), 3])
 def test_outputs_loss_and_gradients_are_the_whole_models(world, part):
-    names = list(MODELS)[part::4]
-    for name in names:
-        MODELS[name]()  # imported here once, and not by every rank
-    run_ranks(check_models, world, names, timeout_s=150)
+    run_ranks(check_models, world, list(MODELS)[part::4], timeout_s=150)
 
 
 # What is found

@@ -412,7 +412,7 @@ def asks_the_extension(rank):
         lambda: weft.reduce_scatter(x),
         lambda: weft.all_gather(x),
     ):
-        with pytest.raises(RuntimeError, match="cuda(ErrorNoDevice|ErrorInsufficientDriver|ErrorStubLibrary)"):
+        with pytest.raises(RuntimeError, match=r"cudaError\w+ \("):
             call()
 
 

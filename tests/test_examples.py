@@ -38,10 +38,12 @@ def train(folder, launch, *arguments):
     return json.loads(out.read_text())
 
 
-WAYS = [["--tp", "2"], ["--dp", "2"], ["--cp", "2"], ["--pp", "2"], ["--tp", "2", "--backend", "gloo"]]
+WAYS = [["--tp", "2"], ["--tp", "2", "--backend", "gloo"]]
+ALONE = [["--dp", "2"], ["--cp", "2"], ["--pp", "2"]]  # which are combined below
+slow = pytest.mark.slow("examples")
 
 
-@pytest.mark.parametrize("arguments", WAYS, ids=" ".join)
+@pytest.mark.parametrize("arguments", [*WAYS, *(pytest.param(way, marks=slow) for way in ALONE)], ids=" ".join)
 def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone, tmp_path):
     figures = train(tmp_path, TORCHRUN, *arguments)
     assert figures["losses"] == pytest.approx(alone["losses"], abs=1e-4)

@@ -254,7 +254,10 @@ def cases_of(demo, ranks):
                 yield demo, layout
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+slow = pytest.mark.slow("pytorch_ext/planner")
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("demo", DEMOS)
 def test_every_rank_holds_what_is_predicted(demo, ranks):
     """Weights and states to the byte, gradients but for what aligns them in buckets, the rest and the total to 5%."""

@@ -209,7 +209,8 @@ void Group::run_behind_the_queue(std::function<void()> call) {
   } catch (...) {
     if (!work->done()) {  // interrupted: the call must end before its memory is let go
       record_failure(FailureKind::interrupted,
-                     "rank " + std::to_string(label(rank_)) + " was interrupted in a call on group \"" + name() + "\".");
+                     "rank " + std::to_string(label(rank_)) + " was interrupted in a call on group \"" + name() +
+                         "\".");
       try {
         work->wait(std::nullopt, nullptr);
       } catch (const std::exception&) {
@@ -269,7 +270,8 @@ bool Group::forked() const { return forks_ != forks.load(std::memory_order_relax
 
 void Group::abort() {
   if (forked()) return;
-  record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " aborted group \"" + name() + "\".");
+  record_failure(FailureKind::interrupted,
+                 "rank " + std::to_string(label(rank_)) + " aborted group \"" + name() + "\".");
 }
 
 void Group::leave() {

@@ -1,5 +1,5 @@
-// Segment (csrc/shm/segment.h) for ranks that are threads: one mapping, which all of them share. A thread sanitizer knows
-// memory by its address. Through a mapping per rank it would see no access of another rank.
+// Segment (csrc/shm/segment.h) for ranks that are threads: one mapping, which all of them share. A thread sanitizer
+// knows memory by its address. Through a mapping per rank it would see no access of another rank.
 #include "segment.h"
 
 #include <sys/mman.h>

@@ -1,5 +1,5 @@
-// Ranks of the driver: processes, or threads where a thread sanitizer watches them. A parent that never touches the engine
-// starts them, waits for them and says which seed went wrong.
+// Ranks of the driver: processes, or threads where a thread sanitizer watches them. A parent that never touches the
+// engine starts them, waits for them and says what went wrong.
 #pragma once
 #include <dirent.h>
 #include <sys/mman.h>

@@ -80,7 +80,8 @@ class Session {
     constexpr size_t slots = 4;
     std::byte* scratch = nullptr;
     if (region_ != nullptr && slots_used_ < slots) scratch = own_part() + slots_used_++ * (region_->bytes / slots);
-    const auto trial = std::make_shared<Trial>(group_, key, may_mismatch_, scratch, scratch ? region_->bytes / slots : 0);
+    const size_t scratch_bytes = scratch == nullptr ? 0 : region_->bytes / slots;
+    const auto trial = std::make_shared<Trial>(group_, key, may_mismatch_, scratch, scratch_bytes);
     if (own_.one_in(2)) return check(*trial, [&] { group_.run([&] { trial->call(); }); });
     submitted_.push_back({group_.submit([trial] { trial->call(); }), trial});
     if (!own_.one_in(3)) return;

@@ -1,4 +1,4 @@
-// Elements derived from a key, and what a reduction of them gives. Plain arithmetic that shares no code with the engine.
+// Elements derived from a key, and the reduction of them, in plain arithmetic that shares no code with the engine.
 #pragma once
 #include <algorithm>
 #include <cmath>
