@@ -29,7 +29,7 @@ TREE = WORK / "tree"
 PYTHON = WORK / "venv" / "bin" / "python"
 IN_TREE = {"cwd": TREE, "env": {**os.environ, "PYTHONSAFEPATH": "1", "WEFT_CUDA": "0"}}
 NOTICED_AT_LEAST = 0.95
-TEST_LIMIT_S, RUN_LIMIT_S = 90, 400
+RUN_LIMIT_S = 600  # of the tests of one fault; pyproject.toml limits each
 BUILT = re.compile(r"^build/|__pycache__|\.egg-info/|\.so$")  # in the copy, though git does not track it
 SIGNALLED = re.compile(r"exit code -\d")
 LATE = re.compile(r"Failed: Timeout|killed: not done within|exit code 1, None|TimeoutExpired|CollectiveTimeoutError")
@@ -84,7 +84,7 @@ def install() -> None:
 def run_tests(tests: list[str], limit_s: float) -> tuple[str, str]:
     """Run the tests in the copy up to the first failure; return the outcome and the test that failed."""
     (report := WORK / "report.xml").unlink(missing_ok=True)
-    options = ["--slow", "all", "-x", "-q", f"--timeout={TEST_LIMIT_S}", f"--junitxml={report}"]
+    options = ["--slow", "all", "-x", "-q", f"--junitxml={report}"]
     with open(WORK / "output.txt", "w") as output:
         command = [PYTHON, "-m", "pytest", *options, *tests]
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, **IN_TREE)
