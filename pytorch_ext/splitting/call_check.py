@@ -47,8 +47,9 @@ class CallCheck:
         conflict = conflict_in(self.model, self.world, self.automatic, calling(args, kwargs))
         if conflict is not None:
             raise ValueError(
-                f"{type(self.model).__name__}: its automatic plan was found by another call than this, in which {conflict}. "
-                "Find one by this call: plan=automatic_plan(model, world, example=...) of weft.splitting.automatic"
+                f"{type(self.model).__name__}: its automatic plan was found by another call than this, in which "
+                f"{conflict}. Find one by this call: plan=automatic_plan(model, world, example=...) of "
+                "weft.splitting.automatic"
             )
         self.known.add(kind)
 

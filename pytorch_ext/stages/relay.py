@@ -76,8 +76,8 @@ class _Outside(TorchFunctionMode):
             for x in leaves_of((args, kwargs)):
                 if id(x) in self.owned:
                     raise ValueError(
-                        f"LayerSplit: {self.owned[id(x)]} is used outside of its layer, which one rank has, by a forward "
-                        "that every rank runs: make that use a module of its own that shares the parameter"
+                        f"LayerSplit: {self.owned[id(x)]} is used outside of its layer, which one rank has, by a "
+                        "forward that every rank runs: make that use a module of its own that shares the parameter"
                     )
         return func(*args, **kwargs)
 

@@ -1,0 +1,1 @@
+"""Models that are built from plain data, and the statements that hypothesis draws them from."""
