@@ -516,6 +516,41 @@ def test_parts_of_a_model_that_cannot_be_called_are_looked_at_alone():
     assert "its weight is also used by sum" in found.whole["used.0"]
 
 
+class Penalised(nn.Module):
+    """Decides by values how it goes on, so that it cannot be called without; and takes all parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
+
+    def run(self, x):
+        y = self.mlp(x)
+        return y / 2 if y.abs().max() > 1e9 else y
+
+    def forward(self, x):
+        return self.run(x) + sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class Called(Penalised):
+    def forward(self, x):
+        return self.run(x)
+
+
+class ByName(Penalised):
+    def forward(self, x):
+        return self.run(x) + getattr(self, "mlp")[0].weight.sum()  # noqa: B009
+
+
+class Derived(ByName):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Penalised, Called, ByName, Derived])
+def test_parts_whose_parameters_are_taken_in_another_way_stay_whole(kind):
+    found = automatic_plan(kind(), 2)
+    assert found.plan == ({"mlp.0": "column", "mlp.2": "row"} if kind is Called else {}), found.whole
+
+
 def test_the_model_is_not_touched():
     model = MODELS["GPT2"]()
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}

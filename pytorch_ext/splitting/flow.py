@@ -345,10 +345,8 @@ class Flow:
         if units < self.world:
             heads = _heads(group, meeting)
             ends = [layout.axis for layout in found.rows.values()] + list(found.norms.values())
-            taking = {axis.layer for axis in group} | {
-                row for row, layout in found.rows.items() if layout.axis in group
-            }
-            if heads is not None and (heads.coarse & set(ends) or any(map(self._is_convolution, taking))):
+            layers = {axis.layer for axis in group} | {row for row, one in found.rows.items() if one.axis in group}
+            if heads is not None and (heads.coarse & set(ends) or any(map(self._is_convolution, layers))):
                 heads = None  # what several ranks have would count several times
             if heads is None or heads.units < self.world:
                 most, layer = units if heads is None else heads.units, min(axis.layer for axis in group)
