@@ -16,7 +16,34 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each s
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 
+class _OpenEnded:
+    """A file that goes on as /dev/null once nobody reads it any more (`make test | head`)."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        self._try(self._file.write, text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, write, *text: str) -> None:
+        try:
+            write(*text)
+        except BrokenPipeError:
+            for descriptor in {1, self._file.fileno()}:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+@pytest.hookimpl(trylast=True)  # after the reporter is there
 def pytest_configure(config):
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:
+        reporter._tw._file = _OpenEnded(reporter._tw._file)
     if INTERPRETED:
         _hurry_the_interpreter(checks=bool({"kernels", "all"} & set(config.getoption("--slow"))))
 
