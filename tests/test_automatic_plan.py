@@ -404,12 +404,19 @@ def hooked(pair):
     pair.up.register_forward_hook(lambda *_: None)
 
 
+def _filled(x):
+    gate = torch.ones(*x.shape[:-1], 1, dtype=x.dtype)
+    gate[:, 0] = x[:, 0, :1]
+    return gate
+
+
 BETWEEN = {
     "an activation, and numbers": (lambda p, h, x: p.down(F.silu(h * 2.0) + 1), None),
     "a parameter of size 1": (lambda p, h, x: p.down(h * p.other), "p.other|has other parameters too"),
     "a norm over the features": (lambda p, h, x: p.down(p.norm(h)), "goes over all of its features"),
     "a softmax over the features": (lambda p, h, x: p.down(h.softmax(-1)), "goes over all of its features"),
     "a whole parameter": (lambda p, h, x: p.down(h * p.scale), "joins them with a tensor that is whole"),
+    "a constant that a whole activation is written to": (lambda p, h, x: p.down(h * _filled(x)), "an activation that"),
     "a whole activation": (lambda p, h, x: p.down(h * x.norm()), "an activation that is whole, whose gradient"),
     "another layer's features": (lambda p, h, x: p.down(h * p.gate(x)), "split in different ways"),
     "a sum": (lambda p, h, x: p.down(h - h.mean(-1, keepdim=True)), "sums over its features"),
@@ -437,6 +444,21 @@ def test_only_what_works_on_each_feature_alone_may_stand_between(what):
         return
     assert found.plan == {}
     assert any(part in found.whole["up"] for part in told.split("|")), found.whole["up"]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(6, 8), nn.Linear(8, 6), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.scale)
+
+
+def test_the_model_s_own_parameter_is_not_summed_with_all_others():
+    found = automatic_plan(Scaled(), 2)
+    assert found.plan == {} and "has other parameters too" in found.whole["up"]
+    assert automatic_plan(nn.Sequential(Scaled()), 2).plan == {}
 
 
 class Convolutions(nn.Module):

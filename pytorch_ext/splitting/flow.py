@@ -372,9 +372,8 @@ class Flow:
         for name in found.summed:
             reason = None
             for owner in self.owners[name]:
-                others = {
-                    n for n, owners in self.owners.items() if any((o + ".").startswith(owner + ".") for o in owners)
-                }
+                inside = f"{owner}." if owner else ""
+                others = {n for n, owners in self.owners.items() if any(f"{o}.".startswith(inside) for o in owners)}
                 if not others <= found.summed:
                     reason = f"{name} meets its features, and {owner} has other parameters too"
             for node in self.trace.nodes:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,12 +34,17 @@ class Value:
         origin: the parameters that it follows from, if it follows from parameters and constants alone; None otherwise.
         given: whether the model was called with it.
         twin: in a rehearsal, the tensor of the whole model that it is a part of.
+        aliases: it and the views that share its memory; what is written to one of them all follow from.
     """
 
     shape: tuple[int, ...]
     origin: frozenset[str] | None = frozenset()
     given: bool = False
     twin: "Value | None" = None
+    aliases: "list[Value]" = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.aliases.append(self)
 
 
 @dataclass(eq=False)
@@ -173,7 +178,7 @@ class Run:
             known = self._set(tensor, Value(tuple(tensor.shape), origin, given=True))
         return known
 
-    def record(self, op: str, args, kwargs, results, **about) -> None:
+    def record(self, op: str, args, kwargs, results, is_view: bool = False, **about) -> None:
         if op in _COPIES and isinstance(results, torch.Tensor):
             self._set(results, self.value(args[0]))
             return
@@ -187,11 +192,12 @@ class Run:
                 continue
             known = self._values.get(id(result))
             if known is None:
-                known = self._set(
-                    result, Value(tuple(result.shape), origin if result.is_floating_point() else frozenset())
-                )
-            elif op.endswith("_") and result.is_floating_point():
-                known.origin = _origin(op, inputs)
+                aliases = inputs[0].aliases if is_view else []
+                of_floats = origin if result.is_floating_point() else frozenset[str]()
+                known = self._set(result, Value(tuple(result.shape), of_floats, aliases=aliases))
+            elif result.is_floating_point():
+                for alias in known.aliases:
+                    alias.origin = _together([alias.origin, origin])
             outputs.append(known)
         replaced = (_with_values(args, self), _with_values(kwargs, self))
         node = Node(op, *replaced, outputs, self.stack[-1] if self.stack else "", inputs=inputs, **about)
@@ -277,9 +283,18 @@ def _origin(op: str, inputs: list[Value]) -> frozenset[str] | None:
     if op in _CONSTANT or op.endswith("_like"):
         return frozenset()
     looked_up = op in _LOOKUPS and any(value.origin for value in inputs)
-    if op in _OF_INPUTS or looked_up or any(value.origin is ACTIVATION for value in inputs):
+    if op in _OF_INPUTS or looked_up:
         return ACTIVATION
-    return frozenset().union(*(value.origin for value in inputs if value.origin))
+    return _together(value.origin for value in inputs)
+
+
+def _together(origins: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    found: frozenset[str] = frozenset()
+    for origin in origins:
+        if origin is ACTIVATION:
+            return ACTIVATION
+        found |= origin
+    return found
 
 
 class _Recorder(TorchDispatchMode):
@@ -301,7 +316,9 @@ class _Recorder(TorchDispatchMode):
         result = func(*given, **named)
         result = _same_objects(result, given, args)
         name = func._schema.name.removeprefix("aten::")
-        self.run.record(name, args, kwargs, result, pointwise=torch.Tag.pointwise in func.tags)
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        self.run.record(name, args, kwargs, result, is_view, pointwise=torch.Tag.pointwise in func.tags)
         return result
 
 
