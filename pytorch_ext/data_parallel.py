@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.comm.communicator import communicator
+from weft.comm.communicator import Communicator, communicator
 from weft.gradients.agreement import check_same_module
 from weft.gradients.first_use import FirstUse, obstacle_to_waiting
 from weft.gradients.hooks import ByHook, Hook
@@ -22,6 +23,9 @@ from weft.gradients.module_state import OfWrapper, Trained, broadcast
 from weft.gradients.reducer import Reducer
 from weft.gradients.sharding import Shards
 from weft.gradients.transport import transport_to
+from weft.replicas import check_replicas
+from weft.shard import shard_of
+from weft.stages.owners import owners_of
 
 _MIB = 1 << 20
 _WIRES = (None, torch.bfloat16, torch.float16)
@@ -103,7 +107,7 @@ class DataParallel(nn.Module, Joinable):
         _check_options(options)
         self.ranks = communicator(group)
         parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        obstacle = _obstacle(module) or (obstacle_to_waiting(module) if overlap_param_gather else "")
+        obstacle = _obstacle(module, self.ranks) or (obstacle_to_waiting(module) if overlap_param_gather else "")
         tensors = [*module.named_parameters(), *module.named_buffers()]
         others = {name: tensor for name, tensor in tensors if name not in parameters}
         check_same_module(self.ranks, obstacle, parameters, others, options)
@@ -255,6 +259,15 @@ class DataParallel(nn.Module, Joinable):
         if self._shards is not None:
             self._shards.wait()
 
+    def check_replicas(self) -> None:
+        """See `weft.check_replicas`."""
+        self.wait_for_parameters()
+        check_replicas(self)
+
+    @property
+    def replicas(self) -> Communicator:
+        return self.ranks
+
     def named_parameters(self, *options, **named):
         self.wait_for_parameters()
         return super().named_parameters(*options, **named)
@@ -323,6 +336,19 @@ class DataParallel(nn.Module, Joinable):
             _wrapper_of[parameter] = weakref.ref(self)
 
 
+def _partners(parameter: torch.Tensor, ranks: Communicator) -> list[int]:
+    """The ranks of the group that have other parts of what a parameter is a part of: shards, or stages."""
+    shard, owners = shard_of(parameter), owners_of(parameter)
+    groups = [shard.communicator] if shard is not None else []
+    groups += [owners.ranks] if owners is not None else []
+    wrapped = set(dist.get_process_group_ranks(ranks.group))
+    for group in groups:
+        common = wrapped & set(dist.get_process_group_ranks(group.group))
+        if len(common) > 1:
+            return sorted(common)
+    return []
+
+
 def _tensors_in(output) -> list[torch.Tensor]:
     """The tensors that a module returned: in lists, dicts, dataclasses and what else torch takes for a tree."""
     found = []
@@ -349,7 +375,7 @@ def _check_options(options: dict) -> None:
         raise ValueError("main_grad=True needs average=True: a sum that is added to again would be counted W times")
 
 
-def _obstacle(module: nn.Module) -> str:
+def _obstacle(module: nn.Module, ranks: Communicator) -> str:
     """Why the module cannot be wrapped; "" where it can."""
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
@@ -360,6 +386,11 @@ def _obstacle(module: nn.Module) -> str:
         if parameter.requires_grad and parameter.dtype not in _SUMMED:
             types = ", ".join(map(str, _SUMMED))
             return f"{name!r} is {parameter.dtype}, and gradients are summed in {types}: hold it as torch.view_as_real"
+        if partners := _partners(parameter, ranks):
+            return (
+                f"{name!r} is split over ranks {partners} of this group, which have different parts of the model and "
+                'would all get rank 0\'s: pass group=mesh["dp"], or let weft.parallelize wrap it by a mesh with "dp"'
+            )
         devices.setdefault(parameter.device, name)
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())

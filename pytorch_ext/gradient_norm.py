@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.communicator import Communicator, communicator
 from weft.data_parallel import DataParallel
-from weft.gradients.norms import counted, gradient_of, over_ranks, powers
+from weft.gradients.norms import counted, gradient_of, powers
 from weft.gradients.sharding import piece_of
 from weft.shard import shard_of
+from weft.sharded_grad import over_ranks
 from weft.stages.owners import owners_of
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from weft.comm.communicator import Communicator, communicator
 from weft.context.region import share_in_stages, sharing_in
+from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
 from weft.stages.chain import Chain, UncuttableError, chain_of, opened_in
 from weft.stages.holding import Held, hold
 from weft.stages.owners import mark
@@ -44,7 +45,7 @@ class LayerSplit(nn.Module):
     Args:
         model: the same on every rank.
         devices_or_mesh: devices, one of which may be named several times; or a mesh with "pp", or of one dimension.
-        layers, arguments: across ranks, as of `weft.Pipeline`.
+        layers, arguments, check_calls: across ranks, as of `weft.Pipeline`.
 
     Raises:
         ValueError: more devices or ranks than layers; across ranks, with layers or arguments given, a forward that
@@ -58,11 +59,13 @@ class LayerSplit(nn.Module):
         *,
         layers: Sequence[str] | None = None,
         arguments: Sequence[str] | None = None,
+        check_calls: int = FIRST_CALLS,
     ):
         super().__init__()
         self._whole: tuple[nn.Module, ...] = ()  # not registered: its children are
         if isinstance(devices_or_mesh, DeviceMesh):
             self._call: Callable = _Uncopied(_across_ranks(self, model, devices_or_mesh, layers, arguments))
+            SameCalls({_along(devices_or_mesh): False}, check_calls).install(self)
         else:
             if layers is not None or arguments is not None:
                 raise ValueError(
@@ -75,6 +78,10 @@ class LayerSplit(nn.Module):
 
     def forward(self, *inputs, **options):
         return self._call(*inputs, **options)
+
+    def check_replicas(self) -> None:
+        """See `weft.check_replicas`."""
+        check_replicas(self)
 
     def train(self, mode: bool = True):
         for whole in self._whole:  # whose own code may ask
@@ -133,14 +140,18 @@ def _to(device: torch.device):
     return move
 
 
-def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers, arguments):
-    """Keeps this rank's layers; returns what runs all of them."""
+def _along(mesh: DeviceMesh) -> Communicator:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and "pp" not in names:
         raise ValueError(
             f'LayerSplit: the mesh has the dimensions {names}; it needs a "pp", or to be one dimension alone'
         )
-    ranks = communicator(mesh["pp"] if mesh.ndim > 1 else mesh)
+    return communicator(mesh["pp"] if mesh.ndim > 1 else mesh)
+
+
+def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers, arguments):
+    """Keeps this rank's layers; returns what runs all of them."""
+    ranks = _along(mesh)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     sharing = sharing_in(model).get("")
     share_in_stages(split, sharing)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +14,8 @@ from weft.layer_split import LayerSplit, check_layers
 from weft.nn import sum_gradients
 from weft.recompute import recompute as recompute_these
 from weft.recompute import recomputed_in
+from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
 from weft.saving import random_numbers
-from weft.splitting.agreement import check_same_model
 from weft.splitting.attributes import is_summed
 from weft.splitting.automatic import AutomaticPlan, automatic_plan
 from weft.splitting.call_check import call_check
@@ -22,7 +23,7 @@ from weft.splitting.matching import match
 from weft.splitting.meeting import check_meeting
 from weft.splitting.results import return_whole
 from weft.splitting.styles import KEPT, Plan, part_of
-from weft.splitting.ties import tie
+from weft.splitting.ties import keep_parameters, tie
 
 
 def parallelize(
@@ -34,6 +35,8 @@ def parallelize(
     context: str | Mapping = "auto",
     recompute: str = "none",
     strict: bool = False,
+    check_calls: int = FIRST_CALLS,
+    check_replicas_every: int = 0,
 ) -> nn.Module:
     """The model on the whole mesh. It is called as before, and returns what it returned.
 
@@ -82,6 +85,12 @@ def parallelize(
             outermost lists of modules); "selective": of each block its attention and MLP, where these are modules.
         strict: raise where plan="auto" leaves a layer whole, and for pp, whose ranks would wait for one another.
 
+        check_calls: how many calls are checked to be alike on the ranks that compute one model together ("tp", "pp"):
+            arguments, mode, and random numbers where the model draws some. The first one looks at the split weights
+            too. 0 turns it off, for ranks that call with different tensors on purpose.
+        check_replicas_every: run `weft.check_replicas` in every so many calls that train; 0 is never. Whenever you
+            like: `model.check_replicas()`.
+
     Returns:
         The model itself, in place, where only tp and cp are larger than 1. With pp a LayerSplit of it; with dp a
         DataParallel around the model or that. `weft.explain` takes any of them.
@@ -128,6 +137,7 @@ def parallelize(
     check = None if automatic is None else call_check(model, automatic, ranks.tp)
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
+        keep_parameters(model.get_submodule(name), layer)
         setattr(model.get_submodule(parent), child, layer)
     summed = [*between, *(name for name, layer in replacements.items() if is_summed(layer))]
     for layer in dict.fromkeys(map(model.get_submodule, summed)):
@@ -138,9 +148,12 @@ def parallelize(
     if sharing is not None and sharing.ranks.world > 1:
         share(model, sharing, tokenwise)
     if ranks.stages is not None:
-        model = LayerSplit(model, ranks.stages)
+        model = LayerSplit(model, ranks.stages, check_calls=check_calls)
+    else:
+        model.check_replicas = partial(check_replicas, model)  # type: ignore[assignment]
     if check is not None:
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+    SameCalls({} if ranks.tp is None else {ranks.tp: True}, check_calls, check_replicas_every).install(model)
     return _noted(model if ranks.replicas is None else DataParallel(model, group=ranks.replicas), automatic)
 
 

@@ -18,6 +18,9 @@ from weft.context.sequence import Sharing
 from weft.data_parallel import DataParallel
 from weft.layer_split import LayerSplit
 from weft.recompute import recomputes
+from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
+from weft.shard import shard_of
+from weft.sharded_grad import gradient_like, local
 from weft.stages.balance import balanced, times, undisturbed
 from weft.stages.chain import Chain, chain_of
 from weft.stages.clock import Clock, ClockedStage
@@ -64,6 +67,8 @@ class Pipeline(nn.Module):
             cannot be traced: ["embedding", "blocks.*", "head"].
         arguments: names of forward's arguments that a step gives, where these are more than those without a default.
         stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
+        check_calls, check_replicas_every: as of `weft.parallelize`; steps count, and their inputs and targets are
+            compared over "pp" and "tp".
 
     Raises:
         ValueError: a mesh without "pp", more stages than layers, fewer micro-batches than the schedule needs, a model
@@ -84,6 +89,8 @@ class Pipeline(nn.Module):
         layers: Sequence[str] | None = None,
         arguments: Sequence[str] | None = None,
         stages_per_rank: int | None = None,
+        check_calls: int = FIRST_CALLS,
+        check_replicas_every: int = 0,
     ):
         super().__init__()
         if isinstance(model, LayerSplit | DataParallel):
@@ -143,6 +150,8 @@ class Pipeline(nn.Module):
         self._clock = Clock(self._device)
         self._schedule = None
         self._built_for: tuple | None = None
+        splitters = {shard.communicator for shard in map(shard_of, self.parameters()) if shard is not None}
+        self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
         self._arriving: dict[int, Marks] = {}  # of the shapes that it is built for
         self.layers_per_stage = tuple(sizes)
 
@@ -164,6 +173,7 @@ class Pipeline(nn.Module):
         """
         self._ties.renew(self._held.renew(self))
         given = self._checked(inputs, targets)
+        self._same_calls.look(self, "Pipeline", (given, targets))
         schedule = self._schedule_for(given, self._begun(given, targets))
         dist.barrier(self._ranks.group)  # from here on, every rank's clock counts
         self._clock.reset()
@@ -222,6 +232,15 @@ class Pipeline(nn.Module):
 
     def _owner(self, stage: int) -> int:
         return self._plan.rank_of(stage, self._ranks.world)
+
+    def check_replicas(self) -> None:
+        """See `weft.check_replicas`."""
+        check_replicas(self)
+
+    @property
+    def replicas(self) -> Communicator | None:
+        """The ranks of "dp", which have the same stages."""
+        return self._replicas
 
     @property
     def _ends_here(self) -> bool:
@@ -357,8 +376,8 @@ class Pipeline(nn.Module):
         for parameter, *used in zip(parameters, *told, strict=True):
             if any(used):
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._over_replicas(parameter.grad)
+                    parameter.grad = gradient_like(parameter, torch.zeros_like(parameter.detach()))
+                self._over_replicas(local(parameter.grad))
 
     def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
         assert self._replicas is not None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.communicator import Communicator
+from weft.sharded_grad import local, watch_gradient
 from weft.split import Cut, Stretch, cut_over
 
 
@@ -92,7 +93,8 @@ class Shard:
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """The whole, of tensors like each rank's part. A collective call."""
-        return in_order_of_the_whole(self.communicator.all_gather(mine, self.dim, self.sizes), self.dim, self.cut)
+        parts = self.communicator.all_gather(local(mine), self.dim, self.sizes)
+        return in_order_of_the_whole(parts, self.dim, self.cut)
 
     def parameter(self, whole: torch.nn.Parameter) -> torch.nn.Parameter:
         """A parameter of its own memory that holds this rank's part and knows it."""
@@ -102,6 +104,7 @@ class Shard:
     def mark(self, tensor):
         """The tensor, a parameter or a buffer, knows its place from now on."""
         tensor._weft_shard = self
+        watch_gradient(tensor)
         return tensor
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.gradients.norms import gradient_of
 from weft.shard import shard_of
 
 FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once a rank more
@@ -124,11 +125,11 @@ def verify(
         plain_name = name.removeprefix("module.") if name not in whole else name
         if plain_name not in whole:
             raise ValueError(f"verify: the reference has no parameter {name!r}; it has {', '.join(whole)}")
-        gradients = [_gradient(in_type[plain_name]), _gradient(whole[plain_name])]
+        gradients = [gradient_of(in_type[plain_name]), gradient_of(whole[plain_name])]
         shard = shard_of(parameter)
         if shard is not None:
             gradients = [g if g is None else shard.take(g) for g in gradients]
-        found.append(_difference(f"gradient of {name}", _gradient(parameter), *gradients))
+        found.append(_difference(f"gradient of {name}", gradient_of(parameter), *gradients))
         seen.add(plain_name)
     leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
     return _over_ranks(found, leaks, set(whole) - seen)
@@ -154,10 +155,6 @@ def _as_double(batch: Any) -> Any:
     if isinstance(batch, tuple):
         return tuple(map(_as_double, batch))
     return batch.double() if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
 
 
 def _difference(name: str, result, plain, exact) -> Difference:

@@ -221,7 +221,7 @@ def check_unseeded(rank):
     torch.manual_seed(rank // 2)
     model = Model()
     with pytest.raises(
-        ValueError, match=r"embedding.weight differs between rank 0 and rank 2 \(\d+ of \d+ parameters do\)"
+        ValueError, match=r"embedding.weight differs between rank 0 and rank 2 \(\d+ of \d+ tensors do\)"
     ):
         weft.parallelize(model, plan=PLAN)
     assert type(model.head) is nn.Linear

@@ -12,6 +12,7 @@ from weft.comm.communicator import Communicator, communicator
 from weft.nn import sum_gradients
 from weft.shard import shard_of
 from weft.splitting.styles import part_of
+from weft.splitting.ties import keep_parameters
 
 need("weft.adapters.styles", "torch", "2.11")
 
@@ -37,9 +38,7 @@ class _SplitInPlace(ParallelStyle):
             for name, parameter in parameters.items():
                 parameter.data = held[name]
             raise
-        for name, parameter in parameters.items():
-            _become(parameter, getattr(part, name))
-            part._parameters[name] = parameter
+        keep_parameters(module, part)
         vars(module).update(vars(part))
         module.__class__ = type(part)
         return module
@@ -87,11 +86,3 @@ def _check_tie(parameter: nn.Parameter, part: nn.Parameter, who: str) -> None:
             f"{who} is shared with a layer that is split along dimension {before.dim} over {before.communicator.world} "
             "ranks, and would be cut in another way here; split both along the same dimension, over the same ranks"
         )
-
-
-def _become(parameter: nn.Parameter, part: nn.Parameter) -> None:
-    """The parameter that optimizers and other layers know holds the part from now on."""
-    parameter.data, parameter.grad = part.data, None
-    shard = shard_of(part)
-    if shard is not None:
-        shard.mark(parameter)

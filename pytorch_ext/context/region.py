@@ -102,6 +102,8 @@ class _Forward:
 class _Entry:
     """A model's forward pre-hook, and, as `leave`, its forward hook."""
 
+    at_edge = True
+
     def __init__(self, sharing: Sharing):
         self.sharing = sharing
         self.under_way: list[_Forward] = []
@@ -139,8 +141,7 @@ def leave(output, sharing: Sharing):
 def is_edge(hook) -> bool:
     """Whether a hook of a model is one of those that make it share its sequence, or another of weft's that a model in
     stages can do without."""
-    ours = isinstance(hook, _Entry) or isinstance(getattr(hook, "__self__", None), _Entry)
-    return ours or getattr(hook, "at_edge", False)
+    return getattr(getattr(hook, "__self__", hook), "at_edge", False)
 
 
 @dataclass(frozen=True)

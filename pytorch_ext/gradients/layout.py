@@ -8,6 +8,7 @@ import torch
 from weft.comm.communicator import Communicator
 from weft.comm.symmetric import empty_symmetric
 from weft.shard import shard_of
+from weft.sharded_grad import gradient_like
 from weft.stages.owners import owners_of
 
 _LINE_BYTES = 64  # every gradient starts on a cache line, which no other shares
@@ -173,4 +174,4 @@ def _settle(slot: Slot, bucket: Bucket, offset: int) -> None:
         slot.parameter.main_grad = slot.view  # type: ignore[attr-defined]
     elif slot.parameter.grad is not None:
         slot.view.copy_(slot.parameter.grad)
-        slot.parameter.grad = slot.view.detach()
+        slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())

@@ -1,18 +1,18 @@
 """The norm of gradients that lie on several ranks: each element of the whole model's gradient counts once."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from weft.comm.communicator import Communicator
 from weft.gradients.sharding import piece_of
 from weft.shard import shard_of
+from weft.sharded_grad import local
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Its `.grad`, or else its `main_grad`."""
-    return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
+    """Its `.grad`, or else its `main_grad`, as a plain tensor."""
+    return getattr(parameter, "main_grad", None) if parameter.grad is None else local(parameter.grad)
 
 
 def counted(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -42,40 +42,3 @@ def powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
             norms += torch._foreach_norm(same, norm_type, dtype=wide)
     together = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device).double() for norm in norms]), norm_type)
     return together if math.isinf(norm_type) else together.pow(norm_type)
-
-
-def over_ranks(
-    parts: Iterable[tuple[torch.Tensor, Communicator | None]],
-    then: Sequence[Communicator],
-    like: torch.Tensor,
-    largest: bool = False,
-) -> torch.Tensor:
-    """The sum of the parts, or the largest; the same on every rank. A collective call.
-
-    Args:
-        parts: numbers, each with the ranks that have others of the same tensors; None: every rank has the same.
-        then: over whose ranks all of it is summed in the end.
-        like: of the type and device of the result, where there are no parts.
-        largest: of infinite norms. NaN stays NaN.
-    """
-
-    def joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(x, y) if largest else x + y
-
-    def crossed(x: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-        if not largest:
-            return ranks.all_reduce_(x)
-        return ranks.all_gather(x.reshape(1), 0, [1] * ranks.world).amax().reshape(x.shape)
-
-    total = torch.zeros_like(like)
-    of_shards: dict[Communicator, torch.Tensor] = {}
-    for part, ranks in parts:
-        if ranks is None:
-            total = joined(total, part)
-        else:
-            of_shards[ranks] = joined(of_shards.get(ranks, torch.zeros_like(like)), part)
-    for ranks, part in of_shards.items():
-        total = joined(total, crossed(part, ranks))
-    for ranks in then:
-        total = crossed(total, ranks)
-    return total

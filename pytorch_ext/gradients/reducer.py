@@ -21,8 +21,9 @@ from weft.gradients import agreement
 from weft.gradients.agreement import Trouble, Verdict
 from weft.gradients.layout import Bucket, Slot, lay_out, plan
 from weft.gradients.moving import put
-from weft.gradients.norms import counted, over_ranks, powers
+from weft.gradients.norms import counted, powers
 from weft.gradients.transport import BLOCK, Transport, Wait, measure
+from weft.sharded_grad import gradient_like, over_ranks
 from weft.stages.owners import owners_of
 
 if TYPE_CHECKING:
@@ -107,11 +108,10 @@ class Reducer:
         """Backward will come by these tensors first: of a backward inside of it (a reentrant checkpoint's), which
         reaches parameters first, the end is not the end. It reduces as this forward was told, whatever another forward
         was since; of several forwards' outputs, if any of them was told to."""
-        me, sync = weakref.ref(self), self.sync
+        reducer, sync = self, self.sync  # held by the graph: nobody else may hold `weft.DataParallel(model)(x)`
 
         def begin(_) -> None:
-            reducer = me()
-            if reducer is None or reducer._task == torch._C._current_graph_task_id():
+            if reducer._task == torch._C._current_graph_task_id():
                 return
             if reducer._task is not None:
                 reducer._abandon()
@@ -227,7 +227,7 @@ class Reducer:
             self._problems.append(_OTHER_LAYOUT.format(slot.name, what))
             return
         put(gradient, slot)
-        slot.parameter.grad = slot.view.detach()
+        slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
 
     def _launch_full(self) -> None:
         """Buckets travel in their order, whichever is full first."""
@@ -308,7 +308,7 @@ class Reducer:
         if slot.parameter.grad is None:
             slot.view.zero_()
             if self._unused == "zero":
-                slot.parameter.grad = slot.view.detach()
+                slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
         elif slot.parameter.grad.data_ptr() != slot.address:
             self._move_in(slot, slot.parameter.grad)
 
@@ -368,7 +368,7 @@ class Reducer:
                 slot.view.zero_()
             elif gradient.data_ptr() != slot.address:
                 put(gradient, slot)
-                slot.parameter.grad = slot.view.detach()
+                slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
 
     def held(self) -> list[torch.Tensor]:
         """What this rank has of each bucket after a reduction: all of it, or its part under a sharded optimizer."""

@@ -19,11 +19,7 @@ from torch import nn
 from weft.comm.communicator import Communicator
 from weft.gradients.layout import Bucket, Slot, place_in, shared_memory
 from weft.gradients.transport import Transport, Wait, measure
-
-# Each element's update depends on that element alone, so a piece is stepped as it would be in the whole.
-_ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
-}
+from weft.optimizer_check import ELEMENTWISE, is_elementwise
 
 
 @dataclass(frozen=True)
@@ -133,12 +129,12 @@ class Shards:
 
     def _check(self, kind, elementwise: bool | None) -> None:
         if elementwise is None:
-            elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+            elementwise = is_elementwise(kind)
         if not elementwise:
             raise TypeError(
                 f"shard_optimizer=True: {kind.__name__} is not known to update each element by itself, and a rank "
                 "holds pieces of parameters, flat and cut anywhere. Known are torch's "
-                f"{', '.join(sorted(_ELEMENTWISE))}, and weft.LARS and weft.LAMB, which sum norms over the ranks; pass "
+                f"{', '.join(sorted(ELEMENTWISE))}, and weft.LARS and weft.LAMB, which sum norms over the ranks; pass "
                 "elementwise=True for another that does, or shard_optimizer=False"
             )
 

@@ -4,10 +4,13 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+import weft.optimizer_check  # noqa: F401 - looks at every optimizer from now on
 from weft.ops.held import held
 from weft.shard import Shard
+from weft.sharded_grad import mark_gradient
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARTS = "weft_parts"  # in a state_dict's metadata: of each shard its global shape, dimension and stretches
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -23,7 +26,8 @@ def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
         return "a forward of its own"
     if not parameters:
         return None
-    if any(getattr(parameter, hooks, None) for parameter in module.parameters() for hooks in _HOOKS_OF_PARAMETERS):
+    of_parameters = (getattr(one, hooks, None) or {} for one in module.parameters() for hooks in _HOOKS_OF_PARAMETERS)
+    if any(hook is not mark_gradient for hooks in of_parameters for hook in hooks.values()):
         return "hooks of its parameters"
     return "parametrizations" if any(is_parametrized(part) for part in module.modules()) else None
 
@@ -32,7 +36,8 @@ class ShardHolder(nn.Module):
     """A module some of whose parameters and buffers are this rank's shards. `state_dict()` holds the shards.
 
     `load_state_dict` takes a shard or the whole tensor, of which it takes this rank's part; another shape is an error
-    that names both.
+    that names both. A state_dict's metadata says which parts it has, so that another rank's are refused, also after
+    torch.save.
     """
 
     transposed = False  # whether a matrix lies the other way round than its product takes it
@@ -94,20 +99,38 @@ class ShardHolder(nn.Module):
         self._mark()
         return self
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            parts = {name: (shard.global_shape, shard.dim, shard.stretches) for name, shard in self.shards.items()}
+            metadata.setdefault(prefix[:-1], {})[_PARTS] = parts
+
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         wrong = []
         for name, shard in self.shards.items():
             key = prefix + name
             value = state_dict.get(key)
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) == shard.shape:
+            if not isinstance(value, torch.Tensor):
+                continue
+            mine = shard.global_shape, shard.dim, shard.stretches
+            saved = metadata.get(_PARTS, {}).get(name, mine)
+            if tuple(value.shape) == shard.shape and saved == mine:
                 continue
             if tuple(value.shape) == shard.global_shape:
                 state_dict[key] = shard.take(value).clone(memory_format=torch.contiguous_format)
                 continue
-            errors.append(
-                f"{key} has shape {tuple(value.shape)}; expected {shard.shape}, the shard of rank "
-                f"{shard.communicator.rank} of {shard.communicator.world}, or the whole {shard.global_shape}"
-            )
+            if tuple(value.shape) == shard.shape:
+                errors.append(
+                    f"{key} was saved by another rank: it is {list(saved[2])} along dimension {saved[1]} of the whole "
+                    f"{tuple(saved[0])}, and this rank has {list(shard.stretches)} along {shard.dim}: let every rank "
+                    "save and load a file of its own, or use weft.full_state_dict or weft.save_checkpoint"
+                )
+            else:
+                errors.append(
+                    f"{key} has shape {tuple(value.shape)}; expected {shard.shape}, the shard of rank "
+                    f"{shard.communicator.rank} of {shard.communicator.world}, or the whole {shard.global_shape}"
+                )
             del state_dict[key]
             wrong.append(key)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from weft.data_parallel import DataParallel
 from weft.gradients.sharding import piece_of
+from weft.optimizer_check import SAVED_BY
 from weft.saving.boxes import Extent, Part, parts_of, whole_shape
 from weft.saving.files import Entry, dtype_of
 from weft.saving.together import CheckpointError
@@ -136,7 +137,7 @@ def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) 
     """Raises TypeError, ValueError for what cannot be stored."""
     state = State([], {}, {})
     for group in optimizer.param_groups:
-        options = {key: _as_json(value, key) for key, value in group.items() if key != "params"}
+        options = {key: _as_json(value, key) for key, value in group.items() if key not in ("params", SAVED_BY)}
         state.groups.append({**options, "params": [name for name, _ in _named(group["params"], name_of)]})
         for name, parameter in _named(group["params"], name_of):
             held: dict[str, Any] = dict(optimizer.state.get(parameter, {}))

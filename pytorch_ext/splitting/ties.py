@@ -36,6 +36,21 @@ def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
             setattr(layer, key, first)
 
 
+def keep_parameters(layer: nn.Module, replacement: nn.Module) -> None:
+    """Let the replacement train the layer's own Parameter objects, which an optimizer may hold already."""
+    known = dict(layer.named_parameters(remove_duplicate=False))
+    for prefix, module in replacement.named_modules(prefix="", remove_duplicate=False):
+        for key, part in module._parameters.items():
+            parameter = known.get(f"{prefix}.{key}" if prefix else key)
+            if part is None or parameter is None or parameter is part:
+                continue
+            parameter.data, parameter.grad = part.data, None
+            shard = shard_of(part)
+            if shard is not None:
+                shard.mark(parameter)
+            module._parameters[key] = parameter
+
+
 def _check_inside(places: list[tuple[str, str]], replacements: dict[str, nn.Module]) -> None:
     """A module that is replaced with all that it contains cannot share a parameter with what is outside of it."""
     for name, layer in replacements.items():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.communicator import Communicator
+from weft.sharded_grad import watch_gradient
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,4 @@ def mark(holders: Mapping[torch.nn.Parameter, set[int]], ranks: Communicator) ->
     for parameter, places in holders.items():
         if ranks.rank in places:
             parameter._weft_owners = Owners(ranks, tuple(sorted(places)))  # type: ignore[attr-defined]
+            watch_gradient(parameter)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.comm.communicator import Communicator
+from weft.sharded_grad import gradient_like, local
 
 
 @dataclass
@@ -54,13 +55,13 @@ class Ties:
         for tie in self.ties:
             if not tie.parameter.requires_grad:
                 continue
-            own = tie.parameter.grad
+            own = None if tie.parameter.grad is None else local(tie.parameter.grad)
             wide = torch.float64 if tie.parameter.dtype == torch.float64 else torch.float32
             parts = self._exchange(tie, torch.zeros_like(tie.parameter) if own is None else own)
             total = parts[0].to(wide)
             for part in parts[1:]:
                 total = total + part
-            tie.parameter.grad = total.to(tie.parameter.dtype)
+            tie.parameter.grad = gradient_like(tie.parameter, total.to(tie.parameter.dtype))
 
     def _exchange(self, tie: Tie, own: torch.Tensor) -> list[torch.Tensor]:
         """Every holder's tensor, in the order of ranks."""
