@@ -1,7 +1,6 @@
 """DataParallel: in the place of torch's DistributedDataParallel. Wiring only; `weft.gradients` does the work."""
 
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -55,7 +54,7 @@ class DataParallel(nn.Module, Joinable):
         average: divide the sums by the number of ranks.
         shard_optimizer: each rank keeps the optimizer's state of its part of the parameters only (ZeRO stage 1); make
             the optimizer with `model.optimizer(torch.optim.AdamW, lr=...)`. After backward, `.grad` of the module's
-            parameters is None; `model.clip_grad_norm_` clips.
+            parameters refers to this rank's pieces; `model.clip_grad_norm_` clips.
         overlap_param_gather: with shard_optimizer, the optimizer's step() returns before the parameters are gathered,
             and each is waited for where forward first needs it. Whoever reads or writes one elsewhere calls
             `wait_for_parameters` first, unless by `parameters()` of this wrapper, a state_dict or a checkpoint, which
@@ -164,12 +163,6 @@ class DataParallel(nn.Module, Joinable):
                     "main_grad do not allow: freeze first, then wrap"
                 )
             self.reducer.watch()
-        if self._shards is not None and self.reducer.backwards == 1 and not self._shards.has_optimizer:
-            warnings.warn(
-                "DataParallel(shard_optimizer=True): no optimizer was made by model.optimizer(...). One that is made "
-                "of model.parameters() finds no gradients there, and steps nothing",
-                stacklevel=3,
-            )
         self.reducer.sync = self.require_backward_grad_sync
         shares = self._broadcasts and self.module.training and self.reducer.sync and any(True for _ in self.buffers())
         root: int | None = 0 if shares else None

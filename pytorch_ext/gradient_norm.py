@@ -13,7 +13,7 @@ from weft.data_parallel import DataParallel
 from weft.gradients.norms import counted, gradient_of, powers
 from weft.gradients.sharding import piece_of
 from weft.shard import shard_of
-from weft.sharded_grad import over_ranks
+from weft.sharded_grad import GradientElsewhere, over_ranks
 from weft.stages.owners import owners_of
 
 
@@ -77,7 +77,7 @@ def _listed(parameters) -> list[torch.Tensor]:
     for parameter in listed:
         if isinstance(parameter, DTensor):
             raise TypeError("clip_grad_norm_: a parameter is a DTensor: torch.nn.utils.clip_grad_norm_ takes these")
-        if piece_of(parameter) is not None:
+        if piece_of(parameter) is not None or isinstance(parameter.grad, GradientElsewhere):
             raise ValueError(
                 "clip_grad_norm_: a parameter is a piece of a sharded optimizer, and another rank may have none: pass "
                 "the weft.DataParallel itself"
@@ -88,10 +88,11 @@ def _listed(parameters) -> list[torch.Tensor]:
 def _norm(listed: list[torch.Tensor], norm_type: float, stages: Communicator | None) -> torch.Tensor:
     device = listed[0].device if listed else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    together: dict[Communicator | None, list[torch.Tensor]] = {}
+    together: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
     for parameter in listed:
         shard, owners, gradient = shard_of(parameter), owners_of(parameter), gradient_of(parameter)
-        same = together.setdefault(None if shard is None else shard.communicator, [])  # also where there is no gradient
+        groups = () if shard is None else (shard.communicator,)
+        same = together.setdefault(groups, [])  # also where there is no gradient
         if gradient is not None and (owners is None or owners.counts):
             same.append(counted(parameter, gradient))
     parts = [(powers(same, norm_type) if same else zero, ranks) for ranks, same in together.items()]

@@ -65,7 +65,7 @@ class LayerSplit(nn.Module):
         self._whole: tuple[nn.Module, ...] = ()  # not registered: its children are
         if isinstance(devices_or_mesh, DeviceMesh):
             self._call: Callable = _Uncopied(_across_ranks(self, model, devices_or_mesh, layers, arguments))
-            SameCalls({_along(devices_or_mesh): False}, check_calls).install(self)
+            SameCalls({_along(devices_or_mesh): False}, check_calls).install(self, self)
         else:
             if layers is not None or arguments is not None:
                 raise ValueError(

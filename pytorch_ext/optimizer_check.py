@@ -7,12 +7,14 @@ that another rank saved has the right shapes and the wrong numbers. Neither rais
 import copy
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from weft.shard import shard_of
+from weft.sharded_grad import GradientElsewhere, place_for
 from weft.stages.owners import owners_of
 
 # torch's own that update each element by itself, so that a part is stepped as it would be in the whole.
@@ -21,7 +23,8 @@ ELEMENTWISE = {
 }
 SAVED_BY = "weft_saved_by"  # in a parameter group: which rank's shards its state is of
 _STEPS = 3
-_checked: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()  # to their number of parameters
+# To their number of parameters and, of each group, who this rank is.
+_checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, list[str]]]" = weakref.WeakKeyDictionary()
 _probing = False
 
 
@@ -40,27 +43,35 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """
     if _probing:
         return
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    first = _checked.get(optimizer) != count
-    for group in optimizer.param_groups:
-        if first:
-            _check_kind(optimizer, group)
-        if any(shard_of(parameter) is not None for parameter in group["params"]):
-            _check_state(optimizer, group)
-    if first:
-        _checked[optimizer] = count
+    groups = optimizer.param_groups
+    count = sum(len(group["params"]) for group in groups)
+    known = _checked.get(optimizer)
+    if known is not None and not any(known[1]) and any(shard_of(x) for group in groups for x in group["params"]):
+        known = None  # they were split since
+    if known is None or known[0] != count:
+        for group in groups:
+            _check_group(optimizer, group)
+        _checked[optimizer] = known = count, [_holder(group["params"]) for group in groups]
+    for group, mine in zip(groups, known[1], strict=True):
+        if mine and group.get(SAVED_BY) != mine:
+            _check_state(optimizer, group, mine)
 
 
-def _check_state(optimizer: Optimizer, group: dict) -> None:
-    ranks = next(place.communicator for place in map(shard_of, group["params"]) if place is not None)
-    mine = f"rank {ranks.rank} of {ranks.world}"
+def _holder(parameters: Sequence[torch.Tensor]) -> str:
+    """Which of the ranks that share the parameters this one is; "" where every rank has them whole."""
+    for parameter in parameters:
+        if groups := place_for(parameter).ranks:
+            return ", ".join(f"rank {ranks.rank} of {ranks.world}" for ranks in groups)
+    return ""
+
+
+def _check_state(optimizer: Optimizer, group: dict, mine: str) -> None:
+    """The state is new, or was loaded."""
     saved_by, name = group.get(SAVED_BY), type(optimizer).__name__
-    if saved_by == mine:
-        return
     if saved_by is not None:
         raise ValueError(
-            f"{name}: its state was saved by {saved_by} of those that split the layers, and this is {mine}: let every "
-            "rank save and load its own, or use weft.save_checkpoint and weft.load_checkpoint"
+            f"{name}: its state was saved by {saved_by} of those that share the parameters, and this is {mine}: let "
+            "every rank save and load its own, or use weft.save_checkpoint and weft.load_checkpoint"
         )
     for parameter in group["params"]:
         shard = shard_of(parameter)
@@ -72,6 +83,15 @@ def _check_state(optimizer: Optimizer, group: dict) -> None:
                     f"{shard.shape}: step after weft.parallelize only, or load the state with weft.load_checkpoint"
                 )
     group[SAVED_BY] = mine
+
+
+def _check_group(optimizer: Optimizer, group: dict) -> None:
+    if any(isinstance(parameter.grad, GradientElsewhere) for parameter in group["params"]):
+        raise ValueError(
+            f"{type(optimizer).__name__}: weft.DataParallel(shard_optimizer=True) has the gradients of its parameters "
+            "in pieces: make the optimizer by model.optimizer(torch.optim.AdamW, lr=...)"
+        )
+    _check_kind(optimizer, group)
 
 
 def _check_kind(optimizer: Optimizer, group: dict) -> None:

@@ -153,8 +153,9 @@ def parallelize(
         model.check_replicas = partial(check_replicas, model)  # type: ignore[assignment]
     if check is not None:
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
-    SameCalls({} if ranks.tp is None else {ranks.tp: True}, check_calls, check_replicas_every).install(model)
-    return _noted(model if ranks.replicas is None else DataParallel(model, group=ranks.replicas), automatic)
+    wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
+    SameCalls({} if ranks.tp is None else {ranks.tp: True}, check_calls, check_replicas_every).install(wrapped, model)
+    return _noted(wrapped, automatic)
 
 
 @dataclass(frozen=True)

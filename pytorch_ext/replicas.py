@@ -181,10 +181,11 @@ class SameCalls:
         self._calls, self._weights_checked, self._trained = calls, False, 0
         self._random: list[tuple[bool, int]] = []  # of calls under way: whether ranks differ, and this rank's numbers
 
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self.leave, always_call=True)
-        model.register_load_state_dict_post_hook(self._loaded)
+    def install(self, called: nn.Module, loaded: nn.Module) -> None:
+        """Look at calls of one, and after loads into the other, which it may wrap."""
+        called.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        called.register_forward_hook(self.leave, always_call=True)
+        loaded.register_load_state_dict_post_hook(self._loaded)
 
     def __deepcopy__(self, memo):
         return SameCalls(self.groups, self._calls, self.every)

@@ -7,10 +7,12 @@ Tensor-like type"). The parameters themselves stay plain, because optimizers tak
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
 
@@ -40,10 +42,68 @@ def mark_gradient(parameter: torch.Tensor) -> None:
 
 def gradient_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient as a ShardedGradient on the same memory; as it is for a parameter that every rank has whole."""
-    shard, owners = getattr(parameter, "_weft_shard", None), getattr(parameter, "_weft_owners", None)
-    if (shard is None and owners is None) or gradient.layout is not torch.strided:
-        return gradient
-    return _sharded(gradient, shard, owners)
+    place = place_for(parameter)
+    return gradient if place == WHOLE or gradient.layout is not torch.strided else _sharded(gradient, place)
+
+
+def gradient_elsewhere(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """What stands in `.grad` where the gradient is that of a sharded optimizer's piece; it needs no memory."""
+    made = parameter.new_zeros(()).expand(parameter.shape).as_subclass(GradientElsewhere)
+    made.piece = piece
+    return made
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a gradient stands in the whole model's.
+
+    Attributes:
+        shard: weft.shard.Shard | None, the place in the whole parameter under tensor parallelism.
+        piece: weft.gradients.sharding.Piece | None, the place in that under a sharded optimizer.
+        owners: weft.stages.owners.Owners | None, the stages of a pipeline that hold the parameter.
+    """
+
+    shard: Any
+    piece: Any
+    owners: Any
+
+    @property
+    def ranks(self) -> tuple[Communicator, ...]:
+        """Those over whose ranks parts are summed, one after another, to be the whole parameter's."""
+        pieces = () if self.piece is None else (self.piece.ranks,)
+        return pieces if self.shard is None else (*pieces, self.shard.communicator)
+
+    def counted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Of this rank's part, the elements that no rank of the shard's before has as well."""
+        if self.shard is None or not self.shard.cut.replicated:
+            return gradient
+        if self.piece is None and tuple(gradient.shape) != self.shard.shape:
+            raise TypeError(
+                f"several ranks have the same rows of this gradient {self.shard.shape}, and in the shape "
+                f"{tuple(gradient.shape)} these cannot be told: {_WAY_OUT}"
+            )
+        if self.piece is None:
+            return self.shard.counted(gradient)
+        base = self.piece.parameter
+        mine = torch.zeros_like(base, dtype=torch.bool)
+        for start, stop in self.shard.cut.owned(self.shard.communicator.rank):
+            mine.narrow(self.shard.dim, start, stop - start).fill_(True)
+        in_memory = mine.as_strided((mine.numel(),), (1,))
+        return gradient[in_memory[self.piece.start : self.piece.stop]]
+
+
+WHOLE = Place(None, None, None)
+
+
+def place_for(parameter: torch.Tensor) -> Place:
+    """Where the parameter's gradient stands, or that of a piece of one."""
+    piece = getattr(parameter, "_weft_piece", None)
+    whole = parameter if piece is None else piece.parameter
+    return Place(getattr(whole, "_weft_shard", None), piece, getattr(whole, "_weft_owners", None))
+
+
+def place_of(gradient: torch.Tensor) -> Place:
+    return gradient.place if isinstance(gradient, ShardedGradient) else WHOLE
 
 
 def local(gradient: torch.Tensor) -> torch.Tensor:
@@ -57,13 +117,9 @@ class ShardedGradient(torch.Tensor):
     Functions of each element act on this rank's part. Norms, sums, means, extremes, `any` and `all` over all elements
     are those of the whole gradient: a collective call. A function that mixes elements otherwise raises TypeError.
 
-    Attributes:
-        shard: the place in the whole gradient; None where this rank has all of it.
-        owners: the stages of a pipeline that hold the parameter; None where the model is in one piece.
     """
 
-    shard: Any  # weft.shard.Shard | None
-    owners: Any  # weft.stages.owners.Owners | None
+    place: Place
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
@@ -73,7 +129,7 @@ class ShardedGradient(torch.Tensor):
             return rule(function, arguments, options)
         name = function.__name__
         mixes = name in _MIXING or name.startswith("linalg_")
-        if name in _JOINING or (mixes and any(_ranks_of(x) is not None for x in arguments)):
+        if name in _JOINING or (mixes and any(place_of(x).ranks for x in arguments)):
             raise TypeError(
                 f"{name} of a gradient that is split over ranks would be that of this rank's part alone: {_WAY_OUT}"
             )
@@ -84,20 +140,39 @@ class ShardedGradient(torch.Tensor):
         return local(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo):
-        return _sharded(local(self).clone(), self.shard, self.owners)
+        return _sharded(local(self).clone(), self.place)
 
 
-def _sharded(gradient: torch.Tensor, shard: Any, owners: Any) -> ShardedGradient:
+def _sharded(gradient: torch.Tensor, place: Place) -> ShardedGradient:
     made = gradient.as_subclass(ShardedGradient)
-    made.shard, made.owners = shard, owners
+    made.place = place
     return made
+
+
+class GradientElsewhere(torch.Tensor):
+    """Stands for the gradient of a parameter whose optimizer is sharded: functions get that of this rank's piece.
+
+    Attributes:
+        piece: the parameter that the optimizer has in this one's place.
+    """
+
+    piece: torch.Tensor
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        options = options or {}
+        if function.__name__ == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*arguments, **options)
+        arguments, options = tree_map_only(GradientElsewhere, lambda x: x.piece.grad, (arguments, options))
+        return function(*arguments, **options)
 
 
 def _marked_again(result: Any, arguments: Sequence) -> Any:
     """What a function of each element returns is as much a part of a whole as its argument."""
     first = next((x for x in arguments if isinstance(x, ShardedGradient)), None)
     if first is not None and type(result) is torch.Tensor and result.numel() == first.numel():
-        return _sharded(result, first.shard, first.owners)
+        return _sharded(result, first.place)
     if arguments and isinstance(arguments[0], list | tuple) and isinstance(result, list | tuple):
         pairs = zip(result, arguments[0], strict=False)
         return [_marked_again(one, (given,)) if isinstance(one, torch.Tensor) else one for one, given in pairs]
@@ -105,21 +180,7 @@ def _marked_again(result: Any, arguments: Sequence) -> Any:
 
 
 def _counted(gradient: torch.Tensor) -> torch.Tensor:
-    """Of this rank's part, the elements that no rank before has as well."""
-    mine, shard = local(gradient), getattr(gradient, "shard", None)
-    if shard is None or not shard.cut.replicated:
-        return mine
-    if tuple(mine.shape) != shard.shape:
-        raise TypeError(
-            f"several ranks have the same rows of this gradient {shard.shape}, and in the shape {tuple(mine.shape)} "
-            f"these cannot be told: {_WAY_OUT}"
-        )
-    return shard.counted(mine)
-
-
-def _ranks_of(gradient: torch.Tensor) -> Communicator | None:
-    shard = getattr(gradient, "shard", None)
-    return None if shard is None else shard.communicator
+    return place_of(gradient).counted(local(gradient))
 
 
 # Norms.
@@ -132,11 +193,11 @@ class _Norms(torch.Tensor):
     torch.nn.utils.clip_grad_norm_ does.
 
     Attributes:
-        gradients: shard and owners of each; None of one that every rank has whole.
+        places: of each gradient.
         p: of the norm.
     """
 
-    gradients: list[tuple[Any, Any]]
+    places: list[Place]
     p: float
 
     @classmethod
@@ -148,28 +209,29 @@ class _Norms(torch.Tensor):
         if function is torch.stack and len(arguments) == 1 and options.get("dim", 0) == 0:
             p = next(x.p for x in first if isinstance(x, _Norms))
             if all(x.dim() == 0 and (not isinstance(x, _Norms) or x.p == p) for x in first):
-                gradients = [pair for x in first for pair in (x.gradients if isinstance(x, _Norms) else [(None, None)])]
-                return _norms(torch.stack([x.as_subclass(torch.Tensor) for x in first]), gradients, p)
+                places = [place for x in first for place in (x.places if isinstance(x, _Norms) else [WHOLE])]
+                return _norms(torch.stack([x.as_subclass(torch.Tensor) for x in first]), places, p)
         if function in _MOVES or function.__name__ in ("__get__", "dim"):
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*arguments, **options)
-            return _norms(result, first.gradients, first.p) if type(result) is torch.Tensor else result
-        arguments, options = torch.utils._pytree.tree_map_only(_Norms, _Norms.each, (arguments, options))
+            return _norms(result, first.places, first.p) if type(result) is torch.Tensor else result
+        arguments, options = tree_map_only(_Norms, _Norms.each, (arguments, options))
         return function(*arguments, **options)
 
     def each(self) -> torch.Tensor:
         """The norms of the whole gradients. A collective call."""
         values = self.as_subclass(torch.Tensor).clone()
         flat = values.view(-1)
-        of_shards: dict[Communicator, list[int]] = {}
-        for place, (shard, _) in enumerate(self.gradients):
-            if shard is not None:
-                of_shards.setdefault(shard.communicator, []).append(place)
+        of_parts: dict[tuple[Communicator, ...], list[int]] = {}
+        for number, place in enumerate(self.places):
+            if place.ranks:
+                of_parts.setdefault(place.ranks, []).append(number)
         largest = math.isinf(self.p)
-        for ranks, places in of_shards.items():
-            powers = flat[places].double() if largest else flat[places].double().pow(self.p)
-            whole = joined_over(powers, ranks, largest)
-            flat[places] = (whole if largest else whole.pow(1 / self.p)).to(flat.dtype)
+        for ranks, numbers in of_parts.items():
+            powers = flat[numbers].double() if largest else flat[numbers].double().pow(self.p)
+            for group in ranks:
+                powers = joined_over(powers, group, largest)
+            flat[numbers] = (powers if largest else powers.pow(1 / self.p)).to(flat.dtype)
         return values
 
     def together(self) -> torch.Tensor:
@@ -177,21 +239,20 @@ class _Norms(torch.Tensor):
         flat = self.as_subclass(torch.Tensor).double().view(-1)
         largest = math.isinf(self.p)
         powers = flat if largest else flat.pow(self.p)
-        parts, stages = [], set()
-        for power, (shard, owners) in zip(powers, self.gradients, strict=True):
-            counts = owners is None or owners.counts
-            parts.append((power if counts else torch.zeros_like(power), shard and shard.communicator))
-            if owners is not None:
-                stages.add(owners.ranks)
+        stages = {place.owners.ranks for place in self.places if place.owners is not None}
         if len(stages) > 1:
             raise TypeError("the norm of gradients of several pipelines together: take each pipeline's alone")
+        parts = [
+            (power if place.owners is None or place.owners.counts else torch.zeros_like(power), place.ranks)
+            for power, place in zip(powers, self.places, strict=True)
+        ]
         total = over_ranks(parts, list(stages), torch.zeros_like(powers[0]), largest)
         return (total if largest else total.pow(1 / self.p)).to(self.dtype)
 
 
-def _norms(values: torch.Tensor, gradients: list, p: float) -> _Norms:
+def _norms(values: torch.Tensor, places: list[Place], p: float) -> _Norms:
     made = values.as_subclass(_Norms)
-    made.gradients, made.p = gradients, p
+    made.places, made.p = places, p
     return made
 
 
@@ -206,22 +267,28 @@ def _only_p(function: Callable, arguments: Sequence, options: dict) -> float | N
 
 def _norm(function: Callable, arguments: Sequence, options: dict) -> torch.Tensor:
     gradient, p = arguments[0], _only_p(function, arguments, options)
-    if p is None and gradient.shard is None:
+    if p is None and not gradient.place.ranks:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **options)
     if p is None or not p > 0:
         raise TypeError(f"the norm of a gradient that is split over ranks is of all its elements: {_WAY_OUT}")
-    norm = torch.linalg.vector_norm(_counted(gradient), p, dtype=options.get("dtype"))
-    return _norms(norm, [(gradient.shard, gradient.owners)], p)
+    return _norms(_local_norm(gradient, p, options.get("dtype")), [gradient.place], p)
+
+
+def _local_norm(gradient: torch.Tensor, p: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    counted = _counted(gradient)
+    if not counted.numel():  # of which torch takes no largest element
+        return counted.new_zeros((), dtype=dtype)
+    return torch.linalg.vector_norm(counted, p, dtype=dtype)
 
 
 def _foreach_norm(function: Callable, arguments: Sequence, options: dict) -> list[torch.Tensor]:
     gradients, *others = arguments
-    norms = function([_counted(gradient) for gradient in gradients], *others, **options)
     p = float(others[0] if others else options.get("ord", 2))
     return [
-        _norms(norm, [(one.shard, one.owners)], p) if isinstance(one, ShardedGradient) else norm
-        for norm, one in zip(norms, gradients, strict=True)
+        _norms(norm, [one.place], p) if isinstance(one, ShardedGradient) else norm
+        for one in gradients
+        for norm in [_local_norm(one, p, options.get("dtype"))]
     ]
 
 
@@ -231,8 +298,8 @@ def _foreach_norm(function: Callable, arguments: Sequence, options: dict) -> lis
 def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
     def reduce(function: Callable, arguments: Sequence, options: dict) -> torch.Tensor:
         gradient, *others = arguments
-        ranks = _ranks_of(gradient)
-        if ranks is None:
+        place = place_of(gradient)
+        if not place.ranks:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **options)
         if others or any(name != "dtype" for name in options):
@@ -243,11 +310,15 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
         counted = _counted(gradient)
         if function in _MEANS:
             wide = torch.promote_types(counted.dtype, torch.float32)
-            total = over_ranks([(counted.sum(dtype=wide), ranks)], [], counted.new_zeros((), dtype=wide))
-            return (total / math.prod(gradient.shard.global_shape)).to(options.get("dtype") or gradient.dtype)
+            sums = torch.stack([counted.sum(dtype=wide).double(), torch.tensor(float(counted.numel()))])
+            for ranks in place.ranks:
+                sums = ranks.all_reduce_(sums)
+            return (sums[0] / sums[1]).to(options.get("dtype") or gradient.dtype)
         mine = function(counted, **options)
-        sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
-        return combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world)).to(mine.dtype)
+        for ranks in place.ranks:
+            sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
+            mine = combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world)).to(mine.dtype)
+        return mine
 
     return reduce
 
@@ -256,11 +327,10 @@ def _found_overflow(function: Callable, arguments: Sequence, options: dict) -> N
     """GradScaler's: unscales gradients, and notes whether one overflowed; on any rank."""
     gradients, found, inverse = arguments
     function([local(gradient) for gradient in gradients], found, inverse, **options)
-    groups = dict.fromkeys(_ranks_of(one) for one in gradients)
-    groups |= dict.fromkeys(one.owners.ranks for one in gradients if isinstance(one, ShardedGradient) and one.owners)
-    for ranks in groups:
-        if ranks is not None:
-            ranks.all_reduce_(found, dist.ReduceOp.MAX)
+    places = [place_of(gradient) for gradient in gradients]
+    groups = dict.fromkeys(ranks for place in places for ranks in place.ranks)
+    for ranks in groups | dict.fromkeys(place.owners.ranks for place in places if place.owners is not None):
+        ranks.all_reduce_(found, dist.ReduceOp.MAX)
 
 
 def joined_over(x: torch.Tensor, ranks: Communicator, largest: bool) -> torch.Tensor:
@@ -271,7 +341,7 @@ def joined_over(x: torch.Tensor, ranks: Communicator, largest: bool) -> torch.Te
 
 
 def over_ranks(
-    parts: Iterable[tuple[torch.Tensor, Communicator | None]],
+    parts: Iterable[tuple[torch.Tensor, tuple[Communicator, ...]]],
     then: Sequence[Communicator],
     like: torch.Tensor,
     largest: bool = False,
@@ -279,7 +349,7 @@ def over_ranks(
     """The sum of the parts, or the largest; the same on every rank. A collective call.
 
     Args:
-        parts: numbers, each with the ranks that have others of the same tensors; None: every rank has the same.
+        parts: numbers, each with the groups whose ranks have others of the same tensors; none: every rank has the same.
         then: over whose ranks all of it is summed in the end.
         like: of the type and device of the result, where there are no parts.
         largest: of infinite norms. NaN stays NaN.
@@ -289,14 +359,13 @@ def over_ranks(
         return torch.maximum(x, y) if largest else x + y
 
     total = torch.zeros_like(like)
-    of_shards: dict[Communicator, torch.Tensor] = {}
-    for part, ranks in parts:
-        if ranks is None:
-            total = joined(total, part)
-        else:
-            of_shards[ranks] = joined(of_shards.get(ranks, torch.zeros_like(like)), part)
-    for ranks, part in of_shards.items():
-        total = joined(total, joined_over(part, ranks, largest))
+    of_groups: dict[tuple[Communicator, ...], torch.Tensor] = {}
+    for part, groups in parts:
+        of_groups[groups] = joined(of_groups.get(groups, torch.zeros_like(like)), part)
+    for groups, part in of_groups.items():
+        for ranks in groups:
+            part = joined_over(part, ranks, largest)
+        total = joined(total, part)
     for ranks in then:
         total = joined_over(total, ranks, largest)
     return total

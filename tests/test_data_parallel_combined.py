@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import math
 
 import pytest
 import torch
@@ -240,8 +241,32 @@ def test_named_parameters_and_groups_that_come_later_are_stepped_by_pieces_too()
 def forgotten(rank):
     model = weft.DataParallel(mlp(), shard_optimizer=True)
     loss_of(model(batch(0, rank))).backward()
-    with pytest.warns(UserWarning, match="no optimizer was made by model.optimizer"):
-        model(batch(0, rank))
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: .* make the optimizer by model.optimizer"):
+            kind(model.parameters()).step()
+    with pytest.raises(ValueError, match="pass the weft.DataParallel itself"):
+        weft.clip_grad_norm_(list(model.parameters()), 1.0)
+
+
+def clipped_by_torch(rank):
+    """torch's function finds the gradients of a sharded optimizer, too."""
+    model, plain = weft.DataParallel(mlp(), shard_optimizer=True), weft.DataParallel(mlp())
+    optimizers = model.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step, options in enumerate(({}, {"foreach": True}, {"norm_type": 1.0}, {"norm_type": math.inf})):
+        norms = []
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            loss_of(one(batch(step, rank))).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.01, **options))
+            optimizer.step()
+            optimizer.zero_grad()
+            one.zero_grad()
+        torch.testing.assert_close(*norms)
+        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_torch_clips_the_gradients_of_a_sharded_optimizer():
+    run_ranks(clipped_by_torch, 2)
 
 
 def test_a_sharded_model_without_its_optimizer_says_so():
@@ -274,7 +299,7 @@ def scaled(rank, shards):
     """One rank's gradient overflows, in a parameter of which rank 0 has no piece: nobody steps, and the scale halves."""
     model = weft.DataParallel(mlp(), shard_optimizer=shards)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1) if shards else torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = (ShardedGradScaler if shards else torch.amp.GradScaler)("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     told = []
     for step in range(4):
         before = model.module[0].weight.detach().clone()

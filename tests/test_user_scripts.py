@@ -58,7 +58,10 @@ def assert_same_model(model, plain, tolerance=1e-5):
 
 
 def split(mesh, model=None, **options):
-    return weft.parallelize(model_of() if model is None else model, mesh, **options)
+    model = model_of() if model is None else model
+    if isinstance(model, Llama):  # a plan of its own, which is found at once
+        options["plan"] = LLAMA_PLAN if "tp" in mesh.mesh_dim_names else None
+    return weft.parallelize(model, mesh, **options)
 
 
 # Clipping.
@@ -101,13 +104,29 @@ def test_torch_clips_by_the_norm_of_the_whole_model(sizes):
     on_ranks(clip_by_torch, sizes)
 
 
+class Grouped(nn.Module):
+    """Eight query heads of two, and two KV heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.output = nn.Linear(8, 16), nn.Linear(8, 4), nn.Linear(16, 8)
+
+    def forward(self, x):
+        query, key = (layer(x).unflatten(-1, (-1, 2)) for layer in (self.query, self.key))
+        key = key.repeat_interleave(query.size(-2) // key.size(-2), -2)
+        return self.output((query * key.tanh()).flatten(-2))
+
+
 def clip_kv_heads(rank):
-    """Four ranks and three KV heads: one is on two ranks, and counts once."""
+    """Four ranks and two KV heads: each is on two ranks, and counts once."""
     ranks = weft.init_mesh(tp=4, device_type="cpu")["tp"]
-    model, plain = weft.parallelize(model_of(), ranks, plan=LLAMA_PLAN), model_of()
-    batch = batches_of(1)[0]
+    torch.manual_seed(0)
+    plain = Grouped()
+    heads = {"style": "column", "unit": 2, "heads": (8, 2)}
+    model = weft.parallelize(copy.deepcopy(plain), ranks, plan={"query": heads, "key": heads, "output": "row"})
+    x = torch.randn(3, 8)
     for one in (model, plain):
-        loss_of(one, batch).backward()
+        one(x).square().sum().backward()
     assert any(weft.shard_of(p) is not None and weft.shard_of(p).cut.replicated for p in model.parameters())
     of_both = [nn.utils.get_total_norm([p.grad for p in one.parameters()]) for one in (model, plain)]
     torch.testing.assert_close(*of_both)
@@ -298,8 +317,22 @@ def optimizer_of_another_rank(rank):
             again.step()
 
 
-def test_an_optimizer_with_the_state_of_another_rank_is_refused():
-    run_ranks(optimizer_of_another_rank, 2)
+def sharded_optimizer_of_another_rank(rank):
+    model = weft.DataParallel(equal_halves(), shard_optimizer=True)
+    optimizers = [model.optimizer(torch.optim.AdamW) for _ in range(2)]
+    model(torch.ones(2, 8)).sum().backward()
+    optimizers[0].step()
+    saved = [optimizers[0].state_dict()]
+    dist.broadcast_object_list(saved, 0)
+    if rank == 1:
+        optimizers[1].load_state_dict(saved[0])
+        with pytest.raises(ValueError, match="its state was saved by rank 0 of 2 .* this is rank 1 of 2"):
+            optimizers[1].step()
+
+
+@pytest.mark.parametrize("job", [optimizer_of_another_rank, sharded_optimizer_of_another_rank])
+def test_an_optimizer_with_the_state_of_another_rank_is_refused(job):
+    run_ranks(job, 2)
 
 
 def scaled(rank, sizes):
@@ -331,3 +364,270 @@ def scaled(rank, sizes):
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=ids)
 def test_ranks_skip_a_step_that_overflowed_on_one_of_them(sizes):
     on_ranks(scaled, sizes)
+
+
+# Saving and loading.
+
+
+def states(rank, sizes, folder):
+    """Rank 0 saves, all load: refused, or the whole model's by full_state_dict."""
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    model = split(mesh)
+    file = folder / f"{rank}.pt"
+    torch.save(model.state_dict(), file)
+    dist.barrier()
+    other = torch.load(folder / "0.pt")
+    differs = any(mesh[name].get_local_rank() for name in ("tp", "pp") if name in sizes)
+    refusal = pytest.raises(RuntimeError, match=r"was saved by another rank|Missing key|expected .* the shard of rank")
+    fresh = split(mesh)
+    if not differs:
+        fresh.load_state_dict(other)
+    else:
+        with refusal:
+            fresh.load_state_dict(other)
+    fresh.load_state_dict(torch.load(file))
+    whole = weft.full_state_dict(model)
+    plain = model_of()
+    assert not plain.load_state_dict(whole).missing_keys
+    for name, expected in model_of().state_dict().items():
+        assert torch.equal(whole[name], expected), name
+    target = fresh.module if isinstance(fresh, weft.DataParallel) else fresh
+    target.load_state_dict(whole, strict="pp" not in sizes)  # a stage has its own names alone
+    assert_same_model(fresh, plain)
+
+
+@on_meshes
+def test_a_state_dict_says_what_it_is(sizes, tmp_path):
+    on_ranks(states, sizes, tmp_path)
+
+
+def equal_halves():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def state_without_metadata(rank):
+    """A plain dict of rank 0's tensors has the right names and shapes on every rank: the next call finds it."""
+    mesh = weft.init_mesh(tp=2, device_type="cpu")
+    model = split(mesh, equal_halves())
+    x = torch.ones(2, 8)
+    for _ in range(5):
+        model(x)
+    saved = [dict(model.state_dict())]
+    dist.broadcast_object_list(saved, 0)
+    model.load_state_dict(saved[0])
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 have the same part of 1\.weight \(2 of 2"):
+        model(x)
+
+
+def test_the_next_call_finds_that_ranks_loaded_the_same_part():
+    run_ranks(state_without_metadata, 2)
+
+
+# Wrappers.
+
+
+def wrapped_over_all(rank, sizes):
+    """Without group= a wrapper takes all ranks, those that have other parts of the model among them."""
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    inner = mesh[tuple(name for name in sizes if name != "dp")]
+    with pytest.raises(ValueError, match=r"is split over ranks \[.*\] of this group.*pass group=mesh\[\"dp\"\]"):
+        weft.DataParallel(split(inner))
+    torch.manual_seed(0)
+    even = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))  # torch itself refuses what is not alike on all ranks
+    wrapped = nn.parallel.DistributedDataParallel(split(inner, even))
+    with pytest.raises(ValueError, match=r"DistributedDataParallel over ranks \[.*\], which have different parts"):
+        wrapped(torch.ones(2, 8))
+    if "dp" in sizes:
+        batch, group = batches_of(1)[0], mesh["dp"]
+        for wrapped in (
+            nn.parallel.DistributedDataParallel(split(inner), process_group=group.get_group()),
+            weft.DataParallel(split(inner), group=group),
+        ):
+            loss_of(wrapped, mine_of(batch, mesh)).backward()
+            plain = model_of()
+            loss_of(plain, batch).backward()
+            parameters = [parameter for parameter in wrapped.parameters() if parameter.grad is not None]
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            torch.testing.assert_close(nn.utils.clip_grad_norm_(parameters, 0.1), expected)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=ids)
+def test_a_wrapper_over_ranks_with_other_parts_is_refused(sizes):
+    on_ranks(wrapped_over_all, sizes)
+
+
+def unheld(rank):
+    """The module is what the script goes on with."""
+    torch.manual_seed(0)
+    module, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain.load_state_dict(module.state_dict())
+    for step in range(3):
+        x = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(step))
+        weft.DataParallel(module)(x[rank]).square().mean().backward()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+        for one in (module, plain):
+            one.zero_grad()
+
+
+def test_a_data_parallel_that_nobody_holds_reduces():
+    run_ranks(unheld, 2)
+
+
+# Ranks that compute one model.
+
+
+def other_batches(rank, sizes):
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    tokens = batches_of(1)[0][0]
+    dp = mesh["dp"].get_local_rank() if "dp" in sizes else 0
+    own = torch.roll(tokens, dp, 0)  # of a sampler that counts "dp" alone
+    wrong = torch.roll(tokens, rank, 0)  # of one that counts all ranks
+    split(mesh)(own)
+    with pytest.raises(
+        ValueError, match=r"called with different batches.*num_replicas=mesh\[\"dp\"\]|different batches"
+    ):
+        split(mesh)(wrong)
+    model = split(mesh)
+    for _ in range(3):
+        model(own)
+    if "cp" not in sizes:  # which looks at every call
+        model(wrong)
+        split(mesh, check_calls=0)(wrong)
+    model = split(mesh).train(mode=rank % 2 == 0)
+    if "tp" in sizes:
+        with pytest.raises(ValueError, match="one to train and one not"):
+            model(own)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=ids)
+def test_ranks_of_one_model_with_other_batches_are_refused(sizes):
+    on_ranks(other_batches, sizes)
+
+
+def other_pipeline_batches(rank):
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    pipe = weft.Pipeline(equal_halves(), mesh, microbatches=2, loss=F.mse_loss)
+    x = torch.arange(32.0).view(4, 8)
+    pipe.step(x, x)
+    pipe.check_replicas()
+    with pytest.raises(ValueError, match="Pipeline: ranks 0 and 1.*different batches"):
+        pipe.step(x + rank, x)
+    with pytest.raises(ValueError, match="different batches"):
+        pipe.step(x, x + rank)
+    pipe.step(x, x + rank)  # the fourth
+
+
+def test_a_pipeline_with_other_batches_is_refused():
+    run_ranks(other_pipeline_batches, 2)
+
+
+def drawn_again(rank):
+    """`model.apply(initialise)` after the split, with ranks that draw alike."""
+    mesh = weft.init_mesh(tp=2, device_type="cpu")
+    model = split(mesh, equal_halves())
+    for layer in (model[1], model[3]):
+        nn.init.normal_(layer.weight)
+    with pytest.raises(ValueError, match="have the same part of 1.weight"):
+        model(torch.ones(2, 8))
+    model = split(mesh, equal_halves())
+    for layer in (model[1], model[3]):
+        nn.init.zeros_(layer.weight)  # as every rank may have
+        layer.bias.data.fill_(1.0)
+    model(torch.ones(2, 8))
+
+
+def test_weights_that_were_drawn_alike_after_the_split_are_refused():
+    run_ranks(drawn_again, 2)
+
+
+def seeded_by_rank(rank):
+    mesh = weft.init_mesh(tp=2, device_type="cpu")
+    x = torch.ones(2, 8)
+    for dropout, trains in ((0.5, True), (0.5, False), (0.0, True)):
+        model = split(mesh, nn.Sequential(*equal_halves(), nn.Dropout(dropout) if dropout else nn.Identity()))
+        model.train(trains)
+        torch.manual_seed(rank)
+        if dropout and trains:
+            with pytest.raises(ValueError, match="drew different random numbers.*seed them alike"):
+                model(x)
+        else:
+            model(x)  # draws nothing: the script may seed as it likes
+
+
+def test_ranks_that_drop_different_elements_of_what_is_whole_are_refused():
+    run_ranks(seeded_by_rank, 2)
+
+
+def replicas_that_differ(rank, sizes):
+    """A parameter that ranks have alike is written on the last one alone."""
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    every = split(mesh, check_replicas_every=2)
+    for number in (1, 2):
+        model = split(mesh) if number == 1 else every
+        model.check_replicas()
+        weft.check_replicas(model)
+        if rank == dist.get_world_size() - 1:
+            held = [p for p in model.parameters() if weft.shard_of(p) is None or "tp" not in sizes]
+            held[-1].data.view(-1)[0] += 1
+        differs = pytest.raises(ValueError, match=r"check_replicas: .* differs? ?.*(rank 0 and rank|ranks)")
+        if number == 1:
+            with differs:
+                model.check_replicas()
+        else:
+            batch = mine_of(batches_of(1)[0], mesh)
+            model(batch[0])
+            with differs:
+                model(batch[0])
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"cp": 2}], ids=ids)
+def test_replicas_that_differ_are_found(sizes):
+    on_ranks(replicas_that_differ, sizes)
+
+
+class Tied(nn.Module):
+    """Its embedding is its head, on the first and the last stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.middle(self.embedding(tokens)))
+
+
+def copies_that_differ(rank):
+    torch.manual_seed(0)
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    pipe = weft.Pipeline(Tied(), mesh, microbatches=2, loss=lambda y, t: F.cross_entropy(y, t), check_replicas_every=2)
+    tokens = torch.arange(4) % 8
+    pipe.step(tokens, tokens)
+    pipe.check_replicas()
+    if rank:
+        next(p for p in pipe.parameters() if p.shape == (8, 4)).data[0, 0] += 1
+    with pytest.raises(ValueError, match=r"the copies of .*weight on ranks 0 and 1 differ"):
+        pipe.step(tokens, tokens)
+
+
+def test_copies_of_tied_weights_that_differ_are_found():
+    run_ranks(copies_that_differ, 2)
+
+
+def rows_that_differ(rank):
+    ranks = weft.init_mesh(tp=4, device_type="cpu")["tp"]
+    heads = {"style": "column", "unit": 2, "heads": (8, 2)}
+    torch.manual_seed(0)
+    model = weft.parallelize(Grouped(), ranks, plan={"query": heads, "key": heads, "output": "row"})
+    model.check_replicas()
+    if rank == 3:
+        model.key.weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match=r"the copies of key\.weight on ranks 2 and 3 differ"):
+        model.check_replicas()
+
+
+def test_rows_that_two_ranks_have_and_that_differ_are_found():
+    run_ranks(rows_that_differ, 4)

@@ -5,30 +5,19 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.gradients.sharding import piece_of
-from weft.shard import shard_of
-from weft.sharded_grad import local
+from weft.sharded_grad import GradientElsewhere, local, place_for
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Its `.grad`, or else its `main_grad`, as a plain tensor."""
-    return getattr(parameter, "main_grad", None) if parameter.grad is None else local(parameter.grad)
+    """Its `.grad`, or else its `main_grad`, as a plain tensor. None where pieces of it have gradients instead."""
+    if parameter.grad is None or isinstance(parameter.grad, GradientElsewhere):
+        return getattr(parameter, "main_grad", None)
+    return local(parameter.grad)
 
 
 def counted(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Of a parameter's gradient, or of that of a piece of one, what no rank of the shard's before has as well."""
-    piece = piece_of(parameter)
-    base = parameter if piece is None else piece.parameter
-    shard = shard_of(base)
-    if shard is None or not shard.cut.replicated:
-        return gradient
-    if piece is None:
-        return shard.counted(gradient)
-    mine = torch.zeros_like(base, dtype=torch.bool)
-    for start, stop in shard.cut.owned(shard.communicator.rank):
-        mine.narrow(shard.dim, start, stop - start).fill_(True)
-    in_memory = mine.as_strided((mine.numel(),), (1,))
-    return gradient[in_memory[piece.start : piece.stop]]
+    return place_for(parameter).counted(gradient)
 
 
 def powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

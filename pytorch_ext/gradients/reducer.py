@@ -23,7 +23,7 @@ from weft.gradients.layout import Bucket, Slot, lay_out, plan
 from weft.gradients.moving import put
 from weft.gradients.norms import counted, powers
 from weft.gradients.transport import BLOCK, Transport, Wait, measure
-from weft.sharded_grad import gradient_like, over_ranks
+from weft.sharded_grad import GradientElsewhere, gradient_like, over_ranks
 from weft.stages.owners import owners_of
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ class Reducer:
     def _begin(self) -> None:
         if self._task is not None:
             self._abandon()
+        for slot in self.slots:
+            if isinstance(slot.parameter.grad, GradientElsewhere):
+                slot.parameter.grad = None
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
@@ -152,6 +155,8 @@ class Reducer:
     def _coming(self, slot: Slot, gradient: torch.Tensor | None):
         """Returns what autograd accumulates instead; None leaves it as it is."""
         slot.given = False
+        if isinstance(slot.parameter.grad, GradientElsewhere):
+            slot.parameter.grad = None
         if gradient is None:
             return None
         if problem := self._problem_with(slot, gradient):
@@ -318,7 +323,10 @@ class Reducer:
         owners = owners_of(self.slots[0].parameter)
         then = [self.ranks] if self.transport.scatter else []
         then += [] if owners is None else [owners.ranks]
-        parts = [(self._counted_norm(bucket), bucket.shard_ranks) for bucket in self.buckets]
+        parts = [
+            (self._counted_norm(bucket), () if bucket.shard_ranks is None else (bucket.shard_ranks,))
+            for bucket in self.buckets
+        ]
         return over_ranks(parts, then, self.buckets[0].squared_norm)
 
     def _counted_norm(self, bucket: Bucket) -> torch.Tensor:

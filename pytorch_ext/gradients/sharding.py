@@ -20,6 +20,7 @@ from weft.comm.communicator import Communicator
 from weft.gradients.layout import Bucket, Slot, place_in, shared_memory
 from weft.gradients.transport import Transport, Wait, measure
 from weft.optimizer_check import ELEMENTWISE, is_elementwise
+from weft.sharded_grad import gradient_elsewhere, gradient_like
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ def piece_of(parameter: torch.Tensor) -> Piece | None:
 
 
 class _Place(NamedTuple):
-    """A piece, and its gradient after a reduction."""
+    """A piece, its gradient after a reduction, and what the optimizer and the module's parameter get as `.grad`."""
 
     piece: nn.Parameter
     gradient: torch.Tensor
+    of_piece: torch.Tensor
+    of_parameter: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -87,7 +90,6 @@ class Shards:
 
     def __init__(self, buckets: list[Bucket], transport: Transport, gathers_late: bool):
         self._transport, self._ranks, self._gathers_late = transport, transport.ranks, gathers_late
-        self.has_optimizer = False
         self._parts = {bucket: self._share(bucket) for bucket in buckets}
         self._part_of = {id(slot.parameter): part for part in self._parts.values() for slot in part.places}
         self.under_way: dict[_Part, Wait] = {}
@@ -121,7 +123,6 @@ class Shards:
         made.add_param_group = lambda group: add(mine(group))
         made.register_step_pre_hook(lambda *_: self.look())
         made.register_step_post_hook(lambda *_: self.gather())
-        self.has_optimizer = True
         return made
 
     def _trained(self) -> list[nn.Parameter]:
@@ -140,16 +141,16 @@ class Shards:
 
     @torch.no_grad()
     def deliver(self) -> None:
-        """Gives each piece its reduced gradient, or adds it to what the optimizer has not zeroed yet. The module's
-        parameters have none: this rank knows a part of theirs."""
+        """Gives each piece its reduced gradient, or adds it to what the optimizer has not zeroed yet. In `.grad` of the
+        module's parameters stands what refers to it."""
         for bucket, part in self._parts.items():
             reduced = bucket.parts(self._ranks.world)[self._ranks.rank]
             if part.add(reduced):
                 measure(part.gradients, bucket)
             for at in part.places.values():
-                at.piece.grad = at.gradient
+                at.piece.grad = at.of_piece
             for slot in bucket.slots:
-                slot.parameter.grad = None
+                slot.parameter.grad = part.places[slot].of_parameter
                 if slot.into_main_grad:
                     slot.view.zero_()
 
@@ -235,6 +236,8 @@ class Shards:
             here = slice(slot.offset + start - begin, slot.offset + stop - begin) if start < stop else slice(0, 0)
             piece = nn.Parameter(stepped[here])
             piece._weft_piece = Piece(slot.name, slot.parameter, start, stop, self._ranks)  # type: ignore[attr-defined]
-            part.places[slot] = _Place(piece, part.gradients[here])
+            gradient = part.gradients[here]
+            shown = gradient_like(piece, gradient), gradient_elsewhere(slot.parameter, piece)
+            part.places[slot] = _Place(piece, gradient, *shown)
             part.known[slot] = slot.parameter.data_ptr()
         return part
