@@ -36,6 +36,7 @@ def watch_gradient(parameter: torch.Tensor) -> None:
 
 
 def mark_gradient(parameter: torch.Tensor) -> None:
+    """The hook: runs when backward has accumulated into `.grad`."""
     if type(parameter.grad) is torch.Tensor:
         parameter.grad = gradient_like(parameter, parameter.grad)
 
@@ -103,6 +104,7 @@ def place_for(parameter: torch.Tensor) -> Place:
 
 
 def place_of(gradient: torch.Tensor) -> Place:
+    """Where a gradient that knows its place stands; WHOLE for a plain tensor."""
     return gradient.place if isinstance(gradient, ShardedGradient) else WHOLE
 
 
@@ -117,6 +119,8 @@ class ShardedGradient(torch.Tensor):
     Functions of each element act on this rank's part. Norms, sums, means, extremes, `any` and `all` over all elements
     are those of the whole gradient: a collective call. A function that mixes elements otherwise raises TypeError.
 
+    Attributes:
+        place: in the whole model's gradient.
     """
 
     place: Place
@@ -169,7 +173,7 @@ class GradientElsewhere(torch.Tensor):
 
 
 def _marked_again(result: Any, arguments: Sequence) -> Any:
-    """What a function of each element returns is as much a part of a whole as its argument."""
+    """Mark the result of a function of each element: it is as much a part of a whole as the argument."""
     first = next((x for x in arguments if isinstance(x, ShardedGradient)), None)
     if first is not None and type(result) is torch.Tensor and result.numel() == first.numel():
         return _sharded(result, first.place)
@@ -257,8 +261,10 @@ def _norms(values: torch.Tensor, places: list[Place], p: float) -> _Norms:
 
 
 def _only_p(function: Callable, arguments: Sequence, options: dict) -> float | None:
-    """The p of a norm over all elements; None where other options are given."""
+    """The p of a norm over all elements; None where other options are given, or a norm of matrices."""
     given = dict(zip(_NORMS[function], arguments[1:], strict=False)) | options
+    if function is torch.linalg.norm and given.get("ord") is not None and arguments[0].dim() > 1:
+        return None
     p = given.pop("ord" if "ord" in given else "p", 2.0)
     p = 2.0 if p in (None, "fro") else p
     others = [name for name, value in given.items() if value is not None and value is not False and name != "dtype"]
@@ -309,8 +315,7 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
             )
         counted = _counted(gradient)
         if function in _MEANS:
-            wide = torch.promote_types(counted.dtype, torch.float32)
-            sums = torch.stack([counted.sum(dtype=wide).double(), torch.tensor(float(counted.numel()))])
+            sums = torch.stack([counted.sum(dtype=torch.float64), torch.ones_like(counted).sum(dtype=torch.float64)])
             for ranks in place.ranks:
                 sums = ranks.all_reduce_(sums)
             return (sums[0] / sums[1]).to(options.get("dtype") or gradient.dtype)

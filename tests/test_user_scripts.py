@@ -170,6 +170,7 @@ def look_at_gradients(rank):
         lambda g: g.norm(dim=-1),
         lambda g: g.mean(0),
         lambda g: torch.linalg.svdvals(g),
+        lambda g: torch.linalg.norm(g, 2),
         lambda g: torch.cat([g.view(-1), g.view(-1)]),
         lambda g: g.median(),
     ):
@@ -183,6 +184,9 @@ def look_at_gradients(rank):
     torch.save(gradient, file)
     file.seek(0)
     assert type(torch.load(file)) is torch.Tensor  # nobody else knows these ranks
+    replicas = [dist.new_group([other]) for other in range(2)][rank]
+    dist.all_reduce(summed := gradient.clone(), group=replicas)  # by hand, as scripts without a wrapper do
+    assert torch.equal(summed.as_subclass(torch.Tensor), gradient.as_subclass(torch.Tensor))
     parameter.requires_grad_(False)
     parameter.grad = None
     parameter.requires_grad_(True)  # frozen for a while, as fine-tuning does
