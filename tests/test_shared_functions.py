@@ -1,11 +1,15 @@
 """What functions do to a shared sequence, called in every way there is, is what they do to the whole."""
 
+import os
+from collections import Counter
+
 import pytest
 import torch
+from shared_calls import CASES, Draw, RefusedError, outcomes
 
-import weft.context.rules  # noqa: F401
+import weft.context.attention  # noqa: F401
 from weft.comm.communicator import communicator
-from weft.context.sequence import Cut, SharedSequence, Sharing
+from weft.context.sequence import RULES, Cut, SharedSequence, Sharing, name_of
 from weft.ops.layout import Layout
 from weft.testing.ranks import run_ranks
 
@@ -20,6 +24,7 @@ REDUCTIONS = [
     ((3,), {}),
     (((1, 1),), {}),
 ]
+COUNT = int(os.environ.get("WEFT_SHARED_CALLS", "4"))  # of each function
 
 
 def outcome(x, name, args, named):
@@ -51,3 +56,45 @@ def reduces(rank):
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_and_means_are_those_of_the_whole(world):
     run_ranks(reduces, world)
+
+
+def named_functions():
+    """(name of a case, module or class, function) of every function that has a rule."""
+    for func in RULES:
+        owner = getattr(func, "__objclass__", None)
+        where = owner.__name__ if owner is not None else getattr(func, "__module__", None) or "torch"
+        name = name_of(func)
+        yield name.replace(" of ", "_"), where, func
+
+
+def calls_at_random(rank):
+    ranks, done, refused = communicator(None), Counter(), Counter()
+    for name, owner, func in named_functions():
+        for number in range(COUNT):
+            draw = Draw(ranks, name, owner, number)
+            try:
+                for expected, found in outcomes(draw, func):
+                    told = f"{owner}.{name} #{number} {draw.told} {draw.cut.layout} {draw.cut.blocks}"
+                    if isinstance(expected, torch.Tensor):
+                        assert isinstance(found, torch.Tensor), told
+                        close = {"rtol": 1e-4, "atol": 1e-5} if expected.dtype == torch.float32 else {}
+                        message = lambda text: f"{text}\n{told}"  # noqa: B023, E731
+                        torch.testing.assert_close(found, expected, equal_nan=True, msg=message, **close)
+                    else:
+                        assert found == expected or (isinstance(expected, bool) and bool(found) == expected), (
+                            told,
+                            found,
+                        )
+                done[name] += 1
+            except RefusedError:
+                refused[name] += 1
+    assert not refused.keys() - done.keys(), refused
+
+
+def test_every_function_that_has_a_rule_has_a_case():
+    assert {name for name, _, _ in named_functions()} == set(CASES)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_function_of_a_shared_sequence_is_that_of_the_whole(world):
+    run_ranks(calls_at_random, world, timeout_s=200)

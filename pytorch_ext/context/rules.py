@@ -26,8 +26,11 @@ from weft.ops.shares import total, used_by_parts
 
 def _named(names: str) -> list[Callable]:
     """Every function of these names in torch, torch.Tensor and torch.nn.functional."""
-    owners = (torch, torch.Tensor, F, torch.special)
-    return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
+    functions = []
+    for name in names.split():
+        owners = (torch.Tensor,) if name.startswith("__") else (torch, torch.Tensor, F, torch.special)
+        functions += [getattr(owner, name) for owner in owners if callable(getattr(owner, name, None))]
+    return functions
 
 
 def _properties(names: str) -> list[Callable]:
@@ -144,8 +147,10 @@ def linear(func, input, weight, bias=None):
 
 
 @rule_for(*_named("matmul mm bmm __matmul__"))
-def matmul(func, a, b):
+def matmul(func, a, b=None, **named):
     """Rows of a are of the sequence; b is gathered where it is shared too."""
+    if b is None:
+        (b,) = named.values()  # other, mat2
     if plain(a) or a.ndim < 2 or b.ndim < 2 or a.back == -1:
         return NotImplemented
     same_batch = not plain(b) and b.cut == a.cut and b.back == a.back
@@ -163,7 +168,8 @@ def matmul(func, a, b):
 
 
 @rule_for(*_named("addmm"))
-def addmm(func, input, a, b, **kwargs):
+def addmm(func, input, a=None, b=None, *, mat1=None, mat2=None, **kwargs):
+    a, b = mat1 if a is None else a, mat2 if b is None else b
     if plain(a) or a.axis != 0 or not plain(b) or not plain(input) or (input.ndim == 2 and input.size(0) != 1):
         return NotImplemented
     ranks = a.cut.sharing.ranks
@@ -215,8 +221,8 @@ _MARK = 1_048_583  # the sequence's length in a trial on the meta device; no oth
 
 
 _CARRIED = """
-    transpose swapaxes swapdims permute movedim moveaxis t adjoint unsqueeze squeeze chunk split tensor_split
-    split_with_sizes unbind select narrow cat concat stack pad repeat repeat_interleave glu view_as_real view_as_complex
+    transpose swapaxes swapdims permute movedim moveaxis t adjoint unsqueeze squeeze select narrow cat concat stack
+    repeat repeat_interleave glu view_as_real view_as_complex
     amax amin argmax argmin logsumexp norm var std all any prod max min topk
 """
 
@@ -255,7 +261,10 @@ _TWO_OR_ALONG = set(_named("max min"))
 
 
 def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
-    """Where the sequence is in each tensor that the function returns; None where it is not, or not whole."""
+    """Where the sequence is in each tensor that the function returns; None where it is not, or not whole.
+
+    For functions that change every sequence's length unless they leave its positions where they are.
+    """
 
     def trial(x):
         if not isinstance(x, torch.Tensor):
@@ -284,6 +293,27 @@ class _NotTheSameError(Exception):
 
 
 _SQUEEZES = set(_named("squeeze"))
+
+
+@rule_for(*_named("chunk split tensor_split split_with_sizes unbind"))
+def in_pieces(func, x, *args, **kwargs):
+    """Along other dimensions. Along the sequence a trial would make as many pieces as `_MARK` says."""
+    place = 0 if func in _UNBINDS else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+    if plain(x) or type(dim) is not int or dim % max(1, x.ndim) == x.axis:
+        return NotImplemented
+    return carried(func, x, *args, **kwargs)
+
+
+_UNBINDS = set(_named("unbind"))
+
+
+@rule_for(F.pad)
+def padded(func, input, pad, mode="constant", value=None):
+    """Along other dimensions. The sequence's length tells nothing: (1, -1) keeps it, and moves every position."""
+    if plain(input) or any(pad[-2 * input.back - 2 : -2 * input.back]):
+        return NotImplemented
+    return carried(func, input, pad, mode, value)
 
 
 @rule_for(torch.Tensor.__iter__)

@@ -132,8 +132,10 @@ class SharedSequence(torch.Tensor):
         if func in NATIVE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if not args and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         refuse_results_of_custom_functions((args, kwargs))
-        rule = RULES.get(func)
+        rule = RULES.get(func) if kwargs.get("out") is None else None
         result = NotImplemented if rule is None else rule(func, *args, **kwargs)
         return gathered(func, args, kwargs) if result is NotImplemented else result
 
