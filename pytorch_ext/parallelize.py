@@ -20,7 +20,7 @@ from weft.splitting.attributes import is_summed
 from weft.splitting.automatic import AutomaticPlan, automatic_plan
 from weft.splitting.call_check import call_check
 from weft.splitting.matching import match
-from weft.splitting.meeting import check_meeting
+from weft.splitting.meeting import check_flow, check_meeting, own_plan
 from weft.splitting.results import return_whole
 from weft.splitting.styles import KEPT, Plan, part_of
 from weft.splitting.ties import keep_parameters, tie
@@ -97,8 +97,10 @@ def parallelize(
 
     Raises:
         ValueError: a mesh with other dimensions; a pattern that matches nothing (with the names there are), a layer
-            that cannot be split over these ranks, layers that do not meet, a tied weight that only one of its layers
-            splits; more stages than layers, a model that cannot be cut; a context or a recompute that does not exist.
+            that cannot be split over these ranks, layers that do not meet or have an operation between them that needs
+            all features (softmax, a norm), as far as the model can be followed, a tied weight that only one of its
+            layers splits; more stages than layers, a model that cannot be cut; a context or a recompute that does not
+            exist.
             TypeError: a layer of a kind that the style does not take. The model is unchanged then and nothing was sent.
             Also ranks whose models differ: on every rank.
     """
@@ -123,8 +125,12 @@ def parallelize(
                 made[key] = part_of(name, module, entry, ranks.tp)
             replacements[name] = made[key]
     tie(model, replacements)
-    if automatic is None:
+    summed = [*between, *(name for name, layer in replacements.items() if is_summed(layer))]
+    own = None
+    if automatic is None and ranks.tp is not None:
         check_meeting(model, replacements)
+        own = own_plan(model, replacements, summed, ranks.tp.world)
+        check_flow(model, own)
     recomputed = recomputed_in(model, recompute)
     if ranks.stages is not None:
         _check_stages(model, ranks.stages, strict)
@@ -134,12 +140,11 @@ def parallelize(
     if ranks.tp is not None:
         _draw_alike(ranks.tp, model)
 
-    check = None if automatic is None else call_check(model, automatic, ranks.tp)
+    check = call_check(model, automatic or own, ranks.tp)
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         keep_parameters(model.get_submodule(name), layer)
         setattr(model.get_submodule(parent), child, layer)
-    summed = [*between, *(name for name, layer in replacements.items() if is_summed(layer))]
     for layer in dict.fromkeys(map(model.get_submodule, summed)):
         sum_gradients(layer, ranks.tp)
     return_whole(model)

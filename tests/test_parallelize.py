@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -229,3 +230,88 @@ def check_unseeded(rank):
 
 def test_ranks_that_drew_different_weights_are_told():
     run_ranks(check_unseeded, 3)
+
+
+class Between(nn.Module):
+    """A column layer, an operation, and a row layer."""
+
+    def __init__(self, operation, inputs=1):
+        super().__init__()
+        self.up, self.down, self.operation = nn.Linear(6, 10), nn.Linear(10, 6), operation
+        self.gate, self.norm = nn.Linear(6, 1), nn.LayerNorm(5)
+        if inputs > 1:
+            self.forward = self.forward_of_lists
+
+    def forward(self, x):
+        return self.down(self.operation(self, self.up(x), x))
+
+    def forward_of_lists(self, xs, first):
+        return Between.forward(self, xs[first["place"]])
+
+
+OPERATIONS = {
+    "softmax": (lambda m, h, x: h.softmax(-1), "_softmax in the model goes over all of its features"),
+    "softmax of the sequence": (lambda m, h, x: h.softmax(1), None),
+    "norm": (lambda m, h, x: F.layer_norm(h, (10,)), "native_layer_norm in the model goes over"),
+    "length": (lambda m, h, x: h / h.norm(dim=-1, keepdim=True), "linalg_vector_norm in the model sums over"),
+    "length of the sequence": (lambda m, h, x: h / h.norm(dim=1, keepdim=True), None),
+    "topk": (lambda m, h, x: h * (h >= h.topk(2).values[..., -1:]), "topk in the model goes over"),
+    "argmax": (lambda m, h, x: h * h.argmax(-1, keepdim=True), "argmax in the model sums over"),
+    "largest": (lambda m, h, x: h - h.max(-1, keepdim=True).values, "max in the model sums over"),
+    "two halves": (lambda m, h, x: torch.cat(h.chunk(2, -1)[::-1], -1), "cat in the model joins features"),
+    "gate that is whole": (lambda m, h, x: h * m.gate(x), "an activation that is whole, whose gradient"),
+    "weight that is whole": (
+        lambda m, h, x: m.norm(h.unflatten(-1, (-1, 5))).flatten(-2),
+        r'norm\.(weight|bias) meets them, .* make norm "sequence"',
+    ),
+    "an input": (lambda m, h, x: h * x.mean(), None),
+    "a convolution that no rule is known for": (
+        lambda m, h, x: F.conv1d(h.mT, torch.ones_like(h[0].mT[:, :1, None]), groups=h.shape[-1]).mT,
+        None,
+    ),
+    "pointwise": (lambda m, h, x: F.gelu(h) * 2 + 1, None),
+}
+
+
+def check_between(rank):
+    split = {"up": "column", "down": "row"}
+    for name, (operation, told) in OPERATIONS.items():
+        torch.manual_seed(0)
+        whole = Between(operation).double()
+        x = torch.randn(2, 3, 6, dtype=torch.float64)
+        if told is None:
+            model = weft.parallelize(copy.deepcopy(whole), plan=split)
+            torch.testing.assert_close(model(x), whole(x), msg=name)
+        else:
+            with pytest.raises(ValueError, match=f"up gives each rank a part .*{told}.*gather_output"):
+                weft.parallelize(whole, plan=split)
+            assert type(whole.up) is nn.Linear
+        other = copy.deepcopy(whole)
+        gathered = {"up": {"style": "column", "gather_output": True}, "down": {"style": "row", "split_input": True}}
+        model = weft.parallelize(other, plan=gathered)
+        torch.testing.assert_close(model(x), whole(x), msg=name)
+    summed = weft.parallelize(Between(OPERATIONS["weight that is whole"][0]), plan={**split, "norm": "sequence"})
+    assert summed(torch.ones(2, 3, 6)).shape == (2, 3, 6)
+
+
+def test_what_needs_all_features_is_refused_between_a_column_and_a_row_layer():
+    run_ranks(check_between, 2)
+
+
+def check_first_calls(rank):
+    split = {"up": "column", "down": "row"}
+    model = weft.parallelize(Between(lambda m, h, x: h.softmax(-1), inputs=2), plan=split)
+    with pytest.raises(ValueError, match="up gives each rank a part .*softmax"):
+        model([torch.ones(3, 6)], {"place": 0})
+    model = weft.parallelize(Between(lambda m, h, x: h.relu() if m.training else h.softmax(-1)), plan=split)
+    assert model(torch.ones(3, 6)).shape == (3, 6)
+    with pytest.raises(ValueError, match="up gives each rank a part .*softmax"):
+        model.eval()(torch.ones(3, 6))
+    with torch.device("meta"):
+        model = Between(lambda m, h, x: h.softmax(-1))
+    with pytest.raises(ValueError, match="up gives each rank a part .*softmax"):
+        weft.parallelize(model, plan=split)
+
+
+def test_a_plan_is_checked_by_the_first_call_of_each_kind():
+    run_ranks(check_first_calls, 2)

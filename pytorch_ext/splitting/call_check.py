@@ -1,8 +1,12 @@
-"""Whether an automatic plan holds for what a model is called with.
+"""Whether a plan holds for what a model is called with.
 
-A plan is found by one call. Others may compute something else: an argument of another number of dimensions, whose
-dimension 1 is features and not a sequence; one that is None by default. So the first call of each kind is followed too.
+A plan is found, or checked, by one call. Others may compute something else: an argument of another number of
+dimensions, whose dimension 1 is features and not a sequence; one that is None by default. So the first call of each
+kind is followed too.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,18 +16,35 @@ from weft.comm.communicator import Communicator
 from weft.splitting.automatic import AutomaticPlan, conflict_in
 from weft.splitting.hugging_face import is_transformers
 from weft.splitting.inputs import calling
+from weft.splitting.meeting import OwnPlan
 from weft.splitting.trace import without_values
 
+Conflict = Callable[[nn.Module, Callable, bool], str | None]  # of the unsplit model, a call, and whether it trains
 
-def call_check(model: nn.Module, automatic: AutomaticPlan, ranks: Communicator) -> "CallCheck | None":
-    """The check of a model that is still unsplit. None where the plan splits nothing, where the model cannot be copied,
-    and of transformers, whose further arguments (masks, caches, labels) are known."""
-    if not automatic.plan or is_transformers(model):
+
+def call_check(model: nn.Module, plan: AutomaticPlan | OwnPlan | None, ranks: Communicator | None):
+    """The CallCheck of a model that is still unsplit. None where the plan splits nothing, where the model cannot be
+    copied, and of transformers, whose further arguments (masks, caches, labels) are known."""
+    if plan is None or ranks is None or is_transformers(model):
+        return None
+    if isinstance(plan, AutomaticPlan) and not plan.plan:
         return None
     try:
-        return CallCheck(without_values(model), automatic, ranks.world)
+        twin = without_values(model)
     except Exception:  # what copying a user's objects raises
         return None
+    if isinstance(plan, AutomaticPlan):
+        return CallCheck(twin, partial(_automatic_conflict, plan, ranks.world), by_mode=False)
+    return CallCheck(twin, lambda twin, call, training: plan.misuse(twin, [call], training), by_mode=True)
+
+
+def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, call: Callable, _) -> str | None:
+    """Training and evaluation are both followed."""
+    conflict = conflict_in(twin, world, automatic, call)
+    return conflict and (
+        f"{type(twin).__name__}: its automatic plan was found by another call than this, in which {conflict}. Find one "
+        "by this call: plan=automatic_plan(model, world, example=...) of weft.splitting.automatic"
+    )
 
 
 class CallCheck:
@@ -31,8 +52,8 @@ class CallCheck:
 
     at_edge = True  # a model in stages can do without
 
-    def __init__(self, twin: nn.Module, automatic: AutomaticPlan, world: int):
-        self.model, self.automatic, self.world = twin, automatic, world
+    def __init__(self, twin: nn.Module, conflict: Conflict, by_mode: bool):
+        self.model, self.conflict, self.by_mode = twin, conflict, by_mode
         self.known: set[tuple] = set()
 
     def __deepcopy__(self, memo):
@@ -41,16 +62,12 @@ class CallCheck:
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         if torch.compiler.is_compiling():
             return
-        kind = _kind_of(args, kwargs)
+        kind = (self.by_mode and module.training, *_kind_of(args, kwargs))
         if kind in self.known:
             return
-        conflict = conflict_in(self.model, self.world, self.automatic, calling(args, kwargs))
+        conflict = self.conflict(self.model, calling(args, kwargs), module.training)
         if conflict is not None:
-            raise ValueError(
-                f"{type(self.model).__name__}: its automatic plan was found by another call than this, in which "
-                f"{conflict}. Find one by this call: plan=automatic_plan(model, world, example=...) of "
-                "weft.splitting.automatic"
-            )
+            raise ValueError(conflict)
         self.known.add(kind)
 
 

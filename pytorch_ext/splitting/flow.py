@@ -1,6 +1,6 @@
 """Follows split features through what a model computes: which layers can be split together, and why others cannot."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from math import gcd
@@ -12,7 +12,7 @@ from weft.split import Heads, split_sizes
 from weft.splitting.hugging_face import is_transformers
 from weft.splitting.kinds import known, sizes_of
 from weft.splitting.layouts import Axis, ConflictError, Layout
-from weft.splitting.operations import Layouts, Meeting, rule_of
+from weft.splitting.operations import Layouts, Meeting, UnknownOperationError, rule_of
 from weft.splitting.styles import kind_of
 from weft.splitting.trace import ACTIVATION, Node, Trace, Value
 
@@ -183,6 +183,45 @@ class Flow:
                 self.lone |= lone
             else:
                 self.refused |= {layer: reason for layer, reason in failed.items() if layer not in self.refused}
+
+    def misuse(self, columns: Collection[str], rows: Collection[str]) -> tuple[str, str] | Found:
+        """Follow a plan that is given: what its columns give must reach its rows feature by feature.
+
+        What follows from an operation that has no rule is not judged.
+
+        Returns:
+            The layer whose features are misused, and how; or what was found.
+        """
+        self.fixed = {name: "the plan leaves it whole" for name in self.modules if name not in {*columns, *rows}}
+        self.refused = {**self.fixed, **dict.fromkeys(rows, "it is split by rows")}
+        found, meeting, unknown = Found(self.world), Meeting(self.lone), set[Value]()
+        for node in self.trace.nodes:
+            outputs = {value for value in node.outputs if value is not None}
+            if any(value in unknown for value in node.inputs):
+                if node.layer not in {*columns, *rows}:  # these give what the plan says
+                    unknown |= outputs
+                    continue
+                if node.layer in rows:
+                    continue
+            try:
+                layouts = self._after(node, found, meeting)
+            except UnknownOperationError:
+                unknown |= outputs
+                continue
+            except ConflictError as conflict:
+                axes = [found.layouts[value].axis for value in node.inputs if value in found.layouts]
+                axes += conflict.axes
+                lone = {axis.layer for axis in axes if axis.lone} - self.lone
+                if lone:
+                    self.lone |= lone
+                    return self.misuse(columns, rows)
+                return axes[0].layer, str(conflict)
+            found.layouts |= {
+                value: layout
+                for value, layout in zip(node.outputs, layouts, strict=False)
+                if value is not None and layout is not None
+            }
+        return found
 
     def _hooked(self) -> dict[str, str]:
         lost = {name: lost_with(module) for name, module in self.modules.items()}

@@ -15,8 +15,8 @@ _IMAGES = (32, 64, 28, 224, 299)  # heights and widths
 _MOST_ARGUMENTS = 4
 
 
-def calls(model: nn.Module) -> Iterator[Callable[[nn.Module], Any]]:
-    """Calls to try, the likeliest first."""
+def calls(model: nn.Module, constants: bool = False) -> Iterator[Callable[[nn.Module], Any]]:
+    """Calls to try, the likeliest first. constants: arguments get no gradient."""
     if is_transformers(model):
         yield from calls_of_transformers(model, BATCH, LENGTH)
         return
@@ -32,7 +32,7 @@ def calls(model: nn.Module) -> Iterator[Callable[[nn.Module], Any]]:
     ]
     if 1 <= len(needed) <= _MOST_ARGUMENTS:
         for tensor in _tensors(model):
-            yield calling(tuple(tensor.clone() for _ in needed))
+            yield calling(tuple(tensor.clone() for _ in needed), {} if constants else None)
 
 
 def calling(batch: Any, options: dict | None = None) -> Callable[[nn.Module], Any]:

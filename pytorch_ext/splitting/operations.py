@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import gcd
 
 from weft.splitting.layouts import Axis, ConflictError, Layout, viewed
@@ -47,13 +48,17 @@ class Meeting:
         return replace(fine, minor=(), constant=fine.constant & coarse.constant)
 
 
+class UnknownOperationError(ConflictError):
+    """An operation without a rule meets split features. It may need all of them."""
+
+
 def rule_of(node: Node) -> Rule:
-    """Raises ConflictError for an operation that no rule is known for."""
+    """Return the rule of an operation. UnknownOperationError where there is none."""
     if node.op in RULES:
         return RULES[node.op]
     if node.pointwise:
         return pointwise
-    raise ConflictError(f"{node.op} in {node.where or 'the model'} uses all of its features")
+    raise UnknownOperationError(f"{_told(node)} uses all of its features")
 
 
 # Element by element
@@ -249,11 +254,11 @@ def _joined_along(node: Node, layouts: Layouts, meeting: Meeting, dim: int | Non
 # Sums and products
 
 
-def _reduce(node, layouts, meeting):
-    """Along dimensions; (x, dims, keepdim)."""
+def _reduce(node, layouts, meeting, place=1):
+    """Along dimensions; (x, dims, keepdim). place: of the dimensions among the arguments."""
     value = node.inputs[0]
     layout = layouts[value].use()
-    dims = _dims(_argument(node, 1, "dim", None), len(value.shape))
+    dims = _dims(_argument(node, place, "dim", None), len(value.shape))
     if layout.dim in dims:
         raise ConflictError(f"{_told(node)} sums over its features")
     out = next(output for output in node.outputs if output is not None)
@@ -262,11 +267,11 @@ def _reduce(node, layouts, meeting):
     return [after if output is not None else None for output in node.outputs]
 
 
-def _along(node, layouts, meeting):
-    """Along one dimension, the shape as it was: softmax, cumsum; (x, dim)."""
+def _along(node, layouts, meeting, place=1):
+    """Along one dimension, the others as they were: softmax, cumsum, topk; (x, dim)."""
     value = node.inputs[0]
     layout = layouts[value].use()
-    if layout.dim in _dims(_argument(node, 1, "dim", -1), len(value.shape)):
+    if layout.dim in _dims(_argument(node, place, "dim", -1), len(value.shape)):
         raise ConflictError(f"{_told(node)} goes over all of its features")
     return [replace(layout, minor=(), constant=frozenset()) for _ in node.outputs]
 
@@ -367,7 +372,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["detach", "lift_fresh", "_to_copy"], _alike),
     **dict.fromkeys(["empty_like", "zeros_like", "ones_like", "full_like"], _alike),
     **dict.fromkeys(["sum", "mean", "amax", "amin", "var", "std", "var_mean"], _reduce),
+    **dict.fromkeys(["max", "min", "argmax", "argmin", "prod", "logsumexp", "all", "any"], _reduce),
+    "linalg_vector_norm": partial(_reduce, place=2),
     **dict.fromkeys(["_softmax", "_log_softmax", "cumsum", "flip"], _along),
+    **dict.fromkeys(["cumprod", "logcumsumexp", "sort"], _along),
+    "topk": partial(_along, place=2),
     **dict.fromkeys(["native_layer_norm", "_fused_rms_norm"], _normalised),
     "bmm": _bmm,
     "attention": _attention,

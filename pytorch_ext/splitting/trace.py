@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, s
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # a guess of the input may be warned of
         stack.enter_context(torch.random.fork_rng([]))
+        stack.callback(random.setstate, random.getstate())
         torch.default_generator.manual_seed(0)  # layers that are left out at random are the same ones each time
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Functions(run))
