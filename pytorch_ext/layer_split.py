@@ -173,9 +173,11 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
     mark({parameter: {ranks.rank} for segment in mine for parameter in segment.parameters()}, ranks)
     taken = [str(node.target) for node in chain.inputs]
     held = Held(split, (segment.stage for segment in mine))
+    settings = chain.settings  # not the chain, which has all layers
 
     def call(*inputs, **named):
         values = _in_order(taken, inputs, named)
+        settings.check()
         held.renew(split)
         begun = begin("LayerSplit", sharing, values)
         for segment in mine:

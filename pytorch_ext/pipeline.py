@@ -133,6 +133,7 @@ class Pipeline(nn.Module):
             sizes = told[0][4]
 
         self._taken = [str(node.target) for node in chain.inputs]
+        self._settings = chain.settings
         stages = chain.stages(sizes)
         _refuse_shared_means(stages, self._owner)
         self._device = _device_of(mesh)
@@ -248,6 +249,7 @@ class Pipeline(nn.Module):
 
     def _checked(self, inputs: Inputs, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        self._settings.check()
         if len(given) != len(self._taken):
             raise TypeError(
                 f"Pipeline: the model was cut for the inputs {', '.join(self._taken)}, and got {len(given)}: name "

@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -419,3 +420,36 @@ def refuses_records(rank):
 def test_what_is_recorded_inside_of_layers_is_refused_across_ranks():
     """Each rank would have its own layers' alone, and of router logits a wrong loss."""
     run_ranks(refuses_records, 2)
+
+
+class Flagged(nn.Module):
+    """Asks a flag, and one of its configuration, outside of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.doubled, self.epoch = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), False, 0
+        self.config = SimpleNamespace(halved=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        x = 2 * x if self.doubled else x
+        return x / 2 if self.config.halved else x
+
+
+def changes_flags(rank):
+    model, x = Flagged(), torch.ones(2, 4)
+    split = weft.LayerSplit(model, weft.init_mesh(pp=2, device_type="cpu"))
+    expected = split(x)
+    model.epoch = 1  # which the forward does not ask
+    assert torch.equal(split(x), expected)
+    for holder, name in ((model, "doubled"), (model.config, "halved")):
+        setattr(holder, name, True)
+        with pytest.raises(ValueError, match=f"{'config' if holder is model.config else name} was changed after"):
+            split(x)
+        setattr(holder, name, False)
+    assert torch.equal(split(x), expected)
+
+
+def test_a_flag_that_the_cut_forward_has_asked_for_cannot_change():
+    run_ranks(changes_flags, 2)

@@ -7,7 +7,9 @@ that skip connections, masks and tables of angles go along. Stages hold the mode
 
 import inspect
 import random
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +50,7 @@ class Chain:
     inputs: tuple[fx.Node, ...]
     output: fx.Node
     layers: tuple[Layer, ...]
+    settings: "Settings"
 
     def stages(self, sizes: Sequence[int]) -> list[fx.GraphModule]:
         """The model cut into stages of so many layers each, in sequence.
@@ -104,7 +107,8 @@ def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments
         UncuttableError: a forward that cannot be traced, that has hooks, or that asks whether it trains. ValueError: no
             such module, a model without parameters.
     """
-    graph = _traced(who, model, arguments) if layers is None else _listed(who, model, layers)
+    settings = Settings(who)
+    graph = _traced(who, model, arguments, settings) if layers is None else _listed(who, model, layers)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     (output,) = (node for node in graph.nodes if node.op == "output")
     runs: list[list[fx.Node]] = []
@@ -121,7 +125,58 @@ def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments
     )
     if not any(layer.parameters for layer in found):
         raise ValueError(f"{who}: the model has no layer with parameters; there is nothing to split")
-    return Chain(model, inputs, output, found)
+    return Chain(model, inputs, output, found, settings)
+
+
+_SIMPLE = (bool, int, float, str, type(None))
+_OWN = {*vars(nn.Module()), "training"}
+
+
+class Settings:
+    """Attributes that the traced code has read, which stay as they were: numbers, strings and flags of modules, and of
+    the plain objects (configurations) that modules hold."""
+
+    def __init__(self, who: str):
+        self._who = who
+        self._read: dict[tuple[str, str], tuple[weakref.ref, object]] = {}  # the module, and what it had
+
+    @contextmanager
+    def noting(self, modules: dict[str, nn.Module]) -> Iterator[None]:
+        """Note what these modules' attributes are while their code runs."""
+        names = {id(module): name for name, module in modules.items()}
+
+        def noted(module, attribute):
+            value = object.__getattribute__(module, attribute)
+            name = names.get(id(module))
+            if name is not None and attribute not in _OWN and (held := _settings_of(value)) is not None:
+                self._read.setdefault((name, attribute), (weakref.ref(module), held))
+            return value
+
+        nn.Module.__getattribute__ = noted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
+
+    def check(self) -> None:
+        """Raises ValueError where one of them is another now. A module that is gone has none."""
+        for (name, attribute), (of_module, before) in self._read.items():
+            module = of_module()
+            if module is not None and _settings_of(getattr(module, attribute, None)) != before:
+                changed = f"{name}.{attribute}".removeprefix(".")
+                raise ValueError(
+                    f"{self._who}: {changed} was changed after the model was cut, whose forward has asked for it once "
+                    "and for all: set it before the model is cut, or let a layer ask"
+                )
+
+
+def _settings_of(value) -> object:
+    """What to compare of an attribute; None where nothing is."""
+    if type(value) in _SIMPLE:
+        return type(value).__name__, value
+    if callable(value) or isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__"):
+        return None
+    return {key: one for key, one in vars(value).items() if type(one) in _SIMPLE}
 
 
 def _name(run: Sequence[fx.Node]) -> str:
@@ -247,7 +302,7 @@ def lists_in(model: nn.Module) -> set[str]:
     return {name for name in opened_in(model) if type(model.get_submodule(name)) in _LISTS}
 
 
-def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.Graph:
+def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, settings: Settings) -> fx.Graph:
     opened = opened_in(model)
     for name in opened:
         module = model.get_submodule(name)
@@ -268,7 +323,8 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None) -> fx.G
         for mode in (True, False):
             model.train(mode)
             tracer = _Tracer(who, opened)
-            graphs.append(_only(given, tracer.trace(model, dict(defaults) or None)))
+            with settings.noting({name: model.get_submodule(name) for name in opened}):
+                graphs.append(_only(given, tracer.trace(model, dict(defaults) or None)))
             constants.append(tracer.constants)
     except UncuttableError:
         raise
