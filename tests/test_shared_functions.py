@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from shared_calls import CASES, Draw, RefusedError, outcomes
 
 import weft.context.attention  # noqa: F401
@@ -32,6 +33,10 @@ def outcome(x, name, args, named):
         out = getattr(x, name)(*args, **named)
     except (RuntimeError, IndexError, TypeError) as error:
         return type(error)
+    return whole_of(out)
+
+
+def whole_of(out):
     return out.whole() if isinstance(out, SharedSequence) else out
 
 
@@ -98,3 +103,25 @@ def test_every_function_that_has_a_rule_has_a_case():
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_function_of_a_shared_sequence_is_that_of_the_whole(world):
     run_ranks(calls_at_random, world, timeout_s=200)
+
+
+def shifts(rank):
+    ranks = communicator(None)
+    whole = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    for strict in (False, True):
+        cut = Cut(Sharing(ranks, strict=strict), Layout(5, ranks.world))
+        shared = SharedSequence(cut.pick(whole, 1), 1, cut)
+        for pad in ((0, 0, 1, -1), (0, 0, -2, 2), [1, 1, 1, -1]):
+            if strict:
+                with pytest.raises(ValueError, match="strict: .* pad has no rule for this"):
+                    F.pad(shared, pad)
+            else:
+                torch.testing.assert_close(whole_of(F.pad(shared, pad)), F.pad(whole, pad))
+        for pad in ((1, -1), (2, 0, 0, 0), (0, 0, 0, 0, 1, -1)):
+            found = F.pad(shared, pad)
+            assert isinstance(found, SharedSequence)
+            torch.testing.assert_close(found.whole(), F.pad(whole, pad))
+
+
+def test_padding_that_keeps_the_length_moves_the_sequence():
+    run_ranks(shifts, 2)
