@@ -157,6 +157,7 @@ def parallelize(
     else:
         model.check_replicas = partial(check_replicas, model)  # type: ignore[assignment]
     if check is not None:
+        check.watch(model)
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
     wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
     SameCalls({} if ranks.tp is None else {ranks.tp: True}, check_calls, check_replicas_every).install(wrapped, model)

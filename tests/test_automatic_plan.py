@@ -3,6 +3,7 @@
 import copy
 from collections import namedtuple
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -834,3 +835,56 @@ def check_dropping(rank):
 def test_what_is_split_is_dropped_by_itself_and_what_is_whole_alike():
     """Three ranks with uneven parts, which draw other counts of random numbers."""
     run_ranks(check_dropping, 3)
+
+
+class Flagged(nn.Module):
+    """Normalises over the features where an argument, a flag or a configuration says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.use_norm, self.calls = False, 0
+        self.options = SimpleNamespace(norm="none")
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x, normalize=False, power=1):
+        h = self.up(x)
+        if normalize or self.use_norm or power == 7 or self.options.norm != "none":
+            h = h.softmax(-1)
+        return self.down(h)
+
+
+def check_flags(rank):
+    for plan in ("auto", {"0.up": "column", "0.down": "row"}):
+        torch.manual_seed(0)
+        whole = nn.Sequential(Flagged()).double()
+        model = weft.parallelize(copy.deepcopy(whole), plan=plan)
+        flagged, x = model[0], torch.randn(2, 6, dtype=torch.float64)
+        assert_close(model(x), whole(x), "as it was found")
+        for holder, name, value, before in (
+            (flagged, "use_norm", True, False),
+            (flagged.options, "norm", "softmax", "none"),
+        ):
+            setattr(holder, name, value)
+            with pytest.raises(ValueError, match="softmax"):
+                model(x)
+            with pytest.raises(ValueError, match="softmax"):
+                model(x)
+            setattr(holder, name, before)
+            assert_close(model(x), whole(x), "as it was")
+    flagged = weft.parallelize(Flagged(), plan="auto")
+    x = torch.randn(2, 6)
+    for power in range(5):
+        assert flagged(x, power=power).shape == x.shape
+    for options in ({"normalize": True}, {"power": 7}):
+        for _ in range(12):
+            with pytest.raises(ValueError, match="softmax"):
+                flagged(x, **options)
+    for number in range(20):
+        flagged.calls = number
+        assert flagged(x).shape == x.shape
+    check = next(hook for hook in flagged._forward_pre_hooks.values() if hasattr(hook, "settings"))
+    assert "calls" not in {name for _, name, _ in check.settings.places}, "it counts, and is looked at no longer"
+
+
+def test_flags_and_numbers_that_decide_what_is_computed_are_followed():
+    run_ranks(check_flags, 2)

@@ -1,12 +1,16 @@
 """Whether a plan holds for what a model is called with.
 
 A plan is found, or checked, by one call. Others may compute something else: an argument of another number of
-dimensions, whose dimension 1 is features and not a sequence; one that is None by default. So the first call of each
-kind is followed too.
+dimensions, whose dimension 1 is features and not a sequence; one that is None by default; a flag of a module that was
+set afterwards. So the first call of each kind is followed too.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
+from operator import is_
+from types import NoneType
 
 import torch
 from torch import nn
@@ -48,13 +52,22 @@ def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, c
 
 
 class CallCheck:
-    """A forward pre-hook, which raises ValueError before anything is communicated."""
+    """A forward pre-hook, which raises ValueError before anything is communicated.
+
+    A call is of another kind where its arguments are, or where an attribute of a module was changed since.
+    """
 
     at_edge = True  # a model in stages can do without
 
     def __init__(self, twin: nn.Module, conflict: Conflict, by_mode: bool):
         self.model, self.conflict, self.by_mode = twin, conflict, by_mode
+        self.settings: Settings | None = None
         self.known: set[tuple] = set()
+        self.numbers: Counter[tuple] = Counter()
+
+    def watch(self, model: nn.Module) -> None:
+        """Compare the attributes of the model, which is split now, from here on."""
+        self.settings = Settings(model, self.model)
 
     def __deepcopy__(self, memo):
         return self
@@ -62,17 +75,114 @@ class CallCheck:
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         if torch.compiler.is_compiling():
             return
+        if self.settings is not None:
+            self.known = self.settings.known_now(self.known)
         kind = (self.by_mode and module.training, *_kind_of(args, kwargs))
         if kind in self.known:
+            return
+        general = tuple(type(x) if type(x) in (int, float) else x for x in kind)
+        if self.numbers[general] > MOST_NUMBERS:
             return
         conflict = self.conflict(self.model, calling(args, kwargs), module.training)
         if conflict is not None:
             raise ValueError(conflict)
         self.known.add(kind)
+        self.numbers[general] += general != kind
+
+
+MOST_NUMBERS = 8  # a number with more values than these counts something, and decides nothing
+_SIMPLE = (bool, int, float, str, NoneType)
+_OWN = {*vars(nn.Module()), "training"}
+_ABSENT = object()
+
+
+class Settings:
+    """Attributes that may decide what a model's own code computes: numbers, strings and flags.
+
+    Those of modules, and of plain objects and dicts that modules hold (a configuration). What a module has in the split
+    model already counts this rank's features, so the copy without values gets the changes alone.
+
+    Args:
+        model: split.
+        twin: the unsplit copy.
+    """
+
+    def __init__(self, model: nn.Module, twin: nn.Module):
+        unsplit, seen = dict(twin.named_modules()), set[int]()
+        self.places: list[tuple[dict, str, dict]] = []  # who has it, its name, and who has it in the twin
+        for name, module in model.named_modules():
+            own = unsplit.get(name)
+            if type(own) is not type(module) or type(module).__module__.partition(".")[0] in ("torch", "weft"):
+                continue
+            for mine, theirs in _holders(module, own):
+                if id(mine) not in seen:
+                    seen.add(id(mine))
+                    self.places += [(mine, key, theirs) for key, value in mine.items() if _is_setting(key, value)]
+            for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+                names = [key for key, value in vars(kind).items() if _is_setting(key, value)]
+                self.places += [(vars(module), key, vars(own)) for key in names if key not in vars(module)]
+        self.read = self._read()
+        self.values = tuple(map(_compared, self.read))
+        self.known: dict[tuple, set[tuple]] = {}
+        self.had: list[set] = [{value} for value in self.values]
+
+    def known_now(self, known: set[tuple]) -> set[tuple]:
+        """The kinds of calls that are known with these attributes; `known` are those with the ones before."""
+        read = self._read()
+        if all(map(is_, read, self.read)):
+            return known
+        self.read, values = read, tuple(map(_compared, read))
+        if values == self.values:
+            return known
+        self.known[self.values] = known
+        for (mine, key, theirs), had, old, new in zip(self.places, self.had, self.values, values, strict=True):
+            if new != old:
+                had.add(new)
+                theirs[key] = mine.get(key)
+                if key not in mine:
+                    del theirs[key]
+        self.values = values
+        counting = [len(had) > MOST_NUMBERS for had in self.had]
+        if any(counting):
+            self._drop(counting)
+            return known
+        return self.known.setdefault(values, set())
+
+    def _read(self) -> list:
+        return [mine.get(key, _ABSENT) for mine, key, _ in self.places]
+
+    def _drop(self, counting: list[bool]) -> None:
+        """Compare these no longer."""
+        kept = [place for place, drop in enumerate(counting) if not drop]
+        self.places, self.had = [self.places[place] for place in kept], [self.had[place] for place in kept]
+        self.read, self.known = self._read(), {}
+        self.values = tuple(map(_compared, self.read))
+
+
+def _compared(value) -> tuple:
+    """With its type: True is 1."""
+    return type(value), value if type(value) in _SIMPLE else None
+
+
+def _is_setting(key: str, value) -> bool:
+    return type(value) in _SIMPLE and key not in _OWN and not key.startswith(("__", "_weft"))
+
+
+def _holders(module: nn.Module, twin: nn.Module):
+    """(dict, the twin's) of a module's attributes, and of what plain objects and dicts have that it holds."""
+    yield vars(module), vars(twin)
+    for key, value in vars(module).items():
+        other = vars(twin).get(key)
+        if key in _OWN or isinstance(value, type | nn.Module | torch.Tensor) or type(other) is not type(value):
+            continue
+        if isinstance(value, dict):
+            yield value, other
+        elif hasattr(value, "__dict__") and not callable(value):
+            yield vars(value), vars(other)
 
 
 def _kind_of(args, kwargs) -> tuple:
-    """Which arguments there are, dimensions and types of tensors, and whether these get a gradient."""
+    """Which arguments there are, dimensions and types of tensors, and whether these get a gradient; other values."""
     leaves, structure = tree_flatten((args, kwargs))
     return str(structure), *map(_told, leaves)
 
@@ -80,4 +190,4 @@ def _kind_of(args, kwargs) -> tuple:
 def _told(x):
     if isinstance(x, torch.Tensor):
         return x.dim(), x.dtype, x.requires_grad
-    return x if isinstance(x, bool | str | None) else type(x)
+    return x if isinstance(x, (*_SIMPLE, Enum, torch.dtype)) else type(x)
