@@ -26,7 +26,9 @@ from weft.splitting.trace import without_values
 Conflict = Callable[[nn.Module, Callable, bool], str | None]  # of the unsplit model, a call, and whether it trains
 
 
-def call_check(model: nn.Module, plan: AutomaticPlan | OwnPlan | None, ranks: Communicator | None):
+def call_check(
+    model: nn.Module, plan: AutomaticPlan | OwnPlan | None, ranks: Communicator | None
+) -> "CallCheck | None":
     """The CallCheck of a model that is still unsplit. None where the plan splits nothing, where the model cannot be
     copied, and of transformers, whose further arguments (masks, caches, labels) are known."""
     if plan is None or ranks is None or is_transformers(model):
@@ -39,7 +41,11 @@ def call_check(model: nn.Module, plan: AutomaticPlan | OwnPlan | None, ranks: Co
         return None
     if isinstance(plan, AutomaticPlan):
         return CallCheck(twin, partial(_automatic_conflict, plan, ranks.world), by_mode=False)
-    return CallCheck(twin, lambda twin, call, training: plan.misuse(twin, [call], training), by_mode=True)
+    return CallCheck(twin, partial(_own_conflict, plan), by_mode=True)
+
+
+def _own_conflict(own: OwnPlan, twin: nn.Module, call: Callable, training: bool) -> str | None:
+    return own.misuse(twin, [call], training)
 
 
 def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, call: Callable, _) -> str | None:

@@ -129,7 +129,7 @@ def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments
 
 
 _SIMPLE = (bool, int, float, str, type(None))
-_OWN = {*vars(nn.Module()), "training"}
+_OWN = {*vars(nn.Module()), *dir(nn.Module), "training"}
 
 
 class Settings:
