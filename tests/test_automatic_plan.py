@@ -101,6 +101,78 @@ class Weighed(nn.Module):
         return self.output((weights @ value).transpose(1, 2).flatten(2)), weights
 
 
+class Measuring(nn.Module):
+    """As in nanoGPT: the width of its input, divided by its heads, is the size of a head."""
+
+    def __init__(self, width, heads, fused):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.n_embd, self.n_head, self.fused, self.dropout = width, heads, fused, nn.Dropout(0.0)
+
+    def forward(self, x):
+        batch, length, width = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for part in (q, k, v))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = self.dropout((q @ k.transpose(-2, -1) * k.size(-1) ** -0.5).softmax(-1)) @ v
+        return self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
+
+
+class Reshaping(nn.Module):
+    """As in timm; the width is read by a method, of an argument that may be named."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def heads(self, x):
+        batch, length, _ = x.shape
+        return self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def merged(self, y, x):
+        return y.transpose(1, 2).reshape(x.size(0), x.size(1), x.size(dim=-1))
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        return self.proj(self.merged((q * self.head_dim**-0.5 @ k.transpose(-2, -1)).softmax(-1) @ v, x))
+
+
+class Turning(nn.Module):
+    """As in Meta's Llama: positions are turns of complex numbers."""
+
+    def __init__(self, width, heads, kv_heads):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.n_rep, self.head_dim = heads, kv_heads, heads // kv_heads, width // heads
+        self.wq, self.wo = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(width, kv_heads * self.head_dim, bias=False) for _ in range(2))
+
+    def turned(self, x, turns):
+        x = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        turns = turns.view(*[d if i == 1 or i == x.ndim - 1 else 1 for i, d in enumerate(x.shape)])
+        return torch.view_as_real(x * turns).flatten(3)
+
+    def repeated(self, x):
+        batch, length, heads, size = x.shape
+        if self.n_rep == 1:
+            return x
+        x = x[:, :, :, None, :].expand(batch, length, heads, self.n_rep, size)
+        return x.reshape(batch, length, heads * self.n_rep, size)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        angles = torch.outer(torch.arange(length).float(), 1.0 / 100 ** torch.linspace(0, 1, self.head_dim // 2))
+        turns = torch.polar(torch.ones_like(angles), angles)
+        q = self.turned(self.wq(x).view(batch, length, self.n_heads, self.head_dim), turns).type_as(x)
+        k = self.turned(self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim), turns).type_as(x)
+        k, v = self.repeated(k), self.repeated(self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = torch.matmul((torch.matmul(q, k.transpose(2, 3)) / self.head_dim**0.5).softmax(-1), v)
+        return self.wo(y.transpose(1, 2).contiguous().view(batch, length, -1))
+
+
 class First(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -231,6 +303,8 @@ MODELS = {
     "plain": lambda: Plain(Attention(20, 4), Attention(20, 4, 2), Viewed(20, 5)),
     "MQA": lambda: Plain(Attention(20, 4, 1)),
     "heads that a norm counts": lambda: Plain(First(Weighed(20, 5))),
+    "widths of an input": lambda: Plain(Measuring(20, 5, True), Measuring(20, 5, False), Reshaping(20, 5)),
+    "complex positions": lambda: Plain(Turning(24, 6, 3), Turning(24, 6, 6), width=24),
     "ResNet": ResNet,
     "TransformerEncoder": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(20, 5, 33, dropout=0.0, batch_first=True), 2
@@ -349,6 +423,47 @@ def test_fused_projections_are_cut_piece_by_piece():
     assert viewed == {"style": "column", "parts": (20, 20, 20), "unit": 4}
 
 
+def test_the_width_of_an_input_is_this_ranks_where_its_own_code_reads_it():
+    found = split_of("widths of an input", 3).plan
+    numbers = {"n_head": (2, 2, 1), "x.shape[-1]": (8, 8, 4)}
+    for block in range(2):
+        assert found[f"blocks.{block}.attention"] == {"style": "attributes", "n_embd": (8, 8, 4), **numbers}
+    assert found["blocks.2.attention"]["x.shape[-1]"] == (8, 8, 4)
+    assert all(f"blocks.{block}.attention" in split_of("complex positions", 3).plan for block in range(2))
+
+
+class Varied(Measuring):
+    """Does something with the width that is not a size of its features."""
+
+    def __init__(self, way):
+        super().__init__(20, 5, True)
+        self.way = way
+
+    def forward(self, x):
+        x, scale = self.way(x)
+        batch, length, _ = x.shape
+        q, k, v = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        return self.c_proj(
+            F.scaled_dot_product_attention(q * scale, k, v).transpose(1, 2).reshape(batch, length, x.shape[-1])
+        )
+
+
+VARIED = {
+    "a size of it": (lambda x: (x, 2.0), None),
+    "a number that it computes with": (lambda x: (x, x.shape[-1] ** -0.5), "write -1 instead of 20"),
+    "a tensor of it": (lambda x: (x, torch.tensor(x.shape[-1] ** -0.5)), "write -1 instead of 20"),
+    "of another tensor": (lambda x: (x * 1, 1.0), "write -1 instead of 20 in its view as (3, 5, 20)"),
+}
+
+
+@pytest.mark.parametrize("what", VARIED)
+def test_a_width_with_which_something_else_is_computed_stays_whole_with_a_way_out(what):
+    way, told = VARIED[what]
+    found = automatic_plan(Plain(Varied(way)), 2)
+    assert ("blocks.0.attention.c_attn" in found.plan) == (told is None), found
+    assert told is None or told in found.whole["blocks.0.attention.c_attn"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_of_any_type_is_found_to_be_the_same(dtype):
     """Whose first layers, 1-D convolutions, run as they are."""
@@ -423,6 +538,7 @@ BETWEEN = {
     "a sum": (lambda p, h, x: p.down(h - h.mean(-1, keepdim=True)), "sums over its features"),
     "a cut": (lambda p, h, x: p.down(F.pad(h[..., :4], (0, 6))), "joins|takes some|uses all"),
     "a count of the features": (lambda p, h, x: p.down(h * h.shape[-1]), "its code counts all of the features"),
+    "a tensor of their count": (lambda p, h, x: p.down(h * torch.tensor(h.shape[-1])), "takes another constant"),
     "another order": (lambda p, h, x: p.down(h.flip(-1)), "goes over all of its features"),
     "another view": (lambda p, h, x: p.down(h.view(-1, 2, 5).mT.reshape(h.shape)), "cuts through|something else"),
     "its weight": (lambda p, h, x: p.down(h) + p.up.weight.sum(), "its weight is also used by sum"),

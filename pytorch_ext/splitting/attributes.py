@@ -1,6 +1,9 @@
 """The numbers that a module's own code counts with, of heads or features, where this rank has a part of them."""
 
+import contextlib
 import copy
+import inspect
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,6 +18,8 @@ from weft.comm.communicator import Communicator
 from weft.ops.random_numbers import own_random_numbers as random_numbers_of
 
 PART = "_weft_part"  # of a tensor: (dimension, every rank's size, the ranks)
+_WIDTH = re.compile(r"(\w+)\.shape\[-1\]")
+SIZES = (torch.Tensor.size, torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 
 def with_numbers(
@@ -36,15 +41,22 @@ def with_numbers(
         results: of the tuple or list that it returns, what is this rank's part and only handed on (attention weights):
             the place to the dimension and every rank's size. Models return the whole of it (results.py).
         numbers: attribute ("num_heads", or "config.num_heads" of what it holds as `config`) to its number on each rank.
+            "x.shape[-1]" is the width that its own code reads of the tensor that it is called with as x; the modules
+            that it calls read the true one.
 
     Raises:
-        ValueError: no such attribute, one that is no whole number, numbers of another count of ranks.
+        ValueError: no such attribute or argument, one that is no whole number, numbers of another count of ranks.
     """
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     for name, of_ranks in numbers.items():
-        holder, attribute = holder_of(module, name)
-        if type(vars(holder).get(attribute)) is not int:
+        argument = argument_of(name)
+        holder, attribute = (module, name) if argument else holder_of(module, name)
+        if argument and argument not in arguments_of(module):
+            raise ValueError(
+                f"{type(module).__name__} is not called with {argument!r}, but with {arguments_of(module)}"
+            )
+        if not argument and type(vars(holder).get(attribute)) is not int:
             had = ", ".join(key for key, value in vars(holder).items() if type(value) is int)
             raise ValueError(f"{type(module).__name__} has no whole number called {name!r}; it has {had or 'none'}")
         if len(of_ranks) != group.world:
@@ -53,7 +65,7 @@ def with_numbers(
     vars(twin)["_weft_numbers"] = {name: tuple(of_ranks) for name, of_ranks in numbers.items()}
     vars(twin)["_weft_summed"] = summed
     if own_random_numbers and group.world > 1:
-        vars(twin)["forward"] = _Forward(twin, group)
+        Forward.of(twin).ranks = group
     if results and group.world > 1:
         twin._forward_hooks = OrderedDict(module._forward_hooks)
         twin.register_forward_hook(InParts(results, group), prepend=True)
@@ -68,6 +80,26 @@ def is_summed(module: nn.Module) -> bool:
     return vars(module).get("_weft_summed", False)
 
 
+def width_of(argument: str) -> str:
+    """Return the name of the number that a module reads as the width of an argument."""
+    return f"{argument}.shape[-1]"
+
+
+def argument_of(name: str) -> str | None:
+    """Return the argument whose width a number is; None for an attribute."""
+    found = _WIDTH.fullmatch(name)
+    return found and found[1]
+
+
+def arguments_of(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's forward, in their order."""
+    return [
+        name
+        for name, parameter in list(inspect.signature(type(module).forward).parameters.items())[1:]
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
 def holder_of(module: nn.Module, name: str) -> tuple[object, str]:
     """The module, or what it holds as `config`, and the attribute's name there."""
     first, _, attribute = name.rpartition(".")
@@ -80,6 +112,10 @@ def holder_of(module: nn.Module, name: str) -> tuple[object, str]:
 
 def set_number(module: nn.Module, name: str, number: int) -> None:
     """Of the module alone: a configuration that it shares with others is copied first."""
+    argument = argument_of(name)
+    if argument:
+        Forward.of(module).widths[argument] = number
+        return
     holder, attribute = holder_of(module, name)
     if holder is not module:
         holder = vars(module)["config"] = copy.copy(holder)
@@ -99,18 +135,68 @@ class InParts:
                 setattr(part, PART, (dim, sizes, self.ranks))
 
 
-class _Forward:
-    """A module's forward, in which its own dropout draws other numbers on every rank."""
+class Forward:
+    """A module's forward with what its own code sees of this rank.
 
-    def __init__(self, module: nn.Module, ranks: Communicator):
-        self.module, self.ranks = module, ranks
+    Attributes:
+        ranks: its own dropout draws other numbers on each of these.
+        widths: argument to the last size that its own code reads of it.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.arguments = module, arguments_of(module)
+        self.ranks: Communicator | None = None
+        self.widths: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Forward":
+        """Return the module's, which it gets if it has none."""
+        own = vars(module).get("forward")
+        if not isinstance(own, Forward) or own.module is not module:
+            own = vars(module)["forward"] = cls(module)
+        return own
 
     def __call__(self, *args, **kwargs):
-        forward = type(self.module).forward
-        if not self.module.training:
-            return forward(self.module, *args, **kwargs)
-        with _OwnDrops(self.ranks):
-            return forward(self.module, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if self.ranks is not None and self.module.training:
+                stack.enter_context(_OwnDrops(self.ranks))
+            if self.widths:
+                given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+                widths = [(given[name], width) for name, width in self.widths.items() if name in given]
+                stack.enter_context(_OwnWidths(self.module, widths))
+            return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class _OwnWidths(TorchFunctionMode):
+    """While a module runs, its own code reads these last sizes of these tensors; what it calls reads the true ones."""
+
+    def __init__(self, module: nn.Module, widths: Sequence[tuple[torch.Tensor, int]]):
+        super().__init__()
+        self.module, self.widths = module, widths
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func not in SIZES or not args:
+            return result
+        width = next((width for tensor, width in self.widths if tensor is args[0]), None)
+        if width is None or _running() is not self.module:
+            return result
+        if isinstance(result, tuple):
+            return torch.Size((*result[:-1], width))
+        dim = args[1] if len(args) > 1 else (kwargs or {})["dim"]
+        return width if dim in (-1, args[0].dim() - 1) else result
+
+
+def _running() -> nn.Module | None:
+    """The innermost module that runs: the first argument of its method is the module."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, nn.Module):
+            return first
+        frame = frame.f_back
+    return None
 
 
 class _OwnDrops(TorchFunctionMode):

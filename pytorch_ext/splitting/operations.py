@@ -227,6 +227,15 @@ def _selected(node: Node, layout: Layout, dim: int, index: int) -> Layout:
     return _without(found, [dim])
 
 
+def _as_pairs(node, layouts, meeting):
+    """The last dimension, of a real and an imaginary part, becomes one number or comes back."""
+    value, out = node.inputs[0], node.outputs[0]
+    layout = layouts[value]
+    if layout.dim >= min(len(value.shape), len(out.shape)):
+        raise ConflictError(f"{_told(node)} takes some of its features")
+    return [replace(layout, minor=(), constant=frozenset())]
+
+
 def _cat(node, layouts, meeting):
     return [_joined_along(node, layouts, meeting, _argument(node, 1, "dim", 0) % len(node.outputs[0].shape))]
 
@@ -367,6 +376,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["split", "split_with_sizes"], _split),
     "select": _select,
     "unbind": _unbind,
+    **dict.fromkeys(["view_as_complex", "view_as_real"], _as_pairs),
     "cat": _cat,
     "stack": _stack,
     **dict.fromkeys(["detach", "lift_fresh", "_to_copy"], _alike),

@@ -7,12 +7,14 @@ fails, an attribute of a module that is a number of split units is made this ran
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.splitting.attributes import set_number
+from weft.splitting.attributes import argument_of, set_number, width_of
 from weft.splitting.flow import Found
 from weft.splitting.trace import MismatchError, Node, Run, Trace, UntraceableError, Value, trace
 
@@ -45,6 +47,8 @@ class Rehearsal(Run):
         for mine, value in zip(node.inputs, expected.inputs, strict=True):
             if mine.twin is not None and value not in (mine.twin, self.as_repeated.get(mine.twin)):
                 raise MismatchError(step, f"{node.op} in {node.where} takes another tensor")
+            if mine.content != value.content:
+                raise MismatchError(step, f"{node.op} in {node.where} takes another constant")
         for mine, value in zip(node.outputs, expected.outputs, strict=True):
             if mine is None or value is None:
                 continue
@@ -165,7 +169,11 @@ def _help(
     out of the module; None where they get no further."""
     best, furthest = None, mismatch.step
     where = whole.nodes[min(mismatch.step, len(whole.nodes) - 1)].where
-    for candidate in _candidates(twin, whole, found, where, numbers):
+    candidates = list(_candidates(twin, whole, found, where, numbers))
+    # Code that reads a width divides it: both numbers are the rank's, or neither is.
+    read = [one for one in candidates if any(argument_of(name) for _, name in one)]
+    pairs = ({**one, **width} for width in read for one in candidates if one.keys() != width.keys())
+    for candidate in chain(candidates, pairs):
         after = reached(candidate, mismatch.step)
         if after is not None and after.step <= furthest:
             continue
@@ -199,32 +207,46 @@ def _unlike_ranks(found: Found) -> list[int]:
 
 
 def _candidates(twin: nn.Module, whole: Trace, found: Found, where: str, numbers: Numbers) -> Iterator[Numbers]:
-    """Numbers that the modules around might need, the same in all modules of a class; those of configurations last."""
+    """Numbers that the modules around might need, the same in all modules of a class: their attributes, those of their
+    configurations, the widths of what they are called with."""
     parts = where.split(".")
     around = list(filter(None, (".".join(parts[:end]) for end in range(len(parts), 0, -1))))  # not the model itself
     modules = dict(twin.named_modules())
     known: dict[str, dict[int, set]] = {}
-    for of_config in (False, True):
-        for name in around[:1] if of_config else around:
+    for counts in (_attributes, _of_config, partial(_widths, whole, found)):
+        for name in around[:1] if counts is _of_config else around:
             alike = [other for other, module in modules.items() if type(module) is type(modules[name])]
-            for attribute, value in _counts(modules[name], of_config).items():
+            for attribute, value in counts(name, modules[name]).items():
                 if (name, attribute) in numbers:
                     continue
                 for local in sorted(_sizes_within(name, whole, found, known).get(value, ())):
                     yield {
                         (other, attribute): local
                         for other in alike
-                        if _counts(modules[other], of_config).get(attribute) == value
+                        if counts(other, modules[other]).get(attribute) == value
                         and local in _sizes_within(other, whole, found, known).get(value, ())
                     }
 
 
-def _counts(module: nn.Module, of_config: bool) -> dict[str, int]:
-    """The whole numbers that a module has, or its configuration."""
-    holder = vars(module).get("config") if of_config else module
+def _attributes(name: str, holder: object) -> dict[str, int]:
+    """The whole numbers that a module has."""
     values = vars(holder) if hasattr(holder, "__dict__") else {}
-    prefix = "config." if of_config else ""
-    return {f"{prefix}{name}": value for name, value in values.items() if type(value) is int and value > 0}
+    return {name: value for name, value in values.items() if type(value) is int and value > 0}
+
+
+def _of_config(name: str, module: nn.Module) -> dict[str, int]:
+    """Those of its configuration."""
+    return {f"config.{key}": value for key, value in _attributes(name, vars(module).get("config")).items()}
+
+
+def _widths(whole: Trace, found: Found, name: str, module: nn.Module) -> dict[str, int]:
+    """Those that its code may read as the last size of a whole tensor that it is called with."""
+    widths = {}
+    for (owner, argument), values in whole.arguments.items():
+        sizes = {value.shape[-1] if value.shape and value not in found.layouts else None for value in values}
+        if owner == name and len(sizes) == 1 and None not in sizes:
+            widths[width_of(argument)] = sizes.pop()
+    return widths
 
 
 def _sizes_within(name: str, whole: Trace, found: Found, known: dict[str, dict[int, set]]) -> dict[int, set]:
@@ -262,4 +284,5 @@ def _with_numbers(twin: nn.Module, numbers: Mapping[tuple[str, str], tuple[int, 
         yield
     finally:
         for module, own in zip(modules, before, strict=True):
+            vars(module).clear()
             vars(module).update(own)

@@ -213,7 +213,8 @@ class Search:
             numbers, mismatch = rehearse(run.twin, run.call, run.whole, other, numbers)
             if mismatch is not None:
                 layers = _layers_at(run.whole, other, mismatch.step)
-                return {}, dict.fromkeys(layers, f"its code counts all of the features: {mismatch}")
+                way_out = _way_out(run.whole, other, mismatch.step)
+                return {}, dict.fromkeys(layers, f"its code counts all of the features: {mismatch}{way_out}")
         return numbers, {}
 
     def _alone(self, found: Found) -> dict[str, str | Mapping]:
@@ -322,6 +323,16 @@ def _layers_at(whole: Trace, found: Found, step: int) -> set[str]:
     values = [*node.inputs, *(value for value in node.outputs if value is not None)]
     layers = {found.layouts[value].axis.layer for value in values if value in found.layouts}
     return layers or set(found.columns)
+
+
+def _way_out(whole: Trace, found: Found, step: int) -> str:
+    """How to write a view so that it counts nothing."""
+    node = whole.nodes[min(step, len(whole.nodes) - 1)]
+    layout = found.layouts.get(node.outputs[0]) if node.op == "view" and node.outputs[0] is not None else None
+    if layout is None:
+        return ""
+    shape = node.outputs[0].shape  # type: ignore[union-attr]
+    return f"; write -1 instead of {shape[layout.dim]} in its view as {shape}"
 
 
 def _drops(node: Node) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.splitting.attributes import SIZES, arguments_of
 from weft.splitting.kinds import known
 
 # Whether a tensor is copied, and whether a view needs a copy first, depends on strides, and so on sizes.
@@ -23,6 +24,7 @@ _SAME = {"_unsafe_view": "view", "reshape": "view", "_reshape_alias": "view"}
 _CONSTANT = ("detach", "lift_fresh")
 _OF_INPUTS = ("layer", "closed", "attention")
 _LOOKUPS = ("embedding", "index", "gather", "index_select")  # rows of a parameter, as the input asks for them
+_FEW = 1024  # numbers of a constant that are compared
 _OBJECTS = 3  # of what a model returns, objects within objects that are looked into
 ACTIVATION = None  # the origin of what depends on the model's input
 
@@ -34,6 +36,7 @@ class Value:
     Attributes:
         origin: the parameters that it follows from, if it follows from parameters and constants alone; None otherwise.
         given: whether the model was called with it.
+        content: of a few numbers that nothing recorded has made (torch.tensor of a count, say).
         twin: in a rehearsal, the tensor of the whole model that it is a part of.
         aliases: it and the views that share its memory; what is written to one of them all follow from.
     """
@@ -41,6 +44,7 @@ class Value:
     shape: tuple[int, ...]
     origin: frozenset[str] | None = frozenset()
     given: bool = False
+    content: str = ""
     twin: "Value | None" = None
     aliases: "list[Value]" = field(default_factory=list)
 
@@ -78,6 +82,7 @@ class Trace:
     Attributes:
         outputs: what it returned.
         closed: name of a module whose inside could not be run without values, to why. It stands as a layer.
+        arguments: (module, argument) to the tensors that it was called with, where its own code reads sizes of them.
         aside: tensors that a module returns beside others and that nothing computes with afterwards (attention
             weights), each with the module, the innermost, and its place in the tuple or list.
     """
@@ -86,6 +91,7 @@ class Trace:
     outputs: list[Value]
     closed: dict[str, str]
     aside: dict[Value, tuple[str, int]]
+    arguments: dict[tuple[str, str], list[Value]] = field(default_factory=dict)
 
 
 class UntraceableError(Exception):
@@ -143,7 +149,7 @@ def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, s
             told = str(error).partition("\n")[0]
             raise UntraceableError(f"{type(error).__name__}: {told}", where) from error
     returned = [run.value(tensor) for tensor in tensors_in(outputs, _OBJECTS)]
-    return Trace(run.nodes, returned, closed, run.aside())
+    return Trace(run.nodes, returned, closed, run.aside(), run.read_arguments())
 
 
 class MismatchError(Exception):
@@ -160,6 +166,8 @@ class Run:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.stack: list[str] = []
+        self.arguments: dict[tuple[str, str], list[Value]] = {}
+        self._sized: set[tuple[str, Value]] = set()
         self._results: dict[Value, tuple[str, int, int]] = {}  # the module, the place, the operations until then
         self._values: dict[int, Value] = {}
         self._kept: list[torch.Tensor] = []  # an id is one tensor's as long as that lives
@@ -175,9 +183,11 @@ class Run:
         known = self._values.get(id(tensor))
         if known is None:
             # A number that the model makes a tensor of is not seen before it is used.
-            an_input = tensor.is_meta and tensor.is_floating_point() and tensor.dim() > 0 and not is_constant(tensor)
+            an_input = tensor.is_meta and _differentiable(tensor) and tensor.dim() > 0 and not is_constant(tensor)
             origin = ACTIVATION if an_input else frozenset[str]()
-            known = self._set(tensor, Value(tuple(tensor.shape), origin, given=True))
+            with _unrecorded():
+                content = "" if tensor.is_meta or tensor.numel() > _FEW else str(tensor.tolist())
+            known = self._set(tensor, Value(tuple(tensor.shape), origin, given=True, content=content))
         return known
 
     def record(self, op: str, args, kwargs, results, is_view: bool = False, **about) -> None:
@@ -195,9 +205,9 @@ class Run:
             known = self._values.get(id(result))
             if known is None:
                 aliases = inputs[0].aliases if is_view else []
-                of_floats = origin if result.is_floating_point() else frozenset[str]()
+                of_floats = origin if _differentiable(result) else frozenset[str]()
                 known = self._set(result, Value(tuple(result.shape), of_floats, aliases=aliases))
-            elif result.is_floating_point():
+            elif _differentiable(result):
                 for alias in known.aliases:
                     alias.origin = _together([alias.origin, origin])
             outputs.append(known)
@@ -207,6 +217,24 @@ class Run:
 
     def take(self, node: Node) -> None:
         self.nodes.append(node)
+
+    def note_arguments(self, name: str, given: Iterable[tuple[str, Any]]) -> None:
+        """Note the tensors that a module is called with."""
+        for argument, tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                self.arguments.setdefault((name, argument), []).append(self.value(tensor))
+
+    def note_sizes(self, tensor: torch.Tensor) -> None:
+        """Note that the running module's own code reads sizes of a tensor."""
+        if self.stack and id(tensor) in self._values:
+            self._sized.add((self.stack[-1], self._values[id(tensor)]))
+
+    def read_arguments(self) -> dict[tuple[str, str], list[Value]]:
+        return {
+            (name, argument): values
+            for (name, argument), values in self.arguments.items()
+            if any((name, value) in self._sized for value in values)
+        }
 
     def note_results(self, name: str, results) -> None:
         """Of a module, when it returns. What the model itself makes of them it must make of the whole."""
@@ -244,6 +272,10 @@ class Run:
         self._values[id(tensor)] = value
         self._kept.append(tensor)
         return value
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def constant(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,7 +376,7 @@ def _same_objects(result, given, args):
 
 
 class _Functions(TorchFunctionMode):
-    """Records attention, and dropout where it drops, as one operation each."""
+    """Records attention, and dropout where it drops, as one operation each; and notes whose sizes are read."""
 
     def __init__(self, run: Run):
         super().__init__()
@@ -352,6 +384,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in SIZES and args:
+            self.run.note_sizes(args[0])
         if func is F.scaled_dot_product_attention:
             return self._attention(**dict(zip(_ATTENTION, args, strict=False), **kwargs))
         if func is F.dropout:
@@ -391,11 +425,13 @@ def _watched(module: nn.Module, name: str, closed: dict[str, str], run: Run):
     own = module.__dict__.get("forward")
     plain = module.forward
     kind = known(module)
+    arguments = arguments_of(module) if own is None else ()
     shaped = _like_the_first_input if name in closed else kind.output if kind else None
 
     def forward(*args, **kwargs):
         run.stack.append(name)
         if shaped is None:
+            run.note_arguments(name, [*zip(arguments, args, strict=False), *kwargs.items()])
             result = plain(*args, **kwargs)
             run.note_results(name, result)
         else:
