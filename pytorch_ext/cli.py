@@ -1,4 +1,4 @@
-"""The command line: `weft doctor`, `weft bench`, `weft tune`, `weft plan`; `python -m weft` is the same."""
+"""The command line: `weft doctor`, `bench`, `tune`, `plan`, `explain`; `python -m weft` is the same."""
 
 import argparse
 import importlib
@@ -38,6 +38,8 @@ def _run(arguments: list[str]) -> int:
         return _doctor()
     if options.command == "plan":
         return importlib.import_module("weft.planner.command").run(options)
+    if options.command == "explain":
+        return importlib.import_module("weft.explaining.command").run(options)
     if options.command == "tune":
         return _tune(options.op, options.rest)
     return importlib.import_module("weft.bench.command").run(options, shlex.join(["weft", *arguments]))
@@ -54,6 +56,10 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
     plan = commands.add_parser("plan", help="which mesh to train a model on, by arithmetic; needs no GPU")
     importlib.import_module("weft.planner.command").add_arguments(plan)
+    explain = commands.add_parser("explain", help='what plan="auto" splits of a Hugging Face model; needs no weights')
+    explain.add_argument("config", help="a config.json, or the folder that has it")
+    explain.add_argument("--tp", type=int, default=2, help="ranks that split the layers (default 2)")
+    explain.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +19,14 @@ from weft.explaining.reports import (
     SequenceReport,
     Traffic,
 )
+from weft.explaining.summary import share_held
 from weft.nn import ParallelEmbedding, ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops import choice, overlap
+from weft.splitting.trace import tensors_in
 
 
-def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
+def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -> Explanation:
     """Which algorithm computes each product of each parallel layer, what the layer sends, and why not the faster path;
     of a model that shares its sequence, how each attention was computed when it was last called, and for what the
     sequence was gathered; and what an automatic plan left whole on every rank, with the reason.
@@ -31,8 +34,9 @@ def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
     The result prints as text; `.show()` and `rich.print` print a table, `.json()` and `.as_dict()` give it to programs.
 
     Args:
-        tokens: of the whole batch that the ranks of a layer's group work on; what is faster, and what is sent, depends
-            on it.
+        batch: what the model is called with, whose tokens are counted: a tensor, or a tuple, list or dict of them.
+        tokens: instead of a batch, of the whole that the ranks of a layer's group work on; what is faster, and what is
+            sent, depends on it. By default 4096.
 
     Raises:
         ValueError: tokens is no whole number of at least 1.
@@ -40,9 +44,40 @@ def explain(model: nn.Module, *, tokens: int = 4096) -> Explanation:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain takes a torch.nn.Module, and not a {type(model).__name__}")
+    if batch is not None and tokens is not None:
+        raise ValueError("explain takes a batch or tokens, and not both")
+    tokens = 4096 if batch is None and tokens is None else _tokens_of(batch) if tokens is None else tokens
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"explain: tokens={tokens!r} must be a whole number of at least 1")
-    return Explanation(tokens, tuple(_of_layers(model, tokens)), _of_sequences(model), _whole(model))
+    return Explanation(
+        tokens, tuple(_of_layers(model, tokens)), _of_sequences(model), _whole(model), tuple(_ranks(model))
+    )
+
+
+def _tokens_of(batch: Any) -> int:
+    """Count whole numbers, and vectors of floating-point numbers, of the first tensor."""
+    first = next(tensors_in(batch), None)
+    if first is None or not first.dim():
+        raise ValueError(f"explain: there is no tensor with dimensions in a batch of type {type(batch).__name__}")
+    return first.numel() // (first.shape[-1] if first.is_floating_point() and first.dim() > 1 else 1)
+
+
+_DOES = {
+    "pp": "each keeps a part of the layers, and hands activations on",
+    "dp": "each has its part of the batch; gradients are averaged in backward",
+    "cp": "each has its part of every sequence",
+    "tp": "each has its part of the layers' weights; see each layer",
+}
+
+
+def _ranks(model: nn.Module) -> Iterator[str]:
+    """What each dimension of the mesh does."""
+    sizes = next((vars(one)["_weft_mesh"] for one in model.modules() if "_weft_mesh" in vars(one)), {})
+    for name, size in sizes.items():
+        if size > 1:
+            yield f"{name}: {size} ranks, {_DOES[name]}"
+    if any(size > 1 for size in sizes.values()):
+        yield f"this rank holds {share_held(model)}"
 
 
 def _of_layers(model: nn.Module, tokens: int) -> Iterator[LayerReport]:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.communicator import Communicator, communicator
 from weft.context.region import share, sharing_in, sharing_of
 from weft.data_parallel import DataParallel
+from weft.explaining.summary import log_summary
 from weft.layer_split import LayerSplit, check_layers
 from weft.nn import sum_gradients
 from weft.recompute import recompute as recompute_these
@@ -112,6 +113,7 @@ def parallelize(
         raise ValueError(
             f'parallelize: context={context!r}, and the mesh has no dimension "cp" to share a sequence over'
         )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict)
     entries = match(plan, model)
     between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
@@ -161,6 +163,8 @@ def parallelize(
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
     wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
     SameCalls({} if ranks.tp is None else {ranks.tp: True}, check_calls, check_replicas_every).install(wrapped, model)
+    log_summary(model, ranks.sizes, parameters, automatic.whole if automatic else {})
+    model._weft_mesh = ranks.sizes  # type: ignore[assignment]
     return _noted(wrapped, automatic)
 
 
@@ -172,6 +176,13 @@ class _Ranks:
     cp: Communicator | None
     stages: DeviceMesh | None
     replicas: DeviceMesh | None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Dimension of the mesh to its ranks."""
+        split = {name: one.world for name, one in (("cp", self.cp), ("tp", self.tp)) if one is not None}
+        outer = {name: one.size() for name, one in (("pp", self.stages), ("dp", self.replicas)) if one is not None}
+        return {**outer, **split}
 
 
 _DIMENSIONS = ("pp", "dp", "cp", "tp")

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 from torch import nn
 
 import weft
+from weft import cli
 from weft.bench.sent import counted
 from weft.kernels import config, dispatch, launch
 from weft.kernels.config import Entry
@@ -32,8 +34,8 @@ def explains(rank):
     why = "ATen: the kernels run on CUDA devices, the tensors are on the CPU"
     assert column.products == row.products == {"forward": why, "dgrad": why, "wgrad": why}
     assert str(found).startswith(
-        "at 64 tokens:\n0: ColumnParallelLinear column, weight (5, 8) of (10, 8), over shared memory\n    forward  ATen"
-    )
+        "at 64 tokens:\n0: ColumnParallelLinear column, weight (5, 8) of (10, 8), over shared memory\n    sends    0 B"
+    ), "on a CPU it is no news that ATen computes"
     with choice.prefer("kernel"):
         assert weft.explain(model).layers[0].products["forward"] == "weft kernel: preferred by the caller"
     with pytest.raises(ValueError, match="tokens=0"):
@@ -221,6 +223,61 @@ def names_what_stays_whole(rank):
     console = Console(file=io.StringIO(), width=200)
     console.print(found)
     assert "whole on every rank" in console.file.getvalue()
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def tells_of_the_mesh(rank):
+    logger, records = logging.getLogger("weft"), Records()
+    assert not logger.isEnabledFor(logging.INFO), "what a library says by itself is a warning at least"
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    for mesh in ({"tp": 2}, {"dp": 2}, {"pp": 2}, {"cp": 2}):
+        (name,) = mesh
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Conv1d(3, 3, 1))
+        model = weft.parallelize(model, weft.init_mesh(**mesh, device_type="cpu"))
+        found = weft.explain(model, {"x": torch.zeros(5, 3, 6)})
+        assert found.tokens == 15 and found.ranks[0].startswith(f"{name}: 2 ranks, ") and found.ranks[0] in str(found)
+        assert json.loads(found.json())["ranks"] == list(found.ranks)
+    assert weft.explain(model, torch.zeros(2, 7, dtype=torch.int64)).tokens == 14
+    with pytest.raises(ValueError, match="not both"):
+        weft.explain(model, torch.zeros(2), tokens=2)
+    if rank:
+        assert not records.lines
+        return
+    first = records.lines[0]
+    assert first == (
+        "parallelize (tp=2): a rank holds 57% of 122 parameters; whole on every rank: 3 (no such style); "
+        "weft.explain(model) for the rest"
+    ), first
+    assert [line.partition(")")[0][-4:] for line in records.lines] == ["tp=2", "dp=2", "pp=2", "cp=2"]
+
+
+def test_what_each_dimension_of_the_mesh_does_is_told_and_logged():
+    run_ranks(tells_of_the_mesh, 2)
+
+
+def test_a_configuration_is_explained_on_the_command_line(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=46, num_hidden_layers=1, num_attention_heads=4)
+    transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    assert cli.main(["explain", str(tmp_path / "config.json"), "--tp", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("tp: 3 ranks\nevery rank holds about 3")
+    assert "model.layers.0.mlp.up_proj: column\n" in text and "self_attn.o_proj: row (unit=8)" in text
+    assert cli.main(["explain", str(tmp_path), "--tp", "9", "--json"]) == 0
+    assert "are fewer than 9 ranks" in json.loads(capsys.readouterr().out)["whole"]["model.layers.0.self_attn.q_proj"]
+    for wrong in ([str(tmp_path / "none")], [str(tmp_path), "--tp", "0"]):
+        assert cli.main(["explain", *wrong]) == 2
+        assert capsys.readouterr().err.startswith("weft explain: ")
 
 
 def test_what_an_automatic_plan_leaves_whole_is_named():

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 ATEN, OVERLAPPED = "ATen", "overlapped"
+NO_NEWS = "the kernels run on CUDA devices"  # why everything on a CPU is ATen's
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,11 @@ class LayerReport:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.layer}, weight {self.shard}, over {self.transport}"]
-        for name, product in self.products.items():
-            lines.append(f"    {name:<8} {product}")
-            if name in self.communication:
-                lines.append(f"             {self.communication[name]}")
+        for name, product in self.computed.items():
+            news = [] if product.why.startswith(NO_NEWS) else [str(product)]
+            if name in self.communicated and not self.communicated[name].why.startswith(NO_NEWS):
+                news.append(self.communication[name])
+            lines += [f"    {name if row == 0 else '':<8} {told}" for row, told in enumerate(news)]
         lines.append(
             f"    sends    {size_in_words(self.forward_bytes)} forward, {size_in_words(self.backward_bytes)} backward"
         )
@@ -164,24 +166,39 @@ class Explanation:
     """A model's.
 
     Attributes:
-        tokens: of what the layers' reports are told.
+        tokens: of what the layers' reports are told; None where there are no such reports.
         sequence: what was seen of a shared sequence.
         whole: what an automatic plan left whole on every rank, by name, and why.
+        ranks: what each dimension of the mesh does, and what this rank holds.
+        planned: of a model that is not split yet, what an automatic plan makes of each module, by name.
     """
 
-    tokens: int
+    tokens: int | None
     layers: tuple[LayerReport, ...]
     sequence: tuple[SequenceReport, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
+    ranks: tuple[str, ...] = ()
+    planned: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         whole = [f"{name}: whole on every rank: {why}" for name, why in self.whole.items()]
-        found = [*map(str, self.layers), *map(str, self.sequence), *whole]
-        return "\n".join([f"at {self.tokens} tokens:", *(found or [NOTHING])])
+        planned = [f"{name}: {entry}" for name, entry in self.planned.items()]
+        found = [*self.ranks, *planned, *map(str, self.layers), *map(str, self.sequence), *whole]
+        heading = [] if self.tokens is None else [f"at {self.tokens} tokens:"]
+        return "\n".join([*heading, *(found or [NOTHING])])
 
     def as_dict(self) -> dict:
         layers, sequence = [layer.as_dict() for layer in self.layers], [asdict(report) for report in self.sequence]
-        return {"tokens": self.tokens, "layers": layers, "sequence": sequence, "whole": dict(self.whole)}
+        return {
+            "tokens": self.tokens,
+            "layers": layers,
+            "sequence": sequence,
+            "whole": dict(self.whole),
+            **self._of_mesh(),
+        }
+
+    def _of_mesh(self) -> dict:
+        return {"ranks": list(self.ranks), "planned": dict(self.planned)}
 
     def json(self, indent: int | None = 2) -> str:
         """`as_dict()` as JSON."""

@@ -1,20 +1,26 @@
 """What `weft.explain` tells, as tables for a terminal."""
 
+from collections.abc import Mapping
+
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from weft.explaining.reports import NOTHING, Explanation, LayerReport, size_in_words
+from weft.explaining.reports import NO_NEWS, NOTHING, Explanation, LayerReport, size_in_words
 
 
 def tables(found: Explanation) -> Group:
-    parts: list[Table | str] = [_of_layers(found)]
-    if not (found.layers or found.sequence or found.whole):
+    parts: list[Table | str] = [*map(escape, found.ranks)]
+    if found.planned:
+        parts.append(_of_names(found.planned, "split", "how"))
+    else:
+        parts.append(_of_layers(found))
+    if not (found.layers or found.sequence or found.whole or found.planned or found.ranks):
         parts.append(NOTHING)
     if found.sequence:
         parts.append(_of_sequences(found))
     if found.whole:
-        parts.append(_of_whole(found))
+        parts.append(_of_names(found.whole, "whole on every rank", "why"))
     return Group(*parts)
 
 
@@ -41,7 +47,7 @@ def _product_cells(layer: LayerReport, name: str) -> list[str]:
         f"{product.algorithm} {product.variant}".rstrip(),
         ", ".join(communication),
         "" if sent == 0 else size_in_words(sent),
-        layer.why_not_faster.get(name, ""),
+        "; ".join(why for why in layer.why_not_faster.get(name, "").split("; ") if not why.startswith(NO_NEWS)),
     ]
 
 
@@ -52,8 +58,8 @@ def _of_sequences(found: Explanation) -> Table:
     return table
 
 
-def _of_whole(found: Explanation) -> Table:
-    table = Table("layer", "why", title="whole on every rank", title_justify="left")
-    for name, why in found.whole.items():
+def _of_names(told: Mapping[str, str], title: str, heading: str) -> Table:
+    table = Table("layer", heading, title=title, title_justify="left")
+    for name, why in told.items():
         table.add_row(escape(name), escape(why))
     return table

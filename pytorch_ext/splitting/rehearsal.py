@@ -243,8 +243,8 @@ def _widths(whole: Trace, found: Found, name: str, module: nn.Module) -> dict[st
     """Those that its code may read as the last size of a whole tensor that it is called with."""
     widths = {}
     for (owner, argument), values in whole.arguments.items():
-        sizes = {value.shape[-1] if value.shape and value not in found.layouts else None for value in values}
-        if owner == name and len(sizes) == 1 and None not in sizes:
+        sizes = {value.shape[-1] if value.shape and value not in found.layouts else 0 for value in values}
+        if owner == name and len(sizes) == 1 and 0 not in sizes:
             widths[width_of(argument)] = sizes.pop()
     return widths
 
