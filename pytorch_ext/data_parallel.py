@@ -247,6 +247,11 @@ class DataParallel(nn.Module, Joinable):
             raise ValueError("model.optimizer() is for shard_optimizer=True; without it, pass model.parameters() to it")
         return self._shards.optimizer(kind, parameters, elementwise, options)
 
+    def pieces(self) -> list[nn.Parameter]:
+        """This rank's pieces of the parameters, which a sharded optimizer steps; none without one."""
+        shards = self._shards
+        return [] if shards is None else [piece for each in self.reducer.buckets for piece, _ in shards.pieces_of(each)]
+
     def wait_for_parameters(self) -> None:
         """Until every parameter is whole; see overlap_param_gather."""
         if self._shards is not None:

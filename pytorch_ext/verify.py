@@ -5,7 +5,8 @@ that keeps the parameters' names.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,27 +14,41 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.data_parallel import DataParallel
 from weft.gradients.norms import gradient_of
+from weft.gradients.sharding import Piece, piece_of
 from weft.shard import shard_of
+from weft.sharded_grad import local
 
 FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once a rank more
+ZERO = 1e-12  # a smaller share of the whole gradient's norm is 0 but for fp64's rounding
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A result's relative error (Frobenius) against the unsplit model in fp64, the largest of all ranks, and what the
-    type allows: FACTOR times the error of the unsplit model in the parallel one's type."""
+    """A result's error against the unsplit model in fp64, the largest of all ranks, and what the type allows.
+
+    The error is relative: of all elements together (Frobenius), or of the largest where that one stands out. Allowed
+    is FACTOR times the error of the unsplit model in the parallel one's type. A gradient that is zero in exact
+    arithmetic (of a bias before a batch norm, say) has no scale of its own: its elements are compared with the root
+    mean square of the whole model's gradient.
+
+    Attributes:
+        note: what the error is relative to, where it is not the result's own norm.
+    """
 
     name: str
     error: float
     allowed: float
+    note: str = ""
 
     @property
     def ok(self) -> bool:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        return f"{'ok   ' if self.ok else 'FAULT'} {self.error:9.2e} of {self.allowed:9.2e} allowed  {self.name}"
+        text = f"{'ok   ' if self.ok else 'FAULT'} {self.error:9.2e} of {self.allowed:9.2e} allowed  {self.name}"
+        return f"{text} ({self.note})" if self.note else text
 
 
 @dataclass(frozen=True)
@@ -98,13 +113,16 @@ def verify(
 ) -> Report:
     """Runs one step of both models and compares outputs and gradients; then the probes. A collective call.
 
+    Both models are left as they were, with the gradients and buffers that they had.
+
     Args:
-        model: this rank's, with gradients of None or zero, which are those of this step afterwards.
-        reference: the unsplit model with the same weights, on every rank; it is left as it was.
+        model: this rank's.
+        reference: the unsplit model with the same weights, on every rank.
         batch: what the models are called with: a tensor, a tuple of arguments or a dict of named ones; whole, and the
             same on every rank.
         step: runs forward and backward and returns the whole output, the same on every rank: for a model whose input is
-            sharded or whose loss is its own, say. It is called with the model and the batch, and with the reference.
+            sharded or whose loss is its own, say. It is called with the model and the batch, and with copies of the
+            reference in fp64 and in its own type (for one of fp64, in fp32, whose rounding is scaled).
             By default the batch goes in as it is and the loss is a weighted sum of the output.
         probes: changes that a mask must hide (`causal_probe`).
 
@@ -114,25 +132,109 @@ def verify(
     step = step or _plain_step
     exact_model = copy.deepcopy(reference).double()
     plain_model = copy.deepcopy(reference)
-    exact = step(exact_model, _as_double(batch))
-    plain = step(plain_model, batch)
-    output = step(model, batch)
-    found = [_difference("output", output, plain, exact)]
-    whole = dict(exact_model.named_parameters())
-    in_type = dict(plain_model.named_parameters())
-    seen = set()
-    for name, parameter in model.named_parameters():
-        plain_name = name.removeprefix("module.") if name not in whole else name
-        if plain_name not in whole:
-            raise ValueError(f"verify: the reference has no parameter {name!r}; it has {', '.join(whole)}")
-        gradients = [gradient_of(in_type[plain_name]), gradient_of(whole[plain_name])]
-        shard = shard_of(parameter)
-        if shard is not None:
-            gradients = [g if g is None else shard.take(g) for g in gradients]
-        found.append(_difference(f"gradient of {name}", gradient_of(parameter), *gradients))
-        seen.add(plain_name)
-    leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
+    plain_type = None
+    if any(tensor.dtype == torch.float64 for tensor in reference.parameters()):
+        plain_model, plain_type = plain_model.float(), torch.float32  # there is nothing finer to compare fp64 with
+    exact = step(exact_model, _as_type(batch, torch.float64))
+    plain = step(plain_model, batch if plain_type is None else _as_type(batch, plain_type))
+    whole = {name: _gradient(parameter) for name, parameter in exact_model.named_parameters()}
+    in_type = {name: _gradient(parameter) for name, parameter in plain_model.named_parameters()}
+    scale = _Scale.of(whole, in_type)
+    pieces = _pieces(model)
+    with _left_as_it_was(model, [piece for piece, _ in pieces.values()]):
+        output = step(model, batch)
+        found = [_difference("output", output, plain, exact)]
+        seen = set()
+        for name, parameter in model.named_parameters():
+            plain_name = name.removeprefix("module.") if name not in whole else name
+            if plain_name not in whole:
+                raise ValueError(f"verify: the reference has no parameter {name!r}; it has {', '.join(whole)}")
+            gradients = [in_type[plain_name], whole[plain_name]]
+            shard = shard_of(parameter)
+            if shard is not None:
+                gradients = [shard.take(gradient) for gradient in gradients]
+            result = gradient_of(parameter)
+            if id(parameter) in pieces:
+                piece, at = pieces[id(parameter)]
+                result = gradient_of(piece)
+                gradients = [_in_memory(gradient, parameter)[at.start : at.stop] for gradient in gradients]
+            result = torch.zeros_like(gradients[0]) if result is None else result
+            found.append(_difference(f"gradient of {name}", result, *gradients, scale))
+            seen.add(plain_name)
+        leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
     return _over_ranks(found, leaks, set(whole) - seen)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """The whole model's gradient: what the gradient of one parameter is measured by where it has no scale of its own.
+
+    Attributes:
+        norm: of all elements.
+        elements: their number.
+        rounding: the relative error of all of them in the type of the reference.
+    """
+
+    norm: float
+    elements: int
+    rounding: float
+
+    @classmethod
+    def of(cls, whole: dict[str, torch.Tensor], in_type: dict[str, torch.Tensor]) -> "_Scale":
+        norm = sum(g.square().sum().item() for g in whole.values()) ** 0.5
+        error = sum((in_type[name].double() - g).square().sum().item() for name, g in whole.items()) ** 0.5
+        return cls(norm, max(1, sum(g.numel() for g in whole.values())), error / (norm or 1.0))
+
+    @property
+    def element(self) -> float:
+        """The root mean square."""
+        return self.norm / self.elements**0.5 or 1.0
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module, pieces: list[nn.Parameter]) -> Iterator[None]:
+    """Gradients are zero inside; afterwards they and the buffers are what they were."""
+    trained = [*model.parameters(), *pieces]
+    kept = [(p.grad, None if p.grad is None else local(p.grad).clone()) for p in trained]
+    sums = [(p.main_grad, p.main_grad.clone()) for p in trained if getattr(p, "main_grad", None) is not None]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    _zero_gradients(model, trained)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, (gradient, values) in zip(trained, kept, strict=True):
+                parameter.grad = gradient
+                if gradient is not None:
+                    local(gradient).copy_(values)
+            for tensor, values in (*sums, *buffers):
+                tensor.copy_(values)
+
+
+def _zero_gradients(model: nn.Module, trained: list[nn.Parameter]) -> None:
+    model.zero_grad()
+    for parameter in trained:
+        parameter.grad = None
+        if getattr(parameter, "main_grad", None) is not None:
+            parameter.main_grad.zero_()
+
+
+def _pieces(model: nn.Module) -> dict[int, tuple[nn.Parameter, Piece]]:
+    """By the id of a parameter, the piece of it that this rank's sharded optimizer steps."""
+    wrappers = [module for module in model.modules() if isinstance(module, DataParallel)]
+    pieces = [piece for wrapper in wrappers for piece in wrapper.pieces()]
+    return {id(at.parameter): (piece, at) for piece in pieces if (at := piece_of(piece)) is not None}
+
+
+def _in_memory(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient's elements in the order in which the parameter's lie."""
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient).as_strided((gradient.numel(),), (1,))
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros for a parameter that got none."""
+    gradient = gradient_of(parameter)
+    return torch.zeros_like(parameter) if gradient is None else gradient
 
 
 def _plain_step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -149,31 +251,41 @@ def _call(model: nn.Module, batch: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]  # of models that return more
 
 
-def _as_double(batch: Any) -> Any:
+def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     if isinstance(batch, dict):
-        return {name: _as_double(value) for name, value in batch.items()}
+        return {name: _as_type(value, dtype) for name, value in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(map(_as_double, batch))
-    return batch.double() if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
+        return tuple(_as_type(value, dtype) for value in batch)
+    return batch.to(dtype) if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
 
 
-def _difference(name: str, result, plain, exact) -> Difference:
-    if result is None or exact is None:
-        return Difference(name, 0.0 if result is exact else float("inf"), 0.0)
+def _difference(name: str, result, plain, exact, scale: _Scale | None = None) -> Difference:
+    """The error of all elements together or of the largest, whichever is the larger part of what is allowed."""
     if result.shape != exact.shape:
         return Difference(f"{name}: shape {tuple(result.shape)} instead of {tuple(exact.shape)}", float("inf"), 0.0)
-    scale = exact.norm().item() or 1.0
-    own = (plain.double() - exact).norm().item() / scale
-    error = (result.double() - exact).norm().item() / scale
-    allowed = FACTOR * max(own, torch.finfo(result.dtype).eps)
-    return Difference(name, error if error == error else float("inf"), allowed)
+    if not result.numel():
+        return Difference(name, 0.0, 0.0)
+    eps = torch.finfo(result.dtype).eps
+    finer = 2 * eps / torch.finfo(plain.dtype).eps if eps < torch.finfo(plain.dtype).eps else 1.0  # both are rounded
+    error, own = result.double() - exact, plain.double() - exact
+    zero = scale is not None and exact.norm().item() <= ZERO * scale.norm
+    found = []
+    for order, note in ((2, ""), (float("inf"), "its largest element")):
+        size = torch.linalg.vector_norm(exact, order).item() or 1.0
+        least = max(eps, finer * scale.rounding) if scale is not None else eps
+        if zero:
+            assert scale is not None
+            size = scale.element * (exact.numel() ** 0.5 if order == 2 else 1.0)
+            least, note = eps**0.5, "zero but for rounding; of the model's mean gradient"
+        relative, rounding = (torch.linalg.vector_norm(x, order).item() / size for x in (error, own))
+        relative = relative if relative == relative else float("inf")
+        found.append(Difference(name, relative, FACTOR * max(finer * rounding, least), note))
+    return max(found, key=lambda difference: difference.error / difference.allowed)
 
 
 def _leak(model, batch, step, probe: Probe, output: torch.Tensor) -> str | None:
-    kept = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    _zero_gradients(model, list(model.parameters()))
     before, after = (probe.unaffected(out) for out in (output, step(model, probe.change(batch)).detach()))
-    for name, parameter in model.named_parameters():
-        parameter.grad = kept[name]
     changed = (after.double() - before.double()).abs().max().item() if before.numel() else 0.0
     allowed = FACTOR * torch.finfo(before.dtype).eps * max(1.0, before.abs().max().item() if before.numel() else 0.0)
     return f"{probe.name}: the output changed by {changed:.2e}" if not changed <= allowed else None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
+from weft.gradients.norms import gradient_of
 from weft.testing.ranks import run_ranks
 
 
@@ -136,3 +137,90 @@ def test_models_of_other_names_are_refused():
     reference.unused = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="the model has no parameter unused.bias, unused.weight"):
         weft.verify(model, reference, BATCH)
+
+
+class Shifted(nn.Module):
+    """Has gradients that are zero in exact arithmetic: of the bias of a key, and of a bias before a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.before, self.norm = nn.Linear(8, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        x = x + self.down(F.relu(self.up(x)))
+        x = torch.softmax(self.query(x) @ self.key(x).T, -1) @ x
+        return self.norm(self.before(x))
+
+
+def shifted(dtype=torch.float32):
+    torch.manual_seed(0)
+    reference = Shifted().to(dtype)
+    return copy.deepcopy(reference), reference, torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def zero_in_theory(rank, dtype):
+    model, reference, x = shifted(dtype)
+    weft.parallelize(model, dist.group.WORLD, plan=PLAN)
+    report = weft.verify(model, reference, x)
+    assert report.ok, str(report)
+    noted = {difference.name: difference.error for difference in report.differences if "rounding" in difference.note}
+    assert set(noted) == {"gradient of key.bias", "gradient of before.bias"}
+    assert max(difference.allowed for difference in report.differences) < 0.5
+
+    model.key.bias.register_hook(lambda gradient: gradient + 10)
+    report = weft.verify(model, reference, x)
+    assert [difference.name for difference in report.differences if not difference.ok] == ["gradient of key.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_gradient_that_is_zero_in_theory_is_right_where_rounding_is_left_of_it(dtype):
+    run_ranks(zero_in_theory, 2, dtype)
+
+
+def one_element(gradient):
+    changed = gradient.clone()
+    changed.view(-1)[gradient.abs().argmax()] *= 1.5
+    return changed
+
+
+FAULTS = {"missing": torch.zeros_like, "twice": lambda g: 2 * g, "half": lambda g: g / 2, "one element": one_element}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_gradient_is_found_in_every_parameter(fault, dtype):
+    _, reference, x = shifted(dtype)
+    for name, parameter in reference.named_parameters():
+        if name not in ("key.bias", "before.bias"):
+            model = copy.deepcopy(reference)
+            model.get_parameter(name).register_hook(FAULTS[fault])
+            report = weft.verify(model, reference, x)
+            assert [d.name for d in report.differences if not d.ok] == [f"gradient of {name}"], f"{name}\n{report}"
+            assert parameter.grad is None
+
+
+def left_as_it_was(rank, options):
+    model, reference, x = shifted()
+    model = weft.DataParallel(model, **options)
+    if options.get("shard_optimizer"):
+        model.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        (3 * model(x)).square().sum().backward()
+    held = [gradient_of(p) for p in [*model.parameters(), *model.pieces()]] + list(model.buffers())
+    before = [None if tensor is None else tensor.clone() for tensor in held]
+    report = weft.verify(model, reference, x)
+    assert report.ok, str(report)
+    after = [gradient_of(p) for p in [*model.parameters(), *model.pieces()]] + list(model.buffers())
+    assert any(tensor is not None and tensor.any() for tensor in after[: -len(list(model.buffers()))])
+    for was, kept in zip(before, after, strict=True):
+        assert (was is None) == (kept is None) and (was is None or torch.equal(was, kept))
+    model.module.norm.bias.register_hook(lambda gradient: gradient / 2)
+    report = weft.verify(model, reference, x)
+    assert [d.name for d in report.differences if not d.ok] == ["gradient of module.norm.bias"]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}, {"main_grad": True}], ids=str)
+def test_a_model_with_gradients_is_compared_and_keeps_them(options):
+    run_ranks(left_as_it_was, 2, options)
