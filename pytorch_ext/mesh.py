@@ -21,13 +21,16 @@ def init_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type
         The DeviceMesh; mesh["tp"] is what layers take as group.
 
     Raises:
-        ValueError: the product is not the number of ranks.
+        ValueError: a size below 1; a product that is not the number of ranks.
     """
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"init_mesh: {name}={size} must be at least 1; 1 leaves the dimension out")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     product = pp * dp * cp * tp
-    if product != world or min(sizes.values()) < 1:
+    if product != world:
         text = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
             f"init_mesh: {text} makes {product} ranks, and this run has {world}. "

@@ -16,6 +16,8 @@ def check_mesh(rank):
         weft.ParallelLinear(4, 4, style="column", group=mesh)
     with pytest.raises(ValueError, match="pp=1 x dp=3 x cp=1 x tp=1 makes 3 ranks, and this run has 4"):
         weft.init_mesh(dp=3)
+    with pytest.raises(ValueError, match="tp=0 must be at least 1"):
+        weft.init_mesh(tp=0)
 
 
 def test_tp_changes_fastest_and_the_product_must_be_the_world():
