@@ -36,6 +36,12 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
     """
     sums = {name: sum_of_bits(x) for name, x in model.named_parameters() if not x.is_meta}
     if difference := _difference(ranks, sums):
+        shards = ((name, shard_of(parameter)) for name, parameter in model.named_parameters())
+        for name in (name for name, shard in shards if shard is not None and shard.communicator == ranks):
+            raise ValueError(
+                f"parallelize: the model is parallelized already: {name} is split over these ranks. Call it once, with "
+                "the whole mesh and a plan of all layers, on a model as it was built"
+            )
         raise ValueError(
             f"parallelize: {difference}. Every rank must have the same whole model: seed all ranks alike "
             "(torch.manual_seed), or load the same weights, before you build it"
