@@ -110,6 +110,10 @@ def changed_later(rank):
     model.module[0].weight = nn.Parameter(torch.ones(37, 13))
     with pytest.raises(ValueError, match="new '0.weight'; gone '0.weight'"):
         model(batch(0, rank))
+    model = weft.DataParallel(mlp())
+    model.module[0] = nn.Linear(13, 37)
+    with pytest.raises(ValueError, match="new '0.weight', '0.bias'; gone '0.weight', '0.bias'"):
+        model(batch(0, rank))
     fixed = weft.DataParallel(mlp(), main_grad=True)
     fixed.module[0].requires_grad_(False)
     with pytest.raises(ValueError, match="freeze first, then wrap"):

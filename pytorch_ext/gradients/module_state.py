@@ -47,7 +47,8 @@ class Trained:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._modules = [(one, len(one._parameters), len(one._modules)) for one in module.modules()]
+        self._sizes = [(one, len(one._parameters), len(one._modules)) for one in module.modules()]
+        self._layers = [(one._modules, name, layer) for one in module.modules() for name, layer in one.named_children()]
         self._places = [
             (one._parameters, name, parameter)
             for one in module.modules()
@@ -67,7 +68,8 @@ class Trained:
             ValueError: a parameter was added, taken away, replaced or converted since the module was wrapped.
         """
         same = all(parameters.get(name) is parameter for parameters, name, parameter in self._places)
-        if not same or any(len(one._parameters) != p or len(one._modules) != m for one, p, m in self._modules):
+        same = same and all(layers.get(name) is layer for layers, name, layer in self._layers)
+        if not same or any(len(one._parameters) != p or len(one._modules) != m for one, p, m in self._sizes):
             self._refuse()
         kinds = self._kinds_now()
         if kinds == self._kinds:
