@@ -1,8 +1,16 @@
 """What a Trainer must do otherwise where its model's parameters are shards."""
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from weft.gradient_norm import clip_grad_norm_
+
+
+class SavedByAll(TrainingArguments):
+    """Arguments by which every rank comes to where Trainer saves a model, and is refused there like the first."""
+
+    @property
+    def should_save(self) -> bool:
+        return True
 
 
 class SplitModel(TrainerCallback):

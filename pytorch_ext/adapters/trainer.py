@@ -37,9 +37,7 @@ def settings(mesh: DeviceMesh, *, max_grad_norm: float = 1.0, **options) -> dict
     """
     need("weft.adapters.trainer", "transformers", "5.23")
     need("weft.adapters.trainer", "accelerate", "1.15")
-    from transformers import TrainingArguments
-
-    from weft.adapters.split_model import SplitModel
+    from weft.adapters.split_model import SavedByAll, SplitModel
 
     _check_mesh(mesh)
     check_options(options, mesh.device_type)
@@ -47,7 +45,7 @@ def settings(mesh: DeviceMesh, *, max_grad_norm: float = 1.0, **options) -> dict
     configured = {**(options.pop("accelerator_config", None) or {}), "use_configured_state": True}
     _be_alone(on_cpu)
     fixed = {"save_strategy": "no", "max_grad_norm": 0.0, "use_cpu": on_cpu, "accelerator_config": configured}
-    return {"args": TrainingArguments(**{**options, **fixed}), "callbacks": [SplitModel(max_grad_norm)]}
+    return {"args": SavedByAll(**{**options, **fixed}), "callbacks": [SplitModel(max_grad_norm)]}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
