@@ -7,6 +7,7 @@ Per layer, with p ranks: forward the outputs from one rank to p - 1, backward th
 two layers the later one in forward must come first in backward on every rank: each returns a token that the next takes.
 """
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from weft._C import CommError
 from weft.comm.communicator import Communicator
 from weft.context.hugging_face import models_of_transformers
 from weft.context.region import random_numbers_of
@@ -111,26 +113,35 @@ class Relayed:
         try:
             with random_numbers_of(seed, self.relay.device):
                 result = self.forward(*args, **kwargs)
+            if _versions(given) != before:
+                raise ValueError(
+                    f"LayerSplit: a {type(self.layer).__name__} changes its input in place, which only the rank that "
+                    "has the layer would see: let it work on a new tensor (inplace=False)"
+                )
+            leaves, structure = tree_flatten(result)
+            refuse_results_of_custom_functions(leaves)
+            kinds = [_kind_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+            pickle.dumps((kinds, structure))
+        except CommError:  # the others have it already, or cannot be told
+            raise
+        except Exception as error:
+            dist.broadcast_object_list([(None, self._told(error))], group=self.relay.ranks.group, group_src=self.owner)
+            raise
         finally:
             self.relay.inside = False
-        if _versions(given) != before:
-            dist.broadcast_object_list([(None, None)], group=self.relay.ranks.group, group_src=self.owner)
-            raise self._changes_its_input()
-        return self._sent(token, result)
-
-    def _changes_its_input(self) -> ValueError:
-        return ValueError(
-            f"LayerSplit: a {type(self.layer).__name__} changes its input in place, which only the rank that has the "
-            "layer would see: let it work on a new tensor (inplace=False)"
-        )
-
-    def _sent(self, token: torch.Tensor, result):
-        leaves, structure = tree_flatten(result)
-        refuse_results_of_custom_functions(leaves)
-        tensors = _tensors(leaves)
-        kinds = [_kind_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         dist.broadcast_object_list([(kinds, structure)], group=self.relay.ranks.group, group_src=self.owner)
-        token, *sent = Leave.apply(token, self.owner, self.relay.ranks, *tensors)
+        return self._sent(token, leaves, structure)
+
+    def _told(self, error: Exception) -> Exception:
+        """What the ranks that wait for the layer raise, of a type that each of them knows."""
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        if str(error).startswith("LayerSplit: "):
+            return kind(str(error))
+        name = type(self.layer).__name__
+        return kind(f"LayerSplit: a {name} raised on rank {self.owner}, which has it: {type(error).__name__}: {error}")
+
+    def _sent(self, token: torch.Tensor, leaves: list, structure):
+        token, *sent = Leave.apply(token, self.owner, self.relay.ranks, *_tensors(leaves))
         self.relay.follow(token)
         return tree_unflatten(_with(leaves, sent), structure)
 
@@ -140,7 +151,7 @@ class Relayed:
         dist.broadcast_object_list(box, group=ranks.group, group_src=self.owner)
         kinds, structure = box[0]
         if kinds is None:
-            raise self._changes_its_input()
+            raise structure
         expected = [(kind.shape, kind.dtype) for kind in kinds if isinstance(kind, _Kind)]
         token, *got = Elsewhere.apply(
             self.relay.token, self.owner, ranks, self.relay.device, expected, *_tensors(arguments)
