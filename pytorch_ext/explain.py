@@ -72,7 +72,7 @@ _DOES = {
 
 def _ranks(model: nn.Module) -> Iterator[str]:
     """What each dimension of the mesh does."""
-    sizes = next((vars(one)["_weft_mesh"] for one in model.modules() if "_weft_mesh" in vars(one)), {})
+    sizes: dict[str, int] = next((vars(one)["_weft_mesh"] for one in model.modules() if "_weft_mesh" in vars(one)), {})
     for name, size in sizes.items():
         if size > 1:
             yield f"{name}: {size} ranks, {_DOES[name]}"

@@ -149,17 +149,18 @@ def verify(
             plain_name = name.removeprefix("module.") if name not in whole else name
             if plain_name not in whole:
                 raise ValueError(f"verify: the reference has no parameter {name!r}; it has {', '.join(whole)}")
-            gradients = [in_type[plain_name], whole[plain_name]]
+            expected = [in_type[plain_name], whole[plain_name]]
             shard = shard_of(parameter)
             if shard is not None:
-                gradients = [shard.take(gradient) for gradient in gradients]
+                expected = [shard.take(gradient) for gradient in expected]
             result = gradient_of(parameter)
             if id(parameter) in pieces:
                 piece, at = pieces[id(parameter)]
                 result = gradient_of(piece)
-                gradients = [_in_memory(gradient, parameter)[at.start : at.stop] for gradient in gradients]
-            result = torch.zeros_like(gradients[0]) if result is None else result
-            found.append(_difference(f"gradient of {name}", result, *gradients, scale))
+                expected = [_in_memory(gradient, parameter)[at.start : at.stop] for gradient in expected]
+            in_this_type, exactly = expected
+            result = torch.zeros_like(in_this_type) if result is None else result
+            found.append(_difference(f"gradient of {name}", result, in_this_type, exactly, scale))
             seen.add(plain_name)
         leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
     return _over_ranks(found, leaks, set(whole) - seen)
@@ -196,7 +197,8 @@ def _left_as_it_was(model: nn.Module, pieces: list[nn.Parameter]) -> Iterator[No
     """Gradients are zero inside; afterwards they and the buffers are what they were."""
     trained = [*model.parameters(), *pieces]
     kept = [(p.grad, None if p.grad is None else local(p.grad).clone()) for p in trained]
-    sums = [(p.main_grad, p.main_grad.clone()) for p in trained if getattr(p, "main_grad", None) is not None]
+    main = [x for parameter in trained if (x := getattr(parameter, "main_grad", None)) is not None]
+    sums = [(x, x.clone()) for x in main]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     _zero_gradients(model, trained)
     try:
@@ -216,7 +218,7 @@ def _zero_gradients(model: nn.Module, trained: list[nn.Parameter]) -> None:
     for parameter in trained:
         parameter.grad = None
         if getattr(parameter, "main_grad", None) is not None:
-            parameter.main_grad.zero_()
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
 
 def _pieces(model: nn.Module) -> dict[int, tuple[nn.Parameter, Piece]]:

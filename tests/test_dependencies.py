@@ -18,7 +18,7 @@ ALLOWED = {
     "weft.comm": {"weft._C", "weft.kernels", *LEAVES},
     "weft.sharded_grad": {"weft.comm"},
     "weft.shard": {"weft.sharded_grad", "weft.comm", *LEAVES},
-    "weft.optimizer_check": {"weft.stages", "weft.shard"},
+    "weft.optimizer_check": {"weft.stages", "weft.shard", "weft.sharded_grad"},
     "weft.replicas": {"weft.context", "weft.stages", "weft.comm", "weft.shard"},
     "weft.ops": {"weft._C", "weft.kernels", "weft.comm", "weft.shard", *LEAVES},
     "weft.nn": {"weft.optimizer_check", "weft.sharded_grad", "weft.ops", "weft.comm", "weft.shard", *LEAVES},
@@ -27,7 +27,7 @@ ALLOWED = {
     "weft.splitting": {"weft.checkpoint", "weft.context", "weft.nn", "weft.ops", "weft.comm", "weft.shard", *LEAVES},
     "weft.parallelize": {
         *("weft.splitting", "weft.context", "weft.recompute", "weft.layer_split", "weft.data_parallel"),
-        *("weft.replicas", "weft.saving", "weft.nn", "weft.comm"),
+        *("weft.explaining", "weft.replicas", "weft.saving", "weft.nn", "weft.comm"),
     },
     "weft.gradients": {
         *("weft._C", "weft.optimizer_check", "weft.stages", "weft.comm", "weft.shard", "weft.sharded_grad"),
@@ -48,20 +48,20 @@ ALLOWED = {
     "weft.saving": {"weft.optimizer_check", "weft.data_parallel", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
     "weft.checkpoint": {"weft.saving"},
     "weft.optim": {"weft._C", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
-    "weft.stages": {"weft.context", "weft.comm", "weft.shard", "weft.sharded_grad"},
+    "weft.stages": {"weft._C", "weft.context", "weft.comm", "weft.shard", "weft.sharded_grad"},
     "weft.pipeline": {
         *("weft._C", "weft.replicas", "weft.stages", "weft.context", "weft.comm", "weft.shard", "weft.sharded_grad"),
         *("weft.layer_split", "weft.data_parallel", "weft.recompute"),  # what it refuses
     },
     "weft.layer_split": {"weft.replicas", "weft.stages", "weft.context", "weft.comm"},
-    "weft.explaining": set(),
-    "weft.explain": {"weft.explaining", "weft.context", "weft.kernels", "weft.nn", "weft.ops"},
+    "weft.explaining": {"weft.splitting", "weft.shard"},
+    "weft.explain": {"weft.splitting", "weft.explaining", "weft.context", "weft.kernels", "weft.nn", "weft.ops"},
     "weft.adapters": {
         *("weft.splitting", "weft.gradient_norm", "weft.context", "weft.nn", "weft.comm", "weft.shard"),
         "weft.data_parallel",
     },
     "weft.build_info": {"weft._C"},
-    "weft.verify": {"weft.gradients", "weft.shard"},
+    "weft.verify": {"weft.data_parallel", "weft.gradients", "weft.shard", "weft.sharded_grad"},
     "weft.doctor": {"weft._C", "weft.build_info", "weft.kernels", "weft.testing"},
     "weft.split": set(),
     "weft.testing": None,

@@ -69,8 +69,8 @@ _POINTWISE = """
     __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __and__ __rand__ __or__ __ror__
     __xor__ __rxor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
-    add_ sub_ mul_ div_ pow_ neg_ abs_ exp_ log_ sqrt_ rsqrt_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_
-    masked_fill_ lerp_ addcmul_ addcdiv_ copy_ zero_ fill_
+    add_ sub_ mul_ div_ floor_divide_ remainder_ pow_ neg_ abs_ exp_ log_ sqrt_ rsqrt_ sigmoid_ tanh_ relu_
+    clamp_ clamp_min_ clamp_max_ masked_fill_ lerp_ addcmul_ addcdiv_ copy_ zero_ fill_
 """
 
 

@@ -129,8 +129,8 @@ class LayerReport:
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.layer}, weight {self.shard}, over {self.transport}"]
         for name, product in self.computed.items():
-            news = [] if product.why.startswith(NO_NEWS) else [str(product)]
-            if name in self.communicated and not self.communicated[name].why.startswith(NO_NEWS):
+            news = [] if NO_NEWS in product.why else [str(product)]
+            if name in self.communicated and NO_NEWS not in self.communicated[name].why:
                 news.append(self.communication[name])
             lines += [f"    {name if row == 0 else '':<8} {told}" for row, told in enumerate(news)]
         lines.append(

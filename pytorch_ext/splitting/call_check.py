@@ -118,7 +118,11 @@ class Settings:
         self.places: list[tuple[dict, str, dict]] = []  # who has it, its name, and who has it in the twin
         for name, module in model.named_modules():
             own = unsplit.get(name)
-            if type(own) is not type(module) or type(module).__module__.partition(".")[0] in ("torch", "weft"):
+            if (
+                own is None
+                or type(own) is not type(module)
+                or type(module).__module__.partition(".")[0] in ("torch", "weft")
+            ):
                 continue
             for mine, theirs in _holders(module, own):
                 if id(mine) not in seen:
@@ -126,7 +130,7 @@ class Settings:
                     self.places += [(mine, key, theirs) for key, value in mine.items() if _is_setting(key, value)]
             for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
                 names = [key for key, value in vars(kind).items() if _is_setting(key, value)]
-                self.places += [(vars(module), key, vars(own)) for key in names if key not in vars(module)]
+                self.places += [(module.__dict__, key, own.__dict__) for key in names if key not in vars(module)]
         self.read = self._read()
         self.values = tuple(map(_compared, self.read))
         self.known: dict[tuple, set[tuple]] = {}

@@ -168,7 +168,7 @@ def _binary(draw):
 
 
 @case("""
-    __iadd__ __isub__ __imul__ __idiv__ __ifloordiv__ __imod__ add_ sub_ mul_ div_ pow_ clamp_min_ clamp_max_
+    __iadd__ __isub__ __imul__ __idiv__ __ifloordiv__ __imod__ add_ sub_ mul_ div_ floor_divide_ remainder_ pow_ clamp_min_ clamp_max_
     copy_
 """)
 def _in_place(draw):
