@@ -337,8 +337,8 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, setting
         raise UncuttableError(
             f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}). Make what computes there (a mask, say) a module of "
-            "its own, which is called as it is; or, if its layers are called one after the other with nothing else, "
-            'name them: layers=["embedding", "blocks.*", "norm", "head"]'
+            "its own, which is called as it is; or, if its layers are called one after the other with nothing else, name "
+            'them: layers=["embedding", "blocks.*", "norm", "head"]'
         ) from error
     finally:
         for module, mode in was_training:
