@@ -723,29 +723,3 @@ def test_a_number_that_would_have_to_cross_is_refused():
     first, _ = chain_of("Pipeline", Measures(), None, None).stages([2, 2])
     with pytest.raises(TypeError, match="a int .2. is made in one stage and needed in a later one"):
         first(torch.randn(2, 4))
-
-
-class Masked(nn.Module):
-    """Makes its mask in forward, of the size that it asks its input for."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.blocks = nn.Embedding(9, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, tokens):
-        length = tokens.size(1)
-        mask = torch.triu(torch.ones(length, length, device=tokens.device), diagonal=1).bool()
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + torch.softmax((x @ x.transpose(1, 2)).masked_fill(mask, -1e9), -1) @ block(x)
-        return x
-
-
-def test_a_mask_made_in_forward_is_cut_for_every_length():
-    model, plain = Masked(), torch.ones
-    stages = chain_of("test", model, None, None).stages([2, 2])
-    assert torch.ones is plain
-    for length in (7, 3):
-        tokens = torch.randint(9, (2, length))
-        between = stages[0](tokens)
-        assert torch.equal(stages[1](*between), model(tokens))

@@ -240,18 +240,13 @@ def _modes() -> tuple:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-# What a forward makes a mask or positions of, by a size that it asks an input for.
-_MAKERS = (torch.arange, torch.empty, torch.eye, torch.full, torch.ones, torch.zeros)
-
-
 class _Tracer(fx.Tracer):
     """Looks into the root, and into modules that contain a list of layers; all others are called as they are."""
 
     proxy_buffer_attributes = True  # a table of positions that the model's own code cuts to the length
 
     def __init__(self, who: str, opened: set[str]):
-        super().__init__(autowrap_functions=_MAKERS)
-        self._autowrap_search.append(torch)
+        super().__init__()
         self._who, self._opened = who, opened
         self._modes = _modes()
         self._constants = 0
@@ -336,8 +331,7 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, setting
     except Exception as error:
         raise UncuttableError(
             f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}). Make what computes there (a mask, say) a module of "
-            "its own, which is called as it is; or, if its layers are called one after the other with nothing else, name "
+            f"{str(error).splitlines()[0] if str(error) else ''}). If its layers are called one after the other, name "
             'them: layers=["embedding", "blocks.*", "norm", "head"]'
         ) from error
     finally:
