@@ -88,7 +88,8 @@ def parallelize(
 
         check_calls: how many calls are checked to be alike on the ranks that compute one model together ("tp", "pp"):
             arguments, mode, and random numbers where the model draws some. The first one looks at the split weights
-            too. 0 turns it off, for ranks that call with different tensors on purpose.
+            too. 0 turns it off, for ranks that call with different tensors on purpose; so does a plan of your own with
+            sequence_parallel, which a rank may call with its part of the sequence.
         check_replicas_every: run `weft.check_replicas` in every so many calls that train; 0 is never. Whenever you
             like: `model.check_replicas()`.
 
@@ -162,7 +163,10 @@ def parallelize(
         check.watch(model)
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
     wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
-    SameCalls({} if ranks.tp is None else {ranks.tp: True}, check_calls, check_replicas_every).install(wrapped, model)
+    # By a plan of one's own with sequence_parallel a model may be called with this rank's part of the sequence.
+    by_parts = automatic is None and any(getattr(layer, "sequence_parallel", False) for layer in replacements.values())
+    alike = {} if ranks.tp is None or by_parts else {ranks.tp: True}
+    SameCalls(alike, check_calls, check_replicas_every).install(wrapped, model)
     log_summary(model, ranks.sizes, parameters, automatic.whole if automatic else {})
     model._weft_mesh = ranks.sizes  # type: ignore[assignment]
     return _noted(wrapped, automatic)
