@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from weft.shard import shard_of
-from weft.sharded_grad import GradientElsewhere, place_for
+from weft.sharded_grad import GradientElsewhere, ShardedGradient, local, mark_gradient, place_for
 from weft.stages.owners import owners_of
 
 # torch's own that update each element by itself, so that a part is stepped as it would be in the whole.
@@ -25,6 +29,7 @@ SAVED_BY = "weft_saved_by"  # in a parameter group: which rank's shards its stat
 _STEPS = 3
 # To their number of parameters and, of each group, who this rank is.
 _checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, list[str]]]" = weakref.WeakKeyDictionary()
+_stepping: "weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]]" = weakref.WeakKeyDictionary()
 _probing = False
 
 
@@ -55,6 +60,18 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     for group, mine in zip(groups, known[1], strict=True):
         if mine and group.get(SAVED_BY) != mine:
             _check_state(optimizer, group, mine)
+    # Torch's own work with each element, and are twice as fast on plain tensors. A hook of the user's may take a norm.
+    if is_elementwise(type(optimizer)) and not optimizer._optimizer_step_pre_hooks:
+        parts = [x for group in groups for x in group["params"] if type(x.grad) is ShardedGradient]
+        for parameter in parts:
+            parameter.grad = local(parameter.grad)
+        _stepping[optimizer] = parts
+
+
+def mark_gradients_again(optimizer: Optimizer, *_: Any) -> None:
+    """Run after every step of every optimizer: gradients are what they were before it."""
+    for parameter in _stepping.pop(optimizer, ()):
+        mark_gradient(parameter)
 
 
 def _holder(parameters: Sequence[torch.Tensor]) -> str:
@@ -97,7 +114,8 @@ def _check_group(optimizer: Optimizer, group: dict) -> None:
 def _check_kind(optimizer: Optimizer, group: dict) -> None:
     kind = type(optimizer)
     known = getattr(optimizer, "elementwise", False) or getattr(kind, "sums_norms_of_pieces", False)
-    if known or is_elementwise(kind):
+    around = any(isinstance(inner, Optimizer) for inner in vars(optimizer).values())  # which are checked themselves
+    if known or around or is_elementwise(kind):
         return
     places = {
         (len(shard.global_shape), shard.dim) if shard is not None else None
@@ -138,6 +156,8 @@ def _difference(optimizer: Optimizer, group: dict, place: tuple[int, int] | None
     expected = torch.stack(whole) if place is None else whole[0]
     found = torch.stack(apart) if place is None else torch.cat(apart, place[1])
     moved = (expected - torch.stack(together[0]).reshape(expected.shape)).abs().max()
+    if not moved:
+        return "whether it updates each element by itself cannot be tried (it leaves parameters as they are)"
     if (found - expected).abs().max() <= 1e-4 * moved:
         return ""
     if place is None:
@@ -149,12 +169,13 @@ def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]]
     """Where an optimizer like this one takes parameters in a few steps, from the first values by the others."""
     twin = copy.copy(optimizer)
     hooks = {name: value for name, value in vars(twin).items() if name.startswith("_optimizer_")}
-    vars(twin).update(vars(optimizer) | hooks)
+    own = {name: copy.copy(x) if isinstance(x, dict | list | set) else x for name, x in vars(optimizer).items()}
+    vars(twin).update(own | hooks)
     starts, *steps = values
     parameters = [torch.nn.Parameter(start.clone().to(device)) for start in starts]
     options = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
-    if isinstance(options.get("lr"), float):
-        options["lr"] = 0.1  # a warm-up may begin with 0
+    if isinstance(rate := options.get("lr"), float | torch.Tensor):
+        options["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, torch.Tensor) else 0.1  # 0 before a warm-up
     twin.param_groups = [{**options, "params": parameters}]
     twin.state = defaultdict(dict)
     for gradients in steps:
@@ -165,3 +186,4 @@ def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]]
 
 
 register_optimizer_step_pre_hook(check_optimizer)
+register_optimizer_step_post_hook(mark_gradients_again)

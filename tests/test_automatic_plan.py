@@ -33,6 +33,8 @@ SIZES = dict(
 )
 ENCODER = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
 ENCODER |= dict(num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+FALCON = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+FALCON |= dict(ffn_hidden_size=46, hidden_dropout=0.0, attention_dropout=0.0)
 GPT2 = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 DRY = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
 
@@ -268,6 +270,8 @@ MODELS = {
     "Bert": partial(of_transformers, "Bert", "ForMaskedLM", **ENCODER),
     "Phi3": partial(of_transformers, "Phi3", **SIZES),
     "GPTNeoX": partial(of_transformers, "GPTNeoX", **SIZES),
+    "Falcon, groups": partial(of_transformers, "Falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "Falcon, one KV head": partial(of_transformers, "Falcon", **FALCON, multi_query=True),
     "OPT": partial(
         of_transformers,
         "OPT",

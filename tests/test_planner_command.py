@@ -52,6 +52,38 @@ def test_a_plan_is_a_table_reasons_and_the_commands_that_start_it():
     assert "Not chosen:\n  pp " in told
     assert "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $HOST:29500 --nproc-per-node 8 train.py" in told
     assert "mesh = weft.init_mesh(pp=" in told
+    assert "selective computes again its attention and MLP" in told
+
+
+def test_no_digit_is_cut_at_80_columns(monkeypatch, capsys):
+    from rich.console import Console
+
+    from weft.cli import main
+    from weft.planner import command
+
+    monkeypatch.setattr(command, "_console", lambda: Console(width=80))
+    runs = (LLAMA, ["gpt-3-175b", "--gpus", "3072", "--hardware", "a100", "--sequence-length", "2048"])
+    for arguments in (runs[0], [*runs[1], "--global-batch", "1536"]):
+        assert main(["plan", *arguments, "--top", "5"]) == 0
+        told = capsys.readouterr().out.partition("TFLOP/s per device")[0]
+        rows = [line.split() for line in told.splitlines() if line[:3].strip().isdigit()]
+        assert len(rows) == 10 and all(len(line) <= 80 for line in told.splitlines()[1:]), told
+        assert [row[0] for row in rows] == list("12345" * 2), told
+        assert "…" not in told
+        assert all(len(row) == 9 for row in rows[5:]), told
+
+
+def test_a_leaner_way_is_called_so():
+    from dataclasses import replace
+
+    from weft import plan
+    from weft.planner.search import Plan, _slower
+
+    chosen = plan("gpt2", gpus=2, hardware="a100", sequence_length=512, global_batch=8)[0]
+    memory = replace(chosen.memory, activations=chosen.memory.activations - 0.2 * chosen.memory.total)
+    leaner = Plan(chosen.job, chosen.layout, memory, chosen.step)
+    assert _slower(leaner, chosen).startswith("leaner (1.000x the time, 0.80x the memory)")
+    assert _slower(chosen, leaner).startswith("no faster (1.000x the time, 1.25x the memory)")
 
 
 def test_json_is_the_function_s_plans():

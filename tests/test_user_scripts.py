@@ -202,16 +202,29 @@ def test_a_gradient_stands_for_the_whole_one():
 # Optimizers.
 
 
+def clipping(parameters):
+    def hook(*_):
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    return hook
+
+
 def optimizer_before(rank, sizes):
     mesh = weft.init_mesh(**sizes, device_type="cpu")
     model, plain = model_of(), model_of()
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
+    parameters = [list(one.parameters()) for one in (model, plain)]
     model = split(mesh, model)
-    for batch in batches_of(2):
+    for number, batch in enumerate(batches_of(3)):
         loss_of(model, mine_of(batch, mesh)).backward()
         loss_of(plain, batch).backward()
-        for optimizer in optimizers:
+        for optimizer, own in zip(optimizers, parameters, strict=True):
+            if number == 2:  # by a hook of one's own
+                optimizer.register_step_pre_hook(clipping(own))
             optimizer.step()
+        norms = [nn.utils.get_total_norm([x.grad for x in own if x.grad is not None]) for own in parameters]
+        torch.testing.assert_close(*norms, rtol=1e-4, atol=0.0)
+        for optimizer in optimizers:
             optimizer.zero_grad()
     assert_same_model(model, plain, 1e-4)
 
@@ -272,12 +285,30 @@ class Signed(RowNormalised):
                 parameter.sub_(group["lr"] * parameter.grad.sign())
 
 
+class Idle(RowNormalised):
+    """Somebody's: it waits for something that a trial does not bring."""
+
+    def step(self, closure=None):
+        pass
+
+
+class Around(RowNormalised):
+    """Somebody's: another optimizer does the work."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.5)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
 def refused_optimizers(rank, sizes):
     model = split(weft.init_mesh(**sizes, device_type="cpu"))
     loss_of(model, batches_of(1)[0]).backward()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-    kinds = [OneStepSize, torch.optim.LBFGS]
+    kinds = [OneStepSize, Idle, torch.optim.LBFGS]
     if "tp" in sizes:
         kinds += [torch.optim.Adafactor, torch.optim.Muon, RowNormalised]
     for kind in kinds:
@@ -289,6 +320,10 @@ def refused_optimizers(rank, sizes):
     state = torch.get_rng_state()
     Signed(parameters).step()
     assert torch.equal(torch.get_rng_state(), state)
+    expected = [(x - 0.1 * x.grad).detach().as_subclass(torch.Tensor) for x in parameters]
+    Around(parameters).step()  # once, with the 0.1 of its own groups
+    for x, one in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(x.detach(), one)
     optimizer = OneStepSize(parameters)
     optimizer.elementwise = True  # who says so is believed
     optimizer.step()

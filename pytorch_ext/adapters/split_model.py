@@ -1,12 +1,16 @@
 """What a Trainer must do otherwise where its model's parameters are shards."""
 
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from weft.gradient_norm import clip_grad_norm_
+from weft.full_state_dict import full_state_dict
 
 
 class SavedByAll(TrainingArguments):
-    """Arguments by which every rank comes to where Trainer saves a model, and is refused there like the first."""
+    """Arguments by which every rank calls save_pretrained where Trainer saves a model."""
 
     @property
     def should_save(self) -> bool:
@@ -14,28 +18,21 @@ class SavedByAll(TrainingArguments):
 
 
 class SplitModel(TrainerCallback):
-    """Clips and logs the norm of the whole model's gradients; refuses save_pretrained, which would write shards."""
-
-    def __init__(self, max_grad_norm: float):
-        self.max_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
-        self.norm: float | None = None
+    """Makes save_pretrained write the whole model."""
 
     def on_init_end(self, args, state, control, model=None, **_):
-        model.save_pretrained = refuse_to_save
+        if not hasattr(model, "save_pretrained"):
+            raise TypeError(
+                f"weft.adapters.trainer: {type(model).__name__} has no save_pretrained, and Trainer.save_model would "
+                "write a rank's shards: derive the model from transformers.PreTrainedModel, or write a loop of your own"
+            )
+        model.save_pretrained = partial(save_whole, model)
 
     on_train_begin = on_init_end  # a model_init makes another model
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.norm = clip_grad_norm_(model, self.max_norm).item()
 
-    def on_log(self, args, state, control, logs=None, **_):
-        for told in (logs, state.log_history[-1]):
-            if "grad_norm" in told:
-                told["grad_norm"] = self.norm
-
-
-def refuse_to_save(*_, **__):
-    raise ValueError(
-        "save_pretrained would write this rank's shards as if they were the model: call weft.save_checkpoint, and "
-        "weft.export_safetensors makes one file of whole tensors of that"
-    )
+def save_whole(model: nn.Module, folder: str, state_dict=None, is_main_process: bool = True, **options) -> None:
+    """Write the unsplit model with the model's own save_pretrained, from the first rank. A collective call."""
+    whole = full_state_dict(model)
+    type(model).save_pretrained(model, folder, state_dict=whole, is_main_process=dist.get_rank() == 0, **options)
+    dist.barrier()

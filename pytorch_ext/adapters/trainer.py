@@ -20,7 +20,7 @@ from weft.adapters.trainer_options import check_options
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
-def settings(mesh: DeviceMesh, *, max_grad_norm: float = 1.0, **options) -> dict[str, Any]:
+def settings(mesh: DeviceMesh, **options) -> dict[str, Any]:
     """What a Trainer takes besides its model and data: `args` and `callbacks`.
 
         model = weft.parallelize(model, mesh)
@@ -28,8 +28,8 @@ def settings(mesh: DeviceMesh, *, max_grad_norm: float = 1.0, **options) -> dict
 
     Args:
         mesh: of weft.init_mesh, with tp, cp or both. Every rank trains on the same batches.
-        max_grad_norm: of the whole model's gradients; 0 clips nothing.
-        options: of transformers.TrainingArguments. save_strategy is "no".
+        options: of transformers.TrainingArguments. save_strategy is "no"; `trainer.save_model()`, on every rank, writes
+            the whole model.
 
     Raises:
         ValueError: a mesh with pp or dp, an option that goes wrong with shards, other ranks' GPUs in sight.
@@ -44,8 +44,8 @@ def settings(mesh: DeviceMesh, *, max_grad_norm: float = 1.0, **options) -> dict
     on_cpu = mesh.device_type == "cpu"
     configured = {**(options.pop("accelerator_config", None) or {}), "use_configured_state": True}
     _be_alone(on_cpu)
-    fixed = {"save_strategy": "no", "max_grad_norm": 0.0, "use_cpu": on_cpu, "accelerator_config": configured}
-    return {"args": SavedByAll(**{**options, **fixed}), "callbacks": [SplitModel(max_grad_norm)]}
+    fixed = {"save_strategy": "no", "use_cpu": on_cpu, "accelerator_config": configured}
+    return {"args": SavedByAll(**{**options, **fixed}), "callbacks": [SplitModel()]}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -12,11 +12,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "fsdp": (None, _SHARDING),
     "deepspeed": (None, _SHARDING),
     "parallelism_config": (None, _SHARDING),
-    "fp16": (False, "would skip a step only on the ranks whose shards overflow: take bf16=True"),
     "use_liger_kernel": (False, "would compute with this rank's shards as if they were whole: call Trainer without it"),
     "auto_find_batch_size": (False, "could choose another batch on each rank: give per_device_train_batch_size"),
 }
-_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # optimizers
 
 
 def check_options(options: Mapping[str, Any], device_type: str) -> None:
@@ -27,9 +25,3 @@ def check_options(options: Mapping[str, Any], device_type: str) -> None:
         given = options.get(name, value)
         if given != value and (given or value):
             raise ValueError(f"settings: {name}={given!r} {why}")
-    optimizer = options.get("optim", "adamw_torch")
-    if getattr(optimizer, "value", optimizer) not in _ELEMENTWISE:
-        raise ValueError(
-            f"settings: optim={optimizer!r} may look at a whole matrix, of which a rank has a shard; those that do not "
-            f"are {', '.join(_ELEMENTWISE)}"
-        )

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import sys
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def in_three_words(reason: str) -> str:
 
 
 def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, whole: Mapping[str, str]) -> None:
-    """Log the line on the first rank.
+    """Log the line on the first rank; print it where no logging is set up.
 
     Args:
         sizes: dimension of the mesh to its ranks.
@@ -45,10 +46,15 @@ def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, who
     told = [f"{name} ({why})" for name, why in list(short.items())[:_MOST]]
     more = [f"{len(short) - _MOST} more"] if len(short) > _MOST else []
     stayed = f"; whole on every rank: {', '.join(told + more)}" if told else ""
-    logging.getLogger("weft").info(
-        "parallelize (%s): a rank holds %.0f%% of %s parameters%s; weft.explain(model) for the rest",
-        *(mesh, 100 * share, f"{parameters:,}", stayed),
+    line = (
+        f"parallelize ({mesh}): a rank holds {100 * share:.0f}% of {parameters:,} parameters{stayed}; "
+        "weft.explain(model) for the rest"
     )
+    logger = logging.getLogger("weft")
+    if logger.level == logging.NOTSET and not logger.hasHandlers():
+        print(line, file=sys.stderr)
+    else:
+        logger.info(line)
 
 
 def share_held(model: nn.Module) -> str:

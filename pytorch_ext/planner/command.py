@@ -95,45 +95,53 @@ def _print_plans(job: Job, gpus: int, found: Found, plans: list[Plan]) -> None:
     from rich.markup import escape
 
     model = job.model
-    console, table = (
-        _console(),
-        _table(
-            f"{model.name}: {model.parameters / 1e9:.2f}B parameters, {gpus} x {job.hardware.name}, sequence "
-            f"{job.sequence_length}, global batch {job.global_batch}, {job.precision}, {job.optimizer}",
-            "pp x dp x cp x tp|micro-batch|schedule|recompute|ZeRO|step s|TFLOP/s|MFU|bubble|waits|GiB|weights"
-            "|gradients|optimizer|activations|rest",
-        ),
+    console = _console()
+    print(
+        f"{model.name}: {model.parameters / 1e9:.2f}B parameters, {gpus} x {job.hardware.name},\nsequence "
+        f"{job.sequence_length}, global batch {job.global_batch}, {job.precision}, {job.optimizer}"
     )
-    for plan in plans:
+    table = _table("", "#|pp dp cp tp|micro|schedule|recompute|ZeRO|step s|MFU|GiB")
+    parts = _table("where time and memory go", "#|TFLOP/s|bubble|waits|weights|gradients|optimizer|activations|rest")
+    for number, plan in enumerate(plans, 1):
         layout, step, split = plan.layout, plan.step, plan.memory.split()
         named = [split[name] for name in ("weights", "gradients", "optimizer", "activations")]
         schedule = layout.schedule + (f" {layout.chunks}" if layout.chunks > 1 else "") if layout.pp > 1 else "-"
         table.add_row(
-            " x ".join(str(size) for size in plan.mesh.values()),
+            str(number),
+            " ".join(str(size) for size in plan.mesh.values()),
             f"{layout.micro_batch} ({layout.micro_batches(job)})",
             schedule,
             layout.recompute,
             str(layout.zero),
             f"{step.seconds:.4g}",
-            f"{step.flops_per_s / 1e12:.3g}",
             f"{step.mfu:.1%}",
+            f"{plan.memory.total / 2**30:.3g}",
+        )
+        parts.add_row(
+            str(number),
+            f"{step.flops_per_s / 1e12:.3g}",
             f"{step.bubble:.1%}",
             f"{step.exposed_s / step.seconds:.1%}",
-            *(f"{size / 2**30:.3g}" for size in (plan.memory.total, *named, plan.memory.total - sum(named))),
+            *(f"{size / 2**30:.3g}" for size in (*named, plan.memory.total - sum(named))),
         )
     console.print(table)
+    console.print(parts)
+    again = "its attention and MLP, and keeps its norms" if job.fused_attention else "its attention's scores"
     print(
         f"TFLOP/s per device: 6 N D + attention's causal half, N the parameters that tokens are multiplied with, D the "
         f"tokens; recomputation is not counted. MFU: of {job.peak_flops / 1e12:g}. Memory: of "
         f"{job.hardware.memory_bytes / 2**30:.1f} GiB; rest: logits, buffers, workspace, fragmentation. waits: "
-        f"communication that nothing hides. micro-batch: sequences (how many a step)."
+        f"communication that nothing hides. micro: sequences of a micro-batch (how many a step). recompute: "
+        f"of each layer, selective computes again {again}; full all of it. Weights to rest are GiB."
     )
     print("\nNot chosen:")
     for rejection in found.rejected:
         console.print(f"  {rejection.family:<20} {escape(rejection.why)}", highlight=False, soft_wrap=True)
     print(
-        f"\nTo start the first, on each node:\n  {plans[0].torchrun}\nand in train.py:\n  mesh = {plans[0].init_mesh}"
+        f"\nTo start the first, on each node:\n  {plans[0].torchrun}\n"
+        "and in train.py, after `model = ...`, the same on every rank:\n"
     )
+    print("".join(f"  {line}\n" if line else "\n" for line in plans[0].code.splitlines()), end="")
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -191,7 +199,7 @@ def _table(title: str, columns: str):
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    table = Table(title=title or None, box=box.SIMPLE, title_justify="left", padding=0)
     for number, column in enumerate(columns.split("|")):
-        table.add_column(column, justify="left" if number == 0 else "right")
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     return table

@@ -9,6 +9,7 @@ from typing import Any
 from weft.planner.hardware import check_count, presets
 from weft.planner.job import RECOMPUTE, SCHEDULES, Job, Layout
 from weft.planner.memory import Memory, Scale
+from weft.planner.start import code
 from weft.planner.step import Clock, Step
 
 DIMENSIONS = ("pp", "dp", "cp", "tp")
@@ -16,6 +17,7 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 # is not more exact than that, and every mechanism is one more thing to get right.
 WORTH = 0.005
 _MECHANISMS = 2  # as much as this many more count as no faster
+LEANER = 0.95  # a smaller share of the chosen plan's memory is a reason of its own
 MIN_TOKENS = 32  # of a sequence on a context-parallel rank
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _CHUNKS = (2, 3, 4, 6, 8, 12)
@@ -49,6 +51,11 @@ class Plan:
         last = f"  # on the last node: --nproc-per-node {rest}" if rest else ""
         return f"torchrun {several}--nproc-per-node {here} train.py{last}"
 
+    @property
+    def code(self) -> str:
+        """Python that takes a `model` and defines `step(inputs, targets)`, with all that was decided."""
+        return code(self)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes and seconds."""
         layout = self.layout
@@ -68,6 +75,7 @@ class Plan:
             "memory_bytes": {**self.memory.split(), "total": self.memory.total},
             "torchrun": self.torchrun,
             "init_mesh": self.init_mesh,
+            "code": self.code,
         }
 
 
@@ -260,7 +268,10 @@ def _slower(plan: Plan, chosen: Plan) -> str:
     where = f"[{describe(plan.layout)}]"
     if theirs.seconds <= ours.seconds * (1 + WORTH * _MECHANISMS):
         memory = plan.memory.total / chosen.memory.total
-        return f"no faster ({theirs.seconds / ours.seconds:.3f}x the time, {memory:.2f}x the memory) {where}"
+        told = f"{theirs.seconds / ours.seconds:.3f}x the time, {memory:.2f}x the memory"
+        if memory < LEANER:
+            return f"leaner ({told}): take it where memory is short {where}"
+        return f"no faster ({told}) {where}"
     spent = {
         "waits for communication": (theirs.exposed_s / theirs.seconds, ours.exposed_s / ours.seconds),
         "fills and drains the pipeline": (theirs.bubble, ours.bubble),

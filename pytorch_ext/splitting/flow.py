@@ -108,7 +108,8 @@ class Found:
             else:
                 sizes = [layout.extent // layout.axis.size * size for size in self.local_size(layout.axis)]
         else:
-            sizes = self.local_size(layout.axis)
+            each = layout.axis.size // layout.extent  # features of a head
+            sizes = [size // each for size in self.local_size(layout.axis)]
         shapes = [(*value.shape[:dim], size, *value.shape[dim + 1 :]) for size in sizes]
         return self._repeated(layout, shapes)
 

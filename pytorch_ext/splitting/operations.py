@@ -32,11 +32,9 @@ class Meeting:
             return other
         if (one.dim, one.before, one.extent) != (other.dim, other.before, other.extent):
             raise ConflictError(f"{what} joins features that are split in different ways")
-        if one.axis is other.axis:
-            if one.copies != other.copies:
-                raise ConflictError(f"{what} joins features that are split in different ways")
-            return replace(one, units=gcd(one.units, other.units), minor=one.minor if one.minor == other.minor else ())
         fine, coarse = (one, other) if one.copies <= other.copies else (other, one)
+        if one.axis is other.axis:
+            return replace(fine, units=gcd(one.units, other.units), minor=one.minor if one.minor == other.minor else ())
         if fine.copies not in (1, coarse.copies):
             raise ConflictError(f"{what} joins features that are split in different ways")
         fine.use()
@@ -170,9 +168,9 @@ def _slice(node, layouts, meeting):
         return [_cut_elsewhere(layout, dim)]
     start = min(node.args[2] or 0 if len(node.args) > 2 else 0, value.shape[dim])
     start += value.shape[dim] if start < 0 else 0
-    if not layout.raw or (len(node.args) > 4 and node.args[4] != 1):
+    if len(node.args) > 4 and node.args[4] != 1:
         raise ConflictError(f"{_told(node)} takes some of its features")
-    return [_piece(layout, start, start + out.shape[dim])]
+    return [_piece(node, layout, start, start + out.shape[dim])]
 
 
 def _cut_elsewhere(layout: Layout, dim: int) -> Layout:
@@ -183,9 +181,13 @@ def _cut_elsewhere(layout: Layout, dim: int) -> Layout:
     return layout
 
 
-def _piece(layout: Layout, start: int, stop: int) -> Layout:
-    axis = layout.axis.piece(start, stop, apart=False)
-    return replace(layout, axis=axis, extent=axis.size, units=axis.size)
+def _piece(node: Node, layout: Layout, start: int, stop: int) -> Layout:
+    """From start to stop along the dimension: of features, or of heads that they were viewed as."""
+    if layout.before != 1 or layout.copies != 1 or not (layout.raw or layout.minor):
+        raise ConflictError(f"{_told(node)} takes some of its features")
+    size = layout.axis.size // layout.extent
+    axis = layout.axis.piece(start * size, stop * size, apart=False)
+    return replace(layout, axis=axis, extent=stop - start, units=stop - start)
 
 
 def _split(node, layouts, meeting):
@@ -194,11 +196,9 @@ def _split(node, layouts, meeting):
     dim = _argument(node, 2, "dim", 0) % dims
     if dim != layout.dim:
         return [_cut_elsewhere(layout, dim) for _ in node.outputs]
-    if not layout.raw:
-        raise ConflictError(f"{_told(node)} takes some of its features")
     found, start = [], 0
     for out in node.outputs:
-        found.append(_piece(layout, start, start + out.shape[dim]))
+        found.append(_piece(node, layout, start, start + out.shape[dim]))
         start += out.shape[dim]
     return found
 
@@ -329,7 +329,8 @@ def _attention(node, layouts, meeting):
         layout = layout.use()
         if layout.dim >= dims - 2:
             raise ConflictError(f"{_told(node)} sums over its features")
-        if named.get("enable_gqa") and name != "query" and value.shape[-3] != query.shape[-3]:
+        fewer = dims > 2 and value.shape[-3] != query.shape[-3]
+        if name != "query" and fewer and (named.get("enable_gqa") or value.shape[-3] == 1):
             each = query.shape[-3] // value.shape[-3]
             if layout.dim != dims - 3:
                 raise ConflictError(f"{_told(node)} groups heads, which are not what is split")

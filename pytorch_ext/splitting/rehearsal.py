@@ -78,13 +78,15 @@ class Rehearsal(Run):
 
     def _starts(self, node: Node, expected: Node):
         """Of a slice that takes a piece of a fused layer: where it begins on this rank."""
-        axis, piece = (self.found.layouts[value].axis for value in (expected.inputs[0], expected.outputs[0]))
+        layout, piece = self.found.layouts[expected.inputs[0]], self.found.layouts[expected.outputs[0]].axis
+        axis = layout.axis
         if axis is piece:
             return [], []
-        size = self.found.local_size(axis)[self.rank]
+        each = axis.size // layout.extent  # features of a head
+        size = self.found.local_size(axis)[self.rank] // each
         start = node.args[2] or 0
         before = [part for _, part in sorted(axis.pieces.items()) if part.start < piece.start]
-        expected_start = sum(self.found.local_size(part)[self.rank] for part in before)
+        expected_start = sum(self.found.local_size(part)[self.rank] for part in before) // each
         return [start if start >= 0 else size + start], [expected_start]
 
 
@@ -170,9 +172,9 @@ def _help(
     best, furthest = None, mismatch.step
     where = whole.nodes[min(mismatch.step, len(whole.nodes) - 1)].where
     candidates = list(_candidates(twin, whole, found, where, numbers))
-    # Code that reads a width divides it: both numbers are the rank's, or neither is.
-    read = [one for one in candidates if any(argument_of(name) for _, name in one)]
-    pairs = ({**one, **width} for width in read for one in candidates if one.keys() != width.keys())
+    # Code that divides one by the other counts with both: a width by heads, heads by KV heads.
+    first = [one for one in candidates if any(name == where or argument_of(told) for name, told in one)]
+    pairs = ({**one, **other} for other in first for one in candidates if one.keys() != other.keys())
     for candidate in chain(candidates, pairs):
         after = reached(candidate, mismatch.step)
         if after is not None and after.step <= furthest:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
+import torch
 from torch import nn
 
 from weft.nn import (
@@ -71,13 +72,44 @@ KEPT = ("sequence", "tokenwise")  # what a plan says of modules that it leaves w
 
 
 def kind_of(module: nn.Module) -> str:
-    """What a layer is, by the name of its own class: a subclass does something that a replacement would not do."""
+    """What a layer is, by the name of its own class: a subclass does something that a replacement would not do, unless
+    it only writes an nn.Linear's forward in another way."""
     kind = type(module)
     if getattr(nn, kind.__name__, None) is kind:
         return f"nn.{kind.__name__}"
     if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         return "transformers.Conv1D"
+    if isinstance(module, nn.Linear) and _has_nothing_else(module) and _is_linear(kind, module.bias is not None):
+        return "nn.Linear"
     return kind.__qualname__
+
+
+def _has_nothing_else(module: nn.Linear) -> bool:
+    attributes = {name for name in vars(module) if not name.startswith("_")}
+    inside = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    known = {"training", "in_features", "out_features", "forward"}  # the last while it is traced
+    return attributes <= known and inside <= {"weight", "bias"} and not any(module.children())
+
+
+@cache
+def _is_linear(kind: type[nn.Linear], bias: bool) -> bool:
+    """Whether a subclass without attributes of its own computes what nn.Linear does, tried on random numbers."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Linear)]:
+        methods = {name for name, value in vars(base).items() if callable(value) or isinstance(value, property)}
+        if not methods <= {"__init__", "forward", "extra_repr", "reset_parameters"}:
+            return False
+    generator = torch.Generator().manual_seed(0)
+    with torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        plain = nn.utils.skip_init(nn.Linear, 3, 5, bias=bias)
+        own = kind.__new__(kind)
+        vars(own).update(vars(plain))
+        x, *numbers = (torch.randn(shape, generator=generator) for shape in ((2, 4, 3), (5, 3), (5,)))
+        for parameter, value in zip(plain.parameters(), numbers, strict=False):
+            parameter.copy_(value)
+        try:
+            return all(torch.allclose(kind.forward(own.train(mode), x), plain(x)) for mode in (True, False))
+        except Exception:  # whatever it needs besides
+            return False
 
 
 def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Module:

@@ -356,6 +356,15 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
+def _with_slices(index):
+    """x[[-1]] as x[-1:], which says in the trace which place it is."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_slices, index))
+    if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
+        return slice(index[0], index[0] + 1 or None)
+    return index
+
+
 def _to_meta(tree):
     if isinstance(tree, torch.Tensor):
         return tree if tree.is_meta else torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
@@ -386,6 +395,8 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in SIZES and args:
             self.run.note_sizes(args[0])
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], _with_slices(args[1]))
         if func is F.scaled_dot_product_attention:
             return self._attention(**dict(zip(_ATTENTION, args, strict=False), **kwargs))
         if func is F.dropout:
@@ -393,7 +404,8 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _attention(self, query, key, value, **options):
-        if query.shape[-3:-2] != key.shape[-3:-2] and not options.get("enable_gqa"):
+        whole = self.run.value(key).twin or self.run.value(key)
+        if query.shape[-3:-2] != key.shape[-3:-2] and not options.get("enable_gqa") and whole.shape[-3:-2] != (1,):
             raise ValueError(f"attention of {query.shape[-3]} query heads and {key.shape[-3]} KV heads")
         with _unrecorded():
             result = query.new_empty((*query.shape[:-1], value.shape[-1]), device="meta")

@@ -1,0 +1,148 @@
+"""The Python code that trains a model as a plan has it: the mesh and all that was decided for it."""
+
+from typing import TYPE_CHECKING
+
+from weft.planner.memory import split_layers
+
+if TYPE_CHECKING:
+    from weft.planner.search import Plan
+
+_OPTIMIZERS = {
+    "adamw": ("torch.optim.AdamW", ""),
+    "adam": ("torch.optim.Adam", ""),
+    "lamb": ("weft.LAMB", ""),
+    "lars": ("weft.LARS", ""),
+    "momentum": ("torch.optim.SGD", ", momentum=0.9"),
+    "sgd": ("torch.optim.SGD", ""),
+}
+_SCHEDULES = {"gpipe": "afab"}  # by weft.Pipeline's names
+
+
+def code(plan: "Plan") -> str:
+    """Lines that take a `model` and define `step(inputs, targets)`."""
+    layout = plan.layout
+    lines = ["import torch", "import weft"]
+    if layout.tp > 1:
+        lines.append("from weft.splitting.automatic import automatic_plan")
+    if _zero_by_torch(plan):
+        lines.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
+    if layout.zero > 1:
+        lines.append("from torch.distributed.fsdp import fully_shard")
+    lines += ["", f"mesh = {plan.init_mesh}"]
+    options = ["model", 'mesh["cp", "tp"]']
+    if layout.tp > 1:
+        options.append(f"plan=automatic_plan(model, {layout.tp}, loss_parallel=True)")
+    if layout.cp > 1:
+        options.append('context={"parts": True}')
+    if layout.recompute != "none":
+        options.append(f'recompute="{layout.recompute}"')
+    if len(options) > 2:
+        lines += _call("model = weft.parallelize", options)
+    return "\n".join([*lines, *_loss(plan), *_wrapped(plan), *_optimizer(plan), *_step(plan)]) + "\n"
+
+
+def _zero_by_torch(plan: "Plan") -> bool:
+    """ZeRO stage 1 over "cp" too, or under a pipeline, is torch's."""
+    return plan.layout.zero == 1 and (plan.layout.pp > 1 or plan.layout.cp > 1)
+
+
+def _call(begin: str, options: list[str]) -> list[str]:
+    line = f"{begin}({', '.join(options)})"
+    if len(line) <= 80:
+        return [line]
+    return [f"{begin}(", *(f"    {option}," for option in options), ")"]
+
+
+def _loss(plan: "Plan") -> list[str]:
+    share = plan.job.global_batch // plan.layout.dp
+    lines = ["", "", "def loss_of(logits, targets):  # a part of the mean over a step's tokens"]
+    if plan.layout.tp > 1:  # each rank has its part of the vocabulary's scores
+        lines += _indented(
+            _call("loss = weft.parallel_cross_entropy", ["logits", "targets", 'group=mesh["tp"]', 'reduction="sum"'])
+        )
+    else:
+        flat = ["logits.flatten(0, 1)", "targets.flatten()", 'reduction="sum"']
+        lines += _indented(_call("loss = torch.nn.functional.cross_entropy", flat))
+    return [*lines, f"    return loss / ({share} * {plan.job.sequence_length})", "", ""]
+
+
+def _wrapped(plan: "Plan") -> list[str]:
+    layout = plan.layout
+    if layout.pp > 1:
+        stages = layout.pp * layout.chunks
+        sizes = [split_layers(plan.job.model.layers, stages, stage) for stage in range(stages)]
+        balance = [1 + sizes[0], *sizes[1:-1], sizes[-1] + 2]
+        options = [
+            "model",
+            "mesh",
+            f'schedule="{_SCHEDULES.get(layout.schedule, layout.schedule)}"',
+            f"microbatches={layout.micro_batches(plan.job)}",
+            "loss=loss_of",
+            'reduction="sum"',
+            f"balance={balance}",
+        ]
+        if layout.chunks > 1:
+            options.append(f"stages_per_rank={layout.chunks}")
+        return [
+            "# balance: the embedding is a layer before the blocks, norm and output two after",
+            *_call("model = weft.Pipeline", options),
+        ]
+    if layout.zero > 1:
+        ranks = 'mesh["dp", "cp"]._flatten("replicas")' if layout.cp > 1 else 'mesh["dp"]'
+        return [
+            f"sharded = dict(mesh={ranks}, reshard_after_forward={layout.zero == 3})",
+            "for blocks in [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]:",
+            "    for block in blocks:",
+            "        fully_shard(block, **sharded)",
+            "model = fully_shard(model, **sharded)",
+        ]
+    if layout.dp > 1:
+        options = ["model", 'group=mesh["dp"]']
+        if layout.zero and not _zero_by_torch(plan):
+            options.append("shard_optimizer=True")
+            if plan.job.precision != "fp32":
+                options.append("main_grad=True")
+        return _call("model = weft.DataParallel", options)
+    return []
+
+
+def _optimizer(plan: "Plan") -> list[str]:
+    kind, more = _OPTIMIZERS[plan.job.optimizer]
+    settings = f"lr=1e-3{more}"
+    if _zero_by_torch(plan):
+        ranks = 'mesh["dp", "cp"]._flatten("replicas")' if plan.layout.cp > 1 else 'mesh["dp"]'
+        options = ["model.parameters()", kind, f"process_group={ranks}.get_group()", settings]
+        return _call("optimizer = ZeroRedundancyOptimizer", options)
+    if plan.layout.zero == 1:
+        return _call("optimizer = model.optimizer", [kind, settings])
+    return _call(f"optimizer = {kind}", ["model.parameters()", settings])
+
+
+def _step(plan: "Plan") -> list[str]:
+    job, layout = plan.job, plan.layout
+    shape = f"[{job.global_batch // layout.dp}, {job.sequence_length}]"
+    lines = ["", "", f'def step(inputs, targets):  # {shape} each: this "dp" rank\'s sequences']
+    body = []
+    if layout.cp > 1:
+        body += [
+            "inputs, targets = (",
+            '    weft.shard_sequence(x, dim=1, group=mesh["cp"]) for x in (inputs, targets)',
+            ")",
+        ]
+    count = layout.micro_batches(job)
+    body.append("optimizer.zero_grad()")
+    if layout.pp > 1:
+        body.append("model.step(inputs, targets)")
+    elif count == 1:
+        body.append("loss_of(model(inputs), targets).backward()")
+    else:
+        body.append(f"parts = zip(inputs.split({layout.micro_batch}), targets.split({layout.micro_batch}))")
+        body.append("for number, (some, their) in enumerate(parts, 1):")
+        if layout.dp > 1 and layout.zero < 2:  # gradients travel after the last
+            body.append(f"    model.require_backward_grad_sync = number == {count}")
+        body.append("    loss_of(model(some), their).backward()")
+    return [*lines, *_indented([*body, "optimizer.step()"])]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

@@ -1,0 +1,70 @@
+"""The code that `weft plan` prints trains the model as the plain one is trained."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import weft
+from weft.planner import Hardware, Job, Layout, Model
+from weft.planner.search import Plan
+from weft.testing.models import Llama
+from weft.testing.ranks import run_ranks
+
+BATCH, SEQUENCE = 8, 12
+JOB = Job(
+    Model(4, 24, Llama.HIDDEN, 6, Llama.WORDS, kv_heads=3),
+    Hardware("cpu", 1e12, {"fp32": 1e9}, 1e9, 1e9, 1e9),
+    SEQUENCE,
+    BATCH,
+    "fp32",
+    "sgd",
+)
+PAIR = Layout(micro_batch=2)
+PLANS = {
+    2: [
+        replace(PAIR, dp=2),
+        replace(PAIR, dp=2, zero=1, recompute="full"),
+        replace(PAIR, cp=2, zero=1),
+        replace(PAIR, tp=2, recompute="selective"),
+        replace(PAIR, pp=2),
+        replace(PAIR, pp=2, schedule="interleaved", chunks=2, recompute="selective"),
+        replace(PAIR, pp=2, schedule="zero-bubble"),
+        replace(PAIR, pp=2, schedule="gpipe"),
+    ],
+    4: [
+        replace(PAIR, dp=2, tp=2, zero=1),
+        replace(PAIR, dp=2, cp=2, zero=1, micro_batch=1),
+        replace(PAIR, pp=2, dp=2, zero=1, recompute="full"),
+        replace(PAIR, pp=2, tp=2, micro_batch=1),
+        replace(PAIR, pp=2, cp=2, micro_batch=4),
+    ],
+}
+
+
+def train(rank, layouts):
+    torch.manual_seed(0)
+    plain = Llama(4)
+    tokens, targets = torch.randint(Llama.WORDS, (2, BATCH, SEQUENCE))
+    F.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten()).backward()
+    for layout in layouts:
+        names = {"model": copy.deepcopy(plain)}
+        names["model"].zero_grad()
+        code = Plan(JOB, layout, None, None).code.replace("lr=1e-3", "lr=1.0")
+        exec(compile(code, str(layout), "exec"), names)
+        place = names["mesh"]["dp"].get_local_rank()
+        names["step"](*(x.chunk(layout.dp)[place] for x in (tokens, targets)))
+        for name, parameter in names["model"].named_parameters():
+            before = plain.get_parameter(name.removeprefix("module."))
+            expected, shard = before.detach() - before.grad, weft.shard_of(parameter)
+            expected = expected if shard is None else shard.take(expected)
+            torch.testing.assert_close(
+                parameter.detach(), expected, msg=lambda text, where=(layout, name): f"{where}: {text}"
+            )
+
+
+@pytest.mark.parametrize("ranks", PLANS)
+def test_the_code_of_a_plan_takes_the_plain_step(ranks):
+    run_ranks(train, ranks, PLANS[ranks], timeout_s=500)
