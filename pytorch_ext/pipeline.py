@@ -50,7 +50,7 @@ class Pipeline(nn.Module):
     bits. To split layers over "tp" and the sequence over "cp" as well, call `weft.parallelize(model, mesh["cp", "tp"])`
     first; with parts=True of its context, inputs and targets are this rank's parts, and the loss is the sum of what
     these ranks' parts give. Where the mesh has "dp", each of these ranks gives its own part of the batch, and gradients
-    and the loss are averaged over them. See docs/pipeline.md.
+    and the loss are averaged over them, or added up with reduction="sum". See docs/pipeline.md.
 
     Args:
         model: the same whole model on every rank, of which the stages of others can be freed afterwards.

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from textwrap import fill
 
 from weft.planner.hardware import Hardware, presets
 from weft.planner.job import OPTIMIZERS, OVERLAP, PRECISIONS, RECOMPUTE, Job
@@ -92,8 +93,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_plans(job: Job, gpus: int, found: Found, plans: list[Plan]) -> None:
-    from rich.markup import escape
-
     model = job.model
     console = _console()
     print(
@@ -127,18 +126,23 @@ def _print_plans(job: Job, gpus: int, found: Found, plans: list[Plan]) -> None:
     console.print(table)
     console.print(parts)
     again = "its attention and MLP, and keeps its norms" if job.fused_attention else "its attention's scores"
-    print(
+    width = console.width
+    note = (
         f"TFLOP/s per device: 6 N D + attention's causal half, N the parameters that tokens are multiplied with, D the "
         f"tokens; recomputation is not counted. MFU: of {job.peak_flops / 1e12:g}. Memory: of "
         f"{job.hardware.memory_bytes / 2**30:.1f} GiB; rest: logits, buffers, workspace, fragmentation. waits: "
         f"communication that nothing hides. micro: sequences of a micro-batch (how many a step). recompute: "
         f"of each layer, selective computes again {again}; full all of it. Weights to rest are GiB."
     )
+    print(fill(note, width))
     print("\nNot chosen:")
     for rejection in found.rejected:
-        console.print(f"  {rejection.family:<20} {escape(rejection.why)}", highlight=False, soft_wrap=True)
+        print(fill(f"  {rejection.family:<20} {rejection.why}", width, subsequent_indent=" " * 23))
+    command = plans[0].torchrun
+    if len(command) > width - 2:
+        command = command.replace(" --nproc-per-node", " \\\n    --nproc-per-node", 1)
     print(
-        f"\nTo start the first, on each node:\n  {plans[0].torchrun}\n"
+        f"\nTo start the first, on each node:\n  {command}\n"
         "and in train.py, after `model = ...`, the same on every rank:\n"
     )
     print("".join(f"  {line}\n" if line else "\n" for line in plans[0].code.splitlines()), end="")

@@ -1,5 +1,7 @@
 """The Python code that trains a model as a plan has it: the mesh and all that was decided for it."""
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from weft.planner.memory import split_layers
@@ -28,6 +30,9 @@ def code(plan: "Plan") -> str:
         lines.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
     if layout.zero > 1:
         lines.append("from torch.distributed.fsdp import fully_shard")
+    if plan.job.precision != "fp32":
+        kind = {"bf16": "bfloat16", "fp16": "float16"}[plan.job.precision]
+        lines += ["", f"# The plan counts weights of torch.{kind}, gradients and states of fp32."]
     lines += ["", f"mesh = {plan.init_mesh}"]
     options = ["model", 'mesh["cp", "tp"]']
     if layout.tp > 1:
@@ -54,7 +59,8 @@ def _call(begin: str, options: list[str]) -> list[str]:
 
 
 def _loss(plan: "Plan") -> list[str]:
-    share = plan.job.global_batch // plan.layout.dp
+    added_up = plan.layout.pp > 1  # by Pipeline over "dp", where DataParallel averages
+    share = plan.job.global_batch if added_up else plan.job.global_batch // plan.layout.dp
     lines = ["", "", "def loss_of(logits, targets):  # a part of the mean over a step's tokens"]
     if plan.layout.tp > 1:  # each rank has its part of the vocabulary's scores
         lines += _indented(
@@ -66,12 +72,18 @@ def _loss(plan: "Plan") -> list[str]:
     return [*lines, f"    return loss / ({share} * {plan.job.sequence_length})", "", ""]
 
 
+def _runs(sizes: list[int]) -> Iterator[str]:
+    """Elements of a list display, of which equal neighbours are one."""
+    for size, alike in groupby(sizes):
+        count = len(list(alike))
+        yield ", ".join([str(size)] * count) if count < 4 else f"*[{size}] * {count}"
+
+
 def _wrapped(plan: "Plan") -> list[str]:
     layout = plan.layout
     if layout.pp > 1:
         stages = layout.pp * layout.chunks
         sizes = [split_layers(plan.job.model.layers, stages, stage) for stage in range(stages)]
-        balance = [1 + sizes[0], *sizes[1:-1], sizes[-1] + 2]
         options = [
             "model",
             "mesh",
@@ -79,12 +91,12 @@ def _wrapped(plan: "Plan") -> list[str]:
             f"microbatches={layout.micro_batches(plan.job)}",
             "loss=loss_of",
             'reduction="sum"',
-            f"balance={balance}",
+            f"balance=[{', '.join(_runs([1 + sizes[0], *sizes[1:-1], sizes[-1] + 2]))}]",
         ]
         if layout.chunks > 1:
             options.append(f"stages_per_rank={layout.chunks}")
         return [
-            "# balance: the embedding is a layer before the blocks, norm and output two after",
+            "# balance: besides the blocks, the embedding is one layer, norm and output two",
             *_call("model = weft.Pipeline", options),
         ]
     if layout.zero > 1:
@@ -126,7 +138,8 @@ def _step(plan: "Plan") -> list[str]:
     if layout.cp > 1:
         body += [
             "inputs, targets = (",
-            '    weft.shard_sequence(x, dim=1, group=mesh["cp"]) for x in (inputs, targets)',
+            '    weft.shard_sequence(x, dim=1, group=mesh["cp"])',
+            "    for x in (inputs, targets)",
             ")",
         ]
     count = layout.micro_batches(job)
