@@ -29,7 +29,7 @@ class Difference:
     """A result's error against the unsplit model in fp64, the largest of all ranks, and what the type allows.
 
     The error is relative: of all elements together (Frobenius), or of the largest where that one stands out. Allowed
-    is FACTOR times the error of the unsplit model in the parallel one's type. A gradient that is zero in exact
+    is FACTOR times the error of the unsplit model in the parallel one's type, the larger of two runs. A gradient that is zero in exact
     arithmetic (of a bias before a batch norm, say) has no scale of its own: its elements are compared with the root
     mean square of the whole model's gradient.
 
@@ -136,20 +136,24 @@ def verify(
     if any(tensor.dtype == torch.float64 for tensor in reference.parameters()):
         plain_model, plain_type = plain_model.float(), torch.float32  # there is nothing finer to compare fp64 with
     exact = step(exact_model, _as_type(batch, torch.float64))
-    plain = step(plain_model, batch if plain_type is None else _as_type(batch, plain_type))
     whole = {name: _gradient(parameter) for name, parameter in exact_model.named_parameters()}
-    in_type = {name: _gradient(parameter) for name, parameter in plain_model.named_parameters()}
-    scale = _Scale.of(whole, in_type)
+    outputs, gradients = [], []
+    for nudged in (False, True):
+        if nudged:
+            _nudge(plain_model)
+        outputs.append(step(plain_model, batch if plain_type is None else _as_type(batch, plain_type)))
+        gradients.append({name: _gradient(one).clone() for name, one in plain_model.named_parameters()})
+    scale = _Scale.of(whole, gradients)
     pieces = _pieces(model)
     with _left_as_it_was(model, [piece for piece, _ in pieces.values()]):
         output = step(model, batch)
-        found = [_difference("output", output, plain, exact)]
+        found = [_difference("output", output, outputs, exact)]
         seen = set()
         for name, parameter in model.named_parameters():
             plain_name = name.removeprefix("module.") if name not in whole else name
             if plain_name not in whole:
                 raise ValueError(f"verify: the reference has no parameter {name!r}; it has {', '.join(whole)}")
-            expected = [in_type[plain_name], whole[plain_name]]
+            expected = [whole[plain_name], *(in_type[plain_name] for in_type in gradients)]
             shard = shard_of(parameter)
             if shard is not None:
                 expected = [shard.take(gradient) for gradient in expected]
@@ -158,9 +162,9 @@ def verify(
                 piece, at = pieces[id(parameter)]
                 result = gradient_of(piece)
                 expected = [_in_memory(gradient, parameter)[at.start : at.stop] for gradient in expected]
-            in_this_type, exactly = expected
-            result = torch.zeros_like(in_this_type) if result is None else result
-            found.append(_difference(f"gradient of {name}", result, in_this_type, exactly, scale))
+            exactly, *in_type = expected
+            result = torch.zeros_like(in_type[0]) if result is None else result
+            found.append(_difference(f"gradient of {name}", result, in_type, exactly, scale))
             seen.add(plain_name)
         leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
     return _over_ranks(found, leaks, set(whole) - seen)
@@ -181,10 +185,13 @@ class _Scale:
     rounding: float
 
     @classmethod
-    def of(cls, whole: dict[str, torch.Tensor], in_type: dict[str, torch.Tensor]) -> "_Scale":
+    def of(cls, whole: dict[str, torch.Tensor], runs: list[dict[str, torch.Tensor]]) -> "_Scale":
         norm = sum(g.square().sum().item() for g in whole.values()) ** 0.5
-        error = sum((in_type[name].double() - g).square().sum().item() for name, g in whole.items()) ** 0.5
-        return cls(norm, max(1, sum(g.numel() for g in whole.values())), error / (norm or 1.0))
+        errors = [
+            sum((in_type[name].double() - g).square().sum().item() for name, g in whole.items()) ** 0.5
+            for in_type in runs
+        ]
+        return cls(norm, max(1, sum(g.numel() for g in whole.values())), max(errors) / (norm or 1.0))
 
     @property
     def element(self) -> float:
@@ -211,6 +218,17 @@ def _left_as_it_was(model: nn.Module, pieces: list[nn.Parameter]) -> Iterator[No
                     local(gradient).copy_(values)
             for tensor, values in (*sums, *buffers):
                 tensor.copy_(values)
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module) -> None:
+    """Change each parameter by one rounding, up or down: another sample of what rounding makes of the gradients, which
+    one run may meet by luck."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in filter(torch.is_floating_point, model.parameters()):
+        sides = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1)
+        parameter.mul_((1 + torch.finfo(parameter.dtype).eps * sides).to(parameter))
+    _zero_gradients(model, list(model.parameters()))
 
 
 def _zero_gradients(model: nn.Module, trained: list[nn.Parameter]) -> None:
@@ -261,15 +279,16 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     return batch.to(dtype) if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
 
 
-def _difference(name: str, result, plain, exact, scale: _Scale | None = None) -> Difference:
+def _difference(name: str, result, plain: list, exact, scale: _Scale | None = None) -> Difference:
     """The error of all elements together or of the largest, whichever is the larger part of what is allowed."""
     if result.shape != exact.shape:
         return Difference(f"{name}: shape {tuple(result.shape)} instead of {tuple(exact.shape)}", float("inf"), 0.0)
     if not result.numel():
         return Difference(name, 0.0, 0.0)
     eps = torch.finfo(result.dtype).eps
-    finer = 2 * eps / torch.finfo(plain.dtype).eps if eps < torch.finfo(plain.dtype).eps else 1.0  # both are rounded
-    error, own = result.double() - exact, plain.double() - exact
+    coarse = torch.finfo(plain[0].dtype).eps
+    finer = 2 * eps / coarse if eps < coarse else 1.0  # both are rounded
+    errors = [x.double() - exact for x in (result, *plain)]
     zero = scale is not None and exact.norm().item() <= ZERO * scale.norm
     found = []
     for order, note in ((2, ""), (float("inf"), "its largest element")):
@@ -279,9 +298,9 @@ def _difference(name: str, result, plain, exact, scale: _Scale | None = None) ->
             assert scale is not None
             size = scale.element * (exact.numel() ** 0.5 if order == 2 else 1.0)
             least, note = eps**0.5, "zero but for rounding; of the model's mean gradient"
-        relative, rounding = (torch.linalg.vector_norm(x, order).item() / size for x in (error, own))
+        relative, *rounding = (torch.linalg.vector_norm(x, order).item() / size for x in errors)
         relative = relative if relative == relative else float("inf")
-        found.append(Difference(name, relative, FACTOR * max(finer * rounding, least), note))
+        found.append(Difference(name, relative, FACTOR * max(finer * max(rounding), least), note))
     return max(found, key=lambda difference: difference.error / difference.allowed)
 
 

@@ -57,7 +57,7 @@ ALLOWED = {
     "weft.explaining": {"weft.splitting", "weft.shard"},
     "weft.explain": {"weft.splitting", "weft.explaining", "weft.context", "weft.kernels", "weft.nn", "weft.ops"},
     "weft.adapters": {
-        *("weft.splitting", "weft.gradient_norm", "weft.context", "weft.nn", "weft.comm", "weft.shard"),
+        *("weft.splitting", "weft.full_state_dict", "weft.context", "weft.nn", "weft.comm", "weft.shard"),
         "weft.data_parallel",
     },
     "weft.build_info": {"weft._C"},

@@ -3,8 +3,7 @@
 from functools import partial
 
 import torch.distributed as dist
-from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from weft.full_state_dict import full_state_dict
 
@@ -31,7 +30,7 @@ class SplitModel(TrainerCallback):
     on_train_begin = on_init_end  # a model_init makes another model
 
 
-def save_whole(model: nn.Module, folder: str, state_dict=None, is_main_process: bool = True, **options) -> None:
+def save_whole(model: PreTrainedModel, folder: str, state_dict=None, is_main_process: bool = True, **options) -> None:
     """Write the unsplit model with the model's own save_pretrained, from the first rank. A collective call."""
     whole = full_state_dict(model)
     type(model).save_pretrained(model, folder, state_dict=whole, is_main_process=dist.get_rank() == 0, **options)

@@ -79,7 +79,7 @@ def kind_of(module: nn.Module) -> str:
         return f"nn.{kind.__name__}"
     if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         return "transformers.Conv1D"
-    if isinstance(module, nn.Linear) and _has_nothing_else(module) and _is_linear(kind, module.bias is not None):
+    if isinstance(module, nn.Linear) and _has_nothing_else(module) and _is_linear(kind, module.bias is not None):  # type: ignore[arg-type]
         return "nn.Linear"
     return kind.__qualname__
 
