@@ -44,7 +44,7 @@ def mark_gradient(parameter: torch.Tensor) -> None:
 def gradient_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient as a ShardedGradient on the same memory; as it is for a parameter that every rank has whole."""
     place = place_for(parameter)
-    return gradient if place == WHOLE or gradient.layout is not torch.strided else _sharded(gradient, place)
+    return gradient if place.is_whole or gradient.layout is not torch.strided else _sharded(gradient, place)
 
 
 def gradient_elsewhere(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
@@ -67,6 +67,10 @@ class Place:
     shard: Any
     piece: Any
     owners: Any
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shard is None and self.piece is None and self.owners is None
 
     @property
     def ranks(self) -> tuple[Communicator, ...]:

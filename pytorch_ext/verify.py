@@ -29,9 +29,9 @@ class Difference:
     """A result's error against the unsplit model in fp64, the largest of all ranks, and what the type allows.
 
     The error is relative: of all elements together (Frobenius), or of the largest where that one stands out. Allowed
-    is FACTOR times the error of the unsplit model in the parallel one's type, the larger of two runs. A gradient that is zero in exact
-    arithmetic (of a bias before a batch norm, say) has no scale of its own: its elements are compared with the root
-    mean square of the whole model's gradient.
+    is FACTOR times the error of the unsplit model in the parallel one's type, the larger of two runs. A gradient that
+    is zero in exact arithmetic (of a bias before a batch norm, say) has no scale of its own: its elements are compared
+    with the root mean square of the whole model's gradient.
 
     Attributes:
         note: what the error is relative to, where it is not the result's own norm.
