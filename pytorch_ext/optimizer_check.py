@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from weft.shard import shard_of
-from weft.sharded_grad import GradientElsewhere, ShardedGradient, local, place_for
+from weft.sharded_grad import GradientElsewhere, ShardedGradient, place_for
 from weft.stages.owners import owners_of
 
 # torch's own that update each element by itself, so that a part is stepped as it would be in the whole.
@@ -29,8 +29,8 @@ SAVED_BY = "weft_saved_by"  # in a parameter group: which rank's shards its stat
 _STEPS = 3
 # To their number of parameters and, of each group, who this rank is.
 _checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, list[str]]]" = weakref.WeakKeyDictionary()
-# Parameters whose gradients are plain while it steps: (parameter, the plain gradient, the marked one).
-_stepping: "weakref.WeakKeyDictionary[Optimizer, list[tuple]]" = weakref.WeakKeyDictionary()
+# Gradients that are plain tensors while it steps.
+_stepping: "weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]]" = weakref.WeakKeyDictionary()
 _probing = False
 
 
@@ -63,17 +63,15 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
             _check_state(optimizer, group, mine)
     # Torch's own work with each element, and are twice as fast on plain tensors. A hook of the user's may take a norm.
     if is_elementwise(type(optimizer)) and not optimizer._optimizer_step_pre_hooks:
-        marked = [(x, g) for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient]
-        _stepping[optimizer] = [(x, local(g), g) for x, g in marked]
-        for parameter, plain, _ in _stepping[optimizer]:
-            parameter.grad = plain
+        _stepping[optimizer] = [g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient]
+        for gradient in _stepping[optimizer]:
+            gradient.__class__ = torch.Tensor
 
 
 def mark_gradients_again(optimizer: Optimizer, *_: Any) -> None:
     """Run after every step of every optimizer: gradients are what they were before it."""
-    for parameter, plain, marked in _stepping.pop(optimizer, ()):
-        if parameter.grad is plain:
-            parameter.grad = marked
+    for gradient in _stepping.pop(optimizer, ()):
+        gradient.__class__ = ShardedGradient
 
 
 def _holder(parameters: Sequence[torch.Tensor]) -> str:

@@ -7,8 +7,7 @@ Tensor-like type"). The parameters themselves stay plain, because optimizers tak
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,8 +53,7 @@ def gradient_elsewhere(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Te
     return made
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a gradient stands in the whole model's.
 
     Attributes:
@@ -102,9 +100,11 @@ WHOLE = Place(None, None, None)
 
 def place_for(parameter: torch.Tensor) -> Place:
     """Where the parameter's gradient stands, or that of a piece of one."""
-    piece = getattr(parameter, "_weft_piece", None)
-    whole = parameter if piece is None else piece.parameter
-    return Place(getattr(whole, "_weft_shard", None), piece, getattr(whole, "_weft_owners", None))
+    known = vars(parameter)
+    piece = known.get("_weft_piece")
+    if piece is not None:
+        known = vars(piece.parameter)
+    return Place(known.get("_weft_shard"), piece, known.get("_weft_owners"))
 
 
 def place_of(gradient: torch.Tensor) -> Place:
@@ -317,19 +317,29 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
                 f"{function.__name__} of a gradient that is split over ranks, other than of all its elements, would be "
                 f"that of this rank's part alone: {_WAY_OUT}"
             )
-        counted = _counted(gradient)
+        # An extreme may see an element twice, and sees where two ranks' copies of it differ.
+        part = _counted(gradient) if combine is torch.sum else local(gradient)
         if function in _MEANS:
-            sums = torch.stack([counted.sum(dtype=torch.float64), torch.ones_like(counted).sum(dtype=torch.float64)])
+            sums = torch.stack([part.sum(dtype=torch.float64), torch.ones_like(part).sum(dtype=torch.float64)])
             for ranks in place.ranks:
                 sums = ranks.all_reduce_(sums)
             return (sums[0] / sums[1]).to(options.get("dtype") or gradient.dtype)
-        mine = function(counted, **options)
+        mine = function(part, **options) if part.numel() or combine is torch.sum else _extreme_of_none(function, part)
         for ranks in place.ranks:
             sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
             mine = combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world)).to(mine.dtype)
         return mine
 
     return reduce
+
+
+def _extreme_of_none(function: Callable, part: torch.Tensor) -> torch.Tensor:
+    """What changes no other rank's extreme."""
+    if function.__name__ in ("any", "all"):
+        return function(part)
+    lowest = function.__name__ in ("max", "amax")
+    limits = torch.finfo(part.dtype) if part.is_floating_point() else torch.iinfo(part.dtype)
+    return part.new_full((), limits.min if lowest else limits.max)
 
 
 def _found_overflow(function: Callable, arguments: Sequence, options: dict) -> None:

@@ -7,7 +7,7 @@ from weft.splitting.attributes import has_numbers
 
 
 def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
-    """Parameters that were one stay one; refuses a plan under which they could not."""
+    """Refuse a plan under which parameters that are one could not stay one; keep_parameters sees to it that they do."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
@@ -33,7 +33,6 @@ def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
                     f"parallelize: {told} are one parameter, and the plan does not split them in the same way; "
                     "name all of them, along the same dimension"
                 )
-            setattr(layer, key, first)
 
 
 def keep_parameters(layer: nn.Module, replacement: nn.Module) -> None:
