@@ -144,6 +144,17 @@ class ShardedGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return _marked_again(function(*arguments, **options), arguments)
 
+    def refuse_to_join(self, what: str, members: Iterable[int]) -> None:
+        """Raise TypeError where some of these ranks have other parts. The backend asks before a sum over them."""
+        owners = () if self.place.owners is None else (self.place.owners.ranks,)
+        for ranks in (*self.place.ranks, *owners):
+            others = sorted(set(dist.get_process_group_ranks(ranks.group)) & set(members))
+            if len(others) > 1:
+                raise TypeError(
+                    f"{what} of a gradient over ranks {others}, which have different parts of the model: sum over "
+                    'those that have the same, group=mesh["dp"].get_group()'
+                )
+
     def __reduce_ex__(self, protocol):
         return local(self).__reduce_ex__(protocol)
 

@@ -300,6 +300,38 @@ def test_one_micro_batch_has_the_plain_model_s_bits_and_running_means():
     assert set().union(*held) == set(convolutional().state_dict()) and all(held)
 
 
+def mask_of(x):
+    return torch.ones(x.size(1), x.size(1)).tril()
+
+
+class Mask(nn.Module):
+    def forward(self, x):
+        return mask_of(x)
+
+
+class Masked(nn.Module):
+    """Each position is a mean of those up to it."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.first, self.last, self.mask = nn.Linear(4, 4), nn.Linear(4, 4), mask
+
+    def forward(self, x):
+        mask = mask_of(x) if self.mask is None else self.mask(x)
+        return mask @ self.last(mask @ self.first(x))
+
+
+def masked(rank):
+    torch.manual_seed(0)
+    plain, x = Masked(Mask()), torch.randn(2, 3, 4)
+    pipe = weft.Pipeline(copy.deepcopy(plain), weft.init_mesh(pp=2, device_type="cpu"), microbatches=2, loss=F.mse_loss)
+    torch.testing.assert_close(pipe.step(x, x), F.mse_loss(plain(x), x))
+
+
+def test_a_mask_that_a_module_of_its_own_makes_crosses():
+    run_ranks(masked, 2)
+
+
 class Untraceable(nn.Module):
     def __init__(self):
         super().__init__()
@@ -570,6 +602,10 @@ def expect_refusals(rank):
         (dict(mesh=weft.init_mesh(tp=2, device_type="cpu")["tp"]), 'a dimension "pp", got one with the dimensions'),
         (dict(mesh=None), 'must be a DeviceMesh with a dimension "pp", got NoneType'),
         (dict(model=Untraceable()), "cannot be traced .*layers="),
+        (
+            dict(model=Masked(None)),
+            "cannot be traced .*belongs in a module of its own, which is called with that input",
+        ),
         (dict(model=Asking()), "asks whether it trains.*nn.Dropout"),
         (dict(model=Hooked()), "has hooks"),
         (dict(model=Around("freeze")), "switches gradients or autocast on or off around its layers"),

@@ -64,6 +64,34 @@ def split(mesh, model=None, **options):
     return weft.parallelize(model, mesh, **options)
 
 
+# Gradients that a script sums itself.
+
+
+def averaged_by_hand(rank, sizes):
+    """As tutorials wrote it before there was DistributedDataParallel."""
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    model, plain = split(mesh["pp", "cp", "tp"]), model_of()
+    batch = batches_of(1)[0]
+    loss_of(model, mine_of(batch, mesh)).backward()
+    loss_of(plain, batch).backward()
+    parts = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    told = "all_reduce of a gradient over ranks .0, 1., which have different parts of the model: .*mesh..dp"
+    if "dp" not in sizes:
+        with pytest.raises(TypeError, match=told):
+            dist.all_reduce(parts[0].grad)
+        return
+    for parameter in parts:
+        dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+        parameter.grad /= mesh["dp"].size()
+    expected = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    torch.testing.assert_close(nn.utils.get_total_norm([x.grad for x in parts]), expected, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2}], ids=ids)
+def test_a_gradient_is_summed_by_hand_over_ranks_that_have_the_same_part_alone(sizes):
+    on_ranks(averaged_by_hand, sizes)
+
+
 # Clipping.
 
 

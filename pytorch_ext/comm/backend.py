@@ -100,6 +100,7 @@ class WeftProcessGroup(dist.ProcessGroup):
     # Collectives.
 
     def allreduce(self, tensors: Tensors, opts=None) -> dist.Work:
+        self._check_parts("all_reduce", tensors)
         opts = opts or dist.AllreduceOptions()
         op, wait = op_code(opts.reduceOp), not opts.asyncOp
         return _Work([self.engine.all_reduce(x, op, wait) for x in _as_list(tensors)], tensors)
@@ -107,11 +108,13 @@ class WeftProcessGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts=None) -> dist.Work:
+        self._check_parts("reduce", tensors)
         opts = opts or dist.ReduceOptions()
         op, wait = op_code(opts.reduceOp), not opts.asyncOp
         return _Work([self.engine.reduce(x, opts.rootRank, op, wait) for x in _as_list(tensors)], tensors)
 
     def broadcast(self, tensors: Tensors, opts=None) -> dist.Work:
+        self._check_parts("broadcast", tensors)
         opts = opts or dist.BroadcastOptions()
         return _Work([self.engine.broadcast(x, opts.rootRank, not opts.asyncOp) for x in _as_list(tensors)], tensors)
 
@@ -222,6 +225,12 @@ class WeftProcessGroup(dist.ProcessGroup):
         """A barrier: every one here names all ranks that are late. A method only, since the function of that name in
         torch.distributed refuses every backend but gloo."""
         self.engine.barrier()
+
+    def _check_parts(self, what: str, tensors: Tensors) -> None:
+        """A gradient that knows that ranks have different parts of it refuses to be summed over them."""
+        for x in tensors:
+            if hasattr(type(x), "refuse_to_join"):
+                x.refuse_to_join(what, dist.get_process_group_ranks(self))  # type: ignore[attr-defined]
 
     def _check_one_each(self, what: str, kind: str, tensors: Tensors) -> None:
         if len(tensors) != self.size():

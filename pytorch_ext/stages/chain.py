@@ -331,8 +331,9 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, setting
     except Exception as error:
         raise UncuttableError(
             f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}). If its layers are called one after the other, name "
-            'them: layers=["embedding", "blocks.*", "norm", "head"]'
+            f"{str(error).splitlines()[0] if str(error) else ''}). What it makes of an input's sizes (a mask) belongs "
+            "in a module of its own, which is called with that input. If its layers are called one after the other, "
+            'name them: layers=["embedding", "blocks.*", "norm", "head"]'
         ) from error
     finally:
         for module, mode in was_training:
