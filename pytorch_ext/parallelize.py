@@ -85,7 +85,6 @@ def parallelize(
         recompute: what backward computes again instead of keeping it: "none"; "full": each block (an element of the
             outermost lists of modules); "selective": of each block its attention and MLP, where these are modules.
         strict: raise where plan="auto" leaves a layer whole, and for pp, whose ranks would wait for one another.
-
         check_calls: how many calls are checked to be alike on the ranks that compute one model together ("tp", "pp"):
             arguments, mode, and random numbers where the model draws some. The first one looks at the split weights
             too. 0 turns it off, for ranks that call with different tensors on purpose; so does a plan of your own with
@@ -103,7 +102,7 @@ def parallelize(
             all features (softmax, a norm), as far as the model can be followed, a tied weight that only one of its
             layers splits; more stages than layers, a model that cannot be cut; a context or a recompute that does not
             exist.
-            TypeError: a layer of a kind that the style does not take. The model is unchanged then and nothing was sent.
+        TypeError: a layer of a kind that the style does not take. The model is unchanged then and nothing was sent.
             Also ranks whose models differ: on every rank.
     """
     ranks = _ranks_of(mesh)

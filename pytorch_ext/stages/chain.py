@@ -50,7 +50,7 @@ class Chain:
     inputs: tuple[fx.Node, ...]
     output: fx.Node
     layers: tuple[Layer, ...]
-    settings: "Settings"
+    settings: "ReadAttributes"
 
     def stages(self, sizes: Sequence[int]) -> list[fx.GraphModule]:
         """The model cut into stages of so many layers each, in sequence.
@@ -107,7 +107,7 @@ def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments
         UncuttableError: a forward that cannot be traced, that has hooks, or that asks whether it trains. ValueError: no
             such module, a model without parameters.
     """
-    settings = Settings(who)
+    settings = ReadAttributes(who)
     graph = _traced(who, model, arguments, settings) if layers is None else _listed(who, model, layers)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -132,7 +132,7 @@ _SIMPLE = (bool, int, float, str, type(None))
 _OWN = {*vars(nn.Module()), *dir(nn.Module), "training"}
 
 
-class Settings:
+class ReadAttributes:
     """Attributes that the traced code has read, which stay as they were: numbers, strings and flags of modules, and of
     the plain objects (configurations) that modules hold."""
 
@@ -302,7 +302,7 @@ def lists_in(model: nn.Module) -> set[str]:
     return {name for name in opened_in(model) if type(model.get_submodule(name)) in _LISTS}
 
 
-def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, settings: Settings) -> fx.Graph:
+def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, settings: ReadAttributes) -> fx.Graph:
     opened = opened_in(model)
     for name in opened:
         module = model.get_submodule(name)
