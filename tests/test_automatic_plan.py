@@ -991,6 +991,13 @@ def check_flags(rank):
                 model(x)
             setattr(holder, name, before)
             assert_close(model(x), whole(x), "as it was")
+        copied = copy.deepcopy(model)
+        for one, other in ((copied, model), (model, copied)):
+            one[0].options.norm = "softmax"
+            with pytest.raises(ValueError, match="softmax"):
+                one(x)
+            assert_close(other(x), whole(x), "the copy is another model")
+            one[0].options.norm = "none"
     flagged = weft.parallelize(Flagged(), plan="auto")
     x = torch.randn(2, 6)
     for power in range(5):

@@ -75,9 +75,6 @@ class CallCheck:
         """Compare the attributes of the model, which is split now, from here on."""
         self.settings = Settings(model, self.model)
 
-    def __deepcopy__(self, memo):
-        return self
-
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         if torch.compiler.is_compiling():
             return
@@ -115,7 +112,8 @@ class Settings:
 
     def __init__(self, model: nn.Module, twin: nn.Module):
         unsplit, seen = dict(twin.named_modules()), set[int]()
-        self.places: list[tuple[dict, str, dict]] = []  # who has it, its name, and who has it in the twin
+        # An object or a dict that has one, its name, and what has it in the twin. A deep copy's are the copied model's.
+        self.places: list[tuple[object, str, object]] = []
         for name, module in model.named_modules():
             own = unsplit.get(name)
             if (
@@ -127,10 +125,10 @@ class Settings:
             for mine, theirs in _holders(module, own):
                 if id(mine) not in seen:
                     seen.add(id(mine))
-                    self.places += [(mine, key, theirs) for key, value in mine.items() if _is_setting(key, value)]
+                    self.places += [(mine, key, theirs) for key, value in _in(mine).items() if _is_setting(key, value)]
             for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
                 names = [key for key, value in vars(kind).items() if _is_setting(key, value)]
-                self.places += [(module.__dict__, key, own.__dict__) for key in names if key not in vars(module)]
+                self.places += [(module, key, own) for key in names if key not in vars(module)]
         self.read = self._read()
         self.values = tuple(map(_compared, self.read))
         self.known: dict[tuple, set[tuple]] = {}
@@ -148,9 +146,9 @@ class Settings:
         for (mine, key, theirs), had, old, new in zip(self.places, self.had, self.values, values, strict=True):
             if new != old:
                 had.add(new)
-                theirs[key] = mine.get(key)
-                if key not in mine:
-                    del theirs[key]
+                _in(theirs)[key] = _in(mine).get(key)
+                if key not in _in(mine):
+                    del _in(theirs)[key]
         self.values = values
         counting = [len(had) > MOST_NUMBERS for had in self.had]
         if any(counting):
@@ -159,7 +157,7 @@ class Settings:
         return self.known.setdefault(values, set())
 
     def _read(self) -> list:
-        return [mine.get(key, _ABSENT) for mine, key, _ in self.places]
+        return [_in(mine).get(key, _ABSENT) for mine, key, _ in self.places]
 
     def _drop(self, counting: list[bool]) -> None:
         """Compare these no longer."""
@@ -167,6 +165,10 @@ class Settings:
         self.places, self.had = [self.places[place] for place in kept], [self.had[place] for place in kept]
         self.read, self.known = self._read(), {}
         self.values = tuple(map(_compared, self.read))
+
+
+def _in(holder) -> dict:
+    return holder if isinstance(holder, dict) else vars(holder)
 
 
 def _compared(value) -> tuple:
@@ -179,16 +181,14 @@ def _is_setting(key: str, value) -> bool:
 
 
 def _holders(module: nn.Module, twin: nn.Module):
-    """(dict, the twin's) of a module's attributes, and of what plain objects and dicts have that it holds."""
-    yield vars(module), vars(twin)
+    """A module and its twin, and the plain objects and dicts that both hold."""
+    yield module, twin
     for key, value in vars(module).items():
         other = vars(twin).get(key)
         if key in _OWN or isinstance(value, type | nn.Module | torch.Tensor) or type(other) is not type(value):
             continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) or (hasattr(value, "__dict__") and not callable(value)):
             yield value, other
-        elif hasattr(value, "__dict__") and not callable(value):
-            yield vars(value), vars(other)
 
 
 def _kind_of(args, kwargs) -> tuple:
