@@ -19,7 +19,7 @@ from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_mod
 from weft.saving import random_numbers
 from weft.splitting.attributes import is_summed
 from weft.splitting.automatic import AutomaticPlan, automatic_plan
-from weft.splitting.call_check import call_check
+from weft.splitting.call_check import call_checks
 from weft.splitting.matching import match
 from weft.splitting.meeting import check_flow, check_meeting, own_plan
 from weft.splitting.results import return_whole
@@ -142,7 +142,7 @@ def parallelize(
     if ranks.tp is not None:
         _draw_alike(ranks.tp, model)
 
-    check = call_check(model, automatic or own, ranks.tp)
+    checks = call_checks(model, automatic or own, ranks.tp)
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         keep_parameters(model.get_submodule(name), layer)
@@ -154,13 +154,15 @@ def parallelize(
         recompute_these({name: model.get_submodule(name) for name in recomputed})
     if sharing is not None and sharing.ranks.world > 1:
         share(model, sharing, tokenwise)
+    called = {name: model.get_submodule(name) for name in checks}
     if ranks.stages is not None:
         model = LayerSplit(model, ranks.stages, check_calls=check_calls)
     else:
         model.check_replicas = partial(check_replicas, model)  # type: ignore[assignment]
-    if check is not None:
-        check.watch(model)
-        model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+    for name, check in checks.items():
+        watched = called[name] if name else model
+        check.watch(watched)
+        watched.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
     wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
     # By a plan of one's own with sequence_parallel a model may be called with this rank's part of the sequence.
     by_parts = automatic is None and any(getattr(layer, "sequence_parallel", False) for layer in replacements.values())

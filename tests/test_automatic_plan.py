@@ -1013,5 +1013,36 @@ def check_flags(rank):
     assert "calls" not in {name for _, name, _ in check.settings.places}, "it counts, and is looked at no longer"
 
 
+class AskingFirst(nn.Module):
+    """Cannot be followed as a whole; its block can, and was called with a sequence when the plan was found."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 9), OverTheSecond(), nn.Linear(9, 6))
+
+    def forward(self, x):
+        return self.block(x) if x.abs().max() < 1e9 else x
+
+
+class OverTheSecond(nn.Module):
+    def forward(self, x):
+        return x - x.amax(dim=1, keepdim=True)
+
+
+def check_parts(rank):
+    torch.manual_seed(0)
+    whole = AskingFirst().double()
+    model = weft.parallelize(copy.deepcopy(whole), plan="auto")
+    assert weft.shard_of(model.block[0].weight) is not None
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    assert_close(model(x), whole(x), "a sequence")
+    with pytest.raises(ValueError, match="Sequential: its automatic plan was found by another call.*amax"):
+        model(x[:, 0])
+
+
+def test_the_call_of_a_part_that_was_followed_by_itself_is_followed_too():
+    run_ranks(check_parts, 2)
+
+
 def test_flags_and_numbers_that_decide_what_is_computed_are_followed():
     run_ranks(check_flags, 2)

@@ -27,11 +27,22 @@ class AutomaticPlan:
         plan: module name, as in `named_modules`, to an entry of a plan of `weft.parallelize`.
         whole: module name to why it stays on every rank as it is; of modules that would be worth splitting.
         loss_parallel: as it was asked for.
+        parts: names of the modules that were followed by themselves; "" is the model.
     """
 
     plan: dict[str, str | Mapping]
     whole: dict[str, str]
     loss_parallel: bool = False
+    parts: tuple[str, ...] = ("",)
+
+    def of_part(self, name: str) -> "AutomaticPlan":
+        """The plan of one of its parts, with names inside of it."""
+        if not name:
+            return self
+        inside = {
+            full.removeprefix(name): entry for full, entry in self.plan.items() if f"{full}.".startswith(f"{name}.")
+        }
+        return AutomaticPlan({full.removeprefix("."): entry for full, entry in inside.items()}, {})
 
 
 def automatic_plan(
@@ -65,15 +76,17 @@ def automatic_plan(
         )
     plan: dict[str, str | Mapping] = {}
     reasons: dict[str, str] = {}
+    parts: list[str] = []
     for part in structures(model, world, loss_parallel, example):
         if not isinstance(part, Structure):
             name, reasons[name] = part
             continue
+        parts.append(part.prefix)
         for layer, entry in _entries(part).items():
             plan[_joined(part.prefix, layer)] = entry
         for layer, reason in part.reasons.items():
             reasons[_joined(part.prefix, layer)] = reason
-    return AutomaticPlan(_under_all_names(model, plan), _whole(model, plan, reasons), loss_parallel)
+    return AutomaticPlan(_under_all_names(model, plan), _whole(model, plan, reasons), loss_parallel, tuple(parts))
 
 
 def conflict_in(model: nn.Module, world: int, automatic: AutomaticPlan, call: Callable) -> str | None:

@@ -26,22 +26,29 @@ from weft.splitting.trace import without_values
 Conflict = Callable[[nn.Module, Callable, bool], str | None]  # of the unsplit model, a call, and whether it trains
 
 
-def call_check(
+def call_checks(
     model: nn.Module, plan: AutomaticPlan | OwnPlan | None, ranks: Communicator | None
-) -> "CallCheck | None":
-    """The CallCheck of a model that is still unsplit. None where the plan splits nothing, where the model cannot be
-    copied, and of transformers, whose further arguments (masks, caches, labels) are known."""
+) -> "dict[str, CallCheck]":
+    """A CallCheck of a model that is still unsplit, as "", or of each of its modules that were followed by themselves.
+
+    None where the plan splits nothing, where the model cannot be copied, and of transformers, whose further arguments
+    (masks, caches, labels) are known.
+    """
     if plan is None or ranks is None or is_transformers(model):
-        return None
+        return {}
     if isinstance(plan, AutomaticPlan) and not plan.plan:
-        return None
+        return {}
     try:
         twin = without_values(model)
     except Exception:  # what copying a user's objects raises
-        return None
-    if isinstance(plan, AutomaticPlan):
-        return CallCheck(twin, partial(_automatic_conflict, plan, ranks.world), by_mode=False)
-    return CallCheck(twin, partial(_own_conflict, plan), by_mode=True)
+        return {}
+    if not isinstance(plan, AutomaticPlan):
+        return {"": CallCheck(twin, partial(_own_conflict, plan), by_mode=True)}
+    return {
+        name: CallCheck(twin.get_submodule(name), partial(_automatic_conflict, own, ranks.world), by_mode=False)
+        for name in plan.parts
+        if (own := plan.of_part(name)).plan and (not name or any(twin.get_submodule(name).children()))
+    }
 
 
 def _own_conflict(own: OwnPlan, twin: nn.Module, call: Callable, training: bool) -> str | None:
@@ -53,7 +60,7 @@ def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, c
     conflict = conflict_in(twin, world, automatic, call)
     return conflict and (
         f"{type(twin).__name__}: its automatic plan was found by another call than this, in which {conflict}. Find one "
-        "by this call: plan=automatic_plan(model, world, example=...) of weft.splitting.automatic"
+        "by this call: plan=automatic_plan(model, world, example=...) of weft.splitting.automatic; or write your own"
     )
 
 
