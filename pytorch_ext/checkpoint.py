@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.saving import files, held, matching, random_numbers, shares
+from weft.rng import restore_rng_state, rng_states
+from weft.saving import files, held, matching, shares
 from weft.saving.boxes import Part
 from weft.saving.files import Files, Source
 from weft.saving.held import Held, Tensors
@@ -87,7 +88,7 @@ def save_checkpoint(
         states = [held.of_optimizer(n, one, tensors.name_of) for n, one in enumerate(held.optimizers_in(optimizer))]
         here["model"] = tensors.held
         here["training"] = {name: one for state in states for name, one in state.tensors.items()}
-        for kind, numbers in random_numbers.states(model).items():
+        for kind, numbers in rng_states(model).items():
             name = _random_name(ranks.rank, kind)
             here["training"][name] = held.whole(name, numbers)
         json.dumps([step, extras])  # raises what is to be raised
@@ -204,10 +205,10 @@ def load_checkpoint(
         together(ranks, check)
         together(ranks, fill)
         resumes = bool(optimizers) and source.about["ranks"] == ranks.world
-        for kind in random_numbers.states(model) if resumes else ():
+        for kind in rng_states(model) if resumes else ():
             entry = source.training.get(_random_name(ranks.rank, kind))
             if entry is not None:  # a GPU's, in a checkpoint from a host
-                random_numbers.restore(kind, opened.read(entry.boxes[0]).clone(), model)
+                restore_rng_state(kind, opened.read(entry.boxes[0]).clone(), model)
     return Loaded(source.about.get("step", 0), dict(source.about.get("extras", {})), resumes)
 
 

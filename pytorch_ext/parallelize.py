@@ -16,7 +16,7 @@ from weft.nn import sum_gradients
 from weft.recompute import recompute as recompute_these
 from weft.recompute import recomputed_in
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
-from weft.saving import random_numbers
+from weft.rng import restore_rng_state, rng_states
 from weft.splitting.attributes import is_summed
 from weft.splitting.automatic import AutomaticPlan, automatic_plan
 from weft.splitting.call_check import call_checks
@@ -248,9 +248,9 @@ def _draw_alike(group: Communicator, model: nn.Module) -> None:
     alike, and a model whose weights were loaded comes with ranks that were never seeded."""
     if group.world == 1:
         return
-    for kind in random_numbers.states(model):
-        told = group.notes(random_numbers.states(model)[kind])
-        random_numbers.restore(kind, told[0], model)
+    for kind in rng_states(model):
+        told = group.notes(rng_states(model)[kind])
+        restore_rng_state(kind, told[0], model)
 
 
 def _noted(model: nn.Module, automatic: AutomaticPlan | None) -> nn.Module:

@@ -13,5 +13,5 @@ unsplit model's whatever the model does, and `weft.explain` says where it costs 
     notes.py           what happened where, for weft.explain
 
 Gradients: a tensor that every rank has whole has a whole gradient, the same on every rank, inside of the model as
-outside. Where it meets a shared one its gradient is summed over the ranks (ops/shares.py).
+outside. Where it meets a shared one its gradient is summed over the ranks (ops/mappings.py).
 """

@@ -20,8 +20,8 @@ from weft.context.sequence import (
     works_in_place,
 )
 from weft.context.tree import leaves, mapped
-from weft.ops.random_numbers import own_random_numbers
-from weft.ops.shares import total, used_by_parts
+from weft.rng import own_random_numbers
+from weft.ops.mappings import total, used_by_parts
 
 
 def _named(names: str) -> list[Callable]:

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weft import _C
 from weft.comm.communicator import Communicator
 from weft.comm.symmetric import empty_symmetric
 from weft.shard import shard_of
 from weft.sharded_grad import gradient_like
 from weft.stages.owners import owners_of
 
+# A bucket of this size has left a core's second-level cache before it is reduced.
+_PAST_CACHE_FROM_BYTES = 2 << 20
 _LINE_BYTES = 64  # every gradient starts on a cache line, which no other shares
 
 
@@ -175,3 +178,15 @@ def _settle(slot: Slot, bucket: Bucket, offset: int) -> None:
     elif slot.parameter.grad is not None:
         slot.view.copy_(slot.parameter.grad)
         slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
+
+
+def put(gradient: torch.Tensor, slot: Slot) -> None:
+    """Copies a gradient to its slot's place."""
+    view, bucket = slot.view, slot.bucket
+    assert view is not None and bucket is not None
+    # A slot's elements fill its memory, and so do those of whatever has the same strides.
+    alike = gradient.dtype == view.dtype and gradient.stride() == view.stride() and not gradient.is_neg()
+    if alike and gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES:
+        _C.copy_past_cache(gradient.data_ptr(), slot.address, gradient.nbytes)
+    else:
+        view.copy_(gradient)

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from weft.gradients import agreement
 from weft.gradients.agreement import Trouble, Verdict
 from weft.gradients.layout import Bucket, Slot, lay_out, plan
-from weft.gradients.moving import put
+from weft.gradients.layout import put
 from weft.gradients.norms import counted, powers
 from weft.gradients.transport import BLOCK, Transport, Wait, measure
 from weft.sharded_grad import GradientElsewhere, gradient_like, over_ranks

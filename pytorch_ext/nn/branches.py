@@ -12,9 +12,9 @@ from weft.comm.communicator import communicator
 from weft.nn.sharded import ShardHolder, lost_with
 from weft.nn.side_by_side import SideBySide, of_block, of_modules
 from weft.ops.absent import with_absent
-from weft.ops.random_numbers import own_random_numbers
-from weft.ops.regions import gather
-from weft.ops.shares import total, used_by_parts
+from weft.rng import own_random_numbers
+from weft.ops.mappings import gather
+from weft.ops.mappings import total, used_by_parts
 from weft.shard import Shard
 from weft.split import Cut
 

@@ -15,7 +15,7 @@ from weft.ops.convolution import (
     row_parallel_conv2d,
     row_parallel_grouped_conv2d,
 )
-from weft.ops.regions import gather, split
+from weft.ops.mappings import gather, split
 from weft.shard import Shard
 from weft.split import Cut, cut_over
 

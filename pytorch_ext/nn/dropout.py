@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from weft.comm.communicator import communicator
-from weft.ops.random_numbers import own_random_numbers
+from weft.rng import own_random_numbers
 
 
 class _OwnRandomNumbers(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.comm.communicator import Communicator, communicator
-from weft.ops.random_numbers import own_random_numbers
+from weft.rng import own_random_numbers
 
 
 def sum_gradients(module: nn.Module, group=None) -> nn.Module:

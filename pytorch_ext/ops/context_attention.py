@@ -19,7 +19,7 @@ from weft.kernels.attention import Rules
 from weft.ops.gathered_attention import GatheredAttentionFunction
 from weft.ops.head_exchange import to_heads, to_sequence
 from weft.ops.layout import LAYOUTS, Layout
-from weft.ops.regions import split
+from weft.ops.mappings import split
 from weft.ops.ring_attention import RingAttentionFunction, Schedule, last_step
 from weft.split import Heads
 

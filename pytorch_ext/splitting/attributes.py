@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.communicator import Communicator
-from weft.ops.random_numbers import own_random_numbers as random_numbers_of
+from weft.rng import own_random_numbers as random_numbers_of
 
 PART = "_weft_part"  # of a tensor: (dimension, every rank's size, the ranks)
 _WIDTH = re.compile(r"(\w+)\.shape\[-1\]")

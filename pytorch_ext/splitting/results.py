@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from weft.context.sequence import SharedSequence
-from weft.ops.regions import gather
+from weft.ops.mappings import gather
 from weft.splitting.attributes import PART, InParts
 from weft.splitting.hugging_face import is_transformers
 from weft.splitting.trace import tensors_in
