@@ -49,7 +49,9 @@ FORMER_LIBRARIES = {
 def packages():
     found = []
     for package, folder in FOLDERS.items():
-        found += [package, *(f"{package}.{name}" for name in find_packages(ROOT / folder))]
+        links = [path.name for path in (ROOT / folder).iterdir() if path.is_symlink()]  # for static tools
+        inside = find_packages(ROOT / folder, exclude=[pattern for name in links for pattern in (name, f"{name}.*")])
+        found += [package, *(f"{package}.{name}" for name in inside)]
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.doctor import version_of
+from weft.diagnosis import version_of
 
 
 def environment() -> dict:

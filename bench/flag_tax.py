@@ -19,7 +19,7 @@ from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import Arrivals, matmul, matmul_to_peers
 from weft.kernels.matmul_reduce_scatter import Inbox
 from weft.kernels.matmul_tiles import choose_tile, problem_of
-from weft.split import split_sizes
+from weft.sharding.sizes import split_sizes
 from weft.testing import cases
 from weft.testing.peers import virtual_peers
 from weft.testing.tolerance import assert_close

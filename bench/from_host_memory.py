@@ -17,7 +17,7 @@ from weft.kernels import signal
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.chunks import Rows
 from weft.kernels.matmul import Arrivals, matmul
-from weft.split import split_sizes
+from weft.sharding.sizes import split_sizes
 from weft.testing.peers import virtual_peers
 from weft.testing.tolerance import assert_close
 

@@ -16,12 +16,12 @@ from weft import _C
 from weft.bench.line import Line, not_measured
 from weft.bench.measure import Quantiles, slowest_rank
 from weft.bench.spawned import NotRunError, run_spawned
-from weft.comm.gathering import start_gathering, window_bytes
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.chunks import Rows
 from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
 from weft.kernels.signal import Peers
-from weft.split import split_sizes
+from weft.ops.overlap.peer_copies import start_gathering, window_bytes
+from weft.sharding.sizes import split_sizes
 from weft.testing.peers import virtual_peers
 
 WORLD = 2

@@ -43,7 +43,7 @@ from weft.bench.environment import cores, environment, processor
 from weft.bench.measure import Quantiles, alternate, slowest_rank
 from weft.bench.report import console
 from weft.bench.suites import RefusedError
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.planner.hardware import VERSION, Hardware
 from weft.planner.step import CAUSAL_BACKWARD, KERNELS_BACKWARD, KERNELS_FORWARD
 from weft.testing.ranks import on_machines, run_ranks

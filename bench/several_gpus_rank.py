@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.communicator import Communicator, communicator
-from weft.ops import overlap
-from weft.split import split_sizes
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
+from weft.ops.overlap import products
+from weft.sharding.sizes import split_sizes
 from weft.testing.tolerance import assert_close
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
@@ -251,10 +252,10 @@ def product_calls(
     dim = None if work.how == "reduced" else 0
 
     def ours(mode: str) -> torch.Tensor:
-        place = overlap.Place(ranks, dim, overlap=mode)
+        place = products.Place(ranks, dim, overlap=mode)
         if work.how == "gathered":
-            return overlap.gathered(place, a, sizes, b)[0]
-        return overlap.scattered(place, a, b, sizes) if work.how == "scattered" else overlap.reduced(place, a, b)
+            return products.gathered(place, a, sizes, b)[0]
+        return products.scattered(place, a, b, sizes) if work.how == "scattered" else products.reduced(place, a, b)
 
     def theirs() -> torch.Tensor:
         if work.how == "gathered":

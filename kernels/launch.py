@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 import torch
 
-from weft.kernels import dispatch, language, signature
+from weft.kernels import dispatch, language
 from weft.kernels.dispatch import use as use
 from weft.kernels.language import tl, triton
+from weft.kernels.signature import Launch
 
 INTERPRETED = language.INTERPRETED
 # The interpreter holds bf16 as integers (numpy has none): its dot of them is wrong without a word, and its cast cuts
@@ -35,21 +36,6 @@ TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.fl
 # Bytes of shared memory that one program may have, by the CUDA programming guide's table of compute capabilities.
 SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 ARCHITECTURES = tuple(SHARED_LIMIT_BYTES)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch that was recorded instead of made."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple
-    constants: dict[str, Any]
-    warps: int
-    stages: int
-
-    def __str__(self) -> str:
-        return signature.describe(self.arguments, self.constants, self.warps, self.stages)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
-"""What a launch's arguments are called: by Triton's names of their types, and in a few words for people."""
+"""A launch, and what its arguments are called: by Triton's names of their types, and in a few words for people."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from weft.kernels.language import TensorDescriptor
-
-if TYPE_CHECKING:
-    from weft.kernels.launch import Launch
 
 _ELEMENT_TYPES = {
     torch.bfloat16: "bf16",
@@ -23,6 +21,21 @@ _ELEMENT_TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was recorded instead of made."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return describe(self.arguments, self.constants, self.warps, self.stages)
 
 
 def is_memory(argument: object) -> bool:
@@ -67,7 +80,7 @@ def describe(arguments: tuple, constants: dict[str, Any], warps: int, stages: in
     return " ".join(filter(None, [",".join(types), blocks, f"{warps}w {stages}s", *switches]))
 
 
-def specialise(recorded: "Launch") -> tuple[dict[str, str], dict[str, Any], dict]:
+def specialise(recorded: Launch) -> tuple[dict[str, str], dict[str, Any], dict]:
     """Types, constants and attributes of a launch's arguments, by Triton's own rules (`native_specialize_impl`): an
     argument of 1 or None is a constant, one that 16 divides is known to be. A boolean is neither."""
     names = recorded.kernel.arg_names

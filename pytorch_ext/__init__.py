@@ -11,45 +11,13 @@ if __name__ != "weft":
     )
 
 import importlib
-import sys
-import types
+import re
+from pathlib import Path
 
 from weft.comm.register import register_backend_when_torch_is_imported
 
-_HOMES = {
-    "weft._C": ["CommError", "RankLostError", "CollectiveMismatchError", "CollectiveTimeoutError"],
-    "weft.build_info": ["build_info"],
-    "weft.split": ["split_sizes"],
-    "weft.shard": ["Shard", "shard_of"],
-    "weft.mesh": ["init_mesh"],
-    "weft.nn": [
-        *("ParallelLinear", "ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding", "ParallelConv2d"),
-    ],
-    "weft.ops": ["parallel_cross_entropy"],
-    "weft.ops.collectives": ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"],
-    "weft.ops.context_attention": ["context_attention"],
-    "weft.ops.layout": ["shard_sequence", "unshard_sequence"],
-    "weft.ops.attention_chunk": ["merge_attention"],
-    "weft.comm.symmetric": ["empty_symmetric"],
-    "weft.comm.device": ["check_waits"],
-    "weft.parallelize": ["parallelize"],
-    "weft.replicas": ["check_replicas"],
-    "weft.data_parallel": ["DataParallel"],
-    "weft.pipeline": ["Pipeline"],
-    "weft.layer_split": ["LayerSplit"],
-    "weft.gradient_norm": ["clip_grad_norm_"],
-    "weft.dtensors": ["as_dtensors"],
-    "weft.full_state_dict": ["full_state_dict"],
-    "weft.gradients.hooks": ["ddp_hook", "HookState", "FSDPReduceScatter", "FSDPAllGather"],
-    "weft.splitting.loading": ["load_safetensors"],
-    "weft.checkpoint": ["save_checkpoint", "load_checkpoint", "export_safetensors", "CheckpointError"],
-    "weft.optim": ["LARS", "LAMB", "DiLoCo", "linear_scaling", "layerwise_groups"],
-    "weft.explain": ["explain"],
-    "weft.doctor": ["doctor"],
-    "weft.planner": ["plan"],
-    "weft.verify": ["verify", "causal_probe"],
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_LINE = re.compile(r"^from (\S+) import (\w+) as", re.MULTILINE)
+_HOME_OF = {name: home for home, name in _LINE.findall(Path(__file__).with_suffix(".pyi").read_text())}
 
 __all__ = sorted(_HOME_OF)
 
@@ -63,17 +31,6 @@ def __getattr__(name: str):
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
-
-
-class _Package(types.ModuleType):
-    def __setattr__(self, name: str, value) -> None:
-        """weft.explain is the function, also once somebody has imported the module of that name."""
-        if isinstance(value, types.ModuleType) and _HOME_OF.get(name) == value.__name__:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__():

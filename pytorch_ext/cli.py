@@ -39,7 +39,7 @@ def _run(arguments: list[str]) -> int:
     if options.command == "plan":
         return importlib.import_module("weft.planner.command").run(options)
     if options.command == "explain":
-        return importlib.import_module("weft.explaining.command").run(options)
+        return importlib.import_module("weft.explanation.command").run(options)
     if options.command == "tune":
         return _tune(options.op, options.rest)
     return importlib.import_module("weft.bench.command").run(options, shlex.join(["weft", *arguments]))
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _doctor() -> int:
-    from weft.doctor import doctor
+    from weft.diagnosis import doctor
 
     found = doctor()
     print(found)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 from weft.comm.communicator import Communicator
-from weft.context.region import mark_of_bits, sharing_in, sum_of_bits
-from weft.shard import shard_of
-from weft.stages.owners import owners_of
+from weft.context_parallel.region import mark_of_bits, sharing_in, sum_of_bits
+from weft.sharding.owners import owners_of
+from weft.sharding.shard import shard_of
 
 FIRST_CALLS = 3
 _DIFFERENCES = "with arguments of different kinds", "one to train and one not", "with different batches"

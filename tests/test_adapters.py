@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-import weft.parallelize
+import weft.parallelization
 from weft.adapters import need
 from weft.adapters.styles import ColumnParallel, RowParallel, SequenceParallel, VocabularyParallel
 from weft.testing.ranks import run_ranks
@@ -200,7 +200,7 @@ def test_attention_alone_is_sdpa(kind):
 
 def test_attention_refuses_what_it_does_not_know():
     from weft.adapters.hugging_face import attention, register
-    from weft.context.hugging_face import Pattern
+    from weft.context_parallel.hugging_face import Pattern
 
     register()
     q = torch.randn(1, 2, 5, 4)

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import weft
-from weft.saving import files
-from weft.splitting.loading import load_safetensors
+from weft.checkpoint import safetensors_io
+from weft.checkpoint.pretrained import load_safetensors
 from weft.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -58,8 +58,8 @@ def counted(monkeypatch):
         read.append(tensor.numel())
         return tensor
 
-    original = files.Files.read
-    monkeypatch.setattr(files.Files, "read", counting)
+    original = safetensors_io.Files.read
+    monkeypatch.setattr(safetensors_io.Files, "read", counting)
     return read
 
 

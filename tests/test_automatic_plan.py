@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from weft.splitting.automatic import automatic_plan
-from weft.splitting.trace import tensors_in
+from weft.tensor_parallel.auto import automatic_plan
+from weft.tensor_parallel.auto.trace import tensors_in
 from weft.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -382,7 +382,7 @@ def check_models(rank, names):
 
 
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow("pytorch_ext/splitting")), 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow("pytorch_ext/tensor_parallel")), 3])
 def test_outputs_loss_and_gradients_are_the_whole_models(world, part):
     run_ranks(check_models, world, list(MODELS)[part::4], timeout_s=150)
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.saving.boxes import Part, boxes_of_stretch
-from weft.saving.files import Box, Entry, Files, dtype_of, source_at
-from weft.saving.shares import Written, check_seen
+from weft.checkpoint.chunks import Part, boxes_of_stretch
+from weft.checkpoint.safetensors_io import Box, Entry, Files, dtype_of, source_at
+from weft.checkpoint.save_plan import Written, check_seen
 from weft.testing.ranks import run_ranks, try_ranks
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import weft
 from weft.kernels import launch
 from weft.kernels.attention import Rules
-from weft.ops import attention_chunk, choice, head_groups
+from weft.ops import attention_chunk, head_groups, kernel_choice
 from weft.ops.context_attention import choose
-from weft.ops.layout import Layout
+from weft.ops.sequence_layout import Layout
 from weft.testing.attention import attention
 from weft.testing.ranks import run_ranks
 
@@ -103,7 +103,7 @@ def test_a_sequence_may_be_shorter_than_the_ranks_are_many(world):
 
 
 def by_the_kernel(rank):
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         check(rank, METHODS[:3], ["zigzag"], ["causal"], [(21, 2, 1)], torch.float32, 2e-6)
         check(rank, ["ring"], ["zigzag"], ["all"], [(21, 2, 1)], torch.float32, 2e-6)
 
@@ -118,7 +118,7 @@ def test_every_method_is_the_same_by_our_kernel():
 def test_a_ring_of_the_kernels_chunks_is_the_unsplit_attention(device):
     """Its ranks are virtual: one after the other, on one device."""
     whole = [t.to(device) for t in draw(53, 2, 1, 16, 16, dtype=torch.bfloat16)]
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         alone = in_a_ring(1, whole, torch.float32)
         for error, unsplit_error in zip(in_a_ring(3, whole, torch.float32), alone, strict=True):
             assert error < 1.5 * unsplit_error < 0.02, (error, unsplit_error)
@@ -204,7 +204,7 @@ def test_it_does_not_matter_how_many_heads_go_at_a_time(world):
 
 
 def same_in_groups(rank):
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         for *_, results, at_once in in_groups_of_heads(draw(13, 2, 2), ["all"], ["ring"]):
             assert all(torch.equal(result, right) for result, right in zip(results, at_once, strict=True))
 

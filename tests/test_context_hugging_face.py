@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-import weft.parallelize
-import weft.verify
+import weft.parallelization
+import weft.verification
 from weft.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -149,7 +149,7 @@ def test_a_softcap_or_a_window_is_never_dropped():
 
 def sinks(rank):
     """As the attention of gpt-oss passes them."""
-    from weft.context.hugging_face import Pattern, attention
+    from weft.context_parallel.hugging_face import Pattern, attention
     from weft.kernels.attention import Rules
     from weft.testing.attention import attention as plain
 
@@ -183,7 +183,7 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
         sliding_window_causal_mask_function,
     )
 
-    from weft.context.hugging_face import Pattern, mask
+    from weft.context_parallel.hugging_face import Pattern, mask
 
     def made(function, length, size):
         return mask(1, length, length, mask_function=function, local_size=size)

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import weft
-import weft.parallelize
-import weft.verify
+import weft.parallelization
+import weft.verification
 from weft.testing.ranks import run_ranks
 
 WORDS = 40
@@ -765,7 +765,7 @@ def long_step(rank, cp):
     return [total, *(parameter.grad.norm().item() for parameter in model.parameters())]
 
 
-@pytest.mark.slow("pytorch_ext/context")
+@pytest.mark.slow("pytorch_ext/context_parallel")
 def test_a_step_on_32k_bytes_is_the_single_processs():
     one = run_ranks(long_step, 1, 1, timeout_s=120)[0]
     two = run_ranks(long_step, 2, 2, timeout_s=120)

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.kernels import launch
-from weft.ops import choice
+from weft.ops import kernel_choice
 from weft.ops.cross_entropy import fused_cross_entropy
 from weft.testing import reference
 from weft.testing.ranks import run_ranks
@@ -24,7 +24,7 @@ def loss_and_gradient(function, logits, target, **options):
 
 
 def check_loss(rank, dtype, preference="auto"):
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         check_losses(rank, dtype)
 
 
@@ -73,7 +73,7 @@ def test_the_kernels_loss_and_gradient_are_those_of_the_whole_vocabulary(dtype):
 def test_one_device_needs_no_group(device, preference, smoothing):
     logits = (torch.randn(5, 3, 37, generator=torch.Generator().manual_seed(1)) * 4).to(device)
     target = torch.arange(15, device=device).view(5, 3) * 2
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         found = loss_and_gradient(fused_cross_entropy, logits, target, label_smoothing=smoothing)
         compiled = torch.compile(fused_cross_entropy, fullgraph=True, backend="aot_eager")
         traced = loss_and_gradient(compiled, logits, target, label_smoothing=smoothing)
@@ -90,7 +90,7 @@ def test_the_operators_pass_opcheck(device, preference):
     logits, target = torch.randn(4, 9, device=device), torch.tensor([3, -100, 8, 20], device=device)
     highest, log_sum, dlosses = logits.amax(1), torch.rand(4, device=device), torch.rand(4, device=device)
     gradient_arguments = (logits, target, highest, log_sum, dlosses, 3, 20, -100, 0.1)
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         for name, arguments in [
             ("cross_entropy_statistics", (logits, target, 3, -100, True)),
             ("cross_entropy_gradient", gradient_arguments),
@@ -105,7 +105,7 @@ def test_overwriting_puts_the_gradient_where_the_logits_were(device, preference)
     hidden = torch.randn(6, 11, device=device, requires_grad=True)
     target = torch.arange(6, device=device)
     (expected,) = torch.autograd.grad(reference.cross_entropy(2 * hidden, target), hidden)
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         logits = 2 * hidden
         logits.retain_grad()
         loss = fused_cross_entropy(logits, target, overwrite_logits=True)

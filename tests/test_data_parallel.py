@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.gradients import layout
-from weft.gradients.layout import Slot
+from weft.data_parallel import buckets
+from weft.data_parallel.buckets import Slot
 from weft.testing import reference
 from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import on_machines, run_ranks
@@ -514,6 +514,6 @@ def test_a_module_outlives_its_wrapper():
 def test_the_plan_of_many_small_parameters_looks_at_each_once(monkeypatch):
     slots = [Slot(number, str(number), nn.Parameter(torch.ones(3))) for number in range(100)]
     looked = []
-    monkeypatch.setattr(layout, "padded_bytes", lambda slot: looked.append(slot) or 64)
-    assert [len(members) for members in layout.plan(slots, 640)] == [10] * 10
+    monkeypatch.setattr(buckets, "padded_bytes", lambda slot: looked.append(slot) or 64)
+    assert [len(members) for members in buckets.plan(slots, 640)] == [10] * 10
     assert looked == slots

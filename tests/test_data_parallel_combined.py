@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.gradients.sharding import piece_of
+from weft.data_parallel.sharded_optimizer import piece_of
 from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks
 

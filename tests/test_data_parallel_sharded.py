@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.gradients.sharding import piece_of
-from weft.sharded_grad import GradientElsewhere
+from weft.data_parallel.sharded_optimizer import piece_of
+from weft.sharding.sharded_grad import GradientElsewhere
 from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks
 

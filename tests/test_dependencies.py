@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,66 +11,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"weft": ROOT / "pytorch_ext", "weft.kernels": ROOT / "kernels", "weft.bench": ROOT / "bench"}
 
-LEAVES = {"weft.split"}  # need the standard library only
-# What each part may import of weft, besides itself. None: everything but what is needed by nothing.
-ALLOWED = {
-    "weft.kernels": set(),
-    "weft.planner": set(),
-    "weft.comm": {"weft._C", "weft.kernels", *LEAVES},
-    "weft.sharded_grad": {"weft.comm"},
-    "weft.shard": {"weft.sharded_grad", "weft.comm", *LEAVES},
-    "weft.optimizer_check": {"weft.stages", "weft.shard", "weft.sharded_grad"},
-    "weft.replicas": {"weft.context", "weft.stages", "weft.comm", "weft.shard"},
-    "weft.ops": {"weft._C", "weft.kernels", "weft.comm", "weft.shard", *LEAVES},
-    "weft.nn": {"weft.optimizer_check", "weft.sharded_grad", "weft.ops", "weft.comm", "weft.shard", *LEAVES},
-    "weft.mesh": {"weft.comm"},
-    "weft.context": {"weft.kernels", "weft.nn", "weft.ops", "weft.comm", *LEAVES},
-    "weft.splitting": {"weft.checkpoint", "weft.context", "weft.nn", "weft.ops", "weft.comm", "weft.shard", *LEAVES},
-    "weft.parallelize": {
-        *("weft.splitting", "weft.context", "weft.recompute", "weft.layer_split", "weft.data_parallel"),
-        *("weft.explaining", "weft.replicas", "weft.saving", "weft.nn", "weft.comm"),
-    },
-    "weft.gradients": {
-        *("weft._C", "weft.optimizer_check", "weft.stages", "weft.comm", "weft.shard", "weft.sharded_grad"),
-        *LEAVES,
-    },
-    "weft.gradient_norm": {
-        "weft.sharded_grad",
-        "weft.data_parallel",
-        "weft.gradients",
-        "weft.stages",
-        "weft.comm",
-        "weft.shard",
-    },
-    "weft.dtensors": {"weft.comm", "weft.shard"},
-    "weft.full_state_dict": {"weft.data_parallel", "weft.stages", "weft.comm", "weft.shard"},
-    "weft.recompute": {"weft.stages", "weft.context"},
-    "weft.data_parallel": {"weft.replicas", "weft.gradients", "weft.stages", "weft.comm", "weft.shard"},
-    "weft.saving": {"weft.optimizer_check", "weft.data_parallel", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
-    "weft.checkpoint": {"weft.saving"},
-    "weft.optim": {"weft._C", "weft.gradients", "weft.comm", "weft.shard", *LEAVES},
-    "weft.stages": {"weft._C", "weft.context", "weft.comm", "weft.shard", "weft.sharded_grad"},
-    "weft.pipeline": {
-        *("weft._C", "weft.replicas", "weft.stages", "weft.context", "weft.comm", "weft.shard", "weft.sharded_grad"),
-        *("weft.layer_split", "weft.data_parallel", "weft.recompute"),  # what it refuses
-    },
-    "weft.layer_split": {"weft.replicas", "weft.stages", "weft.context", "weft.comm"},
-    "weft.explaining": {"weft.splitting", "weft.shard"},
-    "weft.explain": {"weft.splitting", "weft.explaining", "weft.context", "weft.kernels", "weft.nn", "weft.ops"},
-    "weft.adapters": {
-        *("weft.splitting", "weft.full_state_dict", "weft.context", "weft.nn", "weft.comm", "weft.shard"),
-        "weft.data_parallel",
-    },
-    "weft.build_info": {"weft._C"},
-    "weft.verify": {"weft.data_parallel", "weft.gradients", "weft.shard", "weft.sharded_grad"},
-    "weft.doctor": {"weft._C", "weft.build_info", "weft.kernels", "weft.testing"},
-    "weft.split": set(),
-    "weft.testing": None,
-    "weft.bench": None,
-    "weft.cli": None,
-    "weft.__main__": {"weft.cli"},
-}
-NEEDED_BY_NOTHING = {"weft.bench", "weft.cli"}
+# From the bottom up: a part imports those of lines above its own, and itself. Imports inside of functions count.
+LAYERS = [
+    {"weft._C", "weft.kernels", "weft.planner"},
+    {"weft.build", "weft.comm"},
+    {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists"},
+    {"weft.ops"},
+    {"weft.nn"},
+    {"weft.context_parallel"},
+    {"weft.replicas", "weft.activation_checkpoint", "weft.tensor_parallel"},
+    {"weft.data_parallel", "weft.explanation"},
+    {"weft.pipeline", "weft.clip_grad", "weft.optim", "weft.checkpoint", "weft.verification"},
+    {"weft.parallelization", "weft.adapters"},
+    {"weft.testing"},
+    {"weft.diagnosis"},
+    {"weft.bench", "weft.cli"},
+    {"weft.__main__"},
+]
+WITHOUT_WEFT = {"weft.kernels", "weft.planner"}  # import nothing of weft but themselves, weft._C included
 
 
 def modules():
@@ -94,21 +53,43 @@ def part_of(module):
     return ".".join(module.split(".")[:2])
 
 
+def modules_named(path, known):
+    """`from weft.ops import matmul` names weft.ops.matmul where that is a module, and weft.ops where it is not."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield from [name for name in (whole, node.module) if name in known][:1]
+
+
+def level_of(part):
+    levels = [level for level, parts in enumerate(LAYERS) if part in parts]
+    assert levels, f"{part} is new: say in this test where it stands"
+    return levels[0]
+
+
 @pytest.mark.parametrize(("module", "path"), [pytest.param(*pair, id=pair[0]) for pair in modules()])
 def test_imports_follow_the_direction(module, path):
     if module == "weft":
         assert {name for name in imports_of(path) if name.startswith("weft")} == {"weft.comm.register"}
         return
     part = part_of(module)
-    assert part in ALLOWED, f"{part} is new: say in this test what it may import"
-    allowed = ALLOWED[part]
     for imported in imports_of(path):
         if imported.split(".")[0] != "weft" or imported == "weft" or part_of(imported) == part:
             continue
-        if allowed is None:
-            assert part in NEEDED_BY_NOTHING or part_of(imported) not in NEEDED_BY_NOTHING
-        else:
-            assert part_of(imported) in allowed, f"{module} imports {imported}"
+        assert part not in WITHOUT_WEFT, f"{module} imports {imported}"
+        assert level_of(part_of(imported)) < level_of(part), f"{module} imports {imported}"
+
+
+def test_no_modules_import_each_other():
+    """Directly or by way of others, inside of functions and under TYPE_CHECKING too."""
+    paths = dict(modules())
+    needs = {}
+    for module, path in paths.items():
+        needs[module] = set(modules_named(path, paths)) - {"weft", module}
+    assert list(TopologicalSorter(needs).static_order())
 
 
 def test_the_extension_includes_no_torch_header():
@@ -131,12 +112,6 @@ def test_importing_weft_imports_neither_torch_nor_triton():
         )
         == "[]\n"
     )
-
-
-def test_a_function_is_found_also_where_its_module_has_its_name():
-    names = "build_info doctor explain parallelize verify"
-    code = f"import importlib, weft\nfor n in {names.split()}: importlib.import_module('weft.' + n); print(type(getattr(weft, n)).__name__)"
-    assert run(code).split() == ["function"] * 5
 
 
 def test_what_needs_no_torch_works_where_there_is_none():

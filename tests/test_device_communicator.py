@@ -25,12 +25,14 @@ import torch.distributed as dist
 import weft
 from weft import _C
 from weft.comm import backend
-from weft.comm import device as gpus
-from weft.comm import record as records
-from weft.comm.communicator import BackendCommunicator, EngineCommunicator, communicator
-from weft.comm.device import LARGEST_BYTES, DeviceCommunicator, one_shot_below
+from weft.comm import cuda as gpus
+from weft.comm import wait_record as records
+from weft.comm.backend_communicator import BackendCommunicator
+from weft.comm.cuda import LARGEST_BYTES, DeviceCommunicator, one_shot_below
+from weft.comm.engine_communicator import EngineCommunicator
+from weft.comm.registry import communicator
 from weft.comm.window import open_window
-from weft.ops import choice
+from weft.ops import kernel_choice
 from weft.testing import reference
 from weft.testing.one_gpu import SHARED_GPU, run_on_one_gpu
 from weft.testing.ranks import run_ranks, try_ranks
@@ -427,7 +429,7 @@ def test_the_extension_takes_what_it_is_asked():
 
 def host_tensors(rank):
     ranks = communicator()
-    assert isinstance(ranks, DeviceCommunicator) and isinstance(ranks.host, EngineCommunicator)
+    assert isinstance(ranks, DeviceCommunicator) and ranks.engine is not None
     calls = dist.group.WORLD.engine.group.calls
     x = torch.ones(10)
     assert (weft.all_reduce(x) == 2).all()
@@ -455,7 +457,7 @@ def plain_group(rank):
     dist.destroy_process_group(part)
     other = dist.new_group([0, 1])
     communicator(other)
-    assert part not in sys.modules["weft.comm.communicator"]._of_group, "nothing keeps a group that was destroyed"
+    assert part not in sys.modules["weft.comm.registry"]._of_group, "nothing keeps a group that was destroyed"
     with pytest.raises(ValueError, match='needs a group of the "weft" backend'):
         weft.empty_symmetric(3)
 
@@ -866,7 +868,7 @@ def layer_step(overlap, style, sequence_parallel):
 
 def gpu_overlap(rank):
     """Overlapping changes no bit: the copies, the windows and the kernels, between processes."""
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         for style, sequence_parallel in itertools.product(("column", "row"), (True, False)):
             apart = layer_step("never", style, sequence_parallel)
             for _ in range(3):
@@ -881,7 +883,7 @@ def gpu_overlap_graph(rank):
     layer = weft.ColumnParallelLinear(512, 384, sequence_parallel=True, overlap="always", device="cuda", bias=False)
     layer = layer.bfloat16()
     x = torch.randn(128, 512, device="cuda").bfloat16()
-    with choice.prefer("kernel"), torch.no_grad():
+    with kernel_choice.prefer("kernel"), torch.no_grad():
         layer(x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

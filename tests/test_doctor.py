@@ -6,7 +6,7 @@ import sys
 
 import weft
 from weft import cli
-from weft.doctor import PROBES, Diagnosis, Finding
+from weft.diagnosis import PROBES, Diagnosis, Finding
 
 
 def test_this_machine_is_healthy_and_every_probe_says_something():

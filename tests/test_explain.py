@@ -20,7 +20,7 @@ from weft.kernels import config, dispatch, launch
 from weft.kernels.config import Entry
 from weft.kernels.matmul_tiles import Problem, listed
 from weft.nn import ParallelConv1D, ParallelConv2d
-from weft.ops import choice
+from weft.ops import kernel_choice
 from weft.testing.ranks import run_ranks
 
 
@@ -36,7 +36,7 @@ def explains(rank):
     assert str(found).startswith(
         "at 64 tokens:\n0: ColumnParallelLinear column, weight (5, 8) of (10, 8), over shared memory\n    sends    0 B"
     ), "on a CPU it is no news that ATen computes"
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         assert weft.explain(model).layers[0].products["forward"] == "weft kernel: preferred by the caller"
     with pytest.raises(ValueError, match="tokens=0"):
         weft.explain(model, tokens=0)
@@ -129,7 +129,7 @@ def shows(rank):
             found.show()
         assert ("┃" in shown.getvalue()) == bool(terminal)
         assert (shown.getvalue() == f"{text}\n") == (not terminal)
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         (column,) = weft.explain(weft.ColumnParallelLinear(64, 64), tokens=64).layers
     assert column.computed["forward"].variant.startswith("MatmulConfig(")
     assert set(column.why_not_faster) == {"dgrad"}, "products on kernels are not slow, the communication still is apart"
@@ -142,7 +142,7 @@ def shows_others(rank):
     assert convolution.forward_bytes is None and "not told by tokens forward" in str(convolution)
     assert convolution.why_not_faster["forward"] == "weft has no kernel for this layer"
     assert linear.shard == "(4, 10) of (8, 10)" and linear.forward_bytes == 64 * 10 * 4
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         (linear,) = weft.explain(model[1], tokens=64).layers
     assert linear.computed["forward"].variant.startswith("MatmulConfig(")
     drawn = io.StringIO()
@@ -162,7 +162,7 @@ def test_an_explanation_is_text_a_table_and_json():
 def test_where_a_kernels_machine_code_comes_from_is_told(tmp_path):
     """In a process that does not interpret, with no archive: by triton, and why."""
     code = (
-        "import torch; from weft.ops.choice import origin; from weft.kernels import dispatch, launch; "
+        "import torch; from weft.ops.kernel_choice import origin; from weft.kernels import dispatch, launch; "
         "from weft.kernels.matmul_tiles import Problem; from weft import _C; from pathlib import Path; "
         f"dispatch.use(_C.launch, Path({str(tmp_path)!r})); "
         "print(origin(Problem(512, 256, 128, 'nt', True, torch.bfloat16), 'sm_90'))"
@@ -176,15 +176,17 @@ def test_where_a_kernels_machine_code_comes_from_is_told(tmp_path):
 @pytest.mark.kernel
 def test_without_triton_a_gpu_takes_what_was_compiled_ahead_of_time(monkeypatch, tmp_path):
     device = torch.device("cuda")
-    monkeypatch.setattr(choice, "_HAS_TRITON", False)
+    monkeypatch.setattr(kernel_choice, "_HAS_TRITON", False)
     for found, taken in (("there is no archive", False), (object(), True)):
         monkeypatch.setattr(dispatch, "archive_of", lambda architecture, found=found: found)
-        choice._why_no_archive.cache_clear()
+        kernel_choice._why_no_archive.cache_clear()
         with launch.recording("sm_90"):
-            assert choice.on_kernel(device) == choice.can_run(device) == taken
+            assert kernel_choice.on_kernel(device) == kernel_choice.can_run(device) == taken
             if not taken:
-                assert choice.excluded(device).reason.endswith("(pip install weft[gpu]), and there is no archive")
-    choice._why_no_archive.cache_clear()
+                assert kernel_choice.excluded(device).reason.endswith(
+                    "(pip install weft[gpu]), and there is no archive"
+                )
+    kernel_choice._why_no_archive.cache_clear()
 
 
 @pytest.mark.kernel
@@ -194,22 +196,22 @@ def test_the_table_decides_between_kernel_and_library_and_is_quoted(monkeypatch)
     tile = listed("sm_90", torch.bfloat16)[0]
     rows = (Entry(fast.key(), tile, 10.0, 12.5), Entry(slow.key(), tile, 10.0, 8.0))
     monkeypatch.setattr(config, "table", lambda *_: rows)
-    choice._measured.cache_clear()
+    kernel_choice._measured.cache_clear()
     device = torch.device("cuda")
     with launch.recording("sm_90"):
         assert (
-            str(choice._measured(fast, device))
+            str(kernel_choice._measured(fast, device))
             == "weft kernel: the kernel has 1.25 times ATen's speed at 4096x1024x8192 on sm_90"
         )
-        assert str(choice._measured(slow, device)).startswith("ATen: the kernel has 0.80 times ATen's speed")
+        assert str(kernel_choice._measured(slow, device)).startswith("ATen: the kernel has 0.80 times ATen's speed")
         unmeasured = Problem(64, 64, 64, "nt", True, torch.bfloat16)
         assert (
-            str(choice._measured(unmeasured, device))
+            str(kernel_choice._measured(unmeasured, device))
             == "ATen: not measured at this size on sm_90; `weft tune matmul` measures it"
         )
         double = Problem(64, 64, 64, "nt", True, torch.float64)
-        assert "does not take torch.float64" in str(choice._measured(double, device))
-    choice._measured.cache_clear()
+        assert "does not take torch.float64" in str(kernel_choice._measured(double, device))
+    kernel_choice._measured.cache_clear()
 
 
 def names_what_stays_whole(rank):

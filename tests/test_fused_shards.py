@@ -14,7 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import weft
-from weft.split import Heads, cut_over
+from weft.sharding.sizes import Heads, cut_over
 from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 
@@ -301,7 +301,7 @@ def test_norms_of_whole_parameters_count_shared_heads_once():
 
 def check_bits(rank):
     """In bf16 ranks that share a KV head have the same bits of its gradient, those of a sum in fp32 in rank order."""
-    from weft.ops.held import sum_over_holders
+    from weft.ops.sharded_param import sum_over_holders
 
     layer = weft.ParallelLinear(8, 6, style="column", unit=3, heads=(4, 2), dtype=torch.bfloat16)
     shard = weft.shard_of(layer.weight)

@@ -32,7 +32,7 @@ from weft.bench import (
 from weft.bench.device_time import Row
 from weft.bench.matmul import products, shards
 from weft.bench.measure import Quantiles
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.kernels import config, launch, matmul_tiles
 from weft.testing import cases
 from weft.testing.peers import abandoned, run_as_ranks

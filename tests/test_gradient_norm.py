@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from weft.shard import shard_of
+from weft.sharding.shard import shard_of
 from weft.testing.models import LLAMA_PLAN, Llama
 from weft.testing.ranks import run_ranks
 

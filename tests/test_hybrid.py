@@ -11,11 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import weft
-from weft import gradient_norm, pipeline
-from weft.context import rules
-from weft.recompute import Recomputed
-from weft.shard import shard_of
-from weft.stages.schedules import SCHEDULES
+from weft import clip_grad
+from weft.activation_checkpoint import Recomputed
+from weft.context_parallel import function_rules
+from weft.pipeline import pipeline
+from weft.pipeline.schedules import SCHEDULES
+from weft.sharding.shard import shard_of
 from weft.testing.models import LLAMA_PLAN, Llama, TiedModel
 from weft.testing.models import batch_of as model_batch
 from weft.testing.ranks import run_ranks
@@ -170,9 +171,9 @@ def test_stages_share_the_sequence_in_every_schedule():
 def forget(rank, expected):
     mesh = weft.init_mesh(pp=2, cp=2, device_type="cpu")
     for where, name, instead in (
-        (rules, "used", lambda x, ranks: x),  # gradients of the sequence's parts are not summed
+        (function_rules, "used", lambda x, ranks: x),  # gradients of the sequence's parts are not summed
         (pipeline.Ties, "sum", lambda self: None),
-        (gradient_norm, "owners_of", lambda parameter: None),  # the norm of one stage
+        (clip_grad, "owners_of", lambda parameter: None),  # the norm of one stage
     ):
         with mock.patch.object(where, name, instead), pytest.raises(AssertionError, match="not close"):
             assert_same(mesh, "pipeline", expected, FP64, tied=True)

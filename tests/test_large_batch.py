@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.comm.communicator import EngineCommunicator
-from weft.gradients.sharding import piece_of
+from weft.comm.engine_communicator import EngineCommunicator
+from weft.data_parallel.sharded_optimizer import piece_of
 from weft.optim import layerwise
 from weft.testing import tolerance
 from weft.testing.ranks import run_ranks

@@ -5,7 +5,7 @@ import torch
 
 import weft
 from weft.kernels import launch
-from weft.ops import choice
+from weft.ops import kernel_choice
 from weft.ops.matmul import fused_linear, gated_linear
 from weft.testing import reference
 from weft.testing.ranks import run_ranks
@@ -41,7 +41,7 @@ def compare(ours, plain, inputs, frozen=()):
 @pytest.mark.parametrize("preference", PREFERENCES)
 def test_fused_linear_is_linear_and_activation_with_all_gradients(device, preference, dtype, activation, frozen):
     inputs = [draw(device, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(2, 5, 19), (23, 19), (23,)])]
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         compare(
             lambda *t: fused_linear(*t, activation),
             lambda *t: reference.linear(*t, activation=activation),
@@ -65,7 +65,7 @@ def test_gated_linear_is_the_product_of_two_with_all_gradients(device, preferenc
         ours = lambda x, w, bias: gated_linear(x, w[:17], w[17:], bias, activation)  # noqa: E731
         plain = lambda x, w, bias: reference.gated_linear(x, w[:17], w[17:], bias, activation)  # noqa: E731
         inputs = [x, torch.cat(weights), bias]
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         compare(ours, plain, inputs)
 
 
@@ -85,7 +85,7 @@ def operator_calls(device):
 @pytest.mark.parametrize("preference", PREFERENCES)
 @pytest.mark.parametrize("name", operator_calls(torch.device("cpu")))
 def test_operators_pass_opcheck(device, name, preference):
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         for arguments in operator_calls(device)[name]:
             torch.library.opcheck(getattr(torch.ops.weft, name).default, arguments)
 
@@ -98,7 +98,7 @@ def test_compile_traces_them_whole(device, preference):
     shapes = [(4, 6), (8, 6), (5, 8), (5, 8)]
     inputs = [draw(device, *shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with choice.prefer(preference):
+    with kernel_choice.prefer(preference):
         expected = torch.autograd.grad(model(*inputs), inputs)
         for result, want in zip(torch.autograd.grad(compiled(*inputs), inputs), expected, strict=True):
             torch.testing.assert_close(result, want)
@@ -120,7 +120,7 @@ def sharded_step(rank, preference, autocast):
     def loss():
         return layers[1](layers[0](x)).square().sum()
 
-    with choice.prefer(preference), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with kernel_choice.prefer(preference), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         (2 * loss()).backward()
         plain = [layer.weight.grad for layer in layers]
         for layer in layers:
@@ -163,7 +163,7 @@ def test_bad_input_is_refused(device):
         gated_linear(x, w, w, activation=None)
     with (
         pytest.raises(ValueError, match="WEFT_KERNELS='fast' is not one of auto, kernel, library"),
-        choice.prefer("fast"),
+        kernel_choice.prefer("fast"),
     ):
         pass
 
@@ -171,5 +171,5 @@ def test_bad_input_is_refused(device):
 def test_the_library_is_what_runs_on_the_cpu_and_says_why():
     from weft.kernels.matmul_tiles import Problem
 
-    found = choice.algorithm(Problem(8, 8, 8, "nt", True, torch.float32), torch.device("cpu"))
+    found = kernel_choice.algorithm(Problem(8, 8, 8, "nt", True, torch.float32), torch.device("cpu"))
     assert str(found) == "ATen: the kernels run on CUDA devices, the tensors are on the CPU"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import weft
 from weft.kernels import interpreted
-from weft.ops import choice
+from weft.ops import kernel_choice
 from weft.testing.peers import delay_meetings
 from weft.testing.ranks import run_ranks, try_ranks
 
@@ -50,7 +50,7 @@ def step(overlap, style, sequence_parallel, shape, dim, activation, dtype, froze
 
 def compare(rank, style, sequence_parallel, cases):
     delay_meetings(rank, longest_s=0.003)
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         for case in cases:
             apart = step("never", style, sequence_parallel, *case)
             for _ in range(2):
@@ -136,7 +136,7 @@ def cannot(rank):
         "forward": f"all_gather, one after the other: {CPU}",
         "dgrad": f"reduce_scatter, one after the other: {CPU}",
     }
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         layer = weft.ColumnParallelLinear(2048, 2048)
         small, large = (weft.explain(layer, tokens=tokens).layers[0].communication["dgrad"] for tokens in (8, 1024))
     assert small == "all_reduce, one after the other: 0.1 MiB travel, the crossover is 8 MiB (estimated)"
@@ -145,7 +145,7 @@ def cannot(rank):
         "memory, which the first such call finds out"
     )
     cpu = torch.device("cpu")
-    with choice.prefer("kernel"):
+    with kernel_choice.prefer("kernel"):
         layer.communicator.unreached[cpu] = "they are far apart"
         told = weft.explain(layer, tokens=1024).layers[0].communication["dgrad"]
         assert told == "all_reduce, one after the other: they are far apart"

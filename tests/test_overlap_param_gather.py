@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import weft
-from weft.gradients.transport import OnEngine
+from weft.data_parallel.bucket_comm import OnEngine
 from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks
 

@@ -35,7 +35,7 @@ def copy_tree(tree, compiled=None):
     for name in run("git", "ls-files", cwd=ROOT).splitlines():
         if (ROOT / name).exists():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tree / name)
+            shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
     if compiled is not None:
         shutil.copy(compiled, tree / "kernels" / "compiled")
 

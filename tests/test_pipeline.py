@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from weft.shard import shard_of
-from weft.stages.balance import balanced, undisturbed
-from weft.stages.chain import chain_of
-from weft.stages.schedules import SCHEDULES
+from weft.pipeline.balance import balanced, undisturbed
+from weft.pipeline.layer_graph import chain_of
+from weft.pipeline.schedules import SCHEDULES
+from weft.sharding.shard import shard_of
 from weft.testing import cases
 from weft.testing.models import TiedModel, batch_of, loss_of
 from weft.testing.ranks import RanksFailedError, run_ranks, try_ranks

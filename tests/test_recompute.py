@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from weft.recompute import recompute, recomputed_in
+from weft.activation_checkpoint import recompute, recomputed_in
 from weft.testing.models import LLAMA_PLAN, Llama
 from weft.testing.ranks import run_ranks
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from shared_calls import CASES, Draw, RefusedError, outcomes
 
-import weft.context.attention  # noqa: F401
-from weft.comm.communicator import communicator
-from weft.context.sequence import RULES, Cut, SharedSequence, Sharing, name_of
-from weft.ops.layout import Layout
+import weft.context_parallel.attention  # noqa: F401
+from weft.comm.registry import communicator
+from weft.context_parallel.shared_sequence import RULES, Cut, SharedSequence, Sharing, name_of
+from weft.ops.sequence_layout import Layout
 from weft.testing.ranks import run_ranks
 
 # Of one tensor of three dimensions; (0, 1) are two dimensions to a sum, and a dimension and a flag to nothing.

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm import spanning
-from weft.comm.between import Between
-from weft.split import split_sizes
+from weft.comm import multi_host
+from weft.comm.inter_host import Between
+from weft.sharding.sizes import split_sizes
 from weft.testing import reference
 from weft.testing.ranks import on_machines, run_ranks, try_ranks
 
@@ -78,7 +78,7 @@ def check_chunks(rank, layout):
     parts = [random_part(r, 100_003, torch.float32) for r in range(len(layout))]
     whole = by_machine(parts, layout)
     for chunk_bytes in (4 << 20, 1 << 16, 1000):
-        spanning._CHUNK_BYTES = chunk_bytes
+        multi_host._CHUNK_BYTES = chunk_bytes
         x = parts[rank].clone()
         dist.all_reduce(x)
         assert torch.equal(x, whole), chunk_bytes

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from weft.optimizer_check import ELEMENTWISE
+from weft.sharding.optimizer_check import ELEMENTWISE
 from weft.testing.models import LLAMA_PLAN, Llama
 from weft.testing.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from weft.gradients.norms import gradient_of
+from weft.data_parallel.grad_norm import gradient_of
 from weft.testing.ranks import run_ranks
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import weft
 from weft.comm import window
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.comm.window import open_window
 from weft.testing.ranks import on_machines, run_ranks, try_ranks
 

@@ -3,9 +3,9 @@
 import torch
 
 from weft.adapters import need
-from weft.context import hugging_face
-from weft.context.hugging_face import Pattern, mask
-from weft.context.sequence import SharedSequence
+from weft.context_parallel import hugging_face
+from weft.context_parallel.hugging_face import Pattern, mask
+from weft.context_parallel.shared_sequence import SharedSequence
 
 NAME = "weft"
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.adapters import need
-from weft.data_parallel import DataParallel
+from weft.data_parallel.data_parallel import DataParallel
 
 # One library under two names, whose classes are not each other's: the one that the script has imported.
 _NAMES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}

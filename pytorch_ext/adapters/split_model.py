@@ -5,7 +5,7 @@ from functools import partial
 import torch.distributed as dist
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-from weft.full_state_dict import full_state_dict
+from weft.checkpoint.full_state import full_state_dict
 
 
 class SavedByAll(TrainingArguments):

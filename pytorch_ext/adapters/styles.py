@@ -8,11 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.adapters import need
-from weft.comm.communicator import Communicator, communicator
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
 from weft.nn import sum_gradients
-from weft.shard import shard_of
-from weft.splitting.styles import part_of
-from weft.splitting.ties import keep_parameters
+from weft.sharding.shard import shard_of
+from weft.tensor_parallel.styles import part_of
+from weft.tensor_parallel.ties import keep_parameters
 
 need("weft.adapters.styles", "torch", "2.11")
 

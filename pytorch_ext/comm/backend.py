@@ -14,11 +14,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from weft.comm.communicator import Communicator, backends_of
 from weft.comm.dtypes import op_code
 from weft.comm.engine import Engine, Pending
+from weft.comm.multi_host import SpanningEngine
 from weft.comm.rendezvous import join
-from weft.comm.spanning import SpanningEngine
 
 Tensors = list[torch.Tensor]
 
@@ -32,7 +34,8 @@ class WeftProcessGroup(dist.ProcessGroup):
 
     engine: Engine | SpanningEngine
     timeout: timedelta
-    communicator = None  # what the ops use of this group; made when first asked for
+    communicator: Communicator | None = None  # what the ops use of this group; see `comm.registry`
+    _cuda_half: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, options) -> "WeftProcessGroup":
@@ -80,18 +83,34 @@ class WeftProcessGroup(dist.ProcessGroup):
     set_timeout = _set_default_timeout
 
     def cuda_half(self) -> dist.ProcessGroup:
-        """The group of the same ranks for CUDA tensors. TypeError where none was asked for."""
-        from weft.comm.communicator import backends_of, communicator
+        """The group of the same ranks for CUDA tensors, of "cpu:weft,cuda:nccl"; it ends with the default group.
 
-        if "cuda" not in backends_of(self):
+        torch gives a backend that is a process group of its own, as this one is, the whole of the group, and makes no
+        other: so this makes it. The first call is a collective one. TypeError where no other backend was asked for.
+        """
+        backend = backends_of(self).get("cuda")
+        if backend is None:
             raise TypeError(
                 "the weft backend takes CPU tensors, got one on a GPU; for both start the group with the backend "
                 '"cpu:weft,cuda:nccl"'
             )
-        return communicator(self).cuda_group()  # type: ignore[attr-defined]
+        if self._cuda_half is None:
+            ranks = dist.get_process_group_ranks(self)
+            self._cuda_half, _ = distributed_c10d._new_process_group_helper(
+                self.size(),
+                self.rank(),
+                ranks,
+                f"cuda:{backend}",
+                distributed_c10d._get_process_group_store(self),
+                distributed_c10d.GroupName(f"{self.group_name}/cuda"),
+                timeout=self.timeout,
+                group_desc=f"{self.group_desc}/cuda",
+            )
+            distributed_c10d._world.pg_group_ranks[self._cuda_half] = {rank: at for at, rank in enumerate(ranks)}
+        return self._cuda_half
 
     def shutdown(self) -> None:
-        self.communicator = None  # it knows this group: without it, the last reference is the last
+        self.communicator = self._cuda_half = None  # it knows this group: without it, the last reference is the last
         self.engine.leave()
 
     def abort(self) -> None:

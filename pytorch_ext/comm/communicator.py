@@ -1,84 +1,18 @@
-"""What the ops call: collectives on one group, in the shape that layers need (in place, along a dimension, uneven).
-
-Three of a kind: over the engine of a "weft" group, one crossing into C++ a call; over any other torch.distributed
-backend, composed of what every backend has; and over what the tensor's device needs (`comm.device`), which uses both.
-"""
+"""What the ops call: collectives on one group, in the shape that layers need (in place, along a dimension, uneven)."""
 
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.backend import WeftProcessGroup
-from weft.comm.dtypes import SUM, op_code
 from weft.comm.engine import Engine
 from weft.comm.fusion import Fusion
-from weft.comm.record import WaitRecord, name_of, watch_for_losses
-
-_of_group: dict[dist.ProcessGroup, "Communicator"] = {}  # of groups of torch's own, which cannot hold theirs
-
-
-def communicator(group=None) -> "Communicator":
-    """The communicator of a ProcessGroup, a one-dimensional DeviceMesh, or the default group (None).
-
-    Raises:
-        ValueError: this rank is not in the group, the mesh has several dimensions, or there is no default group.
-    """
-    if group is None:
-        group = dist.group.WORLD
-        if group is None:
-            raise ValueError(
-                "group=None means the default process group, and there is none: call weft.init_mesh() or "
-                "torch.distributed.init_process_group() first"
-            )
-    elif isinstance(group, Communicator):
-        return group
-    else:
-        group = _process_group(group)
-    if isinstance(group, WeftProcessGroup):
-        if group.communicator is None:
-            group.communicator = _made_for(group)
-        return group.communicator
-    if group not in _of_group:
-        for destroyed in [other for other in _of_group if other not in dist.distributed_c10d._world.pg_map]:
-            del _of_group[destroyed]
-        _of_group[group] = _made_for(group)
-    return _of_group[group]
-
-
-def _made_for(group: dist.ProcessGroup) -> "Communicator":
-    from weft.comm.device import DeviceCommunicator  # made of the communicators of this file
-
-    if isinstance(group, WeftProcessGroup) and "cuda" not in backends_of(group):
-        return EngineCommunicator(group)
-    return DeviceCommunicator(group)
-
-
-def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The group's backends by device type, as they were asked for."""
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-
-
-def _process_group(group) -> dist.ProcessGroup:
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; pass one of them, "
-                f'like mesh["tp"]'
-            )
-        return group.get_group()
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "this rank is not in the group: new_group returned NON_GROUP_MEMBER here; "
-            "build the layer only on the ranks that are in it"
-        )
-    raise TypeError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")
+from weft.comm.multi_host import SpanningEngine
+from weft.comm.wait_record import WaitRecord, name_of, watch_for_losses
 
 
 class Communicator:
@@ -102,6 +36,11 @@ class Communicator:
         raise NotImplementedError
 
     @property
+    def engine(self) -> Engine | SpanningEngine | None:
+        """The weft engine that carries tensors in the host's memory, where the group has one."""
+        return None if self.host is self else self.host.engine
+
+    @property
     def host(self) -> "Communicator":
         """What serves tensors in the host's memory: this one, or a part of it."""
         return self
@@ -114,8 +53,8 @@ class Communicator:
     @property
     def timeout_s(self) -> float:
         """How long a kernel waits for another rank: the group's own timeout where torch tells it."""
-        timeout = getattr(self.group, "timeout", None)
-        if not isinstance(self.group, WeftProcessGroup):
+        timeout = getattr(self.group, "timeout", None)  # the weft backend's
+        if not isinstance(timeout, timedelta):
             with suppress(RuntimeError):  # a backend that has no options
                 timeout = self.group._get_backend(self.group._device_types[0]).options._timeout
         return (timeout or default_pg_timeout).total_seconds()
@@ -135,8 +74,8 @@ class Communicator:
         if device not in self._records:
             watched = bool(self._records)
             self._records[device] = WaitRecord(self.group, device, self.timeout_s)
-            if isinstance(self.host, EngineCommunicator) and not watched and self.world > 1:
-                watch_for_losses(self, self.host.engine)
+            if self.engine is not None and not watched and self.world > 1:
+                watch_for_losses(self, self.engine)
         return self._records[device]
 
     def check_waits(self) -> None:
@@ -199,7 +138,7 @@ class Communicator:
         if self.world == 1:
             return [x.size(dim)]
         # Over the host's engine, if there is one: a GPU would have to be waited for.
-        device = torch.device("cpu") if isinstance(self.host, EngineCommunicator) else x.device
+        device = torch.device("cpu") if self.engine is not None else x.device
         sizes = torch.empty(self.world, dtype=torch.int64, device=device)
         self.gather_parts(torch.tensor([x.size(dim)], device=device), list(sizes.split(1)))
         return sizes.tolist()
@@ -229,89 +168,10 @@ class Communicator:
         return output
 
 
-class EngineCommunicator(Communicator):
-    """Over shared memory: sums in rank order in fp32, rounded once."""
-
-    def __init__(self, group: WeftProcessGroup):
-        super().__init__(group)
-        self.engine = group.engine
-
-    @property
-    def transport(self) -> str:
-        return "shared memory" if isinstance(self.engine, Engine) else "shared memory, and gloo between machines"
-
-    def all_reduce_(
-        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
-    ) -> torch.Tensor:
-        if self.world > 1 or fusion is not None:
-            self.engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op), fusion=fusion)
-        return x
-
-    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
-        self.engine.broadcast(x, root)
-        return x
-
-    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        self.engine.all_gather(x, parts)
-
-    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
-        self.engine.reduce_scatter(parts, output)
-
-    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        self.engine.all_to_all(parts, outputs)
-
-
-class BackendCommunicator(Communicator):
-    """Over another backend of torch.distributed: uneven shards are padded, and sums are in that backend's order."""
-
-    @property
-    def transport(self) -> str:
-        return ", ".join(sorted(set(backends_of(self.group).values())))
-
-    def all_reduce_(
-        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
-    ) -> torch.Tensor:
-        if fusion is not None:
-            fusion.around(lambda sent: self.all_reduce_(sent, op), x)
-            return x
-        if self.world == 1:
-            return x
-        whole = x.contiguous()
-        dist.all_reduce(whole, op, group=self.group)
-        return x if whole is x else x.copy_(whole)
-
-    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
-        whole = x.contiguous()
-        dist.broadcast(whole, group=self.group, group_src=root)
-        return x if whole is x else x.copy_(whole)
-
-    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        received = flat.new_empty(sum(output.numel() for output in outputs))
-        sizes = [output.numel() for output in outputs]
-        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=self.group)
-        for output, part in zip(outputs, received.split(sizes), strict=True):
-            output.view(-1).copy_(part)
-
-    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        longest = max(part.numel() for part in parts)
-        padded = _padded(x, longest)
-        received = [torch.empty_like(padded) for _ in parts]
-        dist.all_gather(received, padded, group=self.group)
-        for part, whole in zip(parts, received, strict=True):
-            part.view(-1).copy_(whole[: part.numel()])
-
-    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
-        longest = max(part.numel() for part in parts)
-        received = output.new_empty(longest)
-        dist.reduce_scatter(received, [_padded(part, longest) for part in parts], group=self.group)
-        output.view(-1).copy_(received[: output.numel()])
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The group's backends by device type, as they were asked for."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def _leads(shape: torch.Size, dim: int) -> bool:
     return all(size == 1 for size in shape[:dim])
-
-
-def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
-    flat = x.reshape(-1)
-    return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weft import _C
 from weft.comm.engine import Engine
-from weft.comm.spanning import SpanningEngine
+from weft.comm.multi_host import SpanningEngine
 
 STAGING_KIB = 256  # of one buffer; two a rank. Chosen so that what two ranks exchange stays in the caches.
 

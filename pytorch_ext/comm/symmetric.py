@@ -4,9 +4,10 @@ import math
 
 import torch
 
-from weft.comm.communicator import Communicator, EngineCommunicator, communicator
-from weft.comm.device import DeviceCommunicator
+from weft.comm.communicator import Communicator
+from weft.comm.cuda import DeviceCommunicator
 from weft.comm.engine import Engine
+from weft.comm.registry import communicator
 from weft.comm.window import open_window
 
 
@@ -32,7 +33,7 @@ def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device
     dtype, device = dtype or torch.get_default_dtype(), torch.device(device or "cpu")
     ranks = communicator(group)
     if device.type == "cpu":
-        return _on_cpu(ranks.host, sizes, dtype)
+        return _on_cpu(ranks, sizes, dtype)
     window = open_window(ranks, math.prod(sizes) * dtype.itemsize, device)
     assert isinstance(ranks, DeviceCommunicator)  # no other opens a window on a GPU
     if not math.prod(sizes):
@@ -41,7 +42,7 @@ def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device
 
 
 def _on_cpu(ranks: Communicator, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(ranks, EngineCommunicator) or not isinstance(ranks.engine, Engine):
+    if not isinstance(ranks.engine, Engine):
         raise ValueError('empty_symmetric needs a group of the "weft" backend whose ranks are on one machine')
     count = math.prod(sizes)
     region = ranks.engine.group.create_region(count * dtype.itemsize)

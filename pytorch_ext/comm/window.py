@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from weft import _C
-from weft.comm.communicator import Communicator, EngineCommunicator, backends_of
+from weft.comm.communicator import Communicator, backends_of
 from weft.comm.engine import Engine
 from weft.comm.rendezvous import _describe_process
 
@@ -48,7 +48,7 @@ def open_window(ranks: Communicator, bytes: int, device: torch.device) -> Window
         CollectiveMismatchError: ranks ask for different sizes. OSError: the memory cannot be had; on every rank.
     """
     if device.type == "cpu":
-        return _on_cpu(ranks.host, bytes)
+        return _on_cpu(ranks, bytes)
     if device.type != "cuda":
         raise ValueError(f"there is symmetric memory on cpu and cuda devices, not on {device}")
     group = ranks.cuda_group()
@@ -62,7 +62,7 @@ def open_window(ranks: Communicator, bytes: int, device: torch.device) -> Window
 
 
 def _on_cpu(ranks: Communicator, bytes: int) -> Window:
-    if not isinstance(ranks, EngineCommunicator) or not isinstance(ranks.engine, Engine):
+    if not isinstance(ranks.engine, Engine):
         raise ValueError('symmetric memory needs a group of the "weft" backend whose ranks are on one machine')
     region = ranks.engine.group.create_region(bytes)  # fresh pages of a memfd: zeros
     parts = [(ctypes.c_uint8 * bytes).from_address(address) for address in region.addresses]

@@ -7,7 +7,7 @@ from weft.nn.convolution import ParallelConv2d
 from weft.nn.dropout import OwnDropout, OwnDropout2d
 from weft.nn.embedding import ParallelEmbedding
 from weft.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from weft.nn.normalisation import ChannelBatchNorm2d, ChannelGroupNorm
+from weft.nn.norm import ChannelBatchNorm2d, ChannelGroupNorm
 from weft.nn.sequence import sum_gradients
 
 __all__ = [

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.nn.linear import ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops import Place, column_parallel_linear
 from weft.ops.multihead import attend, mask_of, over_heads
-from weft.shard import Shard
-from weft.split import Cut
+from weft.sharding.shard import Shard
+from weft.sharding.sizes import Cut
 
 
 class ParallelMultiheadAttention(ShardHolder):

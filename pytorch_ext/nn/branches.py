@@ -8,15 +8,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
+from weft.nn.branch_trace import SideBySide, of_block, of_modules
 from weft.nn.sharded import ShardHolder, lost_with
-from weft.nn.side_by_side import SideBySide, of_block, of_modules
-from weft.ops.absent import with_absent
+from weft.ops.empty_grad import with_absent
+from weft.ops.mappings import gather, total, used_by_parts
 from weft.rng import own_random_numbers
-from weft.ops.mappings import gather
-from weft.ops.mappings import total, used_by_parts
-from weft.shard import Shard
-from weft.split import Cut
+from weft.sharding.shard import Shard
+from weft.sharding.sizes import Cut
 
 _COMBINE = ("concat", "sum")
 

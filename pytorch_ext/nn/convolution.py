@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.nn.sharded import ShardHolder
 from weft.ops.convolution import (
     CHANNELS,
@@ -16,8 +16,8 @@ from weft.ops.convolution import (
     row_parallel_grouped_conv2d,
 )
 from weft.ops.mappings import gather, split
-from weft.shard import Shard
-from weft.split import Cut, cut_over
+from weft.sharding.shard import Shard
+from weft.sharding.sizes import Cut, cut_over
 
 _STYLES = ("column", "row", "channels")
 _OPTIONS = ("stride", "padding", "dilation", "groups", "padding_mode")

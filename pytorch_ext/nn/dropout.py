@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.rng import own_random_numbers
 
 

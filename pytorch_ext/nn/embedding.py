@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import parallel_embedding
-from weft.shard import Shard
+from weft.sharding.shard import Shard
 
 
 class ParallelEmbedding(ShardedModule):

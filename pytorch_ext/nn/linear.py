@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import Place, column_parallel_linear, gather, row_parallel_linear, split
 from weft.ops.activation import activation_of
-from weft.ops.overlap import MODES
-from weft.shard import Shard
+from weft.ops.overlap.products import MODES
+from weft.sharding.shard import Shard
 
 _SPLIT_DIM = {"column": 0, "row": 1}  # of the weight, [out_features, in_features]
 

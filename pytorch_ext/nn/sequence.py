@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from weft.comm.communicator import Communicator, communicator
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
 from weft.rng import own_random_numbers
 
 

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-import weft.optimizer_check  # noqa: F401 - looks at every optimizer from now on
-from weft.ops.held import held
-from weft.shard import Shard
-from weft.sharded_grad import mark_gradient
+import weft.sharding.optimizer_check  # noqa: F401 - looks at every optimizer from now on
+from weft.ops.sharded_param import held
+from weft.sharding.shard import Shard
+from weft.sharding.sharded_grad import mark_gradient
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARTS = "weft_parts"  # in a state_dict's metadata: of each shard its global shape, dimension and stretches

@@ -5,7 +5,7 @@ On a GPU, and in Triton's interpreter where it is asked for, our kernel; on the 
 
 import torch
 
-from weft.ops import attention_blocks, choice
+from weft.ops import attention_blocks, kernel_choice
 from weft.ops.attention_blocks import Chunk
 
 
@@ -96,7 +96,7 @@ def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 def uses_kernel(q: torch.Tensor) -> bool:
     """Whether our kernel computes chunks of such queries; the CPU's way otherwise."""
-    if not choice.on_kernel(q.device):
+    if not kernel_choice.on_kernel(q.device):
         return False
     from weft.kernels import launch
 

@@ -7,10 +7,11 @@ and the result is a new one. Either way the result is returned.
 import torch
 import torch.distributed as dist
 
-from weft.comm.communicator import Communicator, communicator
+from weft.comm.communicator import Communicator
 from weft.comm.fusion import Fusion
+from weft.comm.registry import communicator
 from weft.ops.backward import first_order
-from weft.split import split_sizes
+from weft.sharding.sizes import split_sizes
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 

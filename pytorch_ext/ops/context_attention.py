@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.communicator import Communicator, communicator
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
 from weft.kernels.attention import Rules
 from weft.ops.gathered_attention import GatheredAttentionFunction
 from weft.ops.head_exchange import to_heads, to_sequence
-from weft.ops.layout import LAYOUTS, Layout
 from weft.ops.mappings import split
 from weft.ops.ring_attention import RingAttentionFunction, Schedule, last_step
-from weft.split import Heads
+from weft.ops.sequence_layout import LAYOUTS, Layout
+from weft.sharding.sizes import Heads
 
 METHODS = ("ring", "all_gather", "ulysses", "auto")
 

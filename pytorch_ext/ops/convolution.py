@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm.communicator import Communicator
-from weft.ops.mappings import gather, split
-from weft.ops.mappings import total, used_by_parts
-from weft.split import Cut
+from weft.ops.mappings import gather, split, total, used_by_parts
+from weft.sharding.sizes import Cut
 
 CHANNELS = -3  # of [batch, channels, height, width], and of one without a batch
 

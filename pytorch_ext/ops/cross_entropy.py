@@ -2,8 +2,9 @@
 
 import torch
 
-from weft.comm.communicator import Communicator, communicator
-from weft.ops import choice
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
+from weft.ops import kernel_choice
 from weft.ops.backward import first_order
 from weft.ops.library import register
 
@@ -142,7 +143,7 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
 
 def _statistics_operator(logits, target, offset, ignore_index, smoothing):
     """[4, M]: maximum, sum of exponentials against it, sum (0 without smoothing), the target's logit (0 elsewhere)."""
-    if choice.streams(logits):
+    if kernel_choice.streams(logits):
         from weft.kernels.cross_entropy import cross_entropy_statistics
 
         return cross_entropy_statistics(logits, target, offset=offset, ignore_index=ignore_index, smoothing=smoothing)
@@ -169,7 +170,7 @@ def _overwriting_operator(logits, target, highest, log_sum, dlosses, offset, voc
 
 
 def _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing, out):
-    if choice.streams(logits):
+    if kernel_choice.streams(logits):
         from weft.kernels.cross_entropy import cross_entropy_gradient
 
         cross_entropy_gradient(

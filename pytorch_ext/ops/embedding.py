@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.ops.backward import first_order
-from weft.shard import Shard
+from weft.sharding.shard import Shard
 
 
 def parallel_embedding(

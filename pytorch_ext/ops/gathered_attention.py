@@ -7,8 +7,8 @@ from weft.ops import attention_chunk
 from weft.ops.attention_blocks import Chunk
 from weft.ops.backward import first_order
 from weft.ops.head_groups import head_groups, joined
-from weft.ops.layout import Layout, gather_parts
 from weft.ops.ring_attention import Schedule, sinks_gradient
+from weft.ops.sequence_layout import Layout, gather_parts
 
 
 class GatheredAttentionFunction(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.backward import first_order
-from weft.ops.layout import Layout
+from weft.ops.sequence_layout import Layout
 
 
 def to_heads(x: torch.Tensor, heads: Sequence[Sequence[int]], ranks: Communicator, layout: Layout) -> torch.Tensor:

@@ -3,11 +3,12 @@ Korthikanti et al. 2022, section 4.2. Uneven shards throughout."""
 
 import torch
 
-from weft.ops import matmul, overlap
+from weft.ops import matmul
 from weft.ops.autocast import autocasts, cast_operands
 from weft.ops.backward import as_matrix, first_order
-from weft.ops.overlap import Place
-from weft.split import split_sizes
+from weft.ops.overlap import products
+from weft.ops.overlap.products import Place
+from weft.sharding.sizes import split_sizes
 
 
 def column_parallel_linear(
@@ -65,7 +66,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             y, z = matmul.forward(x, weight, bias, activation)
         else:
             ctx.sizes = place.ranks.all_sizes(x, place.sequence_dim)
-            y, z, _ = overlap.gathered(place, x, ctx.sizes, weight.t(), bias, activation)
+            y, z, _ = products.gathered(place, x, ctx.sizes, weight.t(), bias, activation)
         ctx.save_for_backward(x, weight, z if activation else None)
         return _writable(y)
 
@@ -82,11 +83,11 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         if activation and (needs_weight or needs_bias or place.ranks.world > 1):
             dy, activation = activation.backward(dy, z), None
         if needs_weight and split:
-            gather_x = overlap.gather_meanwhile(place, x, ctx.sizes, weight)
+            gather_x = products.gather_meanwhile(place, x, ctx.sizes, weight)
         if needs_x and split:
-            dx = overlap.scattered(place, dy, weight, ctx.sizes, activation, z)
+            dx = products.scattered(place, dy, weight, ctx.sizes, activation, z)
         elif needs_x:
-            dx = overlap.reduced(place, dy, weight, activation, z)
+            dx = products.reduced(place, dy, weight, activation, z)
         if needs_weight:
             dw = matmul.wgrad(dy, gather_x() if split else x, ctx.main_grad)
         if needs_bias:
@@ -121,7 +122,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
             _, z = matmul.forward(x, weight, bias)
         else:
             b = weight.t()
-            z = overlap.reduced(place, x, b) if dim is None else overlap.scattered(place, x, b, ctx.sizes)
+            z = products.reduced(place, x, b) if dim is None else products.scattered(place, x, b, ctx.sizes)
             if bias is not None:
                 z.add_(bias)
         if place.activation is None:
@@ -145,7 +146,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         if place.sequence_dim is None:
             dx = matmul.dgrad(dz, weight) if needs_x else None
         elif needs_x:
-            dx, _, dz = overlap.gathered(place, dz, ctx.sizes, weight)
+            dx, _, dz = products.gathered(place, dz, ctx.sizes, weight)
         elif needs_weight:
             dz = place.ranks.all_gather(dz, place.sequence_dim, ctx.sizes)
         if needs_weight:

@@ -6,8 +6,8 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.backward import first_order
-from weft.shard import in_order_of_the_whole, pick
-from weft.split import Cut
+from weft.sharding.shard import in_order_of_the_whole, pick
+from weft.sharding.sizes import Cut
 
 
 def gather(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequence[int]) -> torch.Tensor:

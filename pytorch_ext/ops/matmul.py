@@ -7,7 +7,7 @@ collectives. `fused_linear` and `gated_linear` are the same for one device, diff
 import torch
 import torch.nn.functional as F
 
-from weft.ops import choice
+from weft.ops import kernel_choice
 from weft.ops.activation import ACTIVATIONS, Activation, activation_of
 from weft.ops.autocast import cast_operands
 from weft.ops.backward import as_matrix, first_order
@@ -25,7 +25,7 @@ def product(
     x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y = act(z) and z = x @ b + bias, with b [K, N]; the same tensor where there is no activation."""
-    if choice.on_kernel(x.device):
+    if kernel_choice.on_kernel(x.device):
         name = activation.name if activation else None
         a = as_matrix(x)
         if _takes_kernel(a, b, activation=name):
@@ -44,7 +44,7 @@ def dgrad(
     The kernel forms dz as it loads dy. That pays only where nobody else needs dz, which is where the weight and the
     bias get no gradient: the caller's to know.
     """
-    if choice.on_kernel(dy.device):
+    if kernel_choice.on_kernel(dy.device):
         a = as_matrix(dy)
         z_matrix = as_matrix(z) if activation else None
         if _takes_kernel(a, weight, prologue_z=z_matrix, activation=activation.name if activation else None):
@@ -69,7 +69,7 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
 def _accumulate(a, b, main_grad) -> None:
     """main_grad += a @ b, in fp32 throughout."""
     check_main_grad(main_grad, (a.size(0), b.size(1)))
-    if choice.on_kernel(a.device) and _takes_kernel(a, b):
+    if kernel_choice.on_kernel(a.device) and _takes_kernel(a, b):
         _kernel().matmul(a, b, addend=main_grad, out=main_grad)
     elif a.is_cuda and a.dtype != torch.float32:
         main_grad.add_(torch.mm(a, b, out_dtype=torch.float32))
@@ -207,11 +207,11 @@ def _dgrad_operator(dy, weight, activation, z):
 
 def _new_wgrad(dz, x):
     a, b = as_matrix(dz).t(), as_matrix(x)
-    return _kernel().matmul(a, b)[0] if choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
+    return _kernel().matmul(a, b)[0] if kernel_choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
 
 
 def _gated_operator(x, gate, up, bias, activation):
-    if choice.on_kernel(x.device):
+    if kernel_choice.on_kernel(x.device):
         a, b, b_up = as_matrix(x), gate.t(), up.t()
         if _takes_kernel(a, b, b_up, activation=activation):
             y, z = _kernel().matmul(a, b, b_up=b_up, bias=bias, activation=activation, keep_z=True)
@@ -223,7 +223,7 @@ def _gated_operator(x, gate, up, bias, activation):
 
 
 def _gated_backward_operator(dy, z, activation):
-    if choice.streams(z):
+    if kernel_choice.streams(z):
         from weft.kernels.activation import gated_backward
 
         return gated_backward(as_matrix(dy), as_matrix(z), activation).view(z.shape)
@@ -237,7 +237,7 @@ def _gated_dgrad_operator(dz, gate, up):
     if whole is not None:
         return dgrad(dz, whole)
     dz_gate, dz_up = as_matrix(dz).chunk(2, -1)
-    if choice.on_kernel(dz.device) and _takes_kernel(dz_gate, gate):
+    if kernel_choice.on_kernel(dz.device) and _takes_kernel(dz_gate, gate):
         wide, _ = _kernel().matmul(dz_gate, gate, out_dtype=torch.float32)
         return _kernel().matmul(dz_up, up, addend=wide, out_dtype=dz.dtype)[0].view(*dz.shape[:-1], -1)
     return dz @ torch.cat([gate, up])
@@ -292,4 +292,4 @@ def _takes_kernel(a, b, b_up=None, prologue_z=None, activation: str | None = Non
     from weft.kernels.matmul_tiles import problem_of
 
     problem = problem_of(a, b, b_up, prologue_z, activation=activation or "none")
-    return choice.algorithm(problem, a.device).kernel
+    return kernel_choice.algorithm(problem, a.device).kernel

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm.communicator import Communicator
+from weft.ops.mappings import gather, total
 from weft.rng import own_random_numbers
-from weft.ops.mappings import gather
-from weft.ops.mappings import total
-from weft.split import Cut
+from weft.sharding.sizes import Cut
 
 
 def attend(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.comm.communicator import Communicator
-from weft.comm.neighbours import Passing, pass_on
+from weft.comm.p2p import Passing, pass_on
 from weft.kernels.attention import Positions, Rules
 from weft.ops import attention_chunk
 from weft.ops.attention_blocks import Chunk

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from weft.comm.communicator import Communicator, communicator
-from weft.gradients.layout import shared_memory
-from weft.gradients.module_state import broadcast
-from weft.gradients.sharding import piece_of
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
+from weft.data_parallel.buckets import shared_memory
+from weft.data_parallel.module_state import broadcast
+from weft.data_parallel.sharded_optimizer import piece_of
 from weft.optim.layerwise import keep_types, wide
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from weft._C import CollectiveMismatchError
 from weft.comm.communicator import Communicator
-from weft.gradients.norms import counted, gradient_of
-from weft.gradients.sharding import piece_of
-from weft.shard import shard_of
+from weft.data_parallel.grad_norm import counted, gradient_of
+from weft.data_parallel.sharded_optimizer import piece_of
+from weft.sharding.shard import shard_of
 
 
 def layerwise_groups(model: nn.Module, weight_decay: float) -> list[dict]:

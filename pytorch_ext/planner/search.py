@@ -9,10 +9,9 @@ from typing import Any
 from weft.planner.hardware import check_count, presets
 from weft.planner.job import RECOMPUTE, SCHEDULES, Job, Layout
 from weft.planner.memory import Memory, Scale
-from weft.planner.start import code
+from weft.planner.start import DIMENSIONS, code, init_mesh
 from weft.planner.step import Clock, Step
 
-DIMENSIONS = ("pp", "dp", "cp", "tp")
 # A mechanism more (a dimension, a ZeRO stage, recomputation, chunks) must make a step faster by this share: the model
 # is not more exact than that, and every mechanism is one more thing to get right.
 WORTH = 0.005
@@ -39,7 +38,7 @@ class Plan:
     @property
     def init_mesh(self) -> str:
         """The call that makes this mesh."""
-        return f"weft.init_mesh({', '.join(f'{name}={size}' for name, size in self.mesh.items())})"
+        return init_mesh(self.layout)
 
     @property
     def torchrun(self) -> str:
@@ -54,7 +53,7 @@ class Plan:
     @property
     def code(self) -> str:
         """Python that takes a `model` and defines `step(inputs, targets)`, with all that was decided."""
-        return code(self)
+        return code(self.job, self.layout)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes and seconds."""

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from weft.planner.job import Job, Layout
 from weft.planner.memory import split_layers
-
-if TYPE_CHECKING:
-    from weft.planner.search import Plan
 
 _OPTIMIZERS = {
     "adamw": ("torch.optim.AdamW", ""),
@@ -17,23 +14,28 @@ _OPTIMIZERS = {
     "momentum": ("torch.optim.SGD", ", momentum=0.9"),
     "sgd": ("torch.optim.SGD", ""),
 }
+DIMENSIONS = ("pp", "dp", "cp", "tp")
 _SCHEDULES = {"gpipe": "afab"}  # by weft.Pipeline's names
 
 
-def code(plan: "Plan") -> str:
+def init_mesh(layout: Layout) -> str:
+    """The call that makes the layout's mesh."""
+    return f"weft.init_mesh({', '.join(f'{name}={getattr(layout, name)}' for name in DIMENSIONS)})"
+
+
+def code(job: Job, layout: Layout) -> str:
     """Lines that take a `model` and define `step(inputs, targets)`."""
-    layout = plan.layout
     lines = ["import torch", "import weft"]
     if layout.tp > 1:
-        lines.append("from weft.splitting.automatic import automatic_plan")
-    if _zero_by_torch(plan):
+        lines.append("from weft.tensor_parallel.auto import automatic_plan")
+    if _zero_by_torch(layout):
         lines.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
     if layout.zero > 1:
         lines.append("from torch.distributed.fsdp import fully_shard")
-    if plan.job.precision != "fp32":
-        kind = {"bf16": "bfloat16", "fp16": "float16"}[plan.job.precision]
+    if job.precision != "fp32":
+        kind = {"bf16": "bfloat16", "fp16": "float16"}[job.precision]
         lines += ["", f"# The plan counts weights of torch.{kind}, gradients and states of fp32."]
-    lines += ["", f"mesh = {plan.init_mesh}"]
+    lines += ["", f"mesh = {init_mesh(layout)}"]
     options = ["model", 'mesh["cp", "tp"]']
     if layout.tp > 1:
         options.append(f"plan=automatic_plan(model, {layout.tp}, loss_parallel=True)")
@@ -43,12 +45,15 @@ def code(plan: "Plan") -> str:
         options.append(f'recompute="{layout.recompute}"')
     if len(options) > 2:
         lines += _call("model = weft.parallelize", options)
-    return "\n".join([*lines, *_loss(plan), *_wrapped(plan), *_optimizer(plan), *_step(plan)]) + "\n"
+    return (
+        "\n".join([*lines, *_loss(job, layout), *_wrapped(job, layout), *_optimizer(job, layout), *_step(job, layout)])
+        + "\n"
+    )
 
 
-def _zero_by_torch(plan: "Plan") -> bool:
+def _zero_by_torch(layout: Layout) -> bool:
     """ZeRO stage 1 over "cp" too, or under a pipeline, is torch's."""
-    return plan.layout.zero == 1 and (plan.layout.pp > 1 or plan.layout.cp > 1)
+    return layout.zero == 1 and (layout.pp > 1 or layout.cp > 1)
 
 
 def _call(begin: str, options: list[str]) -> list[str]:
@@ -58,18 +63,18 @@ def _call(begin: str, options: list[str]) -> list[str]:
     return [f"{begin}(", *(f"    {option}," for option in options), ")"]
 
 
-def _loss(plan: "Plan") -> list[str]:
-    added_up = plan.layout.pp > 1  # by Pipeline over "dp", where DataParallel averages
-    share = plan.job.global_batch if added_up else plan.job.global_batch // plan.layout.dp
+def _loss(job: Job, layout: Layout) -> list[str]:
+    added_up = layout.pp > 1  # by Pipeline over "dp", where DataParallel averages
+    share = job.global_batch if added_up else job.global_batch // layout.dp
     lines = ["", "", "def loss_of(logits, targets):  # a part of the mean over a step's tokens"]
-    if plan.layout.tp > 1:  # each rank has its part of the vocabulary's scores
+    if layout.tp > 1:  # each rank has its part of the vocabulary's scores
         lines += _indented(
             _call("loss = weft.parallel_cross_entropy", ["logits", "targets", 'group=mesh["tp"]', 'reduction="sum"'])
         )
     else:
         flat = ["logits.flatten(0, 1)", "targets.flatten()", 'reduction="sum"']
         lines += _indented(_call("loss = torch.nn.functional.cross_entropy", flat))
-    return [*lines, f"    return loss / ({share} * {plan.job.sequence_length})", "", ""]
+    return [*lines, f"    return loss / ({share} * {job.sequence_length})", "", ""]
 
 
 def _runs(sizes: list[int]) -> Iterator[str]:
@@ -79,16 +84,15 @@ def _runs(sizes: list[int]) -> Iterator[str]:
         yield ", ".join([str(size)] * count) if count < 4 else f"*[{size}] * {count}"
 
 
-def _wrapped(plan: "Plan") -> list[str]:
-    layout = plan.layout
+def _wrapped(job: Job, layout: Layout) -> list[str]:
     if layout.pp > 1:
         stages = layout.pp * layout.chunks
-        sizes = [split_layers(plan.job.model.layers, stages, stage) for stage in range(stages)]
+        sizes = [split_layers(job.model.layers, stages, stage) for stage in range(stages)]
         options = [
             "model",
             "mesh",
             f'schedule="{_SCHEDULES.get(layout.schedule, layout.schedule)}"',
-            f"microbatches={layout.micro_batches(plan.job)}",
+            f"microbatches={layout.micro_batches(job)}",
             "loss=loss_of",
             'reduction="sum"',
             f"balance=[{', '.join(_runs([1 + sizes[0], *sizes[1:-1], sizes[-1] + 2]))}]",
@@ -110,28 +114,27 @@ def _wrapped(plan: "Plan") -> list[str]:
         ]
     if layout.dp > 1:
         options = ["model", 'group=mesh["dp"]']
-        if layout.zero and not _zero_by_torch(plan):
+        if layout.zero and not _zero_by_torch(layout):
             options.append("shard_optimizer=True")
-            if plan.job.precision != "fp32":
+            if job.precision != "fp32":
                 options.append("main_grad=True")
         return _call("model = weft.DataParallel", options)
     return []
 
 
-def _optimizer(plan: "Plan") -> list[str]:
-    kind, more = _OPTIMIZERS[plan.job.optimizer]
+def _optimizer(job: Job, layout: Layout) -> list[str]:
+    kind, more = _OPTIMIZERS[job.optimizer]
     settings = f"lr=1e-3{more}"
-    if _zero_by_torch(plan):
-        ranks = 'mesh["dp", "cp"]._flatten("replicas")' if plan.layout.cp > 1 else 'mesh["dp"]'
+    if _zero_by_torch(layout):
+        ranks = 'mesh["dp", "cp"]._flatten("replicas")' if layout.cp > 1 else 'mesh["dp"]'
         options = ["model.parameters()", kind, f"process_group={ranks}.get_group()", settings]
         return _call("optimizer = ZeroRedundancyOptimizer", options)
-    if plan.layout.zero == 1:
+    if layout.zero == 1:
         return _call("optimizer = model.optimizer", [kind, settings])
     return _call(f"optimizer = {kind}", ["model.parameters()", settings])
 
 
-def _step(plan: "Plan") -> list[str]:
-    job, layout = plan.job, plan.layout
+def _step(job: Job, layout: Layout) -> list[str]:
     shape = f"[{job.global_batch // layout.dp}, {job.sequence_length}]"
     lines = ["", "", f'def step(inputs, targets):  # {shape} each: this "dp" rank\'s sequences']
     body = []

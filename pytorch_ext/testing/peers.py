@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from weft.comm.communicator import communicator
+from weft.comm.registry import communicator
 from weft.comm.window import open_window
-from weft.comm.workspace import peers_of
 from weft.kernels import interpreted, launch, signal
+from weft.ops.overlap.workspace import peers_of
 from weft.testing.ranks import run_ranks
 
 _TIMEOUT_S = 20.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weft.context.sequence import Cut, SharedSequence, Sharing
-from weft.ops.layout import LAYOUTS, Layout
+from weft.context_parallel.shared_sequence import Cut, SharedSequence, Sharing
+from weft.ops.sequence_layout import LAYOUTS, Layout
 
 Arguments = tuple[tuple, dict]
 

@@ -18,7 +18,7 @@ from weft.kernels.chunks import Rows
 from weft.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
 from weft.kernels.matmul import Arrivals, matmul
 from weft.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from weft.split import split_sizes
+from weft.sharding.sizes import split_sizes
 from weft.testing.cases import MODELS, Model
 
 TOKENS = (1, 17, 1000, 4096, 16384)

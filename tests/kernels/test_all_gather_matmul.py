@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 
-from weft.comm.gathering import start_gathering, window_bytes
 from weft.kernels import signal
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.chunks import Rows
 from weft.kernels.matmul import Arrivals, matmul
-from weft.split import split_sizes
+from weft.ops.overlap.peer_copies import start_gathering, window_bytes
+from weft.sharding.sizes import split_sizes
 from weft.testing import cases
 from weft.testing.peers import abandoned, run_as_ranks
 

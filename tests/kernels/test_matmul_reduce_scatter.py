@@ -9,7 +9,7 @@ from weft.kernels import launch, signal
 from weft.kernels.chunks import Rows
 from weft.kernels.matmul import matmul
 from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
-from weft.split import split_sizes
+from weft.sharding.sizes import split_sizes
 from weft.testing import cases, reference
 from weft.testing.peers import abandoned, run_as_ranks
 

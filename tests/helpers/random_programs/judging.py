@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 import weft
-import weft.parallelize
+import weft.parallelization
 from random_programs.models import Program, batch_of, model_of
-from weft.splitting.automatic import automatic_plan
+from weft.tensor_parallel.auto import automatic_plan
 from weft.testing.ranks import try_ranks
 
 AT_ONCE = 10  # programs of one group of ranks

@@ -1,0 +1,14 @@
+"""Checkpoints that load on any other mesh, and weights from safetensors files into a model that is split."""
+
+from weft.checkpoint.checkpoint import CheckpointError, export_safetensors, load_checkpoint, save_checkpoint
+from weft.checkpoint.full_state import full_state_dict
+from weft.checkpoint.pretrained import load_safetensors
+
+__all__ = [
+    "CheckpointError",
+    "export_safetensors",
+    "full_state_dict",
+    "load_checkpoint",
+    "load_safetensors",
+    "save_checkpoint",
+]

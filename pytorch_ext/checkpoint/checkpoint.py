@@ -1,0 +1,251 @@
+"""Checkpoints that load on any other mesh: safetensors files, and a manifest that is replaced at once.
+
+    path/manifest.json                         the files, checksums, where each tensor's boxes are, the step
+    path/weft-<id>/model-00003.safetensors     rank 3's share of the model, under the plain model's names
+    path/weft-<id>/training-00003.safetensors  its share of the optimizers' state, and its random numbers
+
+A save writes to a folder of its own. Once every rank's files are on the disk, rank 0 replaces the manifest, and only
+then removes the files of the save before: whoever is killed at any moment leaves one whole checkpoint.
+"""
+
+import json
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.checkpoint import contents, safetensors_io, save_plan, validation
+from weft.checkpoint.chunks import Part
+from weft.checkpoint.contents import Held, Tensors
+from weft.checkpoint.on_all_ranks import CheckpointError, ranks_of, together
+from weft.checkpoint.safetensors_io import Files, Source
+from weft.rng import restore_rng_state, rng_states
+
+__all__ = ["CheckpointError", "Loaded", "export_safetensors", "load_checkpoint", "save_checkpoint"]
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+_DATA = "weft-"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint has besides tensors.
+
+    Attributes:
+        step, extras: as they were given to save_checkpoint; 0 and {} of plain safetensors files.
+        random_numbers: whether torch's generators are as they were on this rank, which takes an optimizer and as many
+            ranks as there were.
+    """
+
+    step: int
+    extras: dict
+    random_numbers: bool
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: Optimizers,
+    path: str | Path,
+    *,
+    step: int = 0,
+    extras: Mapping[str, Any] | None = None,
+    group=None,
+    check_replicas: bool = True,
+) -> None:
+    """Stores the model and its training under `path`, in the place of what was stored there. A collective call.
+
+        weft.save_checkpoint(model, optimizer, "run/latest", step=step, extras={"schedule": schedule.state_dict()})
+
+    Of what several ranks have alike, one writes it. When this returns, all is on the disk; until then, what was stored
+    before is untouched. Every rank must reach the path (a shared file system).
+
+    Args:
+        model: this rank's part of it; wrapped (weft.DataParallel, torch's DDP, torch.compile) or not.
+        optimizer: one, several, or None. A sharded one (`DataParallel.optimizer`) is stored like any other.
+        path: a folder, made if need be; one for each checkpoint that is to be kept.
+        step: the number to go on from.
+        extras: what else is to be kept, as JSON; rank 0's is.
+        group: the ranks that have the model together; None is the default group, or this process where there is none.
+            Workers that differ for a while (weft.DiLoCo) each save their own: group=mesh["tp"], and a path of its own.
+        check_replicas: make sure that what ranks should have alike is alike, at the cost of reading all of it.
+
+    Raises:
+        CheckpointError: a file cannot be written; ranks have different values of a tensor, or not all of it.
+        ValueError, TypeError: something that cannot be stored; an optimizer of other parameters. All of these with the
+        same text on every rank. RankLostError: a rank was lost; what was stored before, or all of this, can be loaded.
+    """
+    ranks, folder = ranks_of(group), Path(path)
+    here: dict[str, dict[str, Held]] = {}
+
+    def describe():
+        tensors = contents.of_model(model)
+        states = [
+            contents.of_optimizer(n, one, tensors.name_of) for n, one in enumerate(contents.optimizers_in(optimizer))
+        ]
+        here["model"] = tensors.held
+        here["training"] = {name: one for state in states for name, one in state.tensors.items()}
+        for kind, numbers in rng_states(model).items():
+            name = _random_name(ranks.rank, kind)
+            here["training"][name] = contents.whole(name, numbers)
+        json.dumps([step, extras])  # raises what is to be raised
+        places = {place: one.own for place, one, _ in save_plan.places_in(here)}
+        known = [state.without_tensors() for state in states]
+        return secrets.token_hex(8), step, save_plan.outlines_of(here), places, known
+
+    told = together(ranks, describe)
+    identity = told[0][0]
+    data = f"{_DATA}{identity}"
+    if len({its for _, its, *_ in told}) > 1:
+        raise CheckpointError(f"the ranks save different steps: {', '.join(str(its) for _, its, *_ in told)}")
+    outlines = save_plan.merged([outline for *_, outline, _, _ in told])
+    owner = save_plan.owners([places for *_, places, _ in told], outlines)
+    about = {
+        "step": step,
+        "extras": dict(extras or {}),
+        "ranks": ranks.world,
+        "optimizers": contents.merged([states for *_, states in told]),
+    }
+
+    def commit() -> None:
+        if ranks.rank == 0:
+            sizes = save_plan.check_seen(folder, written)
+            stored = save_plan.entries(written, outlines)
+            safetensors_io.sync_folder(folder.resolve().parent)
+            safetensors_io.sync_folder(folder)
+            safetensors_io.write_manifest(folder, {"id": identity, "files": sizes, "about": about, **stored})
+            for other in folder.glob(f"{_DATA}{'[0-9a-f]' * len(identity)}"):
+                if other.name != data:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    try:
+        written = together(ranks, lambda: save_plan.write_share(folder, data, ranks.rank, here, owner, check_replicas))
+        save_plan.check_same(written, owner)
+        together(ranks, commit)
+    except (CheckpointError, ValueError, TypeError):  # on every rank
+        if not safetensors_io.is_manifest_of(folder, identity):
+            shutil.rmtree(folder / data, ignore_errors=True)
+        raise
+
+
+def load_checkpoint(
+    model: nn.Module,
+    optimizer: Optimizers,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    group=None,
+) -> Loaded:
+    """Gives the model, and its optimizer, the values stored under `path`. A collective call.
+
+    The ranks may share the model in another way than those that saved it: each reads the slices that it needs, and
+    never holds more. Checksums of all that is to be read are compared first, each rank taking a part of them; the model
+    and the optimizer are unchanged where anything is wrong.
+
+    Args:
+        model, optimizer, group: as for save_checkpoint. None for an optimizer loads the model alone.
+        path: what save_checkpoint wrote; or plain safetensors: a file, or a folder with model.safetensors or
+            model.safetensors.index.json, which have no checksums.
+        strict: also tensors that only one of model and checkpoint has are an error.
+        cast: convert what is stored to the model's types; otherwise another type is an error.
+
+    Raises:
+        CheckpointError: a file is missing, torn or altered, by name; or the checkpoint is of another model or
+            optimizer, with all that differs. ValueError, TypeError: as save_checkpoint. The same on every rank.
+    """
+    ranks, folder = ranks_of(group), Path(path)
+    here: list[tuple[Source, Tensors, list[Optimizer]]] = []
+
+    def compare():
+        source, tensors, optimizers = (
+            safetensors_io.source_at(folder),
+            contents.of_model(model),
+            contents.optimizers_in(optimizer),
+        )
+        here.append((source, tensors, optimizers))
+        contents.check_optimizers(optimizers, source.optimizers, tensors.name_of)
+        names = {name for one in tensors.held.values() for name in one.names}
+        return source.identity, *validation.differences(tensors.held, source, cast), names
+
+    told = together(ranks, compare)
+    ((source, tensors, optimizers),) = here
+    if any(identity != source.identity for identity, *_ in told):
+        raise CheckpointError(f"the ranks read different checkpoints at {folder}: do they share it?")
+    wrong = [line for _, misfits, _, _ in told for line in misfits]
+    if strict:
+        wrong += [f"{name} is not stored" for _, _, missing, _ in told for name in missing]
+        known = {name for *_, names in told for name in names}
+        wrong += [f"{name} is stored, and the model has no such tensor" for name in source.model if name not in known]
+    if wrong:
+        raise CheckpointError("\n".join([f"{folder} is not of this model:", *dict.fromkeys(wrong)]))
+
+    with Files(source.folder, source.files) as opened, torch.no_grad():
+        restored = []
+
+        def check() -> None:
+            for one, stored in zip(optimizers, source.optimizers, strict=False):
+                restored.append(contents.restored(one, stored["state"], source.training, tensors.name_of))
+            boxes = validation.boxes_of(source, with_training=bool(optimizers))
+            for box, code in list(boxes.items())[ranks.rank :: ranks.world]:
+                opened.check(box, code)
+            for one in tensors.held.values():
+                validation.check_tied(one, source, opened)
+
+        def fill() -> None:
+            for one in tensors.held.values():
+                for entry in validation.entries_of(one, source)[:1]:
+                    for part in one.parts:
+                        opened.fill(part, entry)
+            model.load_state_dict(model.state_dict())  # for whoever follows loads: wrappers that have copies
+            for one, stored, (state, fills) in zip(optimizers, source.optimizers, restored, strict=False):
+                for part, entry in fills:
+                    opened.fill(part, entry)
+                contents.adopt(one, state, stored["groups"])
+
+        together(ranks, check)
+        together(ranks, fill)
+        resumes = bool(optimizers) and source.about["ranks"] == ranks.world
+        for kind in rng_states(model) if resumes else ():
+            entry = source.training.get(_random_name(ranks.rank, kind))
+            if entry is not None:  # a GPU's, in a checkpoint from a host
+                restore_rng_state(kind, opened.read(entry.boxes[0]).clone(), model)
+    return Loaded(source.about.get("step", 0), dict(source.about.get("extras", {})), resumes)
+
+
+def export_safetensors(path: str | Path, file: str | Path) -> None:
+    """Writes the model of a checkpoint to one plain safetensors file, of whole tensors under the plain model's names.
+
+    `model.load_state_dict(safetensors.torch.load_file(file))` takes it. One process does this, with the memory of one
+    tensor at a time. Tied parameters are there under each of their names.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is missing, torn or altered.
+    """
+    source, file = safetensors_io.source_at(Path(path)), Path(file)
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}.tmp")
+    with Files(source.folder, source.files) as opened:
+        for box, code in validation.boxes_of(source, with_training=False).items():
+            opened.check(box, code)
+
+        def whole(name: str) -> torch.Tensor:
+            entry = source.model[name]
+            tensor = torch.empty(entry.shape, dtype=safetensors_io.dtype_of(entry.code))
+            opened.fill(Part((0,) * tensor.dim(), tensor), entry)
+            return tensor
+
+        kinds = {name: (safetensors_io.dtype_of(entry.code), entry.shape) for name, entry in source.model.items()}
+        try:
+            safetensors_io.write_tensors(temporary, kinds, whole)
+            safetensors_io.rename(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _random_name(rank: int, kind: str) -> str:
+    return f"random/{rank}/{kind}"

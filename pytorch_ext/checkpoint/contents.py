@@ -1,0 +1,298 @@
+"""What there is to store: a model's tensors under the names of the plain model, its optimizers' state by parameter."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from weft.checkpoint.chunks import Extent, Part, parts_of, whole_shape
+from weft.checkpoint.on_all_ranks import CheckpointError
+from weft.checkpoint.safetensors_io import Entry, dtype_of
+from weft.data_parallel.data_parallel import DataParallel
+from weft.data_parallel.sharded_optimizer import piece_of
+from weft.sharding.optimizer_check import SAVED_BY
+
+# Where a sharded optimizer steps wider copies of the parameters, their values are stored as a state of this name.
+MASTER = "weft_master"
+_WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel)
+_UNKNOWN_CUT = (
+    ", which is neither its parameter's nor a scalar's: this rank has a part of the parameter, and how such a state is "
+    "cut is not known"
+)
+# Of torch.compile and of activation checkpointing.
+_INNER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of which this rank has some parts.
+
+    Attributes:
+        names: all that it goes by; tied parameters have several.
+        shape: of the whole.
+        own: a rank may have other values than the ranks that have the same part (a running mean); the first rank's
+            are stored.
+    """
+
+    names: tuple[str, ...]
+    shape: Extent
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    own: bool = False
+
+
+@dataclass
+class Tensors:
+    """A model's tensors by their first name, and that name by the identity of the tensor."""
+
+    held: dict[str, Held]
+    name_of: dict[int, str]
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model without what it is wrapped in."""
+    while True:
+        if isinstance(model, _WRAPPERS):
+            model = model.module
+        elif (inner := dict(model.named_children()).get("_orig_mod")) is not None:
+            model = inner
+        else:
+            return model
+
+
+def of_model(model: nn.Module) -> Tensors:
+    """Raises TypeError, ValueError for what cannot be stored."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    reached = parameters | {id(buffer) for buffer in model.buffers()}
+    names: dict[int, list[str]] = {}
+    named: set[str] = set()
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in plain(model).state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} of the state_dict is {type(tensor).__name__}, no tensor: store it in `extras`")
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{name} is a DTensor: store such models with torch.distributed.checkpoint")
+        if id(tensor) not in reached:
+            raise TypeError(
+                f"{name} of the state_dict is neither a parameter nor a buffer (get_extra_state and hooks make such), "
+                "and what is loaded into it would not reach the model: store it in `extras`"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device: give the model memory first, model.to_empty(device=...)")
+        name = _INNER_NAMES.sub("", name)
+        if name in named:
+            raise ValueError(f"two tensors of the model are called {name} without what they are wrapped in: rename one")
+        if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ValueError(f"safetensors files cannot have the name {name!r}: rename it")
+        named.add(name)
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    held = {
+        names[key][0]: Held(
+            tuple(names[key]), whole_shape(tensor), tensor.dtype, tuple(parts_of(tensor, tensor)), key not in parameters
+        )
+        for key, tensor in tensors.items()
+    }
+    return Tensors(held, {key: known[0] for key, known in names.items()})
+
+
+def optimizers_in(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """The optimizers, each followed by the one that it steps, if it has an `inner` one."""
+    listed: list = [given] if isinstance(given, Optimizer) else list(given or [])
+    found = []
+    for optimizer in listed:
+        while optimizer is not None:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"an optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            found.append(optimizer)
+            optimizer = getattr(optimizer, "inner", None)
+    return found
+
+
+@dataclass
+class State:
+    """An optimizer's state, as it is stored.
+
+    Attributes:
+        groups: the options of each parameter group, with "params": the names of its parameters.
+        values: by parameter and key: what JSON can hold, as [value]; or the name of a tensor.
+        tensors: by name.
+    """
+
+    groups: list[dict]
+    values: dict[str, dict[str, Any]]
+    tensors: dict[str, Held]
+
+    def without_tensors(self) -> "State":
+        return State(self.groups, self.values, {})
+
+
+def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) -> State:
+    """Raises TypeError, ValueError for what cannot be stored."""
+    state = State([], {}, {})
+    for group in optimizer.param_groups:
+        options = {key: _as_json(value, key) for key, value in group.items() if key not in ("params", SAVED_BY)}
+        state.groups.append({**options, "params": [name for name, _ in _named(group["params"], name_of)]})
+        for name, parameter in _named(group["params"], name_of):
+            held: dict[str, Any] = dict(optimizer.state.get(parameter, {}))
+            if parameter.dtype != _base(parameter).dtype:
+                held[MASTER] = parameter
+            for key, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    tensor = f"optimizers/{number}/{name}/{key}"
+                    state.tensors[tensor] = _state_tensor(tensor, value, parameter)
+                    state.values.setdefault(name, {})[key] = tensor
+                else:
+                    state.values.setdefault(name, {})[key] = [_as_json(value, f"{name}: {key}")]
+    return state
+
+
+def _base(parameter: torch.Tensor) -> torch.Tensor:
+    """The model's parameter that an optimizer's parameter is, or is a piece of."""
+    piece = piece_of(parameter)
+    return parameter if piece is None else piece.parameter
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    return parameter is _base(parameter) and whole_shape(parameter) == tuple(parameter.shape)
+
+
+def _named(parameters: Iterable[torch.Tensor], name_of: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, parameter in enumerate(parameters):
+        name = name_of.get(id(_base(parameter)))
+        if name is None:
+            raise ValueError(
+                f"parameter {number} {tuple(parameter.shape)} of the optimizer is none of the model's: make the "
+                "optimizer after weft.parallelize and the wrapper, of the parameters of this model"
+            )
+        yield name, parameter
+
+
+def whole(name: str, tensor: torch.Tensor) -> Held:
+    """A tensor that is no part of another."""
+    return Held((name,), tuple(tensor.shape), tensor.dtype, (Part((0,) * tensor.dim(), tensor),))
+
+
+def _state_tensor(name: str, value: torch.Tensor, parameter: torch.Tensor) -> Held:
+    if value.shape == parameter.shape:
+        base = _base(parameter)
+        parts = parts_of(value, base, piece_of(parameter), counted=True)
+        return Held((name,), whole_shape(base), value.dtype, tuple(parts))
+    if value.dim() == 0 or _is_whole(parameter):
+        return whole(name, value)
+    raise ValueError(f"{name} has shape {tuple(value.shape)}{_UNKNOWN_CUT}")
+
+
+def _as_json(value: Any, what: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = value.item()  # a learning rate for captured graphs
+    if isinstance(value, list | tuple):
+        return [_as_json(one, what) for one in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"the optimizer has {what}={value!r}, which is neither a tensor nor a number, a text or a list")
+
+
+def merged(states: Sequence[Sequence[State]]) -> list[dict]:
+    """All ranks' states (without tensors), one for each optimizer: options of the first rank, parameters of all.
+
+    Raises:
+        CheckpointError: ranks have other numbers of optimizers or groups. The same on every rank.
+    """
+    found = []
+    for number, of_ranks in enumerate(_aligned(states, "optimizers")):
+        groups = [
+            {**first, "params": list(dict.fromkeys(name for group in (first, *others) for name in group["params"]))}
+            for first, *others in _aligned([state.groups for state in of_ranks], f"groups in optimizer {number}")
+        ]
+        values: dict[str, dict] = {}
+        for state in of_ranks:
+            for name, by_key in state.values.items():
+                values[name] = {**by_key, **values.get(name, {})}
+        found.append({"groups": groups, "state": values})
+    return found
+
+
+def _aligned(lists: Sequence[Sequence], what: str) -> list[tuple]:
+    if len({len(one) for one in lists}) > 1:
+        counts = ", ".join(str(len(one)) for one in lists)
+        raise CheckpointError(f"the ranks have different numbers of {what}: {counts}")
+    return list(zip(*lists, strict=True))
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], name_of: Mapping[int, str]) -> None:
+    """Raises CheckpointError where the stored groups are not those of these optimizers."""
+    if optimizers and len(stored) != len(optimizers):
+        raise CheckpointError(f"{len(stored)} optimizers are stored, and {len(optimizers)} are to be loaded")
+    for optimizer, state in zip(optimizers, stored, strict=False):
+        kind, groups = type(optimizer).__name__, optimizer.param_groups
+        if len(groups) != len(state["groups"]):
+            raise CheckpointError(f"{kind} has {len(groups)} parameter groups, the stored one {len(state['groups'])}")
+        for number, (group, known) in enumerate(zip(groups, state["groups"], strict=True)):
+            more = sorted({name for name, _ in _named(group["params"], name_of)} - set(known["params"]))
+            if more:
+                raise CheckpointError(f"{', '.join(more)} of group {number} of {kind} is not of the stored group")
+            lacking, strange = sorted(set(optimizer.defaults) - set(known)), sorted(set(known) - set(group))
+            if lacking and strange:  # one alone: another version of torch, or a schedule
+                raise CheckpointError(
+                    f"group {number} is stored with {', '.join(strange)} and without {', '.join(lacking)}, so it is "
+                    f"not of {kind}: load with the class that was saved, or None for the optimizer"
+                )
+
+
+def restored(
+    optimizer: Optimizer, values: Mapping[str, Mapping], entries: Mapping[str, Entry], name_of: Mapping[int, str]
+) -> tuple[dict[torch.Tensor, dict], list[tuple[Part, Entry]]]:
+    """The state that this rank's parameters shall have, and the parts of it that are to be filled.
+
+    Raises:
+        CheckpointError: a state of which it is not known how it is cut.
+    """
+    state: dict[torch.Tensor, dict] = {}
+    fills: list[tuple[Part, Entry]] = []
+    for group in optimizer.param_groups:
+        on_device = group.get("capturable") or group.get("fused")  # torch then keeps counts of steps there
+        for name, parameter in _named(group["params"], name_of):
+            base, piece = _base(parameter), piece_of(parameter)
+            for key, value in values.get(name, {}).items():
+                if key == MASTER:
+                    if parameter.dtype != base.dtype:
+                        fills += [(part, entries[value]) for part in parts_of(parameter.detach(), base, piece)]
+                    continue
+                if isinstance(value, list):
+                    state.setdefault(parameter, {})[key] = value[0]
+                    continue
+                entry = entries[value]
+                dtype = dtype_of(entry.code)
+                if entry.shape == whole_shape(base) and not (key == "step" and not entry.shape):
+                    tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                    parts = parts_of(tensor, base, piece)
+                elif entry.shape and not _is_whole(parameter):
+                    raise CheckpointError(f"{value} has shape {entry.shape}{_UNKNOWN_CUT}")
+                else:
+                    device = parameter.device if entry.shape or on_device else "cpu"
+                    tensor = torch.empty(entry.shape, dtype=dtype, device=device)
+                    parts = [Part((0,) * tensor.dim(), tensor)]
+                state.setdefault(parameter, {})[key] = tensor
+                fills += [(part, entry) for part in parts]
+    return state, fills
+
+
+def adopt(optimizer: Optimizer, state: dict[torch.Tensor, dict], groups: list[dict]) -> None:
+    """The optimizer has this state and these options, and nothing of what it had."""
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in stored.items():
+            if key == "params":
+                continue
+            if isinstance(now := group.get(key), torch.Tensor):
+                now.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(now, tuple) else value

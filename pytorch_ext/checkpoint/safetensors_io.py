@@ -1,0 +1,312 @@
+"""Safetensors files: written so that they are on the disk when the call returns, read a slice at a time.
+
+What is stored is a `Source`: tensors by name, each made of boxes in files. A checkpoint of ours, one plain file, and
+the folder of a model in several files with an index (Hugging Face's) all are one.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from weft.checkpoint.chunks import Extent, Part, overlap, seen_from
+from weft.checkpoint.on_all_ranks import CheckpointError
+
+MANIFEST = "manifest.json"
+_FORMAT = "weft checkpoint 1"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+# The format's names of types.
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Raises TypeError for a type that the format does not have."""
+    if dtype not in _CODES:
+        raise TypeError(f"safetensors has no {dtype}; it has {', '.join(map(str, _CODES))}")
+    return _CODES[dtype]
+
+
+def dtype_of(code: str) -> torch.dtype:
+    if code not in _DTYPES:
+        raise CheckpointError(f"the type {code} is none that is known here: {', '.join(_DTYPES)}")
+    return _DTYPES[code]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Stored elements of a tensor: all of `key` in `file`. checksum: CRC-32 of its bytes; None where there is none."""
+
+    file: str
+    key: str
+    offset: Extent
+    shape: Extent
+    checksum: int | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor: its type (in the format's name), its whole shape, and the boxes that it is made of."""
+
+    code: str
+    shape: Extent
+    boxes: tuple[Box, ...]
+
+    def as_json(self) -> dict:
+        boxes = [[box.file, box.key, box.offset, box.shape, box.checksum] for box in self.boxes]
+        return {"dtype": self.code, "shape": self.shape, "boxes": boxes}
+
+    @classmethod
+    def from_json(cls, told: dict) -> "Entry":
+        boxes = (Box(file, key, tuple(at), tuple(size), crc) for file, key, at, size, crc in told["boxes"])
+        return cls(told["dtype"], tuple(told["shape"]), tuple(boxes))
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is stored under a path.
+
+    Attributes:
+        folder: of the files.
+        model: the model's tensors by name; training: what training needs besides.
+        files: bytes that each had when it was written; of ours only.
+        about: step, extras, optimizers and the number of ranks; of ours only.
+        identity: differs from what any other save has written.
+    """
+
+    folder: Path
+    model: Mapping[str, Entry]
+    training: Mapping[str, Entry] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    identity: str = ""
+
+    @property
+    def optimizers(self) -> list[dict]:
+        return self.about.get("optimizers", [])
+
+
+# Writing.
+
+
+def write_tensors(
+    path: Path, kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]], read: Callable[[str], torch.Tensor]
+) -> dict[str, int]:
+    """A safetensors file of tensors that read(key) gives, one at a time; on the disk when this returns.
+
+    Returns:
+        CRC-32 of each tensor's bytes.
+    """
+    # Large types first, so that every tensor is aligned to its own.
+    keys = sorted(kinds, key=lambda key: (-kinds[key][0].itemsize, key))
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in keys:
+        dtype, shape = kinds[key]
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[key] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    checksums = {}
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in keys:
+            data = bytes_of(read(key))
+            file.write(data)
+            checksums[key] = zlib.crc32(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksums
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Its elements in row-major order."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """The file takes the name of another, which is gone then; that is on the disk when this returns."""
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(folder: Path, content: dict) -> None:
+    """The moment at which what it names becomes the checkpoint."""
+    text = json.dumps({"format": _FORMAT, **content}, default=Entry.as_json)
+    temporary = folder / f"{MANIFEST}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(_with_checksum(text.encode()))
+            file.flush()
+            os.fsync(file.fileno())
+        rename(temporary, folder / MANIFEST)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_manifest_of(folder: Path, identity: str) -> bool:
+    """Whether the manifest there, if there is one, names the data of that save."""
+    path = folder / MANIFEST
+    return path.exists() and identity in path.read_text(errors="replace")
+
+
+def _with_checksum(text: bytes) -> bytes:
+    """Two lines. A reader compares all of it: numbers and ends of lines can be written in more than one way."""
+    return b"%b\n%d\n" % (text, zlib.crc32(text))
+
+
+# Reading.
+
+
+def source_at(path: Path) -> Source:
+    """What is stored under a path: a folder with our manifest, an index or model.safetensors, or a safetensors file."""
+    if path.is_file():
+        return _plain(path.parent, [path.name], None)
+    if (path / MANIFEST).exists():
+        return _ours(path)
+    if (path / _INDEX).exists():
+        try:
+            files = json.loads((path / _INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{path / _INDEX} is no index of safetensors files: {error!r}") from error
+        return _plain(path, sorted(set(files.values())), files)
+    if (path / _SINGLE).exists():
+        return _plain(path, [_SINGLE], None)
+    there = "there is no such file or folder" if not path.exists() else "the folder has none of these"
+    raise CheckpointError(
+        f"no checkpoint at {path}: {there}. It is a safetensors file, or a folder with {MANIFEST} (written when "
+        f"weft.save_checkpoint has finished), {_INDEX} or {_SINGLE}"
+    )
+
+
+def _ours(folder: Path) -> Source:
+    path = folder / MANIFEST
+    data = path.read_bytes()
+    text = data.partition(b"\n")[0]
+    if data != _with_checksum(text):
+        raise CheckpointError(f"{path} is torn or was altered: its text and its checksum differ")
+    told = json.loads(text)
+    if told["format"] != _FORMAT:
+        raise CheckpointError(f"{path} is of the format {told['format']!r}; this version reads {_FORMAT!r}")
+    model, training = ({name: Entry.from_json(one) for name, one in told[key].items()} for key in ("model", "training"))
+    return Source(folder, model, training, told["files"], told["about"], f"{told['id']} {zlib.crc32(text)}")
+
+
+def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) -> Source:
+    model = {}
+    with Files(folder) as opened:
+        for file in files:
+            handle = opened[file]
+            keys = handle.keys()
+            for key in keys:
+                if file_of is not None and file_of.get(key) != file:
+                    continue
+                tensor = handle.get_slice(key)
+                shape = tuple(tensor.get_shape())
+                box = Box(file, key, (0,) * len(shape), shape)
+                model[key] = Entry(tensor.get_dtype(), shape, (box,))
+    lacking = sorted(set(file_of or {}) - set(model))
+    if lacking:
+        raise CheckpointError(f"{folder / _INDEX} names tensors that its files do not have: {', '.join(lacking)}")
+    return Source(folder, model)
+
+
+class Files:
+    """Open safetensors files of a folder; what is wrong with one is a CheckpointError that names it."""
+
+    def __init__(self, folder: Path, bytes_written: Mapping[str, int] | None = None):
+        self._folder, self._bytes = folder, bytes_written or {}
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._open.clear()  # the files are mapped, and unmapped when nobody has them
+
+    def __getitem__(self, file: str):
+        if file not in self._open:
+            path = self._folder / file
+            with self._naming(file):
+                size = path.stat().st_size
+                if size != self._bytes.get(file, size):
+                    raise CheckpointError(f"{path} is torn: it has {size} bytes, and {self._bytes[file]} were written")
+                self._open[file] = safe_open(path, "pt")
+        return self._open[file]
+
+    @contextmanager
+    def _naming(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise CheckpointError(f"{self._folder / file} is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._folder / file} is torn or was altered: {error}") from error
+
+    def read(self, box: Box, inside: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """The box, or what is inside of these limits of it."""
+        handle = self[box.file]
+        with self._naming(box.file):
+            if inside is None or all(one == slice(0, size) for one, size in zip(inside, box.shape, strict=True)):
+                return handle.get_tensor(box.key)
+            return handle.get_slice(box.key)[inside]
+
+    def check(self, box: Box, code: str) -> None:
+        """Raises CheckpointError where the box is not what was written."""
+        tensor = self.read(box)
+        kind = _CODES.get(tensor.dtype), tuple(tensor.shape)
+        if kind != (code, box.shape) or zlib.crc32(bytes_of(tensor)) != box.checksum:
+            raise CheckpointError(
+                f"{self._folder / box.file} was altered: {box.key} is not what was written (its CRC-32, type or shape "
+                "differs)"
+            )
+
+    def fill(self, part: Part, entry: Entry) -> None:
+        """Copies what the entry has of a part into it."""
+        covered = 0
+        for box in entry.boxes:
+            shared = overlap(part.offset, part.shape, box.offset, box.shape)
+            if shared is not None:
+                target = part.tensor[seen_from(part.offset, shared)]
+                target.copy_(self.read(box, seen_from(box.offset, shared)))
+                covered += target.numel()
+        if covered != part.tensor.numel():
+            raise CheckpointError(
+                f"the stored boxes of {entry.boxes[0].key} have {covered} of the {part.tensor.numel()} elements at "
+                f"{part.offset}"
+            )

@@ -1,0 +1,179 @@
+"""Who writes what: of boxes that several ranks have, one does, and the ranks compare."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from zlib import crc32
+
+from weft.checkpoint import safetensors_io
+from weft.checkpoint.chunks import Extent, Part
+from weft.checkpoint.contents import Held
+from weft.checkpoint.on_all_ranks import CheckpointError
+from weft.checkpoint.safetensors_io import Box, Entry
+from weft.data_parallel.consensus import ranks_text
+
+SECTIONS = ("model", "training")
+_NAMED = 5  # of what is wrong, in an error
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a tensor of a section."""
+
+    section: str
+    name: str
+    offset: Extent
+    shape: Extent
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What ranks must have alike of a tensor."""
+
+    names: tuple[str, ...]
+    shape: Extent
+    code: str
+
+
+Sections = Mapping[str, Mapping[str, Held]]
+
+
+def places_in(sections: Sections) -> Iterator[tuple[Place, Held, Part]]:
+    for section in SECTIONS:
+        for name, held in sections[section].items():
+            for part in held.parts:
+                if part.tensor.numel():
+                    yield Place(section, name, part.offset, part.shape), held, part
+
+
+def outlines_of(sections: Sections) -> dict[tuple[str, str], Outline]:
+    return {
+        (section, name): Outline(held.names, held.shape, safetensors_io.code_of(held.dtype))
+        for section in SECTIONS
+        for name, held in sections[section].items()
+    }
+
+
+def merged(outlines: Sequence[Mapping[tuple[str, str], Outline]]) -> dict[tuple[str, str], Outline]:
+    """Every rank's. Raises CheckpointError, the same on every rank, where two differ."""
+    found: dict[tuple[str, str], Outline] = {}
+    for rank, told in enumerate(outlines):
+        for key, outline in told.items():
+            if found.setdefault(key, outline) != outline:
+                raise CheckpointError(f"{key[1]} is {found[key]} on a rank before, and {outline} on rank {rank}")
+    return found
+
+
+def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, str], Outline]) -> dict[Place, int]:
+    """The rank that writes each place.
+
+    Args:
+        places: of every rank, with whether ranks may have other values there: those are the first rank's to write, all
+            else is shared evenly.
+
+    Raises:
+        CheckpointError: the ranks' places are not the whole of each tensor, once. The same on every rank.
+    """
+    holders: dict[Place, list[int]] = {}
+    for rank, told in enumerate(places):
+        for place in told:
+            holders.setdefault(place, []).append(rank)
+    load_bytes = [0] * len(places)
+    owner: dict[Place, int] = {}
+    elements = dict.fromkeys(outlines, 0)
+    for place, ranks in holders.items():
+        first = places[ranks[0]][place]
+        owner[place] = ranks[0] if first else min(ranks, key=lambda rank: load_bytes[rank])
+        key = place.section, place.name
+        elements[key] += prod(place.shape)
+        load_bytes[owner[place]] += prod(place.shape) * safetensors_io.dtype_of(outlines[key].code).itemsize
+    wrong = [
+        f"{name} ({count} of {prod(outlines[section, name].shape)})"
+        for (section, name), count in elements.items()
+        if count != prod(outlines[section, name].shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the ranks together do not have these tensors once: {_first(wrong)} elements. All ranks among which the "
+            "model is split must save it together, and those of different models must not: give their group"
+        )
+    return owner
+
+
+@dataclass
+class Written:
+    """What one rank wrote: bytes by file, and the box of each place; CRC-32 of what it has and another rank wrote."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    boxes: dict[Place, Box] = field(default_factory=dict)
+    replicas: dict[Place, int] = field(default_factory=dict)
+
+
+def write_share(
+    folder: Path, data: str, rank: int, sections: Sections, owner: Mapping[Place, int], check_replicas: bool
+) -> Written:
+    """Writes this rank's places to files in folder/data, which are on the disk when this returns."""
+    written = Written()
+    mine: dict[str, dict[str, tuple[Place, Part]]] = {section: {} for section in SECTIONS}
+    for place, held, part in places_in(sections):
+        if owner[place] == rank:
+            whole = place.shape == held.shape
+            key = place.name if whole else f"{place.name}@{','.join(map(str, place.offset))}"
+            mine[place.section][key] = place, part
+        elif check_replicas and not held.own:
+            written.replicas[place] = crc32(safetensors_io.bytes_of(part.tensor))
+    (folder / data).mkdir(parents=True, exist_ok=True)
+    for section, by_key in mine.items():
+        if not by_key:
+            continue
+        file = f"{data}/{section}-{rank:05d}.safetensors"
+        kinds = {key: (part.tensor.dtype, part.shape) for key, (_, part) in by_key.items()}
+        checksums = safetensors_io.write_tensors(folder / file, kinds, lambda key, by_key=by_key: by_key[key][1].tensor)
+        written.bytes[file] = (folder / file).stat().st_size
+        for key, (place, _) in by_key.items():
+            written.boxes[place] = Box(file, key, place.offset, place.shape, checksums[key])
+    safetensors_io.sync_folder(folder / data)
+    return written
+
+
+def check_same(written: Sequence[Written], owner: Mapping[Place, int]) -> None:
+    """Raises CheckpointError, the same on every rank, where replicas differ."""
+    wrong: dict[str, list[int]] = {}
+    for rank, one in enumerate(written):
+        for place, checksum in one.replicas.items():
+            if written[owner[place]].boxes[place].checksum != checksum:
+                wrong.setdefault(f"{place.name} of rank {owner[place]}", []).append(rank)
+    if wrong:
+        told = [f"{what} on {ranks_text(ranks, len(written))}" for what, ranks in wrong.items()]
+        raise CheckpointError(
+            f"ranks have different values of what they should have alike: {_first(told)}. They have drifted apart, or "
+            "are of different models; workers that differ on purpose each save their own, with `group`"
+        )
+
+
+def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
+    """Bytes by file, of all that was written. Raises CheckpointError for a file that this rank does not see so."""
+    sizes = {file: size for one in written for file, size in one.bytes.items()}
+    for file, size in sizes.items():
+        if not (folder / file).exists() or (folder / file).stat().st_size != size:
+            raise CheckpointError(f"rank 0 does not see {folder / file} as it was written: do the ranks share it?")
+    return sizes
+
+
+def entries(written: Sequence[Written], outlines: Mapping[tuple[str, str], Outline]) -> dict[str, dict[str, Entry]]:
+    """What is stored then, by section and every name that a tensor has."""
+    boxes: dict[tuple[str, str], list[Box]] = {key: [] for key in outlines}
+    for one in written:
+        for place, box in one.boxes.items():
+            boxes[place.section, place.name].append(box)
+    found: dict[str, dict[str, Entry]] = {section: {} for section in SECTIONS}
+    for (section, name), outline in outlines.items():
+        entry = Entry(outline.code, outline.shape, tuple(boxes[section, name]))
+        found[section] |= dict.fromkeys(outline.names, entry)
+    return found
+
+
+def _first(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return f"{', '.join(items[:_NAMED])}{more}"

@@ -1,0 +1,52 @@
+"""Whether what is stored is of this model."""
+
+from collections.abc import Mapping
+
+import torch
+
+from weft.checkpoint import safetensors_io
+from weft.checkpoint.chunks import Part
+from weft.checkpoint.contents import Held
+from weft.checkpoint.on_all_ranks import CheckpointError
+from weft.checkpoint.safetensors_io import Box, Entry, Files, Source
+
+
+def differences(tensors: Mapping[str, Held], source: Source, cast: bool) -> tuple[list[str], list[str]]:
+    """What is stored with another shape or type than the model has it, and which names are not stored."""
+    misfits, missing = [], []
+    for one in tensors.values():
+        entries = entries_of(one, source)
+        if not entries:
+            missing.append(one.names[0])
+        for entry in entries:
+            has, stored = (safetensors_io.code_of(one.dtype), one.shape), (entry.code, entry.shape)
+            if has[1] != stored[1] or (has[0] != stored[0] and not cast):
+                misfits.append(
+                    f"{one.names[0]} is {has[0]} {list(has[1])} in the model, {stored[0]} {list(stored[1])} stored"
+                )
+    return misfits, missing
+
+
+def entries_of(one: Held, source: Source) -> list[Entry]:
+    """What is stored under any of the tensor's names, each thing once."""
+    return list(dict.fromkeys(source.model[name] for name in one.names if name in source.model))
+
+
+def check_tied(one: Held, source: Source, opened: Files) -> None:
+    """Parameters that are one here may be stored as several, of the same values."""
+    first, *others = entries_of(one, source) or [None]
+    for other in others:
+        for part in one.parts:
+            values = [torch.empty_like(part.tensor) for _ in range(2)]
+            for value, entry in zip(values, (first, other), strict=True):
+                opened.fill(Part(part.offset, value), entry)
+            if not torch.equal(*values):
+                raise CheckpointError(
+                    f"{', '.join(one.names)} are one parameter of the model, and are stored with different values"
+                )
+
+
+def boxes_of(source: Source, with_training: bool) -> dict[Box, str]:
+    """All that is stored and has a checksum, with its type."""
+    entries = [*source.model.values(), *(source.training.values() if with_training else ())]
+    return {box: entry.code for entry in entries for box in entry.boxes if box.checksum is not None}

@@ -1,0 +1,126 @@
+"""clip_grad_norm_: torch's, for a model that lies on several ranks."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
+from weft.data_parallel.data_parallel import DataParallel
+from weft.data_parallel.grad_norm import counted, gradient_of, powers
+from weft.data_parallel.sharded_optimizer import piece_of
+from weft.sharding.owners import owners_of
+from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import GradientElsewhere, over_ranks
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> torch.Tensor:
+    """Scales all gradients so that the norm of the whole model's is at most max_norm. A collective call.
+
+        weft.clip_grad_norm_(model, 1.0)  # after backward, or after Pipeline.step
+
+    Shards of "tp" count together, whole parameters once; copies on several stages of "pp" (tied embeddings) count once;
+    gradients of "dp" and "cp" are averaged and summed already, and every rank has the same. Each rank gets the same
+    norm, and so multiplies by the same factor.
+
+    Args:
+        parameters: a model as `weft.parallelize`, `weft.Pipeline`, `weft.LayerSplit` or `weft.DataParallel` return it,
+            or parameters of one. Gradients are in `.grad`, or else in `main_grad`.
+        max_norm: of all gradients together.
+        norm_type: p of the p-norm, more than 0; inf is the largest |g|.
+        error_if_nonfinite: raise where the norm is infinite or NaN. False multiplies by what comes of it, as torch's.
+        mesh: needed where only some stages of "pp" have any of the parameters, which then cannot tell.
+
+    Returns:
+        The norm before, a float64 scalar, the same on every rank.
+
+    Raises:
+        RuntimeError: error_if_nonfinite, on every rank. ValueError: a norm_type that is none, pieces of a sharded
+            optimizer, parameters that are no stage's although the mesh has "pp". TypeError: a DTensor.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type={norm_type} must be more than 0, or inf")
+    if isinstance(parameters, DataParallel) and parameters.shards_optimizer:
+        if norm_type != 2.0:
+            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}; with shard_optimizer=True it is 2 alone")
+        if error_if_nonfinite:
+            parameters.reducer.measure_anew()
+            _check_finite(parameters.grad_norm, True)
+        return parameters.clip_grad_norm_(max_norm)
+    listed = _listed(parameters)
+    norm = _norm(listed, norm_type, _stages(listed, mesh))
+    _check_finite(norm, error_if_nonfinite)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in listed:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.device))
+    return norm
+
+
+def _listed(parameters) -> list[torch.Tensor]:
+    """The parameters, each once."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
+    for parameter in listed:
+        if isinstance(parameter, DTensor):
+            raise TypeError("clip_grad_norm_: a parameter is a DTensor: torch.nn.utils.clip_grad_norm_ takes these")
+        if piece_of(parameter) is not None or isinstance(parameter.grad, GradientElsewhere):
+            raise ValueError(
+                "clip_grad_norm_: a parameter is a piece of a sharded optimizer, and another rank may have none: pass "
+                "the weft.DataParallel itself"
+            )
+    return listed
+
+
+def _norm(listed: list[torch.Tensor], norm_type: float, stages: Communicator | None) -> torch.Tensor:
+    device = listed[0].device if listed else torch.device("cpu")
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    together: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
+    for parameter in listed:
+        shard, owners, gradient = shard_of(parameter), owners_of(parameter), gradient_of(parameter)
+        groups = () if shard is None else (shard.communicator,)
+        same = together.setdefault(groups, [])  # also where there is no gradient
+        if gradient is not None and (owners is None or owners.counts):
+            same.append(counted(parameter, gradient))
+    parts = [(powers(same, norm_type) if same else zero, ranks) for ranks, same in together.items()]
+    largest = math.isinf(norm_type)
+    total = over_ranks(parts, [] if stages is None else [stages], zero, largest)
+    return total if largest else total.pow(1 / norm_type)
+
+
+def _stages(listed: list[torch.Tensor], mesh: DeviceMesh | None) -> Communicator | None:
+    """The ranks that have the other stages."""
+    known = {owners.ranks for owners in map(owners_of, listed) if owners is not None}
+    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
+        ranks = communicator(mesh if mesh.ndim == 1 else mesh["pp"])
+        if ranks.world > 1 and any(owners_of(parameter) is None for parameter in listed):
+            raise ValueError(
+                f'clip_grad_norm_: the mesh has "pp" of {ranks.world}, and a parameter is of no stage: pass those of '
+                "what weft.Pipeline or weft.LayerSplit returned"
+            )
+        known.add(ranks)
+    if len(known) > 1:
+        raise ValueError("clip_grad_norm_: the parameters are of several models, or not of this mesh: clip each alone")
+    return next(iter(known), None)
+
+
+def _check_finite(norm: torch.Tensor, wanted: bool) -> None:
+    if wanted and not norm.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be clipped; with "
+            "error_if_nonfinite=False they are scaled all the same"
+        )

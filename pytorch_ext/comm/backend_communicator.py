@@ -1,0 +1,59 @@
+"""The communicator of any other torch.distributed backend, composed of what every backend has."""
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.communicator import Communicator, backends_of
+from weft.comm.fusion import Fusion
+
+
+class BackendCommunicator(Communicator):
+    """Over another backend of torch.distributed: uneven shards are padded, and sums are in that backend's order."""
+
+    @property
+    def transport(self) -> str:
+        return ", ".join(sorted(set(backends_of(self.group).values())))
+
+    def all_reduce_(
+        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
+    ) -> torch.Tensor:
+        if fusion is not None:
+            fusion.around(lambda sent: self.all_reduce_(sent, op), x)
+            return x
+        if self.world == 1:
+            return x
+        whole = x.contiguous()
+        dist.all_reduce(whole, op, group=self.group)
+        return x if whole is x else x.copy_(whole)
+
+    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        whole = x.contiguous()
+        dist.broadcast(whole, group=self.group, group_src=root)
+        return x if whole is x else x.copy_(whole)
+
+    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        received = flat.new_empty(sum(output.numel() for output in outputs))
+        sizes = [output.numel() for output in outputs]
+        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in parts], group=self.group)
+        for output, part in zip(outputs, received.split(sizes), strict=True):
+            output.view(-1).copy_(part)
+
+    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        longest = max(part.numel() for part in parts)
+        padded = _padded(x, longest)
+        received = [torch.empty_like(padded) for _ in parts]
+        dist.all_gather(received, padded, group=self.group)
+        for part, whole in zip(parts, received, strict=True):
+            part.view(-1).copy_(whole[: part.numel()])
+
+    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+        longest = max(part.numel() for part in parts)
+        received = output.new_empty(longest)
+        dist.reduce_scatter(received, [_padded(part, longest) for part in parts], group=self.group)
+        output.view(-1).copy_(received[: output.numel()])
+
+
+def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    flat = x.reshape(-1)
+    return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])

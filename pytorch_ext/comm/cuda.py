@@ -1,0 +1,324 @@
+"""Collectives of a group whose tensors may be on GPUs: weft's kernels over peer memory, or the group's backend.
+
+Tensors in host memory go to the weft engine where that is the group's CPU backend, else to torch's. For CUDA tensors
+the first collective decides, once and on every rank alike, whether the ranks reach each other's memory.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from weft import _C
+from weft.comm.backend import WeftProcessGroup
+from weft.comm.backend_communicator import BackendCommunicator
+from weft.comm.communicator import Communicator, backends_of
+from weft.comm.dtypes import SUM, op_code
+from weft.comm.engine_communicator import EngineCommunicator
+from weft.comm.fusion import Fusion
+from weft.comm.stream_order import StreamOrder
+from weft.comm.window import Window, open_window
+
+_AVERAGE = _C.reduce_ops["avg"]
+_DEVICE_TYPE = "cuda"
+_MOST_RANKS = 16
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+# Sizes are of one rank's tensor, and none of them has been measured with these kernels: that takes several GPUs.
+# One-shot below: vLLM's custom all-reduce (csrc/custom_all_reduce.cuh, tuned on A100 and smaller) takes it at every
+# size with 2 ranks, below 512 KiB with up to 4 and below 256 KiB with up to 8. For more than 8 there is torch's
+# Inductor, which takes it up to 128 KiB (torch._inductor.config._collective.one_shot_all_reduce_threshold_bytes).
+_ONE_SHOT_BELOW_BYTES = {2: 1 << 62, 4: 512 << 10, 8: 256 << 10, _MOST_RANKS: 128 << 10}
+# Above, NCCL, but not for sums that must be in the order of ranks: where vLLM's custom all-reduce hands over by default
+# (max_size in custom_all_reduce.py). all_gather, whose whole tensor counts, has no published figure and shares it.
+LARGEST_BYTES = 8 << 20
+
+_PADS_BYTES = 256 << 10
+_WORKSPACE_BYTES = LARGEST_BYTES  # what is larger goes through it in pieces
+_BLOCKS = 36  # of a launch; vLLM's search found it best or nearly so, more blocks contend for the links
+
+
+class DeviceCommunicator(Communicator):
+    """Each tensor by the transport of its device.
+
+    Sums and averages of float32, float16 and bfloat16 on GPUs that reach each other's memory are in rank order in fp32,
+    rounded once (an average is the sum times fp32(1 / W)), whatever their size: in pieces of LARGEST_BYTES, or where
+    they lie in symmetric memory. Other types and operators go to the backend and are summed in its order. So do, where
+    that is NCCL, all_gather over LARGEST_BYTES and sums of that size that may be in any order (deterministic=False).
+
+    Launches are on torch's current stream; on another stream than the last, they wait for that one. They can be
+    captured in CUDA graphs once one collective has run. While a graph is replayed, the group must do nothing else.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group)
+        in_weft = isinstance(group, WeftProcessGroup)
+        self._host: Communicator = EngineCommunicator(group) if in_weft else BackendCommunicator(group)
+        self._backend_name = backends_of(group).get("cuda", "no backend")
+        self._device: torch.device | None = None
+        self._backend: Communicator | None = None
+        self._kernels: _Kernels | None = None
+        self._why_not = ""
+        self._lent: list[ref[Lent]] = []  # the symmetric memory that is in use
+        self._lent_so_far = 0  # the same on every rank: lending is a collective call
+
+    @property
+    def host(self) -> Communicator:
+        return self._host
+
+    @property
+    def transport(self) -> str:
+        if self._device is None:
+            return f"{self._host.transport}; for CUDA tensors chosen at their first collective"
+        if self._kernels is None:
+            return f"{self._backend_name}; weft's kernels do not run: {self._why_not}"
+        one_shot = one_shot_below(self.world)
+        ways = f"one-shot below {one_shot >> 10} KiB, else two-shot" if one_shot <= LARGEST_BYTES else "one-shot"
+        text = f"weft's kernels over symmetric memory ({ways})"
+        if self._backend_name == "nccl":
+            text += f"; nccl above {LARGEST_BYTES >> 20} MiB for what is not summed in order"
+        return text
+
+    def cuda_group(self) -> dist.ProcessGroup | None:
+        return self.group.cuda_half() if isinstance(self.group, WeftProcessGroup) else self.group
+
+    def check_waits(self) -> None:
+        super().check_waits()
+        self._host.check_waits()
+
+    def _stopped_a_kernel(self) -> bool:
+        return self._kernels is not None and self._kernels.broken()
+
+    # Collectives.
+
+    def all_reduce_(
+        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
+    ) -> torch.Tensor:
+        if x.device.type != _DEVICE_TYPE:
+            return self._host.all_reduce_(x, op, fusion)
+        if self.world == 1:
+            if fusion is not None:
+                fusion.around(lambda sent: None, x)
+            return x
+        backend, kernels = self._on(x.device)
+        code = op_code(op)
+        mine = x.dtype in _NAMES and code in (SUM, _AVERAGE)
+        any_order = not deterministic and self._is_nccls(_bytes(x)) and self._place_of(x) is None
+        if kernels is None or not mine or any_order:
+            return backend.all_reduce_(x, op, fusion)
+        scale = 1.0 if code == SUM else 1.0 / self.world
+        if fusion is None:
+            self._reduce(kernels, x, scale, deterministic)
+        else:  # the kernel applies the scale, before it rounds
+            scale *= fusion.scale
+            replace(fusion, scale=1.0).around(lambda sent: self._reduce(kernels, sent, scale, deterministic), x)
+        return x
+
+    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        return self._with_backend(x).broadcast_(x, root) if self.world > 1 else x
+
+    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self._with_backend(parts[0]).exchange(parts, outputs)
+
+    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        if x.device.type != _DEVICE_TYPE:
+            return self._host.gather_parts(x, parts)
+        backend, kernels = self._on(x.device)
+        sizes = [_bytes(part) for part in parts]
+        if kernels is None or self._is_nccls(sum(sizes)):
+            return backend.gather_parts(x, parts)
+        _check_part("all_gather", x, parts[self.rank])
+        source, targets = _flat(x), [part.data_ptr() for part in parts]
+        kernels.launch("all_gather", source.data_ptr(), targets, sizes)
+        return None
+
+    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+        if output.device.type != _DEVICE_TYPE:
+            return self._host.scatter_sum(parts, output)
+        backend, kernels = self._on(output.device)
+        if kernels is None or output.dtype not in _NAMES:
+            return backend.scatter_sum(parts, output)
+        _check_part("reduce_scatter", output, parts[self.rank])
+        source, counts = _side_by_side([_flat(part) for part in parts]), [part.numel() for part in parts]
+        kernels.launch("reduce_scatter", source.data_ptr(), output.data_ptr(), counts, _NAMES[output.dtype], 1.0)
+        return None
+
+    # Symmetric memory.
+
+    def lend(self, window: Window) -> torch.Tensor:
+        """This rank's part as a tensor; while it is in use, the window stays mapped, and known to all_reduce_."""
+        self._lent_so_far += 1
+        lent = Lent(window, self._lent_so_far)
+        self._lent = [other for other in self._lent if other() is not None]
+        self._lent.append(ref(lent))
+        return _as_tensor(lent)
+
+    def _place_of(self, x: torch.Tensor) -> "tuple[Lent, int] | None":
+        """The symmetric memory that all of x lies in as it is, and where in it."""
+        if self._lent and x.is_contiguous() and not x.is_neg():
+            for one in self._lent:
+                lent = one()
+                if lent is not None and 0 <= (offset := x.data_ptr() - lent.address) < lent.bytes:
+                    return lent, offset
+        return None
+
+    # How.
+
+    def _is_nccls(self, bytes: int) -> bool:
+        """Whether NCCL does it where any order of summation will do, or nothing is summed."""
+        return bytes > LARGEST_BYTES and self._backend_name == "nccl"
+
+    def _reduce(self, kernels: "_Kernels", x: torch.Tensor, scale: float, deterministic: bool) -> None:
+        """x = scale * the sum over ranks of x, in place."""
+        place = self._place_of(x)
+        if place is None:
+            whole = _flat(x)
+            address, size = whole.data_ptr(), _bytes(x)
+            algorithm = "one_shot" if size < one_shot_below(self.world) else "two_shot"
+            kernels.launch("all_reduce", address, address, x.numel(), _NAMES[x.dtype], scale, algorithm)
+            if address != x.data_ptr():
+                x.detach().copy_(whole.view(x.shape))
+            return
+        lent, offset = place
+        window, what = lent.window, (x.numel(), _NAMES[x.dtype], scale)
+        where = (lent.number % 2**16 << 48) + offset  # the ranks must mean the same memory
+        if window.multicast and not deterministic and offset % 16 == 0 and _bytes(x) % 16 == 0:
+            kernels.launch("all_reduce_multimem", window.multicast + offset, *what, offset=where, own=x.data_ptr())
+        else:
+            kernels.launch("all_reduce_in_place", [at + offset for at in window.addresses], *what, offset=where)
+
+    def _with_backend(self, x: torch.Tensor) -> Communicator:
+        return self._on(x.device)[0] if x.device.type == _DEVICE_TYPE else self._host
+
+    def _on(self, device: torch.device) -> tuple[Communicator, "_Kernels | None"]:
+        if self._device is None:
+            self._choose(device)
+        if device != self._device:
+            raise ValueError(
+                f'group "{self.name}" works on {self._device} and got a tensor on {device}; a rank has one GPU for all '
+                "collectives of a group"
+            )
+        assert self._backend is not None
+        return self._backend, self._kernels
+
+    def _choose(self, device: torch.device) -> None:
+        """Decides, with all ranks, what carries CUDA tensors."""
+        stream = StreamOrder(device)
+        if stream.capturing():
+            raise RuntimeError(
+                f'group "{self.name}" has had no collective of CUDA tensors yet, and cannot be set up for them while a '
+                "CUDA graph is captured; run one before the capture, say weft.all_reduce(torch.zeros(1, device=...))"
+            )
+        with stream.on_device():
+            group = self.cuda_group()
+            assert group is not None
+            kernels, self._why_not = None, self._first_of(self._obstacle())
+            if not self._why_not:
+                try:
+                    window = open_window(self, _PADS_BYTES + _WORKSPACE_BYTES, device)
+                    kernels, obstacle = _made(self, window, stream)
+                    self._why_not = self._first_of(obstacle)
+                except (ValueError, OSError) as error:  # the same on every rank
+                    self._why_not = str(error)
+        self._kernels = None if self._why_not else kernels
+        self._backend = BackendCommunicator(group)
+        self._device = device
+
+    def _obstacle(self) -> str:
+        if self.world == 1:
+            return "the group has one rank"
+        if self.world > _MOST_RANKS:
+            return f"they reach at most {_MOST_RANKS} ranks, and the group has {self.world}"
+        return "this weft was built without CUDA" if _C.cuda is None else ""
+
+    def _first_of(self, obstacle: str) -> str:
+        """What keeps the first of the ranks from it that anything does."""
+        told = self.notes(obstacle)
+        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason), "")
+
+
+class Lent:
+    """A window's part of this rank, as torch takes memory over from elsewhere: whoever holds a tensor holds this."""
+
+    def __init__(self, window: Window, number: int):
+        self.window, self.number = window, number
+        self.address, self.bytes = window.mine.data_ptr(), window.mine.numel()
+
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        return {"version": 3, "shape": (self.bytes,), "typestr": "|u1", "data": (self.address, False)}
+
+
+class _Kernels:
+    """The extension's collectives on one group and device, with the memory that they meet in."""
+
+    def __init__(self, ranks: DeviceCommunicator, window: Window, stream: "StreamOrder"):
+        self._record, self._stream, self._window = ranks.record(stream.device), stream, window
+        self._ranks = _ranks(
+            ranks.rank,
+            list(window.addresses),
+            _PADS_BYTES // 4,
+            [address + _PADS_BYTES for address in window.addresses],
+            _WORKSPACE_BYTES,
+            self._record.address,
+            self._record.timeout_s,
+            _BLOCKS,
+        )
+
+    def broken(self) -> bool:
+        """Whether one of them has given up: it marks the words of its rank's pad that no peer uses."""
+        words = self._window.mine[:_PADS_BYTES].view(torch.int32)
+        world = len(self._window.parts)
+        return bool(words[self._window.rank : _BLOCKS * world : world].any())
+
+    def launch(self, name: str, *arguments, **more) -> None:
+        self._record.check()
+        with self._stream.next() as handle:
+            getattr(self._ranks, name)(*arguments, handle, **more)
+
+
+def one_shot_below(world: int) -> int:
+    """Bytes of a tensor below which all_reduce is one-shot: every rank reads all of every other's."""
+    return next(bytes for most, bytes in _ONE_SHOT_BELOW_BYTES.items() if world <= most)
+
+
+def _made(ranks: DeviceCommunicator, window: Window, stream: StreamOrder) -> tuple[_Kernels | None, str]:
+    try:
+        return _Kernels(ranks, window, stream), ""
+    except (ValueError, RuntimeError) as error:  # of this rank's driver: the others must hear of it
+        return None, str(error)
+
+
+def _ranks(*arguments):
+    assert _C.cuda is not None
+    return _C.cuda.Ranks(*arguments)
+
+
+def _as_tensor(lent: Lent) -> torch.Tensor:
+    return torch.as_tensor(lent, device=lent.window.mine.device)
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """x's elements in order, in one dimension; x's own memory where that is possible."""
+    return x.detach().resolve_neg().contiguous().view(-1)
+
+
+def _side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The parts one after another; no copy where they lie so already, as those of one tensor do."""
+    unit = parts[0].element_size()
+    together = all(left.data_ptr() + len(left) * unit == right.data_ptr() for left, right in pairwise(parts))
+    return parts[0] if together else torch.cat(parts)
+
+
+def _check_part(what: str, mine: torch.Tensor, part: torch.Tensor) -> None:
+    if mine.dtype != part.dtype or mine.numel() != part.numel():
+        raise ValueError(
+            f"{what}: this rank's part is {part.dtype} with {part.numel()} elements, its tensor {mine.dtype} with "
+            f"{mine.numel()}; they must be alike"
+        )

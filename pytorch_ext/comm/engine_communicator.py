@@ -1,0 +1,47 @@
+"""The communicator of a group in shared memory: one crossing into C++ a call."""
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.backend import WeftProcessGroup
+from weft.comm.communicator import Communicator
+from weft.comm.dtypes import SUM, op_code
+from weft.comm.engine import Engine
+from weft.comm.fusion import Fusion
+from weft.comm.multi_host import SpanningEngine
+
+
+class EngineCommunicator(Communicator):
+    """Over shared memory: sums in rank order in fp32, rounded once."""
+
+    def __init__(self, group: WeftProcessGroup):
+        super().__init__(group)
+        self._engine = group.engine
+
+    @property
+    def engine(self) -> Engine | SpanningEngine:
+        return self._engine
+
+    @property
+    def transport(self) -> str:
+        return "shared memory" if isinstance(self._engine, Engine) else "shared memory, and gloo between machines"
+
+    def all_reduce_(
+        self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
+    ) -> torch.Tensor:
+        if self.world > 1 or fusion is not None:
+            self._engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op), fusion=fusion)
+        return x
+
+    def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        self._engine.broadcast(x, root)
+        return x
+
+    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        self._engine.all_gather(x, parts)
+
+    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+        self._engine.reduce_scatter(parts, output)
+
+    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self._engine.all_to_all(parts, outputs)

@@ -1,0 +1,84 @@
+"""The communicator of a group: made when first asked for, and kept for as long as the group is."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.backend import WeftProcessGroup
+from weft.comm.communicator import Communicator, backends_of
+from weft.comm.cuda import DeviceCommunicator
+from weft.comm.engine_communicator import EngineCommunicator
+
+_of_group: dict[dist.ProcessGroup, Communicator] = {}  # of groups of torch's own, which cannot hold theirs
+
+
+def communicator(group=None) -> Communicator:
+    """The communicator of a ProcessGroup, a one-dimensional DeviceMesh, or the default group (None).
+
+    Raises:
+        ValueError: this rank is not in the group, the mesh has several dimensions, or there is no default group.
+    """
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError(
+                "group=None means the default process group, and there is none: call weft.init_mesh() or "
+                "torch.distributed.init_process_group() first"
+            )
+    elif isinstance(group, Communicator):
+        return group
+    else:
+        group = _process_group(group)
+    if isinstance(group, WeftProcessGroup):
+        if group.communicator is None:
+            group.communicator = _made_for(group)
+        return group.communicator
+    if group not in _of_group:
+        for destroyed in [other for other in _of_group if other not in dist.distributed_c10d._world.pg_map]:
+            del _of_group[destroyed]
+        _of_group[group] = _made_for(group)
+    return _of_group[group]
+
+
+def _made_for(group: dist.ProcessGroup) -> Communicator:
+    if isinstance(group, WeftProcessGroup) and "cuda" not in backends_of(group):
+        return EngineCommunicator(group)
+    return DeviceCommunicator(group)
+
+
+def _process_group(group) -> dist.ProcessGroup:
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; pass one of them, "
+                f'like mesh["tp"]'
+            )
+        return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this rank is not in the group: new_group returned NON_GROUP_MEMBER here; "
+            "build the layer only on the ranks that are in it"
+        )
+    raise TypeError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")
+
+
+def check_waits(group=None) -> None:
+    """Raises what kernels of the group that waited for other ranks, and gave up, left word of.
+
+    Collectives of CUDA tensors look at it by themselves before they launch. A CUDA graph that is replayed does not:
+    where a rank was lost, its kernels end when their time has passed, or as soon as the loss is noticed, and their
+    output is NaN. So ask after a replay:
+
+        graph.replay()
+        torch.cuda.synchronize()
+        weft.check_waits()
+
+    Args:
+        group: None is the default group.
+
+    Raises:
+        RankLostError: a rank died or left. CollectiveTimeoutError: a rank did not come within the group's timeout.
+        CollectiveMismatchError: the ranks made different calls. After any of them the group stays broken.
+    """
+    communicator(group).check_waits()

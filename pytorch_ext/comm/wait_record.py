@@ -1,0 +1,124 @@
+"""What a kernel leaves for the host when it gives up waiting for another rank, and the errors that this becomes.
+
+A kernel cannot raise. It writes a record to memory that the host reads, fills its output with NaN, and ends. The host
+looks at the record before each launch and when it is asked (`weft.check_waits`). The record is never cleared: flags may
+be left half way, so the group stays broken.
+"""
+
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from weft import _C
+
+WORDS = 16  # int64: state, rank, operation, phase, peer, block, seen, expected, claimed; the rest is free
+_IDLE, _TIMED_OUT, _MISMATCHED, _STOPPED = range(4)
+_PEER, _CLAIMED = 4, 8
+_LOOK_EVERY_S = 0.1
+
+# Names of the codes of operations and phases from 100 on: who launches kernels that wait adds theirs. Those below 100
+# are the extension's.
+WAIT_NAMES: dict[int, str] = {}
+
+
+class WaitRecord:
+    """One rank's record for the kernels of one group on one device.
+
+    Attributes:
+        memory: [16] int64 that kernels write and the host reads; pinned where the device is a GPU.
+        timeout_s: what bounds a wait.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float):
+        self.memory = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._state = ctypes.c_int64.from_address(self.memory.data_ptr())  # read in a tenth of a microsecond
+        self._group, self.timeout_s = group, timeout_s
+        self._lost: list[int] | None = None  # one that left because another died may be among them
+        self._found: tuple[type[_C.CommError], str] | None = None
+
+    @property
+    def address(self) -> int:
+        """Where kernels reach it: pinned memory has one address for the host and every device."""
+        return self.memory.data_ptr()
+
+    def check(self) -> None:
+        """For who is about to launch a kernel that waits: raises where a wait has failed, and where one would.
+
+        Raises:
+            CollectiveTimeoutError, CollectiveMismatchError, RankLostError: what the record says, now and from now on.
+        """
+        if self._state.value != _IDLE:
+            if self._found is None:
+                self._found = self._what_happened()
+            kind, text = self._found
+            raise kind(text)
+
+    def check_past(self, marked: Callable[[], bool]) -> None:
+        """The same of waits that have ended: a rank that leaves when all is done is no failure. It waits for no kernel;
+        `marked` says whether one has left its mark elsewhere, as those do that the host stopped."""
+        if self._state.value != _STOPPED or self.memory[_CLAIMED] != 0 or marked():
+            self.check()
+
+    def stop(self, lost: list[int]) -> None:
+        """Ends every wait under way and to come, because these ranks are gone. The first failure stays."""
+        if self._state.value == _IDLE:
+            self._lost = lost
+            self.memory[_PEER] = lost[0]
+            self._state.value = _STOPPED
+
+    def _what_happened(self) -> tuple[type[_C.CommError], str]:
+        state, rank, operation, phase, peer, block, seen, expected, *_ = self.memory.tolist()
+        call = f'{_name(operation)} on group "{name_of(self._group)}"'
+        waited = f'rank {rank} waited in phase "{_name(phase)}", block {block}'
+        if state == _TIMED_OUT:
+            return _C.CollectiveTimeoutError, (
+                f"rank {peer} did not come in {call} within {self.timeout_s:.3g} s ({waited}: it saw {seen} and "
+                f"expected {expected}). Create the group again to use it."
+            )
+        if state == _MISMATCHED:
+            return _C.CollectiveMismatchError, (
+                f"rank {peer} made another call than {call} of rank {rank} ({waited}: it saw the signature {seen:#x} "
+                f"and expected {expected:#x}). Every rank must call the same operation with the same type, sizes, "
+                "scale and place in symmetric memory. Create the group again to use it."
+            )
+        lost = [peer] if self._lost is None else self._lost  # a kernel that gave up has written there too
+        gone = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+        during = f" in or before {call} while {waited}" if operation else f' on group "{name_of(self._group)}"'
+        return _C.RankLostError, f"{gone} died or left{during}. Create the group again without it."
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """What the group is called in errors: its description, or else torch's name."""
+    desc = group.group_desc
+    return desc if desc and desc != "undefined" else group.group_name
+
+
+def watch_for_losses(ranks, engine) -> None:
+    """Looks now and then, on a thread of its own, whether the engine has lost a rank, and ends the waits of the
+    communicator's records then. The thread ends with that, with the communicator, or with the group."""
+    of = weakref.ref(ranks), weakref.ref(engine)
+    threading.Thread(target=_look, args=of, name="weft watch", daemon=True).start()
+
+
+def _look(communicator: weakref.ref, its_engine: weakref.ref) -> None:
+    while True:
+        time.sleep(_LOOK_EVERY_S)
+        ranks, engine = communicator(), its_engine()
+        if ranks is None or engine is None or ranks.group.communicator is None:  # the group was destroyed
+            return
+        if lost := engine.lost_ranks():
+            for record in ranks.records:
+                record.stop(lost)
+            return
+        del ranks, engine  # or this thread would keep them alive
+
+
+def _name(code: int) -> str:
+    """What an operation or a phase is called."""
+    names = WAIT_NAMES if _C.cuda is None else {**getattr(_C.cuda, "wait_names", {}), **WAIT_NAMES}
+    return names.get(code, f"code {code}")

@@ -1,0 +1,484 @@
+"""What functions do to a shared sequence. One that is not here, or is called in a way that is not, gets the whole."""
+
+import math
+import operator
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from weft.comm.communicator import Communicator
+from weft.context_parallel.pytree import leaves, mapped
+from weft.context_parallel.shared_sequence import (
+    NATIVE,
+    SharedSequence,
+    localized,
+    note_gathering,
+    rule_for,
+    shared_in,
+    works_in_place,
+)
+from weft.ops.mappings import total, used_by_parts
+from weft.rng import own_random_numbers
+
+
+def _named(names: str) -> list[Callable]:
+    """Every function of these names in torch, torch.Tensor and torch.nn.functional."""
+    functions = []
+    for name in names.split():
+        owners = (torch.Tensor,) if name.startswith("__") else (torch, torch.Tensor, F, torch.special)
+        functions += [getattr(owner, name) for owner in owners if callable(getattr(owner, name, None))]
+    return functions
+
+
+def _properties(names: str) -> list[Callable]:
+    return [getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name)]
+
+
+NATIVE.update(_named("size dim ndimension numel nelement element_size is_floating_point is_complex __len__ __hash__"))
+NATIVE.update(
+    _properties("shape ndim dtype device layout requires_grad is_leaf itemsize nbytes is_cuda is_cpu is_meta")
+)
+NATIVE.update(_properties("is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xpu"))
+
+
+def plain(x):
+    """A tensor, or None, that every rank has whole and that is no part of the sequence."""
+    return not isinstance(x, SharedSequence)
+
+
+def used(x, ranks: Communicator):
+    """It, where a part meets it."""
+    return used_by_parts(x, ranks) if isinstance(x, torch.Tensor) else x
+
+
+# Position by position
+
+
+_POINTWISE = """
+    add sub subtract mul multiply div divide true_divide floor_divide remainder fmod rsub pow neg negative positive abs
+    absolute sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan sinh cosh tanh asin acos
+    atan atan2 sigmoid logit erf erfc lerp addcmul addcdiv where masked_fill clamp clamp_min clamp_max clip maximum
+    minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
+    bitwise_xor bitwise_not isnan isinf isfinite floor ceil round trunc frac nan_to_num relu relu6 gelu silu mish
+    softplus softsign hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink leaky_relu elu celu selu
+    logsigmoid xlogy
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
+    __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __and__ __rand__ __or__ __ror__
+    __xor__ __rxor__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
+    add_ sub_ mul_ div_ floor_divide_ remainder_ pow_ neg_ abs_ exp_ log_ sqrt_ rsqrt_ sigmoid_ tanh_ relu_
+    clamp_ clamp_min_ clamp_max_ masked_fill_ lerp_ addcmul_ addcdiv_ copy_ zero_ fill_
+"""
+
+
+@rule_for(*_named(_POINTWISE))
+def pointwise(func, *args, **kwargs):
+    """With broadcasting. What is as long as the sequence and plain (positions, rotary angles) is cut; what is not along
+    the sequence is used by all parts."""
+    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    lead, target = shared_in(tensors)[0], args[0] if args else None
+    if func is torch.where and len(tensors) == 1:
+        return NotImplemented  # where is it true
+    if works_in_place(func.__name__) and plain(target):
+        return NotImplemented
+    for x in tensors:
+        if isinstance(x, SharedSequence):
+            if x.cut != lead.cut or x.back != lead.back:
+                return NotImplemented
+        elif x.ndim >= -lead.back and x.size(lead.back) not in (1, lead.size(lead.axis)):
+            return NotImplemented
+
+    def part(x):
+        if isinstance(x, SharedSequence):
+            return x.local
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.ndim >= -lead.back and x.size(lead.back) != 1:
+            return lead.cut.pick(x, x.ndim + lead.back)
+        return used(x, lead.cut.sharing.ranks)
+
+    out = func(*mapped(part, args), **mapped(part, kwargs))
+    if isinstance(target, SharedSequence) and out is target.local:
+        return target  # in place
+    return lead.like(out, out.ndim + lead.back)
+
+
+_OF_ONE = """
+    to type type_as float half bfloat16 double int long short bool cpu cuda clone contiguous detach detach_
+    zeros_like ones_like full_like empty_like requires_grad_
+"""
+
+
+@rule_for(*_named(_OF_ONE), *_properties("data"))
+def of_one(func, x, *args, **kwargs):
+    """Of one tensor; another only says which type or device."""
+    out = func(*localized((x, *args)), **localized(kwargs))
+    return out if plain(x) or not isinstance(out, torch.Tensor) else x.like(out)
+
+
+@rule_for(*_named("new_zeros new_ones new_empty new_full new_tensor"))
+def new_tensor(func, x, *args, **kwargs):
+    return func(x.local, *args, **kwargs)
+
+
+@rule_for(*_properties("grad_fn grad"), torch.Tensor.is_contiguous)
+def of_part(func, x, *_, **__):
+    return func(x.local)
+
+
+@rule_for(*_named("__repr__ __format__"))
+def written(func, x, *_, **__):
+    ranks = x.cut.sharing.ranks
+    return f"SharedSequence({tuple(x.shape)} {x.dtype}, dimension {x.axis} over {ranks.world} ranks)"
+
+
+# The last dimensions
+
+
+@rule_for(*_named("linear"))
+def linear(func, input, weight, bias=None):
+    if plain(input) or input.back == -1 or not plain(weight) or not plain(bias):
+        return NotImplemented
+    ranks = input.cut.sharing.ranks
+    return input.like(func(input.local, used(weight, ranks), used(bias, ranks)))
+
+
+@rule_for(*_named("matmul mm bmm __matmul__"))
+def matmul(func, a, b=None, **named):
+    """Rows of a are of the sequence; b is gathered where it is shared too."""
+    if b is None:
+        (b,) = named.values()  # other, mat2
+    if plain(a) or a.ndim < 2 or b.ndim < 2 or a.back == -1:
+        return NotImplemented
+    same_batch = not plain(b) and b.cut == a.cut and b.back == a.back
+    if a.back < -2 and not same_batch and not (plain(b) and b.ndim < -a.back):
+        return NotImplemented
+    if same_batch and a.back < -2:
+        b = b.local
+    elif plain(b):
+        b = used(b, a.cut.sharing.ranks)
+    else:
+        note_gathering("the right factor of a product of two sequences", b)
+        b = used(b.whole(), a.cut.sharing.ranks)
+    out = func(a.local, b)
+    return a.like(out, out.ndim + a.back)
+
+
+@rule_for(*_named("addmm"))
+def addmm(func, input, a=None, b=None, *, mat1=None, mat2=None, **kwargs):
+    a, b = mat1 if a is None else a, mat2 if b is None else b
+    if plain(a) or a.axis != 0 or not plain(b) or not plain(input) or (input.ndim == 2 and input.size(0) != 1):
+        return NotImplemented
+    ranks = a.cut.sharing.ranks
+    return a.like(func(used(input, ranks), a.local, used(b, ranks), **kwargs))
+
+
+@rule_for(*_named("layer_norm rms_norm"))
+def norm(func, input, normalized_shape, *weights, **kwargs):
+    if plain(input) or input.axis >= input.ndim - len(normalized_shape):
+        return NotImplemented
+    ranks = input.cut.sharing.ranks
+    named = {name: used(value, ranks) for name, value in kwargs.items()}
+    return input.like(func(input.local, normalized_shape, *(used(x, ranks) for x in weights), **named))
+
+
+@rule_for(F.embedding)
+def embedding(func, input, weight, padding_idx=None, max_norm=None, norm_type=2.0, **options):
+    if plain(input) or not plain(weight) or max_norm is not None or any(options.values()):
+        return NotImplemented  # scale_grad_by_freq, sparse
+    return input.like(func(input.local, used(weight, input.cut.sharing.ranks), padding_idx))
+
+
+@rule_for(*_named("softmax log_softmax cumsum cumprod logcumsumexp"))
+def along(func, x, dim=None, *args, **kwargs):
+    """Along another dimension."""
+    if dim is None or dim % x.ndim == x.axis:
+        return NotImplemented
+    return x.like(func(x.local, dim, *args, **kwargs))
+
+
+@rule_for(F.normalize)
+def normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None):
+    if out is not None or not isinstance(dim, int) or dim % input.ndim == input.axis:
+        return NotImplemented
+    return input.like(func(input.local, p, dim, eps))
+
+
+@rule_for(F.dropout)
+def dropout(func, input, p=0.5, training=True, inplace=False):
+    if not training or p == 0.0:
+        return input.like(func(input.local, p, training, inplace))
+    with own_random_numbers(input.cut.sharing.ranks, input.device):
+        return input.like(func(input.local, p, training, inplace))
+
+
+# Shapes
+
+_MARK = 1_048_583  # the sequence's length in a trial on the meta device; no other dimension's
+
+
+_CARRIED = """
+    transpose swapaxes swapdims permute movedim moveaxis t adjoint unsqueeze squeeze select narrow cat concat stack
+    repeat repeat_interleave glu view_as_real view_as_complex
+    amax amin argmax argmin logsumexp norm var std all any prod max min topk
+"""
+
+
+@rule_for(*_named(_CARRIED), *_properties("T mT H mH"), torch.linalg.vector_norm)
+def carried(func, *args, **kwargs):
+    """What moves, cuts, joins or reduces other dimensions: where the sequence goes is tried on the meta device."""
+    lead = shared_in((args, kwargs))[0]
+    if func in _TWO_OR_ALONG and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        return pointwise(func, *args, **kwargs)
+    axes = _axes_after(lead, func, args, kwargs)
+    if axes is None:
+        return NotImplemented
+    if func in _SQUEEZES:
+        if lead.size(lead.axis) == 1:
+            return NotImplemented
+        given = args[1] if len(args) > 1 else kwargs.get("dim", range(lead.ndim))
+        dims = (given,) if isinstance(given, int) else given
+        args, kwargs = (lead, tuple(dim for dim in dims if lead.size(dim) == 1)), {}  # a rank may have one of many
+
+    def part(x):
+        if isinstance(x, SharedSequence):
+            return x.local
+        return lead.cut.pick(x, lead.axis) if isinstance(x, torch.Tensor) else x
+
+    out = func(*mapped(part, args), **mapped(part, kwargs))
+    coming = iter(axes)
+
+    def shared(x):
+        return lead.like(x, next(coming)) if isinstance(x, torch.Tensor) else x
+
+    return mapped(shared, out)
+
+
+_TWO_OR_ALONG = set(_named("max min"))
+
+
+def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
+    """Where the sequence is in each tensor that the function returns; None where it is not, or not whole.
+
+    For functions that change every sequence's length unless they leave its positions where they are.
+    """
+
+    def trial(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        if isinstance(x, SharedSequence) and (x.cut != lead.cut or x.axis != lead.axis):
+            raise _NotTheSameError
+        if plain(x) and (x.ndim != lead.ndim or x.size(lead.axis) != lead.size(lead.axis)):
+            raise _NotTheSameError
+        shape = [_MARK if dim == lead.axis else size for dim, size in enumerate(x.shape)]
+        return torch.empty(shape, dtype=x.dtype, device="meta")
+
+    try:
+        results = leaves(func(*mapped(trial, args), **mapped(trial, kwargs)))
+    except (_NotTheSameError, RuntimeError, IndexError, NotImplementedError):
+        return None  # what is wrong with the call the whole tensors will tell
+    axes = []
+    for result in results:
+        if not isinstance(result, torch.Tensor) or list(result.shape).count(_MARK) != 1:
+            return None
+        axes.append(list(result.shape).index(_MARK))
+    return axes
+
+
+class _NotTheSameError(Exception):
+    """Tensors of which one trial cannot tell."""
+
+
+_SQUEEZES = set(_named("squeeze"))
+
+
+@rule_for(*_named("chunk split tensor_split split_with_sizes unbind"))
+def in_pieces(func, x, *args, **kwargs):
+    """Along other dimensions. Along the sequence a trial would make as many pieces as `_MARK` says."""
+    place = 0 if func in _UNBINDS else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+    if plain(x) or type(dim) is not int or dim % max(1, x.ndim) == x.axis:
+        return NotImplemented
+    return carried(func, x, *args, **kwargs)
+
+
+_UNBINDS = set(_named("unbind"))
+
+
+@rule_for(F.pad)
+def padded(func, input, pad, mode="constant", value=None):
+    """Along other dimensions. The sequence's length tells nothing: (1, -1) keeps it, and moves every position."""
+    if plain(input) or any(pad[-2 * input.back - 2 : -2 * input.back]):
+        return NotImplemented
+    return carried(func, input, pad, mode, value)
+
+
+@rule_for(torch.Tensor.__iter__)
+def iterated(func, x):
+    return iter(x.unbind(0))
+
+
+@rule_for(torch.Tensor.__getitem__)
+def indexed(func, x, index):
+    if plain(x):
+        return NotImplemented
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not all(entry is None or entry is ... or type(entry) in (int, slice) for entry in entries):
+        return NotImplemented
+    taken = sum(entry is not None and entry is not ... for entry in entries)
+    if not any(entry is ... for entry in entries):
+        entries.append(...)
+    place = next(i for i, entry in enumerate(entries) if entry is ...)
+    entries[place : place + 1] = [slice(None)] * (x.ndim - taken)
+    dims = [i for i, entry in enumerate(entries) if entry is not None]
+    at = dims[x.axis]
+    entry = entries[at]
+    length = x.size(x.axis)
+    if not isinstance(entry, slice) or entry.indices(length) != (0, length, 1):
+        return NotImplemented
+    entries[at] = slice(None)
+    return carried(func, x, tuple(entries))
+
+
+@rule_for(torch.Tensor.__setitem__)
+def assigned(func, x, index, value):
+    """To all positions: each rank writes to its part."""
+    target = NotImplemented if plain(x) else indexed(torch.Tensor.__getitem__, x, index)
+    if target is NotImplemented:
+        return NotImplemented
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    return pointwise(torch.Tensor.copy_, target, value)
+
+
+@rule_for(*_named("view reshape flatten unflatten view_as reshape_as"))
+def reshaped(func, x, *args, **kwargs):
+    """The sequence stays a dimension, or becomes one with what is before it, or leaves that again."""
+    if plain(x):
+        return NotImplemented
+    target = _shape_after(func, x, args, kwargs)
+    before = math.prod([x.cut.blocks, *x.shape[: x.axis]])
+    found = _place_of(x.cut.length, before, target, x.axis) if target else None
+    if target is None or found is None:
+        return NotImplemented
+    axis, blocks = found
+    target[axis] = blocks * x.cut.mine
+    return x.like(x.local.reshape(target), axis, blocks=blocks)
+
+
+def _place_of(length: int, before: int, shape: list[int], axis: int) -> tuple[int, int] | None:
+    """(dimension, blocks) of the sequence in a shape, where `before` sequences lie one after another.
+
+    Where there are several (a sequence of one position, an empty batch) it stays a dimension of its own, and there.
+    """
+    products = accumulate(shape, operator.mul)
+    places = [
+        (dim, size // length)
+        for dim, (size, product) in enumerate(zip(shape, products, strict=True))
+        if product == before * length and size % length == 0
+    ]
+    return min(places, key=lambda place: (place[1] != 1, place[0] != axis), default=None)
+
+
+@rule_for(*_named("expand expand_as broadcast_to"))
+def expanded(func, x, *args, **kwargs):
+    target = None if plain(x) else _shape_after(func, x, args, kwargs)
+    if not target:
+        return NotImplemented
+    axis = len(target) + x.back
+    if target[axis] != x.size(x.axis):
+        return NotImplemented
+    target[axis] = x.local.size(x.axis)
+    return x.like(x.local.expand(target), axis)
+
+
+def _shape_after(func, x: SharedSequence, args, kwargs) -> list[int] | None:
+    """Of what the function makes of the whole; None where it changes the type too."""
+
+    def trial(value):
+        if isinstance(value, torch.Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return value
+
+    try:
+        out = func(trial(x), *mapped(trial, args), **mapped(trial, kwargs))
+    except (RuntimeError, TypeError):
+        return None
+    return list(out.shape) if out.dtype == x.dtype else None
+
+
+# Sums over the sequence
+
+
+@rule_for(*_named("sum mean"))
+def summed(func, x, *args, **kwargs):
+    carried_on = _over_others(func, x, *args, **kwargs)
+    if carried_on is NotImplemented:
+        carried_on = carried(func, x, *args, **kwargs)
+    if carried_on is not NotImplemented or not x.is_floating_point() or x.cut.region is not None:
+        return carried_on
+    if kwargs.get("out") is not None:
+        return NotImplemented
+    trial = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
+    wide = torch.promote_types(trial.dtype, torch.float32)
+    out = total(x.local.sum(*args, **{**kwargs, "dtype": wide}), x.cut.sharing.ranks)
+    if func in _MEANS and trial.numel():
+        out = out / (x.numel() / trial.numel())
+    return out.to(trial.dtype)
+
+
+def _over_others(func, x, dim=None, keepdim=False, **kwargs):
+    """Over dimensions that are given and are not the sequence: every norm's mean, which needs no trial."""
+    given = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if plain(x) or not given or not all(type(one) is int for one in given) or type(keepdim) is not bool:
+        return NotImplemented
+    dims = {one % x.ndim for one in given}
+    if x.axis in dims or len(dims) < len(given) or not all(-x.ndim <= one < x.ndim for one in given):
+        return NotImplemented
+    if kwargs.keys() - {"dtype"}:
+        return NotImplemented
+    out = func(x.local, dim, keepdim, **kwargs)
+    return x.like(out, x.axis if keepdim else x.axis - sum(one < x.axis for one in dims))
+
+
+_MEANS = set(_named("mean"))
+
+
+@rule_for(F.cross_entropy)
+def cross_entropy(
+    func,
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
+    """Over all positions of all ranks, whose logits stay where they are. [N, classes, ...] or [classes]."""
+    odd = size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean")
+    if odd or plain(input) or input.ndim < 2 or input.axis == 1 or target.is_floating_point() or not plain(weight):
+        return NotImplemented
+    axis, cut = max(0, input.axis - 1), input.cut
+    if cut.region is not None or target.shape != (input.size(0), *input.shape[2:]):
+        return NotImplemented
+    if plain(target):
+        target = cut.pick(target, axis)
+    elif target.cut == cut and target.axis == axis:
+        target = target.local
+    else:
+        return NotImplemented
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses = func(input.local, target, weight, reduction="none" if reduction == "none" else "sum", **options)
+    if reduction == "none":
+        return input.like(losses, axis)
+    loss = total(losses, cut.sharing.ranks)
+    if reduction == "sum":
+        return loss
+    kept = target[target != ignore_index]
+    counted = kept.new_tensor(kept.numel(), dtype=torch.float64) if weight is None else weight[kept].sum()
+    return loss / total(counted.detach(), cut.sharing.ranks).to(loss.dtype)

@@ -1,0 +1,108 @@
+"""Models of transformers: their attention, with its window, softcap and sinks, through their attention interface."""
+
+import copy
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.context_parallel.attention import attend
+from weft.context_parallel.shared_sequence import SharedSequence
+
+_NAME = "weft"  # of the implementation
+
+
+def use_context_attention(model: nn.Module) -> None:
+    """Makes the models of transformers in it, if there are any, ask for the attention below."""
+    models = models_of_transformers(model)
+    if not models:
+        return
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface
+
+    transformers.AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, mask)
+    copies: dict = {}  # other models may have the same configuration
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, transformers.PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
+    for module in models:
+        if module.config._attn_implementation in ("sdpa", "eager"):
+            module.set_attn_implementation(_NAME)
+
+
+def models_of_transformers(model: nn.Module) -> list:
+    """Those in it."""
+    transformers = sys.modules.get("transformers")
+    return [] if transformers is None else [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+
+
+def refuse_missing_weights(model: nn.Module, output) -> None:
+    """Attention weights that were asked for, and that no rank has. ValueError where transformers returns none."""
+    fields = output if isinstance(output, dict) else {}
+    names = [name for name in ("attentions", "encoder_attentions", "decoder_attentions") if name in fields]
+    if any(isinstance(fields[name], tuple) and not fields[name] for name in names):
+        raise ValueError(
+            f"{type(model).__name__} shares its sequence, and no rank computes attention weights: call it with "
+            "output_attentions=False, or on a mesh with cp=1"
+        )
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A causal mask, with a window or without, that nobody has made; transformers hands it on to `attention`."""
+
+    window: int | None
+
+
+def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, **options):
+    """A Pattern where that is all there is to the mask, else what transformers makes for torch's attention."""
+    from transformers.masking_utils import sdpa_mask
+
+    padding = options.get("attention_mask")
+    square = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
+    # allow_is_causal_skip: no documents, and nothing of the user's.
+    if square and options.get("allow_is_causal_skip", True) and (padding is None or bool(padding.all())):
+        window = options.get("local_size")
+        if _is_window(options["mask_function"], q_length, window):
+            return Pattern(window)
+    options["allow_is_causal_skip"] = False
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
+
+
+def _is_window(function, length: int, window: int | None) -> bool:
+    """Whether a mask function of transformers is the causal one with this window, and not one of chunks of that size,
+    whose first keys differ in one of two neighbouring rows."""
+    rows = torch.tensor([[max(0, length - 2)], [length - 1]])
+    columns, none = torch.arange(length).unsqueeze(0), torch.zeros(1, 1, dtype=torch.int64)
+    expected = columns <= rows
+    if window is not None:
+        expected = expected & (columns > rows - window)
+    return torch.equal(function(none, none, rows, columns), expected)
+
+
+def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **options):
+    """The attention function of transformers' interface: [B, H, S, D] to [B, S, H, D], and None for the weights."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    window = None
+    if isinstance(attention_mask, Pattern):
+        window, attention_mask, is_causal = attention_mask.window, None, True
+    if window is None and softcap is None and sinks is None:
+        options["is_causal"] = is_causal
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    if not isinstance(query, SharedSequence) or attention_mask is not None or options.get("position_bias") is not None:
+        found = "a sequence that is not shared" if attention_mask is None else "a mask that is not causal"
+        raise ValueError(
+            f"{type(module).__name__}: an attention with window={window}, softcap={softcap} or sinks is there for "
+            f"causal masks over a shared sequence, got {found}: pass neither padding nor a cache, and call the model "
+            "that weft.parallelize got"
+        )
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask = {"causal": is_causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scaling}
+    return attend(query, key, value, dropout=dropout, **mask).transpose(1, 2).contiguous(), None

@@ -1,0 +1,352 @@
+"""The edge of a model that shares its sequence: whole tensors go in and out, shared ones are inside."""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import weft.context_parallel.attention  # noqa: F401 - its rules
+from weft.comm.communicator import Communicator
+from weft.context_parallel.function_rules import own_random_numbers, used
+from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
+from weft.context_parallel.shared_sequence import (
+    Cut,
+    SharedSequence,
+    Sharing,
+    localized,
+    note_gathering,
+    refuse_results_of_custom_functions,
+    shared_in,
+    wholes,
+    without_guards,
+)
+from weft.nn import Branches, ParallelConv2d, ParallelLinear, ParallelMultiheadAttention
+from weft.nn.sharded import ShardedModule
+from weft.ops.context_attention import METHODS
+from weft.ops.sequence_layout import LAYOUTS, Layout
+
+_OPTIONS = {"method": METHODS, "layout": LAYOUTS, "dim": None, "parts": (True, False), "strict": (True, False)}
+
+
+def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
+    """The options of weft.parallelize, checked. ValueError for what does not exist."""
+    options = {"method": context} if isinstance(context, str) else dict(context)
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            raise ValueError(f"parallelize: context has no option {name!r}; it has {', '.join(_OPTIONS)}")
+        known = _OPTIONS[name]
+        if known is not None and value not in known:
+            raise ValueError(f"parallelize: context {name}={value!r} is not one of {', '.join(map(repr, known))}")
+    dim = options.get("dim", 1)
+    if not isinstance(dim, int) or dim < 0:
+        raise ValueError(f"parallelize: context dim={dim!r} must be a dimension, counted from the first")
+    return Sharing(ranks, **options)
+
+
+def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
+    """Makes the model share its sequence.
+
+    Args:
+        tokenwise: names of modules that get this rank's part as it is.
+    """
+    modules = {id(model.get_submodule(name)): model.get_submodule(name) for name in tokenwise}
+    modules |= {id(module): module for module in model.modules() if isinstance(module, ShardedModule)}
+    for module in modules.values():
+        module.forward = Tokenwise(module)  # type: ignore[method-assign]
+    for module in model.modules():
+        if isinstance(module, ParallelMultiheadAttention):
+            for name in ("_linear", "_over_heads"):
+                setattr(module, name, _OfPart(getattr(module, name)))
+        elif isinstance(module, Branches | ParallelConv2d):
+            module.forward = _OfWhole(module)  # type: ignore[method-assign]
+    use_context_attention(model)
+    entry = _Entry(sharing)
+    model.register_forward_pre_hook(entry, with_kwargs=True)
+    model.register_forward_hook(entry.leave, always_call=True)
+
+
+def sharing_in(model: nn.Module) -> dict[str, Sharing]:
+    """By name, the modules that share a sequence, and how."""
+    found = {name: module._weft_sharing for name, module in model.named_modules() if hasattr(module, "_weft_sharing")}
+    return found | {
+        name: hook.sharing
+        for name, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, _Entry)
+    }
+
+
+def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
+    """Says of a module that runs a model in stages that these share the model's sequence."""
+    if sharing is not None:
+        module._weft_sharing = sharing  # type: ignore[assignment]
+
+
+@dataclass
+class _Forward:
+    """One that is under way.
+
+    Attributes:
+        frame: closed at its end.
+        within: of a part of a model that shares its sequence already.
+    """
+
+    frame: ExitStack
+    within: bool
+
+
+class _Entry:
+    """A model's forward pre-hook, and, as `leave`, its forward hook."""
+
+    at_edge = True
+
+    def __init__(self, sharing: Sharing):
+        self.sharing = sharing
+        self.under_way: list[_Forward] = []
+
+    def __deepcopy__(self, memo):
+        return _Entry(self.sharing)
+
+    def __call__(self, module: nn.Module, args, kwargs):
+        forward = _Forward(ExitStack(), within=bool(shared_in((args, kwargs))))
+        self.under_way.append(forward)
+        if forward.within:
+            return args, kwargs
+        call = agreed(type(module).__name__, self.sharing, (args, kwargs))
+        if any(part.training for part in module.modules()):
+            forward.frame.enter_context(random_numbers_of(call.seed, call.device))
+        return call.enter((args, kwargs))
+
+    def leave(self, module: nn.Module, args, output):
+        """Also after an error; there is no output then."""
+        forward = self.under_way.pop()
+        forward.frame.close()
+        if forward.within:
+            refuse_results_of_custom_functions(output)
+            return output
+        refuse_missing_weights(module, output)
+        return leave(output, self.sharing)
+
+
+def leave(output, sharing: Sharing):
+    """What the model returns: the whole, or with parts=True this rank's part."""
+    refuse_results_of_custom_functions(output)
+    return without_guards(localized(output) if sharing.parts else wholes(output))
+
+
+def is_edge(hook) -> bool:
+    """Whether a hook of a model is one of those that make it share its sequence, or another of weft's that a model in
+    stages can do without."""
+    return getattr(getattr(hook, "__self__", hook), "at_edge", False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the ranks agreed upon for one forward of a model that shares its sequence.
+
+    Attributes:
+        layout: of the sequence.
+        length: of the arguments along the sequence, as this rank has them.
+        seed: of the random numbers of what ranks compute alike.
+        device: of the arguments.
+    """
+
+    sharing: Sharing
+    layout: Layout
+    length: int
+    seed: int
+    device: torch.device
+
+    def enter(self, tree):
+        """Arguments, shared where they are along the sequence."""
+        sharing, dim, cut = self.sharing, self.sharing.dim, Cut(self.sharing, self.layout)
+
+        def shared(x):
+            if x.ndim <= dim or x.size(dim) != self.length:
+                return x
+            return SharedSequence(x if sharing.parts else cut.pick(x, dim), dim, cut)
+
+        return tree_map_only(torch.Tensor, shared, tree)
+
+
+def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> Call:
+    """How the sequence of this call is shared. A collective call of the ranks that share it.
+
+    Args:
+        who: begins the texts of errors.
+        tree: the call's arguments.
+        alike: tensors of which the ranks must have the same values where the model takes the whole; None is all
+            arguments along the sequence.
+
+    Raises:
+        ValueError: no argument has the sequence's dimension; on every rank, where the ranks' arguments do not go
+            together.
+    """
+    ranks, dim = sharing.ranks, sharing.dim
+    along = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.ndim > dim]
+    if not along:
+        raise ValueError(
+            f"{who} shares its sequence, dimension {dim} of its arguments, and none has so many; "
+            'pass context={"dim": ...} to weft.parallelize'
+        )
+    length = along[0].size(dim)
+    if sharing.parts:
+        told: list[tuple] = [(*x.shape[:dim], *x.shape[dim + 1 :], x.dtype) for x in along]
+    else:
+        told = [(x.shape, x.dtype) for x in along]
+        told += [(int(mark_of_bits(x)),) for x in (along if alike is None else alike)]
+    odd = [tuple(x.shape) for x in along if x.size(dim) != length]
+    mine = [length, zlib.crc32(repr(told).encode()), int(torch.randint(2**62, (1,))), len(odd)]
+    where = torch.device("cpu") if ranks.host is not ranks else along[0].device
+    rows = ranks.all_gather(torch.tensor([mine], device=where), 0, [1] * ranks.world).tolist()
+    lengths, marks, seeds, odds = zip(*rows, strict=True)
+    if len(set(marks)) > 1:
+        what = "parts of different batches" if sharing.parts else "different batches"
+        raise ValueError(
+            f"ranks that share a sequence got {what}: call the model with the same arguments on all of them (a sampler "
+            "of data-parallel ranks must not count them)"
+        )
+    if not sharing.parts:
+        return Call(sharing, Layout(length, ranks.world, sharing.layout), length, seeds[0], along[0].device)
+    if any(odds):
+        raise ValueError(
+            f'context={{"parts": True}}: every argument must be this rank\'s part along dimension {dim}, of {length} '
+            f"positions here; got {odd or 'others on another rank'}"
+        )
+    layout = Layout(sum(lengths), ranks.world, sharing.layout)
+    if layout.sizes != list(lengths):
+        raise ValueError(
+            f'context={{"parts": True}}: the ranks have {list(lengths)} positions; {layout.kind} parts of '
+            f"{layout.length} have {layout.sizes}: cut the sequence with weft.shard_sequence"
+        )
+    return Call(sharing, layout, length, seeds[0], along[0].device)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Of integers, so in any order the same."""
+    return _bits(x).sum(dtype=torch.int64)
+
+
+def mark_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Another one where rows, or positions, stand in another order: a batch that each rank has shuffled."""
+    bits = _bits(x)
+    mark = bits.sum(dtype=torch.int64)
+    for dim, size in enumerate(bits.shape):
+        others = [other for other in range(bits.ndim) if other != dim]
+        line = bits.sum(others, dtype=torch.int64) if others else bits
+        mark = 31 * mark + (line * torch.arange(1, size + 1, device=x.device)).sum()
+    return mark
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    numbers = torch.view_as_real(x) if x.is_complex() else x
+    return numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()])
+
+
+@contextmanager
+def random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
+    """What ranks compute alike they compute with the same random numbers, however they are seeded."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class Tokenwise:
+    """The forward of a module that treats every position alone: it gets this rank's part."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.forward = module, module.forward
+
+    def __call__(self, *args, **kwargs):
+        module, shared = self.module, shared_in((args, kwargs))
+        if not shared:
+            return self.forward(*args, **kwargs)
+        refuse_results_of_custom_functions(shared)
+        lead = shared[0]
+        within = isinstance(module, ParallelLinear) and lead.back == -1
+        if within or any(x.cut != lead.cut or x.axis != lead.axis for x in shared):
+            note_gathering("the module works along the sequence", *shared)
+            return self.forward(*wholes(args), **wholes(kwargs))
+        ranks, cut = lead.cut.sharing.ranks, _cut_after(module, lead)
+        with ExitStack() as frame:
+            frame.enter_context(_parameters_used(module, ranks))
+            if module.training:
+                frame.enter_context(own_random_numbers(ranks, lead.device))
+            out = self.forward(*_parts(args, ranks), **_parts(kwargs, ranks))
+
+        def share_again(y: torch.Tensor) -> SharedSequence:
+            if y.ndim <= lead.axis or y.size(lead.axis) != cut.blocks * cut.mine:
+                raise ValueError(
+                    f"{type(module).__name__} is named tokenwise, got this rank's {cut.mine} positions as dimension "
+                    f"{lead.axis}, and returned {tuple(y.shape)}"
+                )
+            return SharedSequence(y, lead.axis, cut)
+
+        return tree_map_only(torch.Tensor, share_again, out)
+
+
+class _OfPart:
+    """What a module does to every position alone, with a sequence and tensors that are none: to this rank's part."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def __call__(self, x, *others):
+        if not isinstance(x, SharedSequence):
+            return self.function(x, *others)
+        refuse_results_of_custom_functions(x)
+        out = self.function(x.local, *(used(other, x.cut.sharing.ranks) for other in others))
+        return x.like(out, out.ndim + x.back)
+
+
+class _OfWhole:
+    """The forward of a module that gets the sequence gathered: what it does to it is not known."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.forward = module, module.forward
+
+    def __call__(self, *args, **kwargs):
+        shared = shared_in((args, kwargs))
+        if not shared:
+            return self.forward(*args, **kwargs)
+        refuse_results_of_custom_functions(shared)
+        note_gathering(f"{type(self.module).__name__} takes the whole", *shared)
+        return self.forward(*wholes(args), **wholes(kwargs))
+
+
+def _parts(tree, ranks: Communicator):
+    return tree_map_only(torch.Tensor, lambda x: x.local if isinstance(x, SharedSequence) else used(x, ranks), tree)
+
+
+def _cut_after(module: nn.Module, x: SharedSequence) -> Cut:
+    """A column layer with sequence_parallel leaves a sequence-parallel region, a row layer begins one."""
+    if not isinstance(module, ParallelLinear) or not module.sequence_parallel or module.communicator.world == 1:
+        return x.cut
+    begins = module.style == "row"
+    if module.sequence_dim % x.ndim != x.axis or begins == (x.cut.region is not None) or x.cut.blocks > 1:
+        raise ValueError(
+            f"ParallelLinear(style={module.style!r}, sequence_parallel=True, sequence_dim={module.sequence_dim}) got "
+            f"{tuple(x.shape)} whose sequence is dimension {x.axis}, {'in' if x.cut.region else 'out'}side of a "
+            "sequence-parallel region: a column layer ends one and a row layer begins one, along the sequence"
+        )
+    return replace(x.cut, region=(module.communicator.rank, module.communicator.world) if begins else None)
+
+
+@contextmanager
+def _parameters_used(module: nn.Module, ranks: Communicator) -> Iterator[None]:
+    """The module's parameters, whose gradients are sums over the ranks."""
+    saved = [(part, dict(part._parameters)) for part in module.modules()]
+    try:
+        for part, parameters in saved:
+            part._parameters.update({name: used(p, ranks) for name, p in parameters.items()})  # type: ignore[misc]
+        yield
+    finally:
+        for part, parameters in saved:
+            part._parameters.update(parameters)

@@ -1,0 +1,154 @@
+"""Communication hooks: DDP's on our buckets, and ours for those who keep DDP or FSDP2."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from weft.comm.dtypes import SUM, op_code
+from weft.comm.fusion import Fusion
+from weft.comm.registry import communicator
+from weft.data_parallel.bucket_comm import Transport, Wait, measure
+from weft.data_parallel.buckets import Bucket
+
+_AVERAGE = op_code(dist.ReduceOp.AVG)
+
+
+class GradBucket:
+    """A bucket as DDP's communication hooks see it; see torch.distributed.GradBucket, which only DDP can make."""
+
+    def __init__(self, bucket: Bucket):
+        self._bucket, self._buffer = bucket, bucket.flat
+
+    def index(self) -> int:
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [slot.view for slot in self._bucket.slots if slot.view is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        return self._bucket.is_last
+
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future]
+
+
+@dataclass(frozen=True)
+class ByHook(Transport):
+    """As a hook of the user's says: what its future gives is the reduced bucket."""
+
+    state: Any
+    hook: Hook
+
+    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+        future = self.hook(self.state, GradBucket(bucket))
+
+        def wait() -> None:
+            result = future.wait()
+            result = result if isinstance(result, torch.Tensor) else result[0]
+            if result.numel() != bucket.flat.numel():
+                raise ValueError(
+                    f"register_comm_hook: of bucket {bucket.index} the hook's future gave {result.numel()} elements, "
+                    f"and the bucket has {bucket.flat.numel()}: give all of bucket.buffer(), reduced"
+                )
+            if result.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(result.reshape(-1))
+            measure(bucket.flat, bucket)
+
+        return wait
+
+
+@dataclass(frozen=True)
+class HookState:
+    """What `ddp_hook` is given as its state.
+
+    Attributes:
+        group: whose ranks average; None is the default group. It may be another than DDP's own, of the same ranks:
+            DDP over gloo keeps gloo for all else.
+        wire_dtype: bfloat16 or float16, which fp32 gradients are rounded to before they travel.
+    """
+
+    group: Any = None
+    wire_dtype: torch.dtype | None = None
+
+
+def ddp_hook(state: HookState | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for torch's DistributedDataParallel: averages in fp32, in the order of ranks.
+
+    ddp.register_comm_hook(weft.HookState(wire_dtype=torch.bfloat16), weft.ddp_hook)
+    """
+    state = state or HookState()
+    flat, ranks = bucket.buffer(), communicator(state.group)
+    fusion = Fusion.of(flat, state.wire_dtype if flat.dtype == torch.float32 else None)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+    def done(error: BaseException | None = None) -> None:
+        if error is None:
+            future.set_result(flat)
+        else:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    if flat.is_cuda or ranks.engine is None:
+        share = Fusion(fusion.wire_dtype if fusion else None, 1 / ranks.world)
+        ranks.all_reduce_(flat, fusion=share)
+        done()
+    else:
+        ranks.engine.all_reduce(flat, _AVERAGE, wait=False, fusion=fusion).then(done)
+    return future
+
+
+class FSDPReduceScatter(ReduceScatter):
+    """For `FSDPModule.set_custom_reduce_scatter`: sums and averages in fp32, in the order of ranks.
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(weft.FSDPReduceScatter(group))
+
+    Args:
+        group: whose ranks sum, the same ranks as the mesh's; None is the mesh's own group.
+    """
+
+    def __init__(self, group=None):
+        self._group = group
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        ranks = communicator(group if self._group is None else self._group)
+        average = op_code(op) == _AVERAGE
+        if not average and op_code(op) != SUM:
+            raise ValueError(f"FSDPReduceScatter sums and averages; FSDP asked for {op}")
+        parts = list(input_tensor.chunk(ranks.world))
+        if ranks.engine is not None and not input_tensor.is_cuda:
+            ranks.engine.reduce_scatter(parts, output_tensor, op_code(op))
+            return
+        ranks.scatter_sum(parts, output_tensor)
+        if average:
+            output_tensor.div_(ranks.world)
+
+
+class FSDPAllGather(AllGather):
+    """For `FSDPModule.set_custom_all_gather`: parameters are gathered by weft's engine or kernels."""
+
+    def __init__(self, group=None):
+        self._group = group
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        ranks = communicator(group if self._group is None else self._group)
+        ranks.gather_parts(input_tensor, list(output_tensor.chunk(ranks.world)))

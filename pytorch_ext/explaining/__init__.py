@@ -1,1 +1,0 @@
-"""What `weft.explain` says, and how it is shown."""

@@ -1,0 +1,70 @@
+"""`weft explain`: what an automatic plan makes of the model of a config.json. Needs no weights and no ranks."""
+
+import argparse
+import math
+import os
+import sys
+
+import torch
+from torch import nn
+
+from weft.explanation.reports import Explanation
+from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
+
+USAGE_ERROR = 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; a message and 2 where that cannot be."""
+    try:
+        found = explain_config(options.config, options.tp)
+    except (ValueError, OSError, KeyError) as error:
+        print(f"weft explain: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    if options.json:
+        print(found.json())
+    else:
+        found.show()
+    return 0
+
+
+def explain_config(path: str, tp: int) -> Explanation:
+    """Return what plan="auto" makes of the model of a config.json, or of a folder that has one, on `tp` ranks.
+
+    Raises:
+        ValueError: tp below 1; a configuration that transformers has no model for. OSError: no such file.
+    """
+    import transformers
+
+    if tp < 1:
+        raise ValueError(f"--tp {tp} must be at least 1")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no {path!r}: give a config.json, or the folder that has it")
+    config = transformers.AutoConfig.from_pretrained(path)
+    architecture = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    with torch.device("meta"):
+        make = architecture or transformers.AutoModelForCausalLM.from_config
+        model = make(config)
+    plan = automatic_plan(model, tp)
+    ranks = (f"tp: {tp} ranks", f"every rank holds about {100 * _share(model, plan, tp):.0f}% of the parameters")
+    return Explanation(None, (), (), plan.whole, ranks, {name: _told(entry) for name, entry in plan.plan.items()})
+
+
+def _told(entry) -> str:
+    if isinstance(entry, str):
+        return entry
+    options = ", ".join(f"{name}={value}" for name, value in entry.items() if name != "style")
+    return f"{entry['style']} ({options})"
+
+
+def _share(model: nn.Module, found: AutomaticPlan, tp: int) -> float:
+    """Return a rank's part of the parameters, of which those of split layers are shared evenly."""
+    styles = {name: entry if isinstance(entry, str) else entry["style"] for name, entry in found.plan.items()}
+    split = {name for name, style in styles.items() if style not in ("attributes", "sequence", "dropout")}
+    held = whole = 0.0
+    for name, parameter in model.named_parameters():
+        count = math.prod(parameter.shape)
+        whole += count
+        above = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
+        held += count / tp if split & set(above) else count
+    return held / max(whole, 1)

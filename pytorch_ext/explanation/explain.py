@@ -1,0 +1,233 @@
+"""`weft.explain`: what runs in each parallel layer of a model, what it sends, and why not the faster thing."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.context_parallel.notes import notes
+from weft.context_parallel.region import sharing_in
+from weft.explanation.reports import (
+    ATEN,
+    OVERLAPPED,
+    Communication,
+    Explanation,
+    LayerReport,
+    Product,
+    SequenceReport,
+    Traffic,
+)
+from weft.explanation.summary import share_held
+from weft.nn import ParallelEmbedding, ParallelLinear
+from weft.nn.sharded import ShardHolder
+from weft.ops import kernel_choice
+from weft.ops.overlap import products
+from weft.tensor_parallel.auto.trace import tensors_in
+
+
+def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -> Explanation:
+    """Which algorithm computes each product of each parallel layer, what the layer sends, and why not the faster path;
+    of a model that shares its sequence, how each attention was computed when it was last called, and for what the
+    sequence was gathered; and what an automatic plan left whole on every rank, with the reason.
+
+    The result prints as text; `.show()` and `rich.print` print a table, `.json()` and `.as_dict()` give it to programs.
+
+    Args:
+        batch: what the model is called with, whose tokens are counted: a tensor, or a tuple, list or dict of them.
+        tokens: instead of a batch, of the whole that the ranks of a layer's group work on; what is faster, and what is
+            sent, depends on it. By default 4096.
+
+    Raises:
+        ValueError: tokens is no whole number of at least 1.
+        TypeError: the model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain takes a torch.nn.Module, and not a {type(model).__name__}")
+    if batch is not None and tokens is not None:
+        raise ValueError("explain takes a batch or tokens, and not both")
+    tokens = 4096 if batch is None and tokens is None else _tokens_of(batch) if tokens is None else tokens
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"explain: tokens={tokens!r} must be a whole number of at least 1")
+    return Explanation(
+        tokens, tuple(_of_layers(model, tokens)), _of_sequences(model), _whole(model), tuple(_ranks(model))
+    )
+
+
+def _tokens_of(batch: Any) -> int:
+    """Count whole numbers, and vectors of floating-point numbers, of the first tensor."""
+    first = next(tensors_in(batch), None)
+    if first is None or not first.dim():
+        raise ValueError(f"explain: there is no tensor with dimensions in a batch of type {type(batch).__name__}")
+    return first.numel() // (first.shape[-1] if first.is_floating_point() and first.dim() > 1 else 1)
+
+
+_DOES = {
+    "pp": "each keeps a part of the layers, and hands activations on",
+    "dp": "each has its part of the batch; gradients are averaged in backward",
+    "cp": "each has its part of every sequence",
+    "tp": "each has its part of the layers' weights; see each layer",
+}
+
+
+def _ranks(model: nn.Module) -> Iterator[str]:
+    """What each dimension of the mesh does."""
+    sizes: dict[str, int] = next((vars(one)["_weft_mesh"] for one in model.modules() if "_weft_mesh" in vars(one)), {})
+    for name, size in sizes.items():
+        if size > 1:
+            yield f"{name}: {size} ranks, {_DOES[name]}"
+    if any(size > 1 for size in sizes.values()):
+        yield f"this rank holds {share_held(model)}"
+
+
+def _of_layers(model: nn.Module, tokens: int) -> Iterator[LayerReport]:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            yield _linear(name, module, tokens)
+        elif isinstance(module, ParallelEmbedding):
+            yield _embedding(name, module, tokens)
+        elif isinstance(module, ShardHolder) and module.shards:
+            yield _other(name, module)
+
+
+def _of_sequences(model: nn.Module) -> tuple[SequenceReport, ...]:
+    seen = [SequenceReport(*found) for found in notes(model)]
+    shares = []
+    for name, sharing in sharing_in(model).items():
+        text = f"dimension {sharing.dim} of its arguments, {sharing.ranks.world} ranks, over {sharing.ranks.transport}"
+        shares.append(SequenceReport(name, "shares", text if seen else f"{text}; call it once to see how"))
+    return (*shares, *seen)
+
+
+def _whole(model: nn.Module) -> Mapping[str, str]:
+    plans = (getattr(module, "_weft_plan", None) for module in model.modules())  # a wrapper may stand around it
+    return next((plan.whole for plan in plans if plan is not None), {})
+
+
+def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
+    weight = layer.weight.t() if layer.transposed else layer.weight
+    n, k = weight.shape
+    # A row layer's activation comes after its reduction, outside of the product.
+    fused = layer.activation if layer.style == "column" else None
+    layouts = ("nn", "nt") if layer.transposed else ("nt", "nn")
+    computed = {
+        "forward": _product(tokens, n, k, layouts[0], weight, fused),
+        "dgrad": _product(tokens, k, n, layouts[1], weight),
+        "wgrad": _product(n, k, tokens, "tn", weight),
+    }
+    communicated = {
+        product: _communication(layer, tokens, weight.t() if product == "forward" else weight, how)
+        for product, how in _COLLECTIVES[layer.style, layer.sequence_parallel].items()
+    }
+    return LayerReport(
+        name,
+        f"{type(layer).__name__} {layer.style}",
+        _shard(layer),
+        layer.communicator.transport,
+        computed,
+        communicated,
+        tuple(_linear_traffic(layer, tokens)),
+    )
+
+
+# By style and whether the layer is sequence-parallel: how the rows of each product travel.
+_COLLECTIVES = {
+    ("column", False): {"dgrad": "reduced"},
+    ("column", True): {"forward": "gathered", "dgrad": "scattered"},
+    ("row", False): {"forward": "reduced"},
+    ("row", True): {"forward": "scattered", "dgrad": "gathered"},
+}
+_NAMES = {"gathered": "all_gather", "scattered": "reduce_scatter", "reduced": "all_reduce"}
+_APART = "one after the other"
+
+
+def _linear_traffic(layer: ParallelLinear, tokens: int) -> Iterator[Traffic]:
+    """Every collective of a step. What travels with a product of a column layer is x or dx, of a row layer y or dy."""
+    column, region = layer.style == "column", layer.sequence_parallel
+    world, size = layer.communicator.world, layer.weight.element_size()
+    inputs, outputs = size * tokens * layer.in_features, size * tokens * layer.out_features
+    travelling = inputs if column else outputs
+    for product, how in _COLLECTIVES[layer.style, region].items():
+        what = ("x" if column else "y") if product == "forward" else ("dx" if column else "dy")
+        yield _traffic(product, _NAMES[how], what, travelling, world)
+    if column and region and layer.weight.requires_grad:
+        yield _traffic("wgrad", "all_gather", "x", inputs, world)
+    if not column and region and layer.bias is not None and layer.bias.requires_grad:
+        yield _traffic("wgrad", "all_reduce", "db", size * layer.out_features, world)
+    if layer.gather_output:
+        yield _traffic("forward", "all_gather", "y", outputs, world)
+    if layer.split_input:
+        yield _traffic("dgrad", "all_gather", "dx", inputs, world)
+
+    for name, shard in layer.shards.items():
+        if shard.cut.replicated and layer.get_parameter(name).requires_grad:
+            yield Traffic("wgrad", "all_to_all", f"d{name} of what several ranks have", _shared_bytes(layer, name))
+
+
+def _shared_bytes(layer: ParallelLinear, name: str) -> int:
+    """What a rank sends, on average, to those that have the same part of a parameter."""
+    shard, world = layer.shards[name], layer.communicator.world
+    pairs = [(one, other) for one in range(world) for other in range(world) if one != other]
+    length = sum(stop - start for pair in pairs for start, stop in shard.cut.common(*pair))
+    whole = layer.get_parameter(name).element_size() * math.prod(shard.global_shape)
+    return whole // shard.global_shape[shard.dim] * length // world
+
+
+def _shard(layer: ShardHolder) -> str:
+    shard = next(iter(layer.shards.values()))  # of the weight
+    return f"{tuple(shard.shape)} of {shard.global_shape}"
+
+
+def _traffic(product: str, collective: str, what: str, whole_bytes: int, world: int) -> Traffic:
+    times = 2 if collective == "all_reduce" else 1
+    return Traffic(product, collective, what, times * whole_bytes * (world - 1) // world)
+
+
+def _embedding(name: str, layer: ParallelEmbedding, tokens: int) -> LayerReport:
+    why = "a lookup moves its rows and computes nothing"
+    whole_bytes = layer.weight.element_size() * tokens * layer.embedding_dim
+    return LayerReport(
+        name,
+        type(layer).__name__,
+        _shard(layer),
+        layer.communicator.transport,
+        {"forward": Product(ATEN, why), "wgrad": Product(ATEN, why)},
+        {},
+        (_traffic("forward", "all_reduce", "y", whole_bytes, layer.communicator.world),),
+    )
+
+
+def _other(name: str, layer: ShardHolder) -> LayerReport:
+    """A layer of which nothing is known but that it is split."""
+    ranks = next(iter(layer.shards.values())).communicator
+    kind = f"{type(layer).__name__} {getattr(layer, 'style', '')}".rstrip()
+    computed = {product: Product(ATEN, "weft has no kernel for this layer") for product in ("forward", "backward")}
+    return LayerReport(name, kind, _shard(layer), ranks.transport, computed, {}, None)
+
+
+def _communication(layer: ParallelLinear, tokens: int, b: torch.Tensor, how: str) -> Communication:
+    try:
+        decided = products.decide(layer.place, tokens, b, how)
+    except ValueError as error:  # overlap="always" where it cannot be: what the layer will raise
+        return Communication(_NAMES[how], "", str(error))
+    return Communication(_NAMES[how], OVERLAPPED if decided.fused else _APART, decided.reason)
+
+
+def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: str | None = None) -> Product:
+    if not kernel_choice.on_kernel(weight.device):
+        return Product(ATEN, kernel_choice.excluded(weight.device).reason)
+    from weft.kernels import launch
+    from weft.kernels.matmul_tiles import Problem, choose_tile
+
+    # Rows (n) or columns (t) of both operands lie at 16 bytes where the contiguous dimension is a multiple of that.
+    contiguous = {"nt": (k, k), "nn": (k, n), "tn": (m, n)}[layout]
+    aligned = all(size * weight.element_size() % 16 == 0 for size in contiguous)
+    problem = Problem(m, n, k, layout, aligned, weight.dtype, fused or "none")
+    algorithm = kernel_choice.algorithm(problem, weight.device)
+    if not algorithm.kernel:
+        return Product(ATEN, algorithm.reason)
+    variant, origin = str(choose_tile(problem, weight.device).config), ""
+    if weight.device.type == "cuda":
+        origin = str(kernel_choice.origin(problem, launch.code_architecture(weight.device)))
+    return Product("weft kernel", algorithm.reason, variant, origin)

@@ -1,0 +1,67 @@
+"""One line about a model that was put on a mesh, and short words for what stayed whole."""
+
+import logging
+import math
+import re
+import sys
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from weft.sharding.shard import shard_of
+
+_SHORT = {  # what a reason says, in three words
+    "looked up by numbers": "positions, not tokens",
+    "counts all of the features": "counts its features",
+    "there is no style for": "no such style",
+    "fewer than": "too few units",
+    "the model returns": "the model's output",
+    "could not be followed|cannot be followed|called with a guess": "could not follow",
+    "also that of|also used by": "weight used elsewhere",
+    "hooks|a forward of its own": "has own hooks",
+    "whole|split|all of its features|sums over": "needs all features",
+}
+_MOST = 4
+
+
+def in_three_words(reason: str) -> str:
+    return next((short for told, short in _SHORT.items() if re.search(told, reason)), "see weft.explain")
+
+
+def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, whole: Mapping[str, str]) -> None:
+    """Log the line on the first rank; print it where no logging is set up.
+
+    Args:
+        sizes: dimension of the mesh to its ranks.
+        parameters: how many numbers the model had on each rank before.
+    """
+    if dist.is_initialized() and dist.get_rank():
+        return
+    mesh = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
+    share = sum(parameter.numel() for parameter in model.parameters()) / max(parameters, 1)
+    short: dict[str, str] = {}
+    for name, reason in whole.items():
+        short.setdefault(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), in_three_words(reason))
+    told = [f"{name} ({why})" for name, why in list(short.items())[:_MOST]]
+    more = [f"{len(short) - _MOST} more"] if len(short) > _MOST else []
+    stayed = f"; whole on every rank: {', '.join(told + more)}" if told else ""
+    line = (
+        f"parallelize ({mesh}): a rank holds {100 * share:.0f}% of {parameters:,} parameters{stayed}; "
+        "weft.explain(model) for the rest"
+    )
+    logger = logging.getLogger("weft")
+    if logger.level == logging.NOTSET and not logger.hasHandlers():
+        print(line, file=sys.stderr)
+    else:
+        logger.info(line)
+
+
+def share_held(model: nn.Module) -> str:
+    """Return how many numbers of its layers this rank holds, and of how many."""
+    held = whole = 0
+    for parameter in model.parameters():
+        shard = shard_of(parameter)
+        held += parameter.numel()
+        whole += parameter.numel() if shard is None else math.prod(shard.global_shape)
+    return f"{held:,} of {whole:,} parameters of its layers"

@@ -1,0 +1,48 @@
+"""The lists of layers in a model, and the caches of keys and values that its layers may be called with."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def opened_in(model: nn.Module) -> set[str]:
+    """Names of the modules that contain the outermost lists of layers, and of these lists."""
+    opened: set[str] = set()
+
+    def look(module: nn.Module, name: str) -> bool:
+        prefix = f"{name}." if name else ""
+        if type(module) in _LISTS:
+            opened.add(name)
+            for child_name, child in module.named_children():
+                if type(child) in _LISTS:
+                    look(child, prefix + child_name)
+            return True
+        found = [look(child, prefix + child_name) for child_name, child in module.named_children()]
+        if any(found):
+            opened.add(name)
+        return any(found)
+
+    look(model, "")
+    return opened | {""}
+
+
+def lists_in(model: nn.Module) -> set[str]:
+    """Names of the lists among them."""
+    return {name for name in opened_in(model) if type(model.get_submodule(name)) in _LISTS}
+
+
+def refuse_caches(module: nn.Module, args: Sequence, kwargs: Mapping, why: str) -> None:
+    """Raises ValueError where a module is given a cache of keys and values."""
+    names = [name for name, value in kwargs.items() if "past_key_value" in name and value is not None]
+    names += [type(value).__name__ for value in args if _is_cache(value)]
+    if names:
+        raise ValueError(
+            f"{type(module).__name__} got a cache ({names[0]}), {why}: call the model with use_cache=False "
+            "(model.config.use_cache = False)"
+        )
+
+
+def _is_cache(value) -> bool:
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)

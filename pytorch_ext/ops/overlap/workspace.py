@@ -1,0 +1,56 @@
+"""The windows that communicating kernels write to: one for each purpose of a group, as large as its largest call."""
+
+import torch
+
+from weft.comm.communicator import Communicator
+from weft.comm.stream_order import StreamOrder
+from weft.comm.wait_record import WAIT_NAMES, WaitRecord
+from weft.comm.window import Window, open_window
+from weft.kernels import launch, signal
+
+WAIT_NAMES.update(signal.WAIT_NAMES)
+
+
+def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.device) -> signal.Peers:
+    """The group's window for a purpose, of at least that many bytes, as kernels reach it. A collective call where it
+    must grow. Raises what the ranks' waits left on record before.
+
+    Two calls that overlap in time use windows of different purposes; of one purpose, a call waits for the one before,
+    whatever streams they are on. A window that has become too small is kept: a captured
+    CUDA graph may still use it.
+
+    Raises:
+        ValueError: ranks that do not reach each other's memory. RuntimeError: it must grow while a graph is captured.
+        CommError: a wait has failed.
+    """
+    record = ranks.record(device)
+    record.check()
+    order, kept = ranks.workspaces.setdefault((purpose, device), (StreamOrder(device), []))
+    if device.type == "cuda":
+        with order.next():  # calls from several streams share the window and its flags
+            pass
+    if kept and kept[-1].memory.numel() >= bytes:
+        return kept[-1]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{purpose}: the window must grow to {bytes} bytes, and a CUDA graph cannot capture that; run once before"
+        )
+    kept.append(peers_of(open_window(ranks, 1 << (bytes - 1).bit_length(), device), record))
+    return kept[-1]
+
+
+def peers_of(window: Window, record: WaitRecord) -> signal.Peers:
+    """A window of zeros as this rank's kernels reach it."""
+    device = window.mine.device
+    return signal.Peers(
+        rank=window.rank,
+        memory=window.mine,
+        at=window.addresses,
+        addresses=torch.tensor(window.addresses, dtype=torch.int64, device=device),
+        counters=torch.zeros(signal.FLAGS, dtype=torch.int32, device=device),
+        spoiled=torch.zeros(1, dtype=torch.int32, device=device),
+        record=record.memory,
+        timeout_us=min(int(record.timeout_s * 1e6), 2**31 - 1),
+        processors=launch.multiprocessors(device),
+        owner=window,
+    )

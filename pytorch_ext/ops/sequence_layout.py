@@ -1,0 +1,179 @@
+"""How a sequence is shared out: which positions each rank has, and the way there and back.
+
+    contiguous    rank r of W has piece r of W
+    zigzag        rank r has pieces r and 2W - 1 - r of 2W: an early and a late one, so that under a causal mask all
+                  ranks have the same work (Llama 3: Grattafiori et al. 2024, section 3.3.2)
+
+Pieces are as equal as the length permits, so any length goes and nothing is padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
+from weft.kernels.attention import Positions
+from weft.ops.backward import first_order
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sequence of `length` positions over `world` ranks. ValueError for a kind that does not exist.
+
+    Attributes:
+        members: the ranks that are meant below; all of them by default.
+    """
+
+    length: int
+    world: int
+    kind: str = "zigzag"
+    members: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.kind not in LAYOUTS:
+            raise ValueError(f"layout={self.kind!r} is not one of {', '.join(map(repr, LAYOUTS))}")
+
+    def among(self, members: Sequence[int]) -> "Layout":
+        return replace(self, members=tuple(members))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.members or tuple(range(self.world))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Positions of each of the ranks."""
+        return [sum(length for _, length in _runs(self, (rank,))) for rank in self.ranks]
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(start, length) of the consecutive positions that the ranks have together, in order."""
+        return _runs(self, self.ranks)
+
+    @property
+    def positions(self) -> Positions:
+        """The same for the kernels, which take at most two runs."""
+        if len(self.runs) > 2:
+            raise ValueError(f"ranks {self.ranks} have {len(self.runs)} runs of positions; the kernels take two")
+        return Positions(*[number for run in [*self.runs, (0, 0), (0, 0)][:2] for number in run])
+
+    def pick(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """That rank's part of a tensor that has every position along dim."""
+        parts = [whole.narrow(dim, start, length) for start, length in _runs(self, (rank,))]
+        return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """The ranks' parts, with positions in order."""
+        pieces = []
+        for rank, part in zip(self.ranks, parts, strict=True):
+            runs = _runs(self, (rank,))
+            cut = part.split([length for _, length in runs], dim) if runs else ()
+            pieces += [(start, piece) for (start, _), piece in zip(runs, cut, strict=True)]
+        pieces.sort(key=lambda pair: pair[0])
+        return torch.cat([piece for _, piece in pieces], dim) if pieces else parts[0]
+
+    def cut(self, joined: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """The way back: each rank's part."""
+        places, offset = [], 0
+        for start, length in self.runs:
+            places.append((start, length, offset))
+            offset += length
+
+        def within(start: int) -> int:
+            return next(there + start - first for first, length, there in places if first <= start < first + length)
+
+        return [
+            torch.cat([joined.narrow(dim, within(s), n) for s, n in runs], dim) if runs else joined.narrow(dim, 0, 0)
+            for runs in (_runs(self, (rank,)) for rank in self.ranks)
+        ]
+
+
+@lru_cache(maxsize=4096)
+def _runs(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+    count = layout.world * (2 if layout.kind == "zigzag" else 1)
+    share, more = divmod(layout.length, count)
+    sizes = [share + (piece < more) for piece in range(count)]
+    pieces = [p for rank in ranks for p in {rank, *([count - 1 - rank] if layout.kind == "zigzag" else [])}]
+    runs: list[tuple[int, int]] = []
+    for piece in sorted(pieces):
+        start, length = sum(sizes[:piece]), sizes[piece]
+        if length and runs and sum(runs[-1]) == start:
+            runs[-1] = runs[-1][0], runs[-1][1] + length
+        elif length:
+            runs.append((start, length))
+    return runs
+
+
+def shard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigzag") -> torch.Tensor:
+    """This rank's part of a tensor that every rank has whole, along the sequence. Backward gathers.
+
+    Shard the tokens, the labels and `torch.arange(length)` alike: the last is what rotary embeddings need.
+
+    Raises:
+        ValueError: a layout that does not exist.
+    """
+    ranks = communicator(group)
+    return _Shard.apply(x, dim % x.dim(), ranks, Layout(x.size(dim), ranks.world, layout))
+
+
+def unshard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigzag") -> torch.Tensor:
+    """The whole, on every rank, of what `shard_sequence` cut. Backward takes this rank's part: every rank is taken to
+    go on with the whole in the same way.
+
+    Raises:
+        ValueError: parts whose sizes are not those of the layout.
+    """
+    ranks = communicator(group)
+    return _Unshard.apply(x, dim % x.dim(), ranks, layout_of(ranks, x.size(dim), layout))
+
+
+def layout_of(ranks: Communicator, size: int, kind: str) -> Layout:
+    """The layout of a sequence of which each rank has `size` positions, its own number. A collective call."""
+    sizes = ranks.all_sizes(torch.empty(size, 0), 0)
+    layout = Layout(sum(sizes), ranks.world, kind)
+    if sizes != layout.sizes:
+        raise ValueError(
+            f"the ranks have {sizes} positions; {kind} shards of {layout.length} have {layout.sizes}: "
+            "cut the sequence with weft.shard_sequence"
+        )
+    return layout
+
+
+def gather_parts(x: torch.Tensor, dim: int, ranks: Communicator, layout: Layout) -> torch.Tensor:
+    """Every rank's part, with positions in order; not differentiable."""
+    whole = ranks.all_gather(x, dim, layout.sizes)
+    return layout.join(whole.split(layout.sizes, dim), dim)
+
+
+class _Shard(torch.autograd.Function):
+    """x_r = this rank's positions of x; backward  dx = all_gather(dx_r), positions in order."""
+
+    @staticmethod
+    def forward(ctx, x, dim, ranks, layout):
+        ctx.arguments = dim, ranks, layout
+        return layout.pick(x, dim, ranks.rank)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return gather_parts(dy, *ctx.arguments), None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    """x = all_gather(x_r), positions in order; backward  dx_r = this rank's positions of dx."""
+
+    @staticmethod
+    def forward(ctx, x, dim, ranks, layout):
+        ctx.arguments = dim, ranks, layout
+        return gather_parts(x, dim, ranks, layout)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        dim, ranks, layout = ctx.arguments
+        return layout.pick(dy, dim, ranks.rank), None, None, None

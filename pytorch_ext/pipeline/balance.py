@@ -1,0 +1,74 @@
+"""Which layers go together: contiguous parts whose largest cost is as small as it can be."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from weft.pipeline.layer_graph import Chain
+
+_ROUNDS = 3  # of timing; the fastest counts
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """How many of the costs, in sequence, go to each part; at least one each. The largest sum is as small as it can be;
+    among such cuts, the sums are as equal as they can be (least squares) up to there, from the front.
+
+    Raises:
+        ValueError: fewer costs than parts.
+    """
+    n = len(costs)
+    if not 0 < parts <= n:
+        raise ValueError(f"balanced: {n} layers cannot make {parts} parts")
+    until = [0.0, *accumulate(costs)]
+    # best[k]: (largest sum, sum of squares, sizes) of the first k costs in the parts so far
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for part in range(1, parts + 1):
+        reached = {}
+        for k in range(part, n - parts + part + 1):
+            choices = (
+                (max(largest, own), squares + own * own, [*sizes, k - before])
+                for before, (largest, squares, sizes) in best.items()
+                if before < k
+                for own in [until[k] - until[before]]
+            )
+            reached[k] = min(choices, key=lambda choice: choice[:2])
+        best = reached
+    return best[n][2]
+
+
+def times(chain: Chain, inputs: Sequence[torch.Tensor]) -> list[float]:
+    """Seconds that each layer takes forward on these inputs; the fastest of a few rounds."""
+    stages = chain.stages([1] * len(chain.layers))
+    fastest = [float("inf")] * len(stages)
+    with undisturbed(chain.model), torch.no_grad():
+        for _ in range(_ROUNDS):
+            values = tuple(inputs)
+            for number, stage in enumerate(stages):
+                _synchronize(values)
+                start = time.perf_counter()
+                values = stage(*values)
+                _synchronize(values)
+                fastest[number] = min(fastest[number], time.perf_counter() - start)
+    return fastest
+
+
+def _synchronize(values) -> None:
+    if any(isinstance(value, torch.Tensor) and value.is_cuda for value in values):
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def undisturbed(*modules: nn.Module) -> Iterator[None]:
+    """Runs that leave no trace: buffers (a norm's running means) and random numbers are afterwards what they were."""
+    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)

@@ -1,0 +1,391 @@
+"""A model's forward as a chain of layers, which can be cut between any two of them.
+
+torch.fx traces the outermost code of the model; the elements of its outermost ModuleLists and Sequentials, and every
+other module on the way, stay whole and are called as they are. A cut passes on every value that is needed behind it, so
+that skip connections, masks and tables of angles go along. Stages hold the model's own modules and parameters.
+"""
+
+import inspect
+import random
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from weft.context_parallel.region import Tokenwise, is_edge
+from weft.layer_lists import opened_in
+from weft.pipeline.stage_boundary import cross
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that has parameters, with the parameterless operations that follow it.
+
+    Attributes:
+        name: the module's.
+        nodes: of the trace.
+        parameters: the distinct ones that it uses.
+        buffers: of the modules that it calls.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    parameters: tuple[nn.Parameter, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model's layers in the order in which its forward calls them."""
+
+    model: nn.Module
+    inputs: tuple[fx.Node, ...]
+    output: fx.Node
+    layers: tuple[Layer, ...]
+    settings: "ReadAttributes"
+
+    def stages(self, sizes: Sequence[int]) -> list[fx.GraphModule]:
+        """The model cut into stages of so many layers each, in sequence.
+
+        The first takes the model's inputs; each one but the last returns a tuple, which are the next one's arguments;
+        the last returns what the model returns.
+        """
+        stages, before, crossing = [], 0, list(self.inputs)
+        for size in sizes:
+            nodes = [node for layer in self.layers[before : before + size] for node in layer.nodes]
+            before += size
+            later = {node for layer in self.layers[before:] for node in layer.nodes} | {self.output}
+            leaving = None
+            if before < len(self.layers):
+                produced = [*crossing, *nodes]
+                leaving = [node for node in produced if later & set(node.users)]
+            stages.append(self._stage(crossing, nodes, leaving))
+            crossing = leaving or []
+        return stages
+
+    def _stage(self, entering, nodes, leaving) -> fx.GraphModule:
+        graph, copies = fx.Graph(), {}
+        for node in entering:
+            copies[node] = graph.placeholder(node.name)
+
+        def copy_of(node: fx.Node) -> fx.Node:
+            if node not in copies:  # a parameter or buffer, which every stage that uses it has
+                copies[node] = graph.node_copy(node, copy_of)
+            return copies[node]
+
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copy_of)
+        if leaving is None:
+            graph.output(fx.map_arg(self.output.args[0], copy_of))
+        else:
+            graph.output(tuple(graph.call_function(cross, (copy_of(node),)) for node in leaving))
+        return fx.GraphModule(self.model, graph, class_name="Stage")
+
+
+class UncuttableError(ValueError):
+    """A forward that cannot be cut between its layers as it is written."""
+
+
+def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments: Sequence[str] | None) -> Chain:
+    """The chain of a model.
+
+    Args:
+        who: begins the texts of errors.
+        layers: names of modules that are called one after the other, each with what the one before returned; a `*`
+            stands for the elements of a ModuleList. None traces the model's forward.
+        arguments: those of forward that a call gives; by default those that have no default of their own.
+
+    Raises:
+        UncuttableError: a forward that cannot be traced, that has hooks, or that asks whether it trains. ValueError: no
+            such module, a model without parameters.
+    """
+    settings = ReadAttributes(who)
+    graph = _traced(who, model, arguments, settings) if layers is None else _listed(who, model, layers)
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    runs: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        begins = node.op == "call_module" and _parameters(model, [node])
+        if runs and not (begins and _parameters(model, runs[-1])):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    found = tuple(
+        Layer(_name(run), tuple(run), tuple(_parameters(model, run)), tuple(_buffers(model, run))) for run in runs
+    )
+    if not any(layer.parameters for layer in found):
+        raise ValueError(f"{who}: the model has no layer with parameters; there is nothing to split")
+    return Chain(model, inputs, output, found, settings)
+
+
+_SIMPLE = (bool, int, float, str, type(None))
+_OWN = {*vars(nn.Module()), *dir(nn.Module), "training"}
+
+
+class ReadAttributes:
+    """Attributes that the traced code has read, which stay as they were: numbers, strings and flags of modules, and of
+    the plain objects (configurations) that modules hold."""
+
+    def __init__(self, who: str):
+        self._who = who
+        self._read: dict[tuple[str, str], tuple[weakref.ref, object]] = {}  # the module, and what it had
+
+    @contextmanager
+    def noting(self, modules: dict[str, nn.Module]) -> Iterator[None]:
+        """Note what these modules' attributes are while their code runs."""
+        names = {id(module): name for name, module in modules.items()}
+
+        def noted(module, attribute):
+            value = object.__getattribute__(module, attribute)
+            name = names.get(id(module))
+            if name is not None and attribute not in _OWN and (held := _settings_of(value)) is not None:
+                self._read.setdefault((name, attribute), (weakref.ref(module), held))
+            return value
+
+        nn.Module.__getattribute__ = noted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
+
+    def check(self) -> None:
+        """Raises ValueError where one of them is another now. A module that is gone has none."""
+        for (name, attribute), (of_module, before) in self._read.items():
+            module = of_module()
+            if module is not None and _settings_of(getattr(module, attribute, None)) != before:
+                changed = f"{name}.{attribute}".removeprefix(".")
+                raise ValueError(
+                    f"{self._who}: {changed} was changed after the model was cut, whose forward has asked for it once "
+                    "and for all: set it before the model is cut, or let a layer ask"
+                )
+
+
+def _settings_of(value) -> object:
+    """What to compare of an attribute; None where nothing is."""
+    if type(value) in _SIMPLE:
+        return type(value).__name__, value
+    if callable(value) or isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__"):
+        return None
+    return {key: one for key, one in vars(value).items() if type(one) in _SIMPLE}
+
+
+def _name(run: Sequence[fx.Node]) -> str:
+    modules = [str(node.target) for node in run if node.op == "call_module"]
+    return modules[0] if modules else run[0].name
+
+
+def _parameters(model: nn.Module, run: Sequence[fx.Node]) -> list[nn.Parameter]:
+    found: dict[int, nn.Parameter] = {}
+    for node in run:
+        if node.op == "call_module":
+            found |= {id(one): one for one in model.get_submodule(str(node.target)).parameters()}
+        for used in node.all_input_nodes:
+            if used.op == "get_attr":
+                owner, _, name = str(used.target).rpartition(".")
+                value = getattr(model.get_submodule(owner), name)
+                if isinstance(value, nn.Parameter):
+                    found[id(value)] = value
+    return list(found.values())
+
+
+def _buffers(model: nn.Module, run: Sequence[fx.Node]) -> list[torch.Tensor]:
+    modules = [model.get_submodule(str(node.target)) for node in run if node.op == "call_module"]
+    return [buffer for module in modules for buffer in module.buffers()]
+
+
+def _listed(who: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
+    named = dict(model.named_modules(remove_duplicate=False))
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for pattern in layers:
+        owner = pattern.removesuffix(".*")
+        children = named[owner].named_children() if pattern.endswith(".*") and owner in named else []
+        for name in [f"{owner}.{child}" for child, _ in children] or [pattern]:
+            if name not in named:
+                raise ValueError(
+                    f"{who}: layers names {pattern!r}, and no module is called that; there are {_some(named)}"
+                )
+            value = graph.call_module(name, (value,))
+    graph.output(value)
+    used = {id(one) for node in graph.nodes if node.op == "call_module" for one in _parameters(model, [node])}
+    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
+    if left_out:
+        raise ValueError(f"{who}: layers={list(layers)} leave out {left_out[0]}, without which it is another model")
+    return graph
+
+
+def _some(named: dict[str, nn.Module]) -> str:
+    return ", ".join([name for name in named if name.count(".") < 2 and name][:20])
+
+
+_CONSTANT = "_tensor_constant"  # as torch.fx calls them
+
+
+def _modes() -> tuple:
+    """What a `with` around operations may have changed of them."""
+    autocast = [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        for kind in ("cpu", "cuda")
+    ]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the root, and into modules that contain a list of layers; all others are called as they are."""
+
+    proxy_buffer_attributes = True  # a table of positions that the model's own code cuts to the length
+
+    def __init__(self, who: str, opened: set[str]):
+        super().__init__()
+        self._who, self._opened = who, opened
+        self._modes = _modes()
+        self._constants = 0
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors that the forward made of nothing that it was given, which every call has from now on."""
+        return [
+            x for x, name in self.tensor_attrs.items() if isinstance(x, torch.Tensor) and name.startswith(_CONSTANT)
+        ]
+
+    def get_fresh_qualname(self, prefix: str) -> str:
+        """The same names in every trace of a model."""
+        self._constants += 1
+        return f"{prefix}{self._constants - 1}"
+
+    def create_node(self, *args, **options) -> fx.Node:
+        if _modes() != self._modes:
+            raise UncuttableError(
+                f"{self._who}: the forward of {type(self.root).__name__} switches gradients or autocast on or off "
+                "around its layers, which a trace does not keep: do that inside of a layer (and freeze parameters by "
+                "requires_grad_(False))"
+            )
+        return super().create_node(*args, **options)
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return name not in self._opened
+
+
+def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, settings: ReadAttributes) -> fx.Graph:
+    opened = opened_in(model)
+    for name in opened:
+        module = model.get_submodule(name)
+        if _has_hooks(module, of_model=name == ""):
+            raise UncuttableError(
+                f"{who}: {name or 'the model'} has hooks, which would not run in a part of it: remove them, or move "
+                "them to its layers"
+            )
+        if isinstance(module.forward, Tokenwise):
+            raise UncuttableError(
+                f"{who}: {name or 'the model'} is named tokenwise, and is cut: name its layers instead"
+            )
+    given, defaults = _arguments(who, model, arguments)
+    graphs, constants = [], []
+    before, drawn = _numbers_in(model, opened), _random_states()
+    was_training = [(module, module.training) for module in model.modules()]
+    try:
+        for mode in (True, False):
+            model.train(mode)
+            tracer = _Tracer(who, opened)
+            with settings.noting({name: model.get_submodule(name) for name in opened}):
+                graphs.append(_only(given, tracer.trace(model, dict(defaults) or None)))
+            constants.append(tracer.constants)
+    except UncuttableError:
+        raise
+    except Exception as error:
+        raise UncuttableError(
+            f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}). What it makes of an input's sizes (a mask) belongs "
+            "in a module of its own, which is called with that input. If its layers are called one after the other, "
+            'name them: layers=["embedding", "blocks.*", "norm", "head"]'
+        ) from error
+    finally:
+        for module, mode in was_training:
+            module.training = mode
+    kept = [name for name, value in _numbers_in(model, opened).items() if value != before.get(name, value)]
+    for name in kept:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, before[name])
+    if kept:
+        raise UncuttableError(
+            f"{who}: the forward of {type(model).__name__} changes {kept[0]} outside of its layers, which a trace does "
+            "once and for all; make that a module of its own"
+        )
+    if _random_states() != drawn:
+        raise UncuttableError(
+            f"{who}: the forward of {type(model).__name__} draws random numbers outside of its layers, which a trace "
+            "does once and for all; make that a module of its own"
+        )
+    if str(graphs[0]) != str(graphs[1]) or not all(map(torch.equal, *constants)):
+        raise UncuttableError(
+            f"{who}: the forward of {type(model).__name__} itself asks whether it trains, outside of its layers; make "
+            "that a module of its own (nn.Dropout for F.dropout)"
+        )
+    return graphs[0]
+
+
+def _numbers_in(model: nn.Module, opened: set[str]) -> dict[str, float]:
+    """Attributes of these modules that are numbers, such as a count of calls."""
+    return {
+        f"{name}.{attribute}".removeprefix("."): value
+        for name in opened
+        for attribute, value in vars(model.get_submodule(name)).items()
+        if isinstance(value, int | float) and attribute != "training"
+    }
+
+
+def _random_states() -> tuple:
+    return random.getstate(), torch.get_rng_state().tolist()
+
+
+def _has_hooks(module: nn.Module, of_model: bool) -> bool:
+    """Others than those at the edge of a model that shares its sequence, for which the stages stand in."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not (of_model and is_edge(hook)) for hook in hooks)
+
+
+def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> tuple[list[str], dict]:
+    """The arguments of forward that a call gives, and the others with their defaults."""
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    given = [name for name, default in known.items() if default is inspect.Parameter.empty]
+    if arguments is not None:
+        unknown = [name for name in arguments if name not in known]
+        missing = [name for name in given if name not in arguments]
+        if unknown or missing:
+            raise ValueError(
+                f"{who}: arguments={list(arguments)}, and forward takes {', '.join(known)}, of which "
+                f"{', '.join(given) or 'none'} must be given"
+            )
+        given = [name for name in known if name in arguments]
+        if given != list(arguments):
+            raise ValueError(f"{who}: arguments={list(arguments)} are to be named in forward's order: {given}")
+    return given, {name: default for name, default in known.items() if name not in given}
+
+
+def _only(given: Sequence[str], graph: fx.Graph) -> fx.Graph:
+    """The graph without the arguments that have been replaced by their values, and torch.fx's checks of these."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.target not in given:
+            _erase(graph, node)
+    return graph
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)

@@ -1,0 +1,498 @@
+"""Pipeline: a model's layers on ranks in sequence, each batch cut into micro-batches that follow one another.
+
+Schedules are those of torch.distributed.pipelining; weft cuts the model, sums what is tied and keeps the time.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft._C import CommError
+from weft.activation_checkpoint import recomputes
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
+from weft.context_parallel.region import share_in_stages, sharing_in
+from weft.context_parallel.shared_sequence import Sharing
+from weft.data_parallel.data_parallel import DataParallel
+from weft.pipeline.balance import balanced, times, undisturbed
+from weft.pipeline.layer_graph import Chain, chain_of
+from weft.pipeline.layer_split import LayerSplit
+from weft.pipeline.schedules import SCHEDULES, Schedule
+from weft.pipeline.stage import Marks, Stage, begin
+from weft.pipeline.stage_boundary import differentiable
+from weft.pipeline.stage_params import Held, hold
+from weft.pipeline.tied_params import Ties, holders_of
+from weft.pipeline.timeline import Timeline, timeline_of
+from weft.pipeline.timing import Clock, ClockedStage
+from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
+from weft.sharding.owners import mark
+from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import gradient_like, local
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Inputs = torch.Tensor | Sequence[torch.Tensor]
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a model, and how a step runs through all of them.
+
+        mesh = weft.init_mesh(pp=4)
+        pipe = weft.Pipeline(model, mesh, schedule="1f1b", microbatches=8, loss=nn.functional.cross_entropy)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+        loss = pipe.step(inputs, targets)  # the whole batch's, on every rank; gradients are those of the whole batch
+        optimizer.step()
+
+    Parameters keep the model's names; all ranks' state_dicts together are the model's. A parameter that several stages
+    use (tied embeddings) has a copy on each of their ranks; after a step each has the sum of all gradients, the same
+    bits. To split layers over "tp" and the sequence over "cp" as well, call `weft.parallelize(model, mesh["cp", "tp"])`
+    first; with parts=True of its context, inputs and targets are this rank's parts, and the loss is the sum of what
+    these ranks' parts give. Where the mesh has "dp", each of these ranks gives its own part of the batch, and gradients
+    and the loss are averaged over them, or added up with reduction="sum". See docs/pipeline.md.
+
+    Args:
+        model: the same whole model on every rank, of which the stages of others can be freed afterwards.
+        mesh: a mesh of init_mesh, or its "pp" alone.
+        schedule: "afab" (GPipe), "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
+        microbatches: into how many equal parts, along their first dimension, a step cuts inputs and targets.
+        loss: loss(output, targets) -> scalar, of a micro-batch.
+        reduction: "mean": the loss is a mean over the micro-batch, and the step's is the mean of these. "sum": losses
+            add up, for what is divided by a count of its own (tokens that are not padding).
+        balance: "parameters": the stage with the most has as few as possible; "time": likewise with the layers'
+            forward times, measured on `example`; or the number of layers of each stage.
+        example: a micro-batch of inputs, for balance="time".
+        layers: names of modules called one after the other, `*` for the elements of a list, where the model's forward
+            cannot be traced: ["embedding", "blocks.*", "head"].
+        arguments: names of forward's arguments that a step gives, where these are more than those without a default.
+        stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
+        check_calls, check_replicas_every: as of `weft.parallelize`; steps count, and their inputs and targets are
+            compared over "pp" and "tp".
+
+    Raises:
+        ValueError: a mesh without "pp", more stages than layers, fewer micro-batches than the schedule needs, a model
+            that cannot be cut; before anything is sent. Also ranks that say different things; on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        schedule: str = "1f1b",
+        microbatches: int,
+        loss: Loss,
+        reduction: str = "mean",
+        balance: str | Sequence[int] = "parameters",
+        example: Inputs | None = None,
+        layers: Sequence[str] | None = None,
+        arguments: Sequence[str] | None = None,
+        stages_per_rank: int | None = None,
+        check_calls: int = FIRST_CALLS,
+        check_replicas_every: int = 0,
+    ):
+        super().__init__()
+        if isinstance(model, LayerSplit | DataParallel):
+            raise ValueError(
+                f"Pipeline: the model is a {type(model).__name__}, as weft.parallelize returns it for a mesh with pp "
+                'or dp: call weft.parallelize(model, mesh["cp", "tp"]), and give the whole mesh to Pipeline'
+            )
+        along = _along(mesh)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"Pipeline: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'Pipeline: reduction={reduction!r} is not "mean" or "sum"')
+        self._ranks: Communicator = communicator(along["pp"])
+        self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
+        if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+            raise ValueError(
+                "Pipeline: the loss has parameters, which the last rank alone would train: make what they compute a "
+                "layer of the model"
+            )
+        self._name, self._plan = schedule, SCHEDULES[schedule]
+        self._microbatches, self._reduction = microbatches, reduction
+        self._loss = partial(loss)  # which may be a module, and is none of the model's
+        self._total = _number_of_stages(self._plan, schedule, self._ranks.world, stages_per_rank, microbatches)
+        self._sharing = _sharing_of(model, along)
+        if self._plan.halves and recomputes(model):
+            whole = ", ".join(repr(name) for name, plan in SCHEDULES.items() if not plan.halves)
+            raise ValueError(
+                f"Pipeline: schedule={schedule!r} takes each backward in parts, of which every one would compute the "
+                f'activations again: use {whole}, or recompute="none" in weft.parallelize'
+            )
+        chain = chain_of("Pipeline", model, layers, arguments)
+        sizes = _sizes(chain, self._total, schedule, balance, example)
+        for dimension in along.values():  # shards and times may differ, the cut must not
+            told = communicator(dimension).notes((schedule, microbatches, self._total, len(chain.layers), sizes))
+            if any(note[:4] != told[0][:4] for note in told):
+                raise ValueError(
+                    "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
+                    + "; ".join(f"rank {rank} has {note[:4]}" for rank, note in enumerate(told))
+                )
+            sizes = told[0][4]
+
+        self._taken = [str(node.target) for node in chain.inputs]
+        self._settings = chain.settings
+        stages = chain.stages(sizes)
+        _refuse_shared_means(stages, self._owner)
+        self._device = _device_of(mesh)
+        fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # of all stages
+        self._loss_type = torch.float64 if fp64 else torch.float32
+        mine = self._plan.stages_of(self._ranks.rank, self._ranks.world, self._total)
+        self._stages = {number: Stage(stages[number], number, self._total) for number in mine}
+        hold(self, model, self._stages.values())
+        holders = holders_of(stages, self._owner)
+        mark(holders, self._ranks)
+        share_in_stages(self, self._sharing)
+        self._ties = Ties(holders, self._ranks)
+        self._ties.align()
+        self._held = Held(self, (stage.stage for stage in self._stages.values()))
+        self._clock = Clock(self._device)
+        self._schedule = None
+        self._built_for: tuple | None = None
+        splitters = {shard.communicator for shard in map(shard_of, self.parameters()) if shard is not None}
+        self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
+        self._arriving: dict[int, Marks] = {}  # of the shapes that it is built for
+        self.layers_per_stage = tuple(sizes)
+
+    def step(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of a batch. A collective call.
+
+        Args:
+            inputs: what the model takes, a tensor or several: [batch, ...] each. The same on every rank of the pipeline
+                (only the first stage's rank reads them, except for their shapes).
+            targets: [batch, ...], which the last stage's rank reads.
+
+        Returns:
+            The batch's loss, a detached fp32 scalar (fp64 of an fp64 model), the same on every rank. Gradients have
+            been added to `.grad`.
+
+        Raises:
+            ValueError: a batch that is not a multiple of the micro-batches; before anything is sent.
+            RankLostError: a rank was lost.
+        """
+        self._ties.renew(self._held.renew(self))
+        given = self._checked(inputs, targets)
+        self._same_calls.look(self, "Pipeline", (given, targets))
+        schedule = self._schedule_for(given, self._begun(given, targets))
+        dist.barrier(self._ranks.group)  # from here on, every rank's clock counts
+        self._clock.reset()
+        earlier = self._put_aside()
+        losses: list[torch.Tensor] = []
+        batch = given if 0 in self._stages else ()
+        ends = {"target": targets, "losses": losses} if self._ends_here else {}
+        try:
+            schedule.step(*batch, return_outputs=False, **ends)
+        except RuntimeError as error:
+            for parameter, gradient in earlier.items():
+                parameter.grad = gradient
+            _raise_cause(error)
+        self._ties.sum()
+        if self._replicas is not None:
+            self._sum_gradients_over_replicas(self._replicas)
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        return self._loss_everywhere(losses)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+        """The batch's loss as of `step`, without gradients; one micro-batch after the other. A collective call."""
+        self._ties.renew(self._held.renew(self))
+        given = self._checked(inputs, targets)
+        begun = self._begun(given, targets)
+        for stage in self._stages.values():
+            stage.begin(*begun)
+        losses = []
+        for number, part in enumerate(zip(*(x.chunk(self._microbatches) for x in given), strict=True)):
+            output = self._through(part)
+            if self._ends_here:
+                losses.append(self._scaled_loss(output, targets.chunk(self._microbatches)[number]))
+        return self._loss_everywhere(losses)
+
+    def timeline(self) -> Timeline:
+        """The last step as it ran on all ranks. A collective call.
+
+        Raises:
+            ValueError: there has been none.
+        """
+        told = self._ranks.notes(self._clock.actions(self._ranks.rank))
+        if not all(told):
+            raise ValueError("Pipeline.timeline: no step has run yet; call step() first")
+        return timeline_of(self._name, self._total, self._microbatches, told)
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a Pipeline cannot be copied: copy the model first, and cut both")
+
+    def forward(self, *inputs, **options):
+        raise TypeError(
+            "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
+        )
+
+    # How it is done.
+
+    def _owner(self, stage: int) -> int:
+        return self._plan.rank_of(stage, self._ranks.world)
+
+    def check_replicas(self) -> None:
+        """See `weft.check_replicas`."""
+        check_replicas(self)
+
+    @property
+    def replicas(self) -> Communicator | None:
+        """The ranks of "dp", which have the same stages."""
+        return self._replicas
+
+    @property
+    def _ends_here(self) -> bool:
+        return self._total - 1 in self._stages
+
+    def _checked(self, inputs: Inputs, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        self._settings.check()
+        if len(given) != len(self._taken):
+            raise TypeError(
+                f"Pipeline: the model was cut for the inputs {', '.join(self._taken)}, and got {len(given)}: name "
+                "further ones in Pipeline(arguments=[...])"
+            )
+        for name, x in [("targets", targets), *((f"inputs[{number}]", x) for number, x in enumerate(given))]:
+            if not isinstance(x, torch.Tensor) or x.dim() == 0:
+                raise TypeError(f"Pipeline: {name} must be a tensor [batch, ...], got {type(x).__name__}")
+            if x.size(0) != targets.size(0):
+                raise ValueError(f"Pipeline: {name} has a batch of {x.size(0)}, and targets one of {targets.size(0)}")
+        if targets.size(0) == 0 or targets.size(0) % self._microbatches:
+            fitting = [m for m in range(1, targets.size(0) + 1) if targets.size(0) % m == 0]
+            raise ValueError(
+                f"Pipeline: a batch of {targets.size(0)} cannot be cut into {self._microbatches} equal micro-batches. "
+                f"Pad or drop to a multiple of {self._microbatches}, or choose microbatches from {fitting}"
+            )
+        tied = {tie.parameter for tie in self._ties.ties}
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "main_grad") and (self._replicas is not None or parameter in tied):
+                raise ValueError(
+                    f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
+                    'and "dp": remove main_grad, or use dp=1 and no ties'
+                )
+        return tuple(x.contiguous() for x in given)  # a stage's inputs are to have the strides that it was built for
+
+    def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The gradients of earlier steps that ranks have summed already, which are not to be summed again."""
+        summed = (tie.parameter for tie in self._ties.ties) if self._replicas is None else self.parameters()
+        earlier = {parameter: parameter.grad for parameter in summed if parameter.grad is not None}
+        for parameter in earlier:
+            parameter.grad = None
+        return earlier
+
+    def _begun(self, given: tuple[torch.Tensor, ...], targets: torch.Tensor):
+        """What the stages are told before a batch: how its sequence is shared, and a seed."""
+        alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # others read none
+        return begin("Pipeline", self._sharing, given, alike)
+
+    def _schedule_for(self, given: tuple[torch.Tensor, ...], begun):
+        """torch's schedule for inputs of these shapes; made anew when they change, or the types of what stages send."""
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        shapes = [(x.shape, x.dtype) for x in given], autocast, [parameter.dtype for parameter in self.parameters()]
+        if self._built_for != shapes:
+            for stage in self._stages.values():
+                stage.begin(*begun)
+            # clones: a model may change its inputs in place, which the step does
+            self._schedule = self._built(tuple(x.chunk(self._microbatches)[0].clone() for x in given))
+            self._built_for = shapes
+            self._arriving = {number: stage.arriving for number, stage in self._stages.items()}
+        for number, stage in self._stages.items():
+            stage.begin(*begun)
+            stage.arriving = self._arriving[number]
+        return self._schedule
+
+    def _built(self, microbatch: tuple[torch.Tensor, ...]):
+        """torch would find the shapes between stages by running these on uninitialised memory, which a norm's running
+        means would keep and an embedding would be indexed with. So a real micro-batch goes through first."""
+        shapes: dict[int, tuple] = {}
+        with undisturbed(self), torch.no_grad():
+            self._through(microbatch, shapes)
+        built = []
+        for number, module in self._stages.items():
+            entering, leaving = shapes[number]
+            stage = ClockedStage(
+                module,
+                number,
+                self._total,
+                self._device,
+                input_args=tuple(_like(x, number > 0) for x in entering),
+                output_args=tuple(_like(x, True) for x in leaving),
+                group=self._ranks.group,
+            )
+            stage.clock = self._clock
+            built.append(stage)
+        return self._plan.kind(
+            built[0] if self._plan.single else built,
+            self._microbatches,
+            loss_fn=self._timed_loss,
+            scale_grads=False,
+        )
+
+    def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
+        """One micro-batch through all stages, without a schedule: the output where the last stage is, else None."""
+        output, marks = None, ()
+        for number, stage in self._stages.items():
+            if number > 0 and self._owner(number - 1) != self._ranks.rank:
+                values, marks = _receive(self._owner(number - 1), self._ranks, self._device)
+            stage.arriving = marks
+            output = stage(*values)
+            leaving = output if isinstance(output, tuple) else (output,)
+            if not all(isinstance(x, torch.Tensor) for x in leaving):
+                raise TypeError(
+                    f"Pipeline: the model returns {type(output).__name__}; let it return a tensor or a tuple of tensors"
+                )
+            if shapes is not None:
+                shapes[number] = (values, leaving)
+            values, marks = leaving, stage.leaving
+            if number + 1 < self._total and self._owner(number + 1) != self._ranks.rank:
+                sent = [x.cpu() for x in values], marks
+                dist.send_object_list([sent], group=self._ranks.group, group_dst=self._owner(number + 1))
+        return output if self._ends_here else None
+
+    def _scaled_loss(self, output, target) -> torch.Tensor:
+        value = self._loss(output, target)
+        return value / self._microbatches if self._reduction == "mean" else value * 1.0
+
+    def _timed_loss(self, output, target) -> torch.Tensor:
+        value = self._scaled_loss(output, target)
+        self._clock.extend()
+        return value
+
+    def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        loss = torch.zeros((), device=self._device, dtype=self._loss_type)
+        if self._ends_here:
+            loss = torch.stack([one.detach().to(loss.dtype) for one in losses]).sum()
+        loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))
+        if self._sharing is not None and self._sharing.parts:
+            loss = self._sharing.ranks.all_reduce_(loss)
+        return loss if self._replicas is None else self._over_replicas(loss)
+
+    def _sum_gradients_over_replicas(self, replicas: Communicator) -> None:
+        """Which layers a batch uses may depend on its values: what one replica has no gradient of, another may have."""
+        parameters = list(self.parameters())
+        told = replicas.notes([parameter.grad is not None for parameter in parameters])
+        for parameter, *used in zip(parameters, *told, strict=True):
+            if any(used):
+                if parameter.grad is None:
+                    parameter.grad = gradient_like(parameter, torch.zeros_like(parameter.detach()))
+                self._over_replicas(local(parameter.grad))
+
+    def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._replicas is not None
+        self._replicas.all_reduce_(x)
+        return x.div_(self._replicas.world) if self._reduction == "mean" else x
+
+
+def _along(mesh) -> dict[str, DeviceMesh]:
+    """The mesh's dimensions, "pp" among them."""
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else None
+    if names is None or "pp" not in names:
+        told = type(mesh).__name__ if names is None else f"one with the dimensions {names}"
+        raise ValueError(f'Pipeline: mesh must be a DeviceMesh with a dimension "pp", got {told}: weft.init_mesh(pp=2)')
+    return {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
+
+
+def _sharing_of(model: nn.Module, along: dict[str, DeviceMesh]) -> Sharing | None:
+    """How the model shares its sequence, which must be as the mesh says."""
+    sharing = sharing_in(model).get("")
+    ranks = communicator(along["cp"]) if "cp" in along else None
+    if ranks is not None and ranks.world > 1 and (sharing is None or sharing.ranks != ranks):
+        raise ValueError(
+            f'Pipeline: the mesh has "cp" of {ranks.world}, and the model does not share its sequence among these '
+            'ranks: call weft.parallelize(model, mesh["cp", "tp"]) first'
+        )
+    if sharing is not None and sharing.dim == 0:
+        raise ValueError(
+            "Pipeline: micro-batches are cut along dimension 0 of the arguments, and the model shares its sequence "
+            "along that: make the sequence another dimension"
+        )
+    return sharing
+
+
+def _refuse_shared_means(stages: Sequence[fx.GraphModule], owner: Callable[[int], int]) -> None:
+    """Parameters that several ranks use have their gradients summed; running means would follow each rank's own."""
+    users: dict[nn.Module, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for name, module in stage.named_modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+                users.setdefault(module, set()).add(owner(number))
+                if len(users[module]) > 1:
+                    raise ValueError(
+                        f"Pipeline: {name} keeps running means, and stages of several ranks use it, of which each "
+                        "would keep its own: give each use a norm of its own, or cut elsewhere (balance=[...])"
+                    )
+
+
+def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | None, microbatches: int) -> int:
+    per_rank = plan.stages_per_rank if per_rank is None else per_rank
+    if per_rank < 1 or (plan.fixed and per_rank != plan.stages_per_rank):
+        raise ValueError(
+            f"Pipeline: schedule {name!r} has {plan.stages_per_rank} stages on a rank, got stages_per_rank={per_rank}"
+        )
+    stages = ranks * per_rank
+    obstacle = "" if microbatches >= 1 else "it needs at least one: microbatches=1 or more"
+    obstacle = obstacle or plan.obstacle(ranks, stages, microbatches)
+    if obstacle:
+        raise ValueError(
+            f"Pipeline: schedule {name!r} cannot run {microbatches} micro-batches on {ranks} ranks: {obstacle}"
+        )
+    return stages
+
+
+def _sizes(chain: Chain, stages: int, name: str, balance, example: Inputs | None) -> list[int]:
+    """How many layers each stage has."""
+    layers = len(chain.layers)
+    if layers < stages:
+        raise ValueError(
+            f"Pipeline: schedule {name!r} needs {stages} stages, and the model has {layers} layers with parameters "
+            f'({", ".join(layer.name for layer in chain.layers)}). Use fewer ranks along "pp", a schedule with one '
+            'stage on a rank ("1f1b"), or split containers further with layers=[...]'
+        )
+    if not isinstance(balance, str):
+        sizes = list(balance)
+        if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers:
+            raise ValueError(
+                f"Pipeline: balance={sizes} must be {stages} numbers, 1 or more, that add up to {layers} layers"
+            )
+        return sizes
+    if balance == "parameters":
+        return balanced([layer.elements for layer in chain.layers], stages)
+    if balance != "time":
+        raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
+    if example is None:
+        raise ValueError('Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example=')
+    return balanced(times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example)), stages)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _like(x: torch.Tensor, needed: bool) -> torch.Tensor:
+    """x without its memory."""
+    return torch.empty_like(x, device="meta", requires_grad=needed and differentiable(x))
+
+
+def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Marks]:
+    box: list = [None]
+    dist.recv_object_list(box, group=ranks.group, group_src=source)
+    values, marks = box[0]
+    return tuple(x.to(device) for x in values), marks
+
+
+def _raise_cause(error: RuntimeError) -> None:
+    """torch wraps what a stage raises; who waits for a lost rank shall read that."""
+    if "'_input_metadata' is invalid" in str(error):
+        raise RuntimeError(
+            f"this schedule takes a backward in two, which torch {torch.__version__} cannot do where a layer is an "
+            "autograd function of Python, as split layers are; use torch 2.13, or schedule='1f1b' or 'interleaved'"
+        ) from error
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, CommError):
+        cause = cause.__cause__
+    raise cause if cause is not None else error

@@ -1,0 +1,91 @@
+"""A stage as it is called: with random numbers of its own, and with shared tensors where the model shares its sequence.
+
+What leaves such a stage for the next are this rank's parts, with marks that say along which dimension; the next one,
+which the same rank of "cp" has, makes shared tensors of them again.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from weft.context_parallel.region import Call, agreed, leave, random_numbers_of
+from weft.context_parallel.shared_sequence import (
+    Cut,
+    SharedSequence,
+    Sharing,
+    refuse_results_of_custom_functions,
+    without_guards,
+)
+
+_PRIME = 1_000_003  # so that seeds of stages and of calls do not meet
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Of a value that crosses: this rank's part along `axis`; the rest as of a Cut."""
+
+    axis: int
+    blocks: int
+    region: tuple[int, int] | None
+
+
+Marks = tuple[Mark | None, ...]
+
+
+class Stage(nn.Module):
+    """One stage of a model.
+
+    Attributes:
+        arriving, leaving: marks of what the stage before sends, which is to be told, and of what this one sends.
+    """
+
+    def __init__(self, stage: fx.GraphModule, number: int, total: int):
+        super().__init__()
+        self.stage, self.number, self.last = stage, number, number + 1 == total
+        self.arriving: Marks = ()
+        self.leaving: Marks = ()
+        # Not registered again; the containers around them are the trace's, and do not know whether the model trains.
+        names = [str(node.target) for node in stage.graph.nodes if node.op == "call_module"]
+        self._called = tuple(stage.get_submodule(name) for name in names)
+        self._begun: tuple[Call | None, int] = (None, 0)
+        self._trains, self._runs = False, 0
+
+    def begin(self, call: Call | None, seed: int) -> None:
+        """Before the forwards of a batch."""
+        self._begun, self._runs = (call, seed), 0
+        self._trains = any(part.training for module in self._called for part in module.modules())
+
+    def forward(self, *values):
+        call, seed = self._begun
+        device = next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        own = random_numbers_of((seed + _PRIME * self.number + self._runs) % 2**63, device)
+        self._runs += 1
+        with own if self._trains else nullcontext():
+            if call is None:
+                return self.stage(*values)
+            output = self.stage(*(call.enter(values) if self.number == 0 else self._shared(values, call)))
+        return leave(output, call.sharing) if self.last else self._parts(output)
+
+    def _shared(self, values, call: Call):
+        cut = Cut(call.sharing, call.layout)
+        return [
+            x if mark is None else SharedSequence(x, mark.axis, replace(cut, blocks=mark.blocks, region=mark.region))
+            for x, mark in zip(values, self.arriving, strict=True)
+        ]
+
+    def _parts(self, output: tuple) -> tuple[torch.Tensor, ...]:
+        refuse_results_of_custom_functions(output)
+        self.leaving = tuple(
+            Mark(x.axis, x.cut.blocks, x.cut.region) if isinstance(x, SharedSequence) else None for x in output
+        )
+        return without_guards(tuple(x.local if isinstance(x, SharedSequence) else x for x in output))
+
+
+def begin(who: str, sharing: Sharing | None, inputs, alike=None) -> tuple[Call | None, int]:
+    """What `Stage.begin` takes, for a batch. A collective call where the sequence is shared."""
+    if sharing is None:
+        return None, int(torch.randint(2**62, (1,)))
+    call = agreed(who, sharing, inputs, alike)
+    return call, call.seed

@@ -1,0 +1,99 @@
+"""The part of a model that a rank holds, under the model's own names."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from weft.sharding.owners import owners_of
+
+
+def hold(into: nn.Module, model: nn.Module, stages: Iterable[nn.Module]) -> None:
+    """Registers in `into` those children, parameters and buffers of `model` that the stages use, where they are in it.
+
+    Raises:
+        ValueError: a name that `into` has for something else.
+    """
+    modules = {id(module) for stage in stages for module in stage.modules()}
+    tensors = {id(one) for stage in stages for one in [*stage.parameters(), *stage.buffers()]}
+
+    def fill(part: nn.Module, whole: nn.Module) -> bool:
+        for name, tensor in whole._parameters.items():
+            if tensor is not None and id(tensor) in tensors:
+                _free(part, name)
+                part.register_parameter(name, tensor)
+        for name, buffer in whole._buffers.items():
+            if buffer is not None and id(buffer) in tensors:
+                _free(part, name)
+                part.register_buffer(name, buffer, persistent=name not in whole._non_persistent_buffers_set)
+        for name, child in whole._modules.items():
+            if child is None:
+                continue
+            if id(child) in modules:
+                _free(part, name)
+                part.add_module(name, child)
+            elif fill(container := nn.Module(), child):
+                _free(part, name)
+                part.add_module(name, container)
+        part.training = whole.training
+        return bool(part._parameters or part._buffers or part._modules)
+
+    fill(into, model)
+
+
+def _free(part: nn.Module, name: str) -> None:
+    if hasattr(part, name):
+        raise ValueError(
+            f"the model has a {name!r} of its own, which is a name of {type(part).__name__}: call it otherwise, or put "
+            "the model into an nn.Sequential"
+        )
+
+
+class Held:
+    """What a module holds of a model, for when its parameters become others: a model is built on the meta device, cut,
+    and given memory or values afterwards.
+
+    Args:
+        into: what `hold` has filled.
+        roots: where else the tensors are used under the same names: the parts of the model that run.
+    """
+
+    def __init__(self, into: nn.Module, roots: Iterable[nn.Module]):
+        self._roots = tuple(roots)
+        self._tensors = _tensors_of(into)
+
+    def renew(self, into: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+        """Brings what runs up to date with what `into` holds now; returns what has become what."""
+        now, changed = _tensors_of(into), {}
+        for name, old in self._tensors.items():
+            new = now.get(name)
+            if new is None:
+                raise ValueError(
+                    f"{name} has gone since the model was cut, and what runs has it still: change the layers of the "
+                    "model, and cut it afterwards"
+                )
+            if new is old:
+                continue
+            changed[old] = new
+            if owners_of(old) is not None:
+                new._weft_owners = owners_of(old)  # type: ignore[attr-defined]
+            for root in self._roots:
+                _replace(root, name, old, new)
+        self._tensors = now
+        return changed
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {name: tensor for tensors in named for name, tensor in tensors}
+
+
+def _replace(root: nn.Module, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    for part in path.split(".") if path else ():
+        root = getattr(root, part, None)  # type: ignore[assignment]
+        if root is None:
+            return
+    for tensors in (root._parameters, root._buffers):
+        if tensors.get(attribute) is old:
+            tensors[attribute] = new  # type: ignore[assignment]

@@ -1,0 +1,85 @@
+"""Parameters of which several ranks hold a copy because several stages use them (tied embeddings).
+
+Each rank's backward gives the gradient of its own uses. After a step every holder sends its own to the others and adds
+them up in the order of ranks, in fp32, rounded once: the same bits everywhere, so that copies which start alike and are
+stepped alike stay alike.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.comm.communicator import Communicator
+from weft.sharding.sharded_grad import gradient_like, local
+
+
+@dataclass
+class Tie:
+    """One parameter, and the ranks that hold it."""
+
+    parameter: nn.Parameter
+    holders: tuple[int, ...]
+
+
+class Ties:
+    """This rank's ties, in the order of `holders`, which is every rank's."""
+
+    def __init__(self, holders: dict[nn.Parameter, set[int]], ranks: Communicator):
+        self.ranks = ranks
+        self.ties = [
+            Tie(parameter, tuple(sorted(places)))
+            for parameter, places in holders.items()
+            if len(places) > 1 and ranks.rank in places
+        ]
+
+    @torch.no_grad()
+    def align(self) -> None:
+        """Every copy becomes the first holder's; those on the meta device once they have values."""
+        for tie in self.ties:
+            if not tie.parameter.is_meta:
+                tie.parameter.copy_(self._exchange(tie, tie.parameter.detach())[0])
+
+    def renew(self, changed: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Parameters have become others, on all holders alike."""
+        for tie in self.ties:
+            tie.parameter = changed.get(tie.parameter, tie.parameter)  # type: ignore[assignment]
+        if changed:
+            self.align()
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """.grad of every tied parameter becomes the sum of all holders'."""
+        for tie in self.ties:
+            if not tie.parameter.requires_grad:
+                continue
+            own = None if tie.parameter.grad is None else local(tie.parameter.grad)
+            wide = torch.float64 if tie.parameter.dtype == torch.float64 else torch.float32
+            parts = self._exchange(tie, torch.zeros_like(tie.parameter) if own is None else own)
+            total = parts[0].to(wide)
+            for part in parts[1:]:
+                total = total + part
+            tie.parameter.grad = gradient_like(tie.parameter, total.to(tie.parameter.dtype))
+
+    def _exchange(self, tie: Tie, own: torch.Tensor) -> list[torch.Tensor]:
+        """Every holder's tensor, in the order of ranks."""
+        own = own.contiguous()
+        parts = [own if rank == self.ranks.rank else torch.empty_like(own) for rank in tie.holders]
+        others = [(rank, part) for rank, part in zip(tie.holders, parts, strict=True) if rank != self.ranks.rank]
+        group = self.ranks.group
+        transfers = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank, _ in others]
+        transfers += [dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for rank, part in others]
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+        return parts
+
+
+def holders_of(stages: Sequence[nn.Module], rank_of: Callable[[int], int]) -> dict[nn.Parameter, set[int]]:
+    """The ranks that hold each parameter, where stage s is on rank_of(s)."""
+    holders: dict[nn.Parameter, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            holders.setdefault(parameter, set()).add(rank_of(number))
+    return holders

@@ -1,0 +1,189 @@
+"""Before an optimizer's first step on shards: does it update each element by itself, and is its state this rank's?
+
+An optimizer that looks at whole matrices (Muon, Adafactor, LAMB) would look at this rank's part of each, and a state
+that another rank saved has the right shapes and the wrong numbers. Neither raises by itself.
+"""
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from weft.sharding.owners import owners_of
+from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import GradientElsewhere, ShardedGradient, place_for
+
+# torch's own that update each element by itself, so that a part is stepped as it would be in the whole.
+ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+}
+SAVED_BY = "weft_saved_by"  # in a parameter group: which rank's shards its state is of
+_STEPS = 3
+# To their number of parameters and, of each group, who this rank is.
+_checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, list[str]]]" = weakref.WeakKeyDictionary()
+# Gradients that are plain tensors while it steps.
+_stepping: "weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]]" = weakref.WeakKeyDictionary()
+_probing = False
+
+
+def is_elementwise(kind: type) -> bool:
+    """Whether it is one of torch's that is known to be."""
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+
+
+def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
+    """Run before every step of every optimizer; on models without shards it does nothing.
+
+    Raises:
+        TypeError: the optimizer has shards, and updates a matrix otherwise than its halves. An attribute
+            `elementwise = True` of the optimizer says that it does not.
+        ValueError: its state is another rank's, or of the whole parameters.
+    """
+    if _probing:
+        return
+    groups = optimizer.param_groups
+    count = sum(len(group["params"]) for group in groups)
+    known = _checked.get(optimizer)
+    if known is not None and not any(known[1]) and any(shard_of(x) for group in groups for x in group["params"]):
+        known = None  # they were split since
+    if known is None or known[0] != count:
+        for group in groups:
+            _check_group(optimizer, group)
+        _checked[optimizer] = known = count, [_holder(group["params"]) for group in groups]
+    for group, mine in zip(groups, known[1], strict=True):
+        if mine and group.get(SAVED_BY) != mine:
+            _check_state(optimizer, group, mine)
+    # Torch's own work with each element, and are twice as fast on plain tensors. A hook of the user's may take a norm.
+    if is_elementwise(type(optimizer)) and not optimizer._optimizer_step_pre_hooks:
+        _stepping[optimizer] = [g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient]
+        for gradient in _stepping[optimizer]:
+            gradient.__class__ = torch.Tensor
+
+
+def mark_gradients_again(optimizer: Optimizer, *_: Any) -> None:
+    """Run after every step of every optimizer: gradients are what they were before it."""
+    for gradient in _stepping.pop(optimizer, ()):
+        gradient.__class__ = ShardedGradient
+
+
+def _holder(parameters: Sequence[torch.Tensor]) -> str:
+    """Which of the ranks that share the parameters this one is; "" where every rank has them whole."""
+    for parameter in parameters:
+        if groups := place_for(parameter).ranks:
+            return ", ".join(f"rank {ranks.rank} of {ranks.world}" for ranks in groups)
+    return ""
+
+
+def _check_state(optimizer: Optimizer, group: dict, mine: str) -> None:
+    """The state is new, or was loaded."""
+    saved_by, name = group.get(SAVED_BY), type(optimizer).__name__
+    if saved_by is not None:
+        raise ValueError(
+            f"{name}: its state was saved by {saved_by} of those that share the parameters, and this is {mine}: let "
+            "every rank save and load its own, or use weft.save_checkpoint and weft.load_checkpoint"
+        )
+    for parameter in group["params"]:
+        shard = shard_of(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            whole = shard is not None and isinstance(value, torch.Tensor) and value.shape == shard.global_shape
+            if whole and shard.shape != shard.global_shape:
+                raise ValueError(
+                    f"{name}: its state {key!r} is of the whole parameter {shard.global_shape}, of which this rank has "
+                    f"{shard.shape}: step after weft.parallelize only, or load the state with weft.load_checkpoint"
+                )
+    group[SAVED_BY] = mine
+
+
+def _check_group(optimizer: Optimizer, group: dict) -> None:
+    if any(isinstance(parameter.grad, GradientElsewhere) for parameter in group["params"]):
+        raise ValueError(
+            f"{type(optimizer).__name__}: weft.DataParallel(shard_optimizer=True) has the gradients of its parameters "
+            "in pieces: make the optimizer by model.optimizer(torch.optim.AdamW, lr=...)"
+        )
+    _check_kind(optimizer, group)
+
+
+def _check_kind(optimizer: Optimizer, group: dict) -> None:
+    kind = type(optimizer)
+    known = getattr(optimizer, "elementwise", False) or getattr(kind, "sums_norms_of_pieces", False)
+    around = any(isinstance(inner, Optimizer) for inner in vars(optimizer).values())  # which are checked themselves
+    if known or around or is_elementwise(kind):
+        return
+    places = {
+        (len(shard.global_shape), shard.dim) if shard is not None else None
+        for parameter in group["params"]
+        if (shard := shard_of(parameter)) is not None or owners_of(parameter) is not None
+    }
+    for place in sorted(places, key=str):
+        if problem := _difference(optimizer, group, place):
+            raise TypeError(
+                f"{kind.__name__}: {problem}, and a rank has a part of the model. Use an optimizer that updates each "
+                "element by itself (torch.optim.AdamW), or weft.LAMB or weft.LARS, which sum norms over the ranks; or "
+                "say that it does so: optimizer.elementwise = True"
+            )
+
+
+def _difference(optimizer: Optimizer, group: dict, place: tuple[int, int] | None) -> str:
+    """How it steps parts of a small tensor otherwise than the whole; "" where it does not.
+
+    Args:
+        place: dimensions of the tensor, and which is cut; None: two tensors, which are stepped together and alone.
+    """
+    global _probing
+    generator = torch.Generator().manual_seed(0)
+    device = group["params"][0].device
+    shape = (4, 6, 2, 2)[: place[0]] if place is not None else (4, 6)
+    tensors = [torch.randn(2, *shape, generator=generator) for _ in range(1 + _STEPS)]  # where it starts, gradients
+    parts = [x.unbind() if place is None else x[0].chunk(2, place[1]) for x in tensors]
+    _probing = True
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            apart = [_stepped(optimizer, group, [[x] for x in one], device)[0] for one in zip(*parts, strict=True)]
+            together = [list(x) for x in parts] if place is None else [[x[0]] for x in tensors]
+            whole = _stepped(optimizer, group, together, device)
+    except Exception as error:  # whatever an optimizer asks of its parameters
+        return f"whether it updates each element by itself cannot be tried ({type(error).__name__}: {error})"
+    finally:
+        _probing = False
+    expected = torch.stack(whole) if place is None else whole[0]
+    found = torch.stack(apart) if place is None else torch.cat(apart, place[1])
+    moved = (expected - torch.stack(together[0]).reshape(expected.shape)).abs().max()
+    if not moved:
+        return "whether it updates each element by itself cannot be tried (it leaves parameters as they are)"
+    if (found - expected).abs().max() <= 1e-4 * moved:
+        return ""
+    if place is None:
+        return "it steps two parameters otherwise than each alone"
+    return f"it steps a {'x'.join(map(str, shape))} tensor otherwise than its halves along dimension {place[1]}"
+
+
+def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]], device) -> list[torch.Tensor]:
+    """Where an optimizer like this one takes parameters in a few steps, from the first values by the others."""
+    twin = copy.copy(optimizer)
+    hooks = {name: value for name, value in vars(twin).items() if name.startswith("_optimizer_")}
+    own = {name: copy.copy(x) if isinstance(x, dict | list | set) else x for name, x in vars(optimizer).items()}
+    vars(twin).update(own | hooks)
+    starts, *steps = values
+    parameters = [torch.nn.Parameter(start.clone().to(device)) for start in starts]
+    options = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+    if isinstance(rate := options.get("lr"), float | torch.Tensor):
+        options["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, torch.Tensor) else 0.1  # 0 before a warm-up
+    twin.param_groups = [{**options, "params": parameters}]
+    twin.state = defaultdict(dict)
+    for gradients in steps:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone().to(device)
+        twin.step()
+    return [parameter.detach().cpu() for parameter in parameters]
+
+
+register_optimizer_step_pre_hook(check_optimizer)
+register_optimizer_step_post_hook(mark_gradients_again)

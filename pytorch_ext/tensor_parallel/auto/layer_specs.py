@@ -1,0 +1,77 @@
+"""The layers that an automatic plan knows from outside: what their output is shaped like, and where features lie."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.tensor_parallel.styles import kind_of
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of layer.
+
+    Attributes:
+        output: output(layer, width, *args, **kwargs) -> what the layer returns, without values; width(whole) says how
+            wide it is.
+        features: the dimension of the input and of the output that holds them.
+        sizes: sizes(layer) -> (input features, output features).
+    """
+
+    output: Callable
+    features: int
+    sizes: Callable[[nn.Module], tuple[int, int]]
+
+
+def known(module: nn.Module) -> Kind | None:
+    return LAYERS.get(kind_of(module))
+
+
+def sizes_of(layer: nn.Module) -> tuple[int, int]:
+    """(input features, output features)."""
+    kind = known(layer)
+    return kind.sizes(layer) if kind else (0, 0)
+
+
+def _linear(layer, width, x):
+    return x.new_empty((*x.shape[:-1], width(sizes_of(layer)[1])), device="meta")
+
+
+def _conv2d(layer, width, x):
+    options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    one = nn.Conv2d(1, 1, *options, padding_mode=layer.padding_mode, device="meta")
+    size = one(torch.empty((*x.shape[:-3], 1, *x.shape[-2:]), device="meta")).shape[-2:]
+    return x.new_empty((*x.shape[:-3], width(layer.out_channels), *size), device="meta")
+
+
+def _embedding(layer, width, tokens):
+    return layer.weight.new_empty((*tokens.shape, layer.embedding_dim), device="meta")
+
+
+def _batch_norm(layer, width, x):
+    return torch.empty_like(x, device="meta")
+
+
+def _attention(layer, width, query, key, value, *args, need_weights=True, average_attn_weights=True, **kwargs):
+    length = -2 if layer.batch_first or query.dim() == 2 else 0
+    shape = [query.shape[0 if layer.batch_first else 1]] if query.dim() == 3 else []
+    shape += [] if average_attn_weights else [layer.num_heads]
+    weights = query.new_empty((*shape, query.shape[length], key.shape[length]), device="meta")
+    return query.new_empty((*query.shape[:-1], layer.embed_dim), device="meta"), weights if need_weights else None
+
+
+def _named(*names: str) -> Callable[[Any], tuple[int, int]]:
+    return lambda layer: (getattr(layer, names[0]), getattr(layer, names[-1]))
+
+
+LAYERS = {
+    "nn.Linear": Kind(_linear, -1, _named("in_features", "out_features")),
+    "transformers.Conv1D": Kind(_linear, -1, _named("nx", "nf")),
+    "nn.Conv2d": Kind(_conv2d, -3, _named("in_channels", "out_channels")),
+    "nn.Embedding": Kind(_embedding, -1, _named("num_embeddings", "embedding_dim")),
+    "nn.BatchNorm2d": Kind(_batch_norm, -3, _named("num_features")),
+    "nn.MultiheadAttention": Kind(_attention, -1, _named("embed_dim")),
+}

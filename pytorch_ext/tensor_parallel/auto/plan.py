@@ -1,0 +1,187 @@
+"""Finds which layers of a model can be split, and how.
+
+The model is called without values, and what becomes of each layer's output is followed, operation by operation
+(flow.py): a layer is split by columns where everything up to the layers that take its features, which are then split by
+rows, works on each unit of them alone. Nothing goes by names. Then every rank's part is rehearsed (rehearsal.py). What
+cannot be shown to be right stays whole, with the reason. See docs/automatic_plans.md.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from weft.tensor_parallel.auto.axis_layout import Axis
+from weft.tensor_parallel.auto.layer_specs import known
+from weft.tensor_parallel.auto.propagation import Found
+from weft.tensor_parallel.auto.search import GATHERED, Search, Structure, runs_of, structures
+from weft.tensor_parallel.styles import kind_of
+
+
+@dataclass(frozen=True)
+class AutomaticPlan:
+    """What `automatic_plan` found.
+
+    Attributes:
+        plan: module name, as in `named_modules`, to an entry of a plan of `weft.parallelize`.
+        whole: module name to why it stays on every rank as it is; of modules that would be worth splitting.
+        loss_parallel: as it was asked for.
+        parts: names of the modules that were followed by themselves; "" is the model.
+    """
+
+    plan: dict[str, str | Mapping]
+    whole: dict[str, str]
+    loss_parallel: bool = False
+    parts: tuple[str, ...] = ("",)
+
+    def of_part(self, name: str) -> "AutomaticPlan":
+        """The plan of one of its parts, with names inside of it."""
+        if not name:
+            return self
+        inside = {
+            full.removeprefix(name): entry for full, entry in self.plan.items() if f"{full}.".startswith(f"{name}.")
+        }
+        return AutomaticPlan({full.removeprefix("."): entry for full, entry in inside.items()}, {})
+
+
+def automatic_plan(
+    model: nn.Module,
+    world: int,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    example: Any = None,
+) -> AutomaticPlan:
+    """A plan for `world` ranks. The same on every rank that has the same model; nothing is communicated.
+
+    Args:
+        model: it is not changed, and may be on the meta device.
+        loss_parallel: a last layer over a vocabulary gives each rank its part of the scores, for
+            `weft.parallel_cross_entropy`; otherwise every rank gets them all.
+        example: what the model is called with, a tensor, a tuple of arguments or a dict of named ones: for a model that
+            cannot be called with tokens, an image or features alone. Small is enough; of tensors of floating point
+            only the shapes matter.
+
+    Raises:
+        ValueError: a world below 1; sequence_parallel, which takes a plan of your own.
+    """
+    if world < 1:
+        raise ValueError(f"automatic_plan: world={world} must be at least 1")
+    if sequence_parallel:
+        raise ValueError(
+            "an automatic plan does not split the sequence between layers: whether what stands there treats each "
+            'position alone is not followed. Say it in a plan of your own, {"style": "row", "sequence_parallel": True} '
+            'and "sequence" for what stands between, or share the whole sequence, with a mesh that has cp'
+        )
+    plan: dict[str, str | Mapping] = {}
+    reasons: dict[str, str] = {}
+    parts: list[str] = []
+    for part in structures(model, world, loss_parallel, example):
+        if not isinstance(part, Structure):
+            name, reasons[name] = part
+            continue
+        parts.append(part.prefix)
+        for layer, entry in _entries(part).items():
+            plan[_joined(part.prefix, layer)] = entry
+        for layer, reason in part.reasons.items():
+            reasons[_joined(part.prefix, layer)] = reason
+    return AutomaticPlan(_under_all_names(model, plan), _whole(model, plan, reasons), loss_parallel, tuple(parts))
+
+
+def conflict_in(model: nn.Module, world: int, automatic: AutomaticPlan, call: Callable) -> str | None:
+    """Why the plan is wrong for a call; None where it is right, or where the call cannot be followed.
+
+    Args:
+        model: unsplit; it may be on the meta device.
+        call: call(model) calls it.
+    """
+    runs = runs_of(model, [call])
+    if isinstance(runs, str):
+        return None
+    search = Search("", runs, world, automatic.loss_parallel)
+    planned = {name: entry for name, entry in automatic.plan.items() if not _is_whole_outside(entry)}
+    search.flow.fixed |= {name: "the plan leaves it whole" for name in search.modules if name not in planned}
+    part = search.structure()
+    needed = _under_all_names(model, {n: e for n, e in _entries(part).items() if not _is_whole_outside(e)})
+    for name, entry in needed.items():
+        if planned.get(name) != entry:
+            return f"{name} needs {entry!r}, and the plan has {planned.get(name)!r}"
+    for name in planned:
+        if name not in needed and name in search.called:
+            return f"{name}: {part.reasons.get(name, 'its features are used in another way')}"
+    return None
+
+
+def _is_whole_outside(entry: str | Mapping) -> bool:
+    """Whether the layer takes and gives whole tensors, whatever stands around it."""
+    return entry in ("vocabulary", "lookup", "heads", GATHERED)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return ".".join(filter(None, (prefix, name)))
+
+
+def _entries(part: Structure) -> dict[str, str | Mapping]:
+    """The plan of one part of the model, with names inside of it."""
+    found = part.found
+    entries: dict[str, str | Mapping] = dict(part.alone)
+    for layer, axis in found.columns.items():
+        if layer not in found.refused:
+            entries[layer] = _column(found, axis)
+    for layer, layout in found.rows.items():
+        entries[layer] = {"style": "row", **found.systems[layout.axis].cut(layout.axis, layout.extent)}
+    for layer, axis in found.norms.items():
+        entries[layer] = {"style": "channels", **found.systems[axis].cut(axis, axis.size)}
+    for (layer, attribute), local in part.numbers.items():
+        entries[layer] = {"style": "attributes", **entries.get(layer, {}), attribute: local}  # type: ignore[dict-item]
+    for layer in part.summed:
+        entries[layer] = {**entries[layer], "summed": True} if layer in entries else "sequence"  # type: ignore[dict-item]
+    return {layer: _short(entry) for layer, entry in entries.items()}
+
+
+def _short(entry: str | Mapping) -> str | Mapping:
+    if isinstance(entry, str):
+        return entry
+    options = {key: value for key, value in entry.items() if (key, value) != ("unit", 1)}
+    return options["style"] if list(options) == ["style"] else options
+
+
+def _column(found: Found, axis: Axis) -> Mapping:
+    leaves = axis.leaves()
+    cuts = [found.systems[leaf].cut(leaf, leaf.size) for leaf in leaves]
+    if len(leaves) == 1:
+        return {"style": "column", **cuts[0]}
+    units = tuple(cut["unit"] for cut in cuts)
+    parts = {"parts": tuple(leaf.size for leaf in leaves), "unit": units[0] if len(set(units)) == 1 else units}
+    return {"style": "column", **cuts[0], **parts}
+
+
+def _under_all_names(model: nn.Module, plan: dict) -> dict:
+    """A module that stands in several places is named in all of them."""
+    first = {id(module): name for name, module in model.named_modules()}
+    names = ((name, first[id(module)]) for name, module in model.named_modules(remove_duplicate=False))
+    return {name: plan[own] for name, own in names if own in plan}
+
+
+def _whole(model: nn.Module, plan: Mapping, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Modules with matrices that no entry splits, and why."""
+    whole = {}
+    for name, module in model.named_modules():
+        above = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
+        if any(_splits(plan.get(place)) for place in [name, *above]):
+            continue
+        if not any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            continue
+        if known(module) is None and (name not in reasons or not isinstance(module, nn.Embedding)):
+            whole[name] = f"there is no style for {kind_of(module)}"
+            continue
+        places = (place for place in [name, *above, ""] if place in reasons)
+        whole[name] = next((reasons[place] for place in places), "it is not called when the model is")
+    return whole
+
+
+def _splits(entry: str | Mapping | None) -> bool:
+    """Whether it splits the module, or only says something about it."""
+    style = entry if isinstance(entry, str | None) else entry["style"]
+    return style not in (None, "sequence", "attributes", "dropout")

@@ -1,0 +1,475 @@
+"""Follows split features through what a model computes: which layers can be split together, and why others cannot."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from math import gcd
+
+from torch import nn
+
+from weft.nn.sharded import lost_with
+from weft.sharding.sizes import Heads, split_sizes
+from weft.tensor_parallel.auto.axis_layout import Axis, ConflictError, Layout
+from weft.tensor_parallel.auto.layer_specs import known, sizes_of
+from weft.tensor_parallel.auto.op_rules import Layouts, Meeting, UnknownOperationError, rule_of
+from weft.tensor_parallel.auto.trace import ACTIVATION, Node, Trace, Value
+from weft.tensor_parallel.hugging_face import is_transformers
+from weft.tensor_parallel.styles import kind_of
+
+SPLIT = ("nn.Linear", "transformers.Conv1D", "nn.Conv2d")  # by columns and rows
+RETURNED = "the model returns its features"
+
+
+@dataclass(eq=False)
+class System:
+    """Layers whose features meet, and are cut alike.
+
+    Attributes:
+        units: that are shared out. Where ranks outnumber KV heads, those of the fine axes, the query heads.
+        kv_units: then those of the coarse axes, whose units several ranks have.
+    """
+
+    units: int
+    kv_units: int = 0
+    coarse: set[Axis] = field(default_factory=set)
+    copies: int = 1
+
+    def shares(self, world: int) -> list[tuple[int, int]]:
+        """Of each rank, its units of fine and of coarse axes."""
+        if not self.kv_units:
+            return [(share, share) for share in split_sizes(self.units, world)]
+        heads = Heads.held(self.units, self.kv_units, world)
+        return [(count, len(keys)) for (_, count), keys in zip(heads.queries, heads.keys, strict=True)]
+
+    def local(self, layout: Layout, world: int) -> list[int]:
+        """Of each rank, its part of the layout's extent."""
+        of_keys = layout.axis in self.coarse and layout.copies == 1
+        units = self.kv_units if of_keys else self.units
+        return [layout.extent // units * share[of_keys] for share in self.shares(world)]
+
+    def cut(self, axis: Axis, size: int) -> dict:
+        """Options of ParallelLinear for so many features of the axis."""
+        if not self.kv_units:
+            return {"unit": size // self.units}
+        units = self.kv_units if axis in self.coarse else self.units
+        return {"unit": size // units, "heads": (self.units, self.kv_units)}
+
+
+@dataclass
+class Found:
+    """What one pass over a trace found.
+
+    Attributes:
+        columns: layer to the features of its output; rows: layer to the layout of its input; norms: to its channels.
+        systems: of each axis that is not taken apart.
+        whole: layers that are called with whole features and give whole ones.
+        refused: layer to why its output is not split.
+        summed: parameters that stay whole and whose gradients are sums over the ranks.
+    """
+
+    world: int
+    layouts: Layouts = field(default_factory=dict)
+    columns: dict[str, Axis] = field(default_factory=dict)
+    rows: dict[str, Layout] = field(default_factory=dict)
+    norms: dict[str, Axis] = field(default_factory=dict)
+    systems: dict[Axis, System] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
+    summed: set[str] = field(default_factory=set)
+
+    def local_size(self, axis: Axis) -> list[int]:
+        """Of each rank, its features of the axis."""
+        if not axis.pieces:
+            return self.systems[axis].local(Layout(0, 1, axis.size, axis, 1), self.world)
+        return [sum(sizes) for sizes in zip(*map(self.local_size, axis.leaves()), strict=True)]
+
+    def unlike(self, other: "Found") -> set[str]:
+        """Layers of the other that are not split here, or not so."""
+        mine, theirs = self._cuts(), other._cuts()
+        return {layer for layer, cut in theirs.items() if mine.get(layer) != cut}
+
+    def _cuts(self) -> dict[str, list]:
+        kept = {layer: axis for layer, axis in self.columns.items() if layer not in self.refused}
+        return {layer: [(leaf.size, self.local_size(leaf)) for leaf in axis.leaves()] for layer, axis in kept.items()}
+
+    def local_shapes(self, value: Value) -> list[tuple[int, ...]]:
+        """Of each rank."""
+        layout = self.layouts.get(value)
+        if layout is None:
+            return [value.shape] * self.world
+        dim, sizes = layout.dim, []
+        if not layout.axis.pieces:
+            sizes = [layout.before * extent for extent in self.systems[layout.axis].local(layout, self.world)]
+        elif layout.axis.apart:
+            leaf = layout.axis.leaves()[0]
+            if layout.minor:
+                dim = layout.minor[0][0]
+                sizes = self.systems[leaf].local(Layout(0, 1, value.shape[dim], leaf, 1), self.world)
+            else:
+                sizes = [layout.extent // layout.axis.size * size for size in self.local_size(layout.axis)]
+        else:
+            each = layout.axis.size // layout.extent  # features of a head
+            sizes = [size // each for size in self.local_size(layout.axis)]
+        shapes = [(*value.shape[:dim], size, *value.shape[dim + 1 :]) for size in sizes]
+        return self._repeated(layout, shapes)
+
+    def asides(self, trace: Trace) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Of each module, what it returns of this rank's features and nobody computes with: the place in the tuple to
+        the dimension and the size of every rank's part."""
+        found: dict[str, dict[int, tuple[int, ...]]] = {}
+        for value, (name, place) in trace.aside.items():
+            layout = self.layouts.get(value)
+            if layout is not None and _stretches(layout):
+                sizes = [shape[layout.dim] for shape in self.local_shapes(value)]
+                if sum(sizes) == value.shape[layout.dim]:
+                    found.setdefault(name, {})[place] = (layout.dim, *sizes)
+        return found
+
+    def _repeated(self, layout: Layout, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Where each KV head was expanded for its query heads, a rank has its query heads of one."""
+        system, next_to = self.systems.get(layout.axis), layout.dim + 1
+        if system is None or layout.axis not in system.coarse or next_to not in layout.constant:
+            return shapes
+        if layout.copies != 1 or any(shape[next_to] != system.copies for shape in shapes):
+            return shapes
+        each = [fine // coarse for fine, coarse in system.shares(self.world)]
+        return [(*shape[:next_to], n, *shape[next_to + 1 :]) for shape, n in zip(shapes, each, strict=True)]
+
+
+class Flow:
+    """Repeats passes over a trace, each without what the passes before refused, until one refuses nothing.
+
+    Args:
+        model: the model, or a copy of it without values.
+
+    Attributes:
+        owners: parameter to the modules that have it.
+        fixed: layer to why it cannot be replaced.
+        lookups: modules derived from nn.Embedding, to where they look up their weight's rows.
+        refused: layer to why its output is not split.
+        returned: layers whose split output the model may return.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, world: int):
+        self.trace, self.world, self.returned = trace, world, frozenset[str]()
+        self.modules = dict(model.named_modules())
+        self.owners: dict[str, list[str]] = {}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for owner, module in self.modules.items():
+            for parameter in module.parameters(recurse=False):
+                self.owners.setdefault(names[id(parameter)], []).append(owner)
+        self.lookups: dict[str, Node] = {}
+        self.fixed = self._hooked() | self._elsewhere()
+        self.refused: dict[str, str] = {}
+        self.lone = frozenset[str]()
+
+    def refuse(self, layers, reason: str) -> None:
+        for layer in layers:
+            self.refused.setdefault(layer, reason)
+
+    def allow_returned(self, layers: frozenset[str]) -> None:
+        self.returned = layers
+        for layer in layers:
+            self.refused.pop(layer, None)
+
+    def find(self) -> Found:
+        while True:
+            self.refused |= self.fixed
+            found, failed, axes = self._pass()
+            if not failed:
+                found.refused = dict(self.refused)
+                return found
+            lone = {axis.layer for axis in axes if axis.lone and axis.layer in failed} - self.lone
+            if lone:
+                self.lone |= lone
+            else:
+                self.refused |= {layer: reason for layer, reason in failed.items() if layer not in self.refused}
+
+    def misuse(self, columns: Collection[str], rows: Collection[str]) -> tuple[str, str] | Found:
+        """Follow a plan that is given: what its columns give must reach its rows feature by feature.
+
+        What follows from an operation that has no rule is not judged.
+
+        Returns:
+            The layer whose features are misused, and how; or what was found.
+        """
+        self.fixed = {name: "the plan leaves it whole" for name in self.modules if name not in {*columns, *rows}}
+        self.refused = {**self.fixed, **dict.fromkeys(rows, "it is split by rows")}
+        found, meeting, unknown = Found(self.world), Meeting(self.lone), set[Value]()
+        for node in self.trace.nodes:
+            outputs = {value for value in node.outputs if value is not None}
+            if any(value in unknown for value in node.inputs):
+                if node.layer not in {*columns, *rows}:  # these give what the plan says
+                    unknown |= outputs
+                    continue
+                if node.layer in rows:
+                    continue
+            try:
+                layouts = self._after(node, found, meeting)
+            except UnknownOperationError:
+                unknown |= outputs
+                continue
+            except ConflictError as conflict:
+                axes = [found.layouts[value].axis for value in node.inputs if value in found.layouts]
+                axes += conflict.axes
+                lone = {axis.layer for axis in axes if axis.lone} - self.lone
+                if lone:
+                    self.lone |= lone
+                    return self.misuse(columns, rows)
+                return axes[0].layer, str(conflict)
+            found.layouts |= {
+                value: layout
+                for value, layout in zip(node.outputs, layouts, strict=False)
+                if value is not None and layout is not None
+            }
+        return found
+
+    def _hooked(self) -> dict[str, str]:
+        lost = {name: lost_with(module) for name, module in self.modules.items()}
+        return {name: f"it has {what}, which its replacement would lose" for name, what in lost.items() if what}
+
+    def _elsewhere(self) -> dict[str, str]:
+        """Layers of which not all that they do is to be called."""
+        refused: dict[str, str] = {}
+        for node in self.trace.nodes:
+            if self._is_lookup(node):
+                self.lookups[node.where] = node
+                continue
+            for value in node.inputs:
+                for parameter in value.origin or ():
+                    for owner in self.owners.get(parameter, ()):
+                        if known(self.modules[owner]) is not None or isinstance(self.modules[owner], nn.Embedding):
+                            used = f"its weight is also used by {node.op} in {node.where or 'the model'}"
+                            refused.setdefault(owner, used)
+        return refused
+
+    def _is_lookup(self, node: Node) -> bool:
+        module = self.modules[node.where]
+        if node.op != "embedding" or not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
+            return False
+        return any(node.where in self.owners[name] for name in node.inputs[0].origin or ())
+
+    def _pass(self) -> tuple[Found, dict[str, str], set[Axis]]:
+        found, meeting = Found(self.world), Meeting(self.lone)
+        failed: dict[str, str] = {}
+        axes: set[Axis] = set()
+
+        def fail(values, reason):
+            for value in values:
+                if value in found.layouts:
+                    failed.setdefault(found.layouts[value].axis.layer, reason)
+
+        for node in self.trace.nodes:
+            try:
+                layouts = self._after(node, found, meeting)
+            except ConflictError as conflict:
+                fail(node.inputs, str(conflict))
+                for axis in conflict.axes:
+                    failed.setdefault(axis.layer, str(conflict))
+                continue
+            for value, layout in zip(node.outputs, layouts, strict=False):
+                if layout is not None:
+                    found.layouts[value] = layout
+                    axes.add(layout.axis)
+        made_whole = is_transformers(self.modules[""])  # by results.py; another model may be cut into stages
+        for value in self.trace.outputs:
+            layout = found.layouts.get(value)
+            if layout is None or (made_whole and value in self.trace.aside and _stretches(layout)):
+                continue
+            if not (layout.axis.layer in self.returned and layout.raw):
+                fail([value], RETURNED)
+        self._solve(found, meeting, axes, failed)
+        return found, failed, axes
+
+    def _after(self, node: Node, found: Found, meeting: Meeting) -> list[Layout | None]:
+        """Layouts of what a node returns."""
+        layouts = found.layouts
+        if node.op == "layer" and kind_of(self.modules[node.layer]) in SPLIT:
+            return self._layer(node, found, meeting)
+        if node.op == "layer" and kind_of(self.modules[node.layer]) == "nn.BatchNorm2d":
+            return self._norm(node, found)
+        if not any(value in layouts for value in node.inputs):
+            return []
+        if node.op in ("layer", "closed"):
+            raise ConflictError(f"{node.layer} takes them whole")
+        return rule_of(node)(node, layouts, meeting)
+
+    def _layer(self, node: Node, found: Found, meeting: Meeting) -> list[Layout | None]:
+        name, value, output = node.layer, node.inputs[0], node.outputs[0]
+        layer, dim = self.modules[name], known(self.modules[name]).features
+        layout = found.layouts.get(value)
+        if getattr(layer, "groups", 1) != 1:
+            if layout is not None:
+                raise ConflictError(f"{name} has groups")
+            self.refused.setdefault(name, "it has groups")
+            return []
+        if layout is None:
+            if name in found.rows:
+                raise ConflictError(f"{name} is called with split and with whole features", [found.rows[name].axis])
+            if name in self.refused:
+                found.whole.add(name)
+                return []
+            axis = found.columns.setdefault(name, Axis(name, 0, sizes_of(layer)[1]))
+            return [Layout(dim % len(output.shape), 1, axis.size, axis, axis.size)]
+        if name in found.columns:
+            raise ConflictError(f"{name} is called with split and with whole features", [found.columns[name]])
+        if name in found.whole:
+            raise ConflictError(f"{name} is called with split and with whole features")
+        if layout.dim != dim % len(value.shape) or layout.before != 1:
+            raise ConflictError(f"{name} takes something else than its features split")
+        if name in self.fixed:
+            raise ConflictError(f"{name} takes them, of which {self.fixed[name]}")
+        layout.use()
+        before = found.rows.setdefault(name, layout)
+        if before is not layout:
+            meeting.join(*(Layout(0, 1, one.extent, one.axis, one.units, one.copies) for one in (before, layout)), name)
+        return []
+
+    def _norm(self, node: Node, found: Found) -> list[Layout | None]:
+        value = node.inputs[0]
+        layout = found.layouts.get(value)
+        if layout is None:
+            found.whole.add(node.layer)
+            axes = [found.norms[node.layer]] if node.layer in found.norms else []
+            if axes:
+                raise ConflictError(f"{node.layer} is called with split and with whole channels", axes)
+            return []
+        if node.layer in found.whole:
+            raise ConflictError(f"{node.layer} is called with split and with whole channels")
+        if layout.dim != len(value.shape) - 3 or not layout.raw or not self.modules[node.layer].track_running_stats:
+            raise ConflictError(f"{node.layer} takes something else than its channels split")
+        if found.norms.setdefault(node.layer, layout.axis) is not layout.axis:
+            raise ConflictError(f"{node.layer} is called with the channels of several layers")
+        layout.use()
+        return [layout]
+
+    def _solve(self, found: Found, meeting: Meeting, axes: set[Axis], failed: dict[str, str]) -> None:
+        """Units of all that meet."""
+        leaves: dict[str, list[Axis]] = {}
+        for layer, axis in found.columns.items():
+            try:
+                leaves[layer] = axis.leaves()
+            except ValueError as error:
+                failed.setdefault(layer, str(error))
+                leaves[layer] = [axis]
+            if len(leaves[layer]) > 1 and self._is_convolution(layer):
+                failed.setdefault(layer, "pieces of its channels are used apart")
+        groups = _joined(
+            [(one, other) for one, other, _ in meeting.copied] + meeting.same, list(chain(*leaves.values()))
+        )
+        ends = {layout.axis for layout in found.rows.values()}
+        for group in groups:
+            layers = {axis.layer for axis in group}
+            reason = next((failed[layer] for layer in sorted(layers) if layer in failed), None)
+            if reason is None and not group & ends and not layers <= self.returned:
+                reason = "no layer takes its features split"
+            if reason is None:
+                reason = self._units(found, group, meeting)
+            if reason is not None:
+                for layer in layers:
+                    failed.setdefault(layer, reason)
+            else:
+                found.summed |= {name for axis in group for name in self._summed(axis, axes, failed)}
+        if not failed:
+            self._check_pieces(found, leaves, failed)
+            self._check_summed(found, failed)
+
+    def _summed(self, axis: Axis, axes: set[Axis], failed) -> set[str]:
+        """Of the axis, and of what it was taken from."""
+        return {name for other in axes if other.layer == axis.layer for name in other.summed}
+
+    def _units(self, found: Found, group: set[Axis], meeting: Meeting) -> str | None:
+        """Gives the group its System, or says why it has none."""
+        units = gcd(*(axis.units for axis in group))
+        system = System(units)
+        if units < self.world:
+            heads = _heads(group, meeting)
+            ends = [layout.axis for layout in found.rows.values()] + list(found.norms.values())
+            layers = {axis.layer for axis in group} | {row for row, one in found.rows.items() if one.axis in group}
+            if heads is not None and (heads.coarse & set(ends) or any(map(self._is_convolution, layers))):
+                heads = None  # what several ranks have would count several times
+            if heads is None or heads.units < self.world:
+                most, layer = units if heads is None else heads.units, min(axis.layer for axis in group)
+                told = f"{most} unit{'s' * (most != 1)} ({layer}: {sizes_of(self.modules[layer])[1]} features)"
+                return f"{told} are fewer than {self.world} ranks"
+            system = heads
+        for axis in group:
+            found.systems[axis] = system
+        return None
+
+    def _is_convolution(self, layer: str) -> bool:
+        return kind_of(self.modules[layer]) == "nn.Conv2d"
+
+    def _check_pieces(self, found: Found, leaves: Mapping[str, list[Axis]], failed: dict[str, str]) -> None:
+        """Of a fused layer, all pieces are heads or none is."""
+        for layer, pieces in leaves.items():
+            kinds = {(found.systems[piece].kv_units, found.systems[piece].units) for piece in pieces}
+            if len(kinds) > 1 and any(kv_units for kv_units, _ in kinds):
+                failed[layer] = "its pieces are of attentions with different heads"
+
+    def _check_summed(self, found: Found, failed: dict[str, str]) -> None:
+        """A parameter whose gradient is summed over the ranks has no other use, and is summed with all its module."""
+        for name in found.summed:
+            reason = None
+            for owner in self.owners[name]:
+                inside = f"{owner}." if owner else ""
+                others = {n for n, owners in self.owners.items() if any(f"{o}.".startswith(inside) for o in owners)}
+                if not others <= found.summed:
+                    reason = f"{name} meets its features, and {owner} has other parameters too"
+            for node in self.trace.nodes:
+                met = any(value.origin and name in value.origin for value in node.inputs)
+                if met and any(
+                    v is not None and v.origin is ACTIVATION and v not in found.layouts for v in node.outputs
+                ):
+                    reason = f"{name} meets its features, and others that are whole"
+            if reason:
+                for axis in found.systems:
+                    if any(name in other.summed for other in self._related(found, axis)):
+                        failed.setdefault(axis.layer, reason)
+
+    def _related(self, found: Found, axis: Axis) -> set[Axis]:
+        return {layout.axis for layout in found.layouts.values() if layout.axis.layer == axis.layer}
+
+
+def _stretches(layout: Layout) -> bool:
+    """Whether the ranks' parts, one after another, are the whole."""
+    return layout.before == 1 and not layout.axis.pieces
+
+
+def _joined(pairs, members) -> list[set[Axis]]:
+    """Groups of members that pairs connect; members of one layer need not be in one."""
+    groups = {member: {member} for member in members}
+    for one, other in pairs:
+        mine, theirs = groups.setdefault(one, {one}), groups.setdefault(other, {other})
+        if mine is not theirs:
+            mine |= theirs
+            for member in theirs:
+                groups[member] = mine
+    distinct: list[set[Axis]] = []
+    for group in groups.values():
+        if not any(group is other for other in distinct):
+            distinct.append(group)
+    return distinct
+
+
+def _heads(group: set[Axis], meeting: Meeting) -> System | None:
+    """Query heads over ranks that outnumber the KV heads, where the coarse axes are used in no other way."""
+    links = [link for link in meeting.copied if link[0] in group]
+    each = {n for *_, n in links}
+    fine, coarse = {one for one, _, _ in links}, {other for _, other, _ in links}
+    if len(each) != 1:
+        return None
+    alike = _joined([pair for pair in meeting.same if pair[0] in group], list(group))
+    for axes in alike:
+        if axes & fine:
+            fine |= axes
+        if axes & coarse:
+            coarse |= axes
+    if fine & coarse or fine | coarse != group:
+        return None
+    (copies,) = each
+    kv_units = gcd(*(axis.units for axis in coarse))
+    units = kv_units * copies
+    if any(axis.units % units for axis in fine):
+        return None
+    return System(units, kv_units, coarse, copies)

@@ -1,0 +1,339 @@
+"""What of a model, or of those of its parts that run alone, can be split: traced, followed, rehearsed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+from torch import nn
+
+from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
+from weft.tensor_parallel.auto.example_inputs import calling, calls
+from weft.tensor_parallel.auto.layer_specs import known, sizes_of
+from weft.tensor_parallel.auto.propagation import RETURNED, Flow, Found
+from weft.tensor_parallel.auto.source import reached_into
+from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
+from weft.tensor_parallel.hugging_face import attentions, prepare
+from weft.tensor_parallel.styles import kind_of
+
+DENSE = ("nn.Linear", "transformers.Conv1D")
+_MOST_CLOSED = 200  # modules whose inside cannot be followed
+_PASSED_ON = ("view", "_to_copy", "slice", "unsqueeze", "squeeze")
+GATHERED = {"style": "column", "gather_output": True}
+
+
+@dataclass
+class Structure:
+    """Of one module that was traced.
+
+    Attributes:
+        prefix: its name in the model.
+        found: what can be split, with names inside of the module.
+        numbers: that modules must have on each rank.
+        alone: entries of layers that are split by themselves, whose output is whole.
+        summed: modules whose gradients are sums over the ranks.
+        reasons: why other layers are not split.
+    """
+
+    prefix: str
+    found: Found
+    numbers: Numbers
+    alone: dict[str, str | Mapping] = field(default_factory=dict)
+    summed: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A copy of the model without values, what calls it, and what it then computes."""
+
+    twin: nn.Module
+    call: Callable
+    whole: Trace
+
+
+def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) -> Iterator:
+    """A Structure for the model, or for each of the parts of it that run alone; (name, reason) of what does not."""
+    runs = runs_of(model, calls(model) if example is None else [calling(example)])
+    if not isinstance(runs, str):
+        yield Search("", runs, world, loss_parallel).structure()
+        return
+    yield "", f"{runs}: see `example` of weft.tensor_parallel.auto.automatic_plan"
+    yield from _parts(model, world, "")
+
+
+def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
+    """Of the parts of a module that cannot be run as a whole, those that can, and are only called."""
+    for name, child in model.named_children():
+        if not any(True for _ in child.parameters()):
+            continue
+        full = f"{prefix}.{name}".lstrip(".")
+        if not isinstance(model, nn.ModuleList | nn.ModuleDict) and reached_into(model, name):
+            yield full, "the code around it does more than to call it, and could not be followed"
+            continue
+        runs = runs_of(child, calls(child))
+        if isinstance(runs, str):
+            yield full, runs
+            yield from _parts(child, world, full)
+        else:
+            yield Search(full, runs, world, False).structure()
+
+
+def runs_of(model: nn.Module, tries) -> list[Run] | str:
+    """The model's run, in training and in evaluation and in each way of computing attention; or why there is none."""
+    reason = "it is not known what to call it with"
+    tries, runs = list(tries), list[Run]()
+    for attention, training in product(attentions(model), (True, False)):
+        try:
+            twin = without_values(model, training)
+        except Exception as error:  # what copying a user's objects raises
+            return f"it cannot be copied: {type(error).__name__}: {error}"
+        prepare(twin, attention)
+        for call, closing in [(call, closing) for closing in (False, True) for call in tries]:
+            try:
+                runs.append(Run(twin, call, _traced(twin, call, closing)))
+                tries = tries[tries.index(call) :]
+                break
+            except UntraceableError as error:
+                reason = f"it was called with a guess, and {error}"
+        else:
+            return reason
+    return runs
+
+
+def _traced(twin: nn.Module, call, closing: bool) -> Trace:
+    """closing: a module in which something cannot be run without values is closed, and gets its inputs whole."""
+    closed: dict[str, str] = {}
+    while True:
+        try:
+            return trace(twin, call, closed)
+        except UntraceableError as error:
+            name = error.module
+            if not closing or not name or name in closed or len(closed) >= _MOST_CLOSED:
+                raise
+            inside = [why for other, why in closed.items() if other.startswith(f"{name}.")]
+            reason = inside[0] if inside else f"what it computes cannot be followed: {error}"
+            closed = {other: why for other, why in closed.items() if not other.startswith(f"{name}.")}
+            kind = type(twin.get_submodule(name))
+            general = kind.__module__.startswith("torch.nn")  # a Sequential, say, of anything
+            alike = (other for other, module in twin.named_modules() if other and type(module) is kind)
+            closed |= dict.fromkeys([name] if general else alike, reason)
+
+
+class Search:
+    """Splits what can be split together, then what can be split alone, until both agree about shared weights."""
+
+    def __init__(self, prefix: str, runs: list[Run], world: int, loss_parallel: bool):
+        self.prefix, self.runs, self.whole = prefix, runs, runs[0].whole
+        self.world, self.loss_parallel = world, loss_parallel
+        self.flow = Flow(runs[0].twin, self.whole, world)
+        self.modules = self.flow.modules
+        self.kept: dict[str, str] = {}  # layers that would be split alone, and are not
+        self.made = {output: node for node in self.whole.nodes for output in node.outputs if output is not None}
+        self.called = {node.layer: node for node in self.whole.nodes if node.op == "layer"}
+
+    def structure(self) -> Structure:
+        while True:
+            found = self.flow.find()
+            numbers, wrong = self._rehearsed(found)
+            if wrong:
+                if not set(wrong) - set(self.flow.refused):
+                    wrong = dict.fromkeys(found.columns, "the model does not do the same when it is called again")
+                self.flow.refused = wrong | self.flow.refused
+                continue
+            alone = self._alone(found)
+            unlike = self._dropped_unlike(found)
+            if unlike:
+                self.flow.refuse(unlike, "a module drops at random both parts of it and what is whole")
+                continue
+            returned = frozenset(layer for layer, entry in alone.items() if entry == GATHERED)
+            if self.loss_parallel and returned and not self.flow.returned:
+                self.flow.allow_returned(returned)
+                continue
+            partial = self._returned_in_parts(found)
+            if partial:
+                self.flow.refuse(partial, RETURNED)
+                continue
+            if self._ties_hold(found, alone):
+                for name in self._dropped(found):
+                    own = kind_of(self.modules[name]) == "nn.Dropout"
+                    alone[name] = "dropout" if own else {"style": "attributes", "own_random_numbers": True}
+                for name, results in found.asides(self.whole).items():
+                    alone[name] = {"style": "attributes", **dict(alone.get(name, ())), "results": results}  # type: ignore[arg-type]
+                reasons = {**self.whole.closed, **found.refused, **self.kept}
+                summed = sorted({owner for name in found.summed for owner in self.flow.owners[name]})
+                return Structure(self.prefix, found, numbers, alone, summed, reasons)
+
+    def _returned_in_parts(self, found: Found) -> set[str]:
+        """Layers whose features the model returns so that ranks' parts are not the whole, one after another."""
+        aside = found.asides(self.whole)
+        partial = set()
+        for value in self.whole.outputs:
+            name, place = self.whole.aside.get(value, ("", 0))
+            if value in found.layouts and value in self.whole.aside and place not in aside.get(name, {}):
+                partial.add(found.layouts[value].axis.layer)
+        return partial
+
+    def _dropped(self, found: Found) -> set[str]:
+        """Modules that drop, at random, of what is split."""
+        random = (node for node in self.whole.nodes if _drops(node))
+        return {node.where for node in random if any(value in found.layouts for value in node.inputs)}
+
+    def _dropped_unlike(self, found: Found) -> set[str]:
+        """Layers whose features are dropped by a module in which other things, that are whole, are dropped as well,
+        without an nn.Dropout of their own."""
+        layers = set()
+        for name in self._dropped(found):
+            if kind_of(self.modules[name]) == "nn.Dropout" and self._only_split(found, name):
+                continue
+            if name and type(self.modules[name]) is not nn.Dropout and self._only_split(found, name):
+                continue
+            for node in self.whole.nodes:
+                if node.where == name and _drops(node):
+                    layers |= {found.layouts[v].axis.layer for v in node.inputs if v in found.layouts}
+        return layers
+
+    def _only_split(self, found: Found, name: str) -> bool:
+        inside = (node for node in self.whole.nodes if _drops(node) and f"{node.where}.".startswith(f"{name}."))
+        own = (node for node in inside if node.where == name or not isinstance(self.modules[node.where], nn.Dropout))
+        return all(any(value in found.layouts for value in node.inputs) for node in own)
+
+    def _rehearsed(self, found: Found) -> tuple[Numbers, dict[str, str]]:
+        """The numbers that modules must have; and the layers with which that does not help, and why."""
+        numbers: Numbers = {}
+        for run in self.runs:
+            flow = Flow(run.twin, run.whole, self.world)
+            flow.fixed, flow.refused = self.flow.fixed, dict(self.flow.refused)
+            flow.lone, flow.returned = self.flow.lone, self.flow.returned
+            other = found if run is self.runs[0] else flow.find()
+            unlike = other.unlike(found)
+            if unlike:
+                return {}, {
+                    layer: flow.refused.get(layer, "its attention is computed in ways that differ") for layer in unlike
+                }
+            numbers, mismatch = rehearse(run.twin, run.call, run.whole, other, numbers)
+            if mismatch is not None:
+                layers = _layers_at(run.whole, other, mismatch.step)
+                way_out = _way_out(run.whole, other, mismatch.step)
+                return {}, dict.fromkeys(layers, f"its code counts all of the features: {mismatch}{way_out}")
+        return numbers, {}
+
+    def _alone(self, found: Found) -> dict[str, str | Mapping]:
+        entries: dict[str, str | Mapping] = {}
+        for layer, node in {**self.called, **self.flow.lookups}.items():
+            module = self.modules[layer]
+            kind, (width, wide) = kind_of(module), sizes_of(module)
+            if layer in self.flow.fixed or layer in self.kept:
+                continue
+            if self.prefix and kind != "nn.MultiheadAttention":
+                continue  # whoever calls this part might use the layer's weights in another way
+            if isinstance(module, nn.Embedding):
+                reason = self._not_a_vocabulary(module, node.inputs[-1])
+                entry: str | Mapping = self._rows_of(module)
+            elif kind == "nn.MultiheadAttention":
+                reason = self._not_by_heads(module)
+                entry = "heads"
+            elif kind in DENSE and self._scores(found, layer):
+                reason = None if wide > width and wide >= self.world else f"{RETURNED}, and there are few of them"
+                entry = GATHERED
+            else:
+                continue
+            if reason is None:
+                entries[layer] = entry
+            else:
+                self.kept[layer] = reason
+        return entries
+
+    def _scores(self, found: Found, layer: str) -> bool:
+        """Whether a layer that is not split otherwise gives what the model returns, or is tied to an embedding."""
+        tied = {owner for owners in self.flow.owners.values() if layer in owners for owner in owners}
+        embedded = any(isinstance(self.modules[owner], nn.Embedding) for owner in tied)
+        return found.refused.get(layer) == RETURNED or (layer in found.refused and embedded)
+
+    def _rows_of(self, module: nn.Embedding) -> str:
+        return "vocabulary" if type(module) is nn.Embedding else "lookup"
+
+    def _not_a_vocabulary(self, module: nn.Embedding, tokens: Value) -> str | None:
+        while tokens in self.made and self.made[tokens].op in _PASSED_ON:
+            tokens = self.made[tokens].inputs[0]
+        if not tokens.given:
+            return "its rows are looked up by numbers that the model makes (positions, say), not by tokens"
+        options = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
+        if options:
+            return f"it has {options[0]}={getattr(module, options[0])}"
+        if module.num_embeddings < self.world:
+            return f"{module.num_embeddings} rows are fewer than {self.world} ranks"
+        return None
+
+    def _not_by_heads(self, module: nn.MultiheadAttention) -> str | None:
+        if module.num_heads < self.world:
+            return f"{module.num_heads} heads are fewer than {self.world} ranks"
+        if module.bias_k is not None or module.add_zero_attn:
+            return "it adds keys of its own (add_bias_kv, add_zero_attn)"
+        return None
+
+    def _ties_hold(self, found: Found, alone: dict) -> bool:
+        """Whether weights that layers share are split alike; where they are not, says so for the next search."""
+        hold = True
+        for name, owners in self.flow.owners.items():
+            if len(owners) == 1:
+                continue
+            layers = [owner for owner in owners if self._is_layer(owner)]
+            alone |= self._uncalled(layers, alone)
+            split = {owner for owner in layers if self._is_split(found, alone, owner)}
+            alike = len(layers) == 1 or all(self._by_rows(found, alone, owner) for owner in layers)
+            if split == set(layers) and alike and "" not in owners:
+                # What else has it does not compute with it: the flow would have fixed the layer.
+                alone |= {owner: {"style": "attributes"} for owner in owners if owner not in layers and split}
+                continue
+            for owner in layers:
+                others = ", ".join(other for other in owners if other != owner)
+                reason = f"its {name.rpartition('.')[2]} is also that of {others}, which cannot be split so"
+                if owner in alone:
+                    self.kept[owner] = reason
+                    hold = False
+                elif owner in split:
+                    self.flow.fixed[owner] = reason
+                    hold = False
+        return hold
+
+    def _is_layer(self, name: str) -> bool:
+        return known(self.modules[name]) is not None or isinstance(self.modules[name], nn.Embedding)
+
+    def _uncalled(self, layers: list[str], alone: dict) -> dict[str, str]:
+        """Embeddings that only lend their weight to others (T5's shared one) are split as those are."""
+        embeddings = [layer for layer in layers if isinstance(self.modules[layer], nn.Embedding)]
+        if not any(alone.get(layer) in ("vocabulary", "lookup") for layer in embeddings):
+            return {}
+        idle = (layer for layer in embeddings if layer not in self.called and layer not in self.flow.lookups)
+        kept = {*self.kept, *self.flow.fixed}
+        return {layer: self._rows_of(self.modules[layer]) for layer in idle if layer not in kept}
+
+    def _is_split(self, found: Found, alone: dict, owner: str) -> bool:
+        return owner in alone or owner in found.rows or (owner in found.columns and owner not in found.refused)
+
+    def _by_rows(self, found: Found, alone: dict, owner: str) -> bool:
+        if owner in alone:
+            return alone[owner] in ("vocabulary", "lookup", GATHERED)
+        return owner in self.flow.returned and owner not in found.refused
+
+
+def _layers_at(whole: Trace, found: Found, step: int) -> set[str]:
+    """The layers whose features the operation at this step works on; if there are none, all."""
+    node = whole.nodes[min(step, len(whole.nodes) - 1)]
+    values = [*node.inputs, *(value for value in node.outputs if value is not None)]
+    layers = {found.layouts[value].axis.layer for value in values if value in found.layouts}
+    return layers or set(found.columns)
+
+
+def _way_out(whole: Trace, found: Found, step: int) -> str:
+    """How to write a view so that it counts nothing."""
+    node = whole.nodes[min(step, len(whole.nodes) - 1)]
+    layout = found.layouts.get(node.outputs[0]) if node.op == "view" and node.outputs[0] is not None else None
+    if layout is None:
+        return ""
+    shape = node.outputs[0].shape  # type: ignore[union-attr]
+    return f"; write -1 instead of {shape[layout.dim]} in its view as {shape}"
+
+
+def _drops(node: Node) -> bool:
+    return node.op == "dropout" or (node.op == "attention" and node.kwargs.get("dropout_p", 0.0) > 0.0)

@@ -1,0 +1,210 @@
+"""Whether a plan holds for what a model is called with.
+
+A plan is found, or checked, by one call. Others may compute something else: an argument of another number of
+dimensions, whose dimension 1 is features and not a sequence; one that is None by default; a flag of a module that was
+set afterwards. So the first call of each kind is followed too.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from operator import is_
+from types import NoneType
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from weft.comm.communicator import Communicator
+from weft.tensor_parallel.auto import AutomaticPlan, conflict_in
+from weft.tensor_parallel.auto.example_inputs import calling
+from weft.tensor_parallel.auto.trace import without_values
+from weft.tensor_parallel.hugging_face import is_transformers
+from weft.tensor_parallel.plan_check import OwnPlan
+
+Conflict = Callable[[nn.Module, Callable, bool], str | None]  # of the unsplit model, a call, and whether it trains
+
+
+def call_checks(
+    model: nn.Module, plan: AutomaticPlan | OwnPlan | None, ranks: Communicator | None
+) -> "dict[str, CallCheck]":
+    """A CallCheck of a model that is still unsplit, as "", or of each of its modules that were followed by themselves.
+
+    None where the plan splits nothing, where the model cannot be copied, and of transformers, whose further arguments
+    (masks, caches, labels) are known.
+    """
+    if plan is None or ranks is None or is_transformers(model):
+        return {}
+    if isinstance(plan, AutomaticPlan) and not plan.plan:
+        return {}
+    try:
+        twin = without_values(model)
+    except Exception:  # what copying a user's objects raises
+        return {}
+    if not isinstance(plan, AutomaticPlan):
+        return {"": CallCheck(twin, partial(_own_conflict, plan), by_mode=True)}
+    return {
+        name: CallCheck(twin.get_submodule(name), partial(_automatic_conflict, own, ranks.world), by_mode=False)
+        for name in plan.parts
+        if (own := plan.of_part(name)).plan and (not name or any(twin.get_submodule(name).children()))
+    }
+
+
+def _own_conflict(own: OwnPlan, twin: nn.Module, call: Callable, training: bool) -> str | None:
+    return own.misuse(twin, [call], training)
+
+
+def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, call: Callable, _) -> str | None:
+    """Training and evaluation are both followed."""
+    conflict = conflict_in(twin, world, automatic, call)
+    return conflict and (
+        f"{type(twin).__name__}: its automatic plan was found by another call than this, in which {conflict}. Find one "
+        "by this call: plan=automatic_plan(model, world, example=...) of weft.tensor_parallel.auto; or write your own"
+    )
+
+
+class CallCheck:
+    """A forward pre-hook, which raises ValueError before anything is communicated.
+
+    A call is of another kind where its arguments are, or where an attribute of a module was changed since.
+    """
+
+    at_edge = True  # a model in stages can do without
+
+    def __init__(self, twin: nn.Module, conflict: Conflict, by_mode: bool):
+        self.model, self.conflict, self.by_mode = twin, conflict, by_mode
+        self.settings: Settings | None = None
+        self.known: set[tuple] = set()
+        self.numbers: Counter[tuple] = Counter()
+
+    def watch(self, model: nn.Module) -> None:
+        """Compare the attributes of the model, which is split now, from here on."""
+        self.settings = Settings(model, self.model)
+
+    def __call__(self, module: nn.Module, args, kwargs) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self.settings is not None:
+            self.known = self.settings.known_now(self.known)
+        kind = (self.by_mode and module.training, *_kind_of(args, kwargs))
+        if kind in self.known:
+            return
+        general = tuple(type(x) if type(x) in (int, float) else x for x in kind)
+        if self.numbers[general] > MOST_NUMBERS:
+            return
+        conflict = self.conflict(self.model, calling(args, kwargs), module.training)
+        if conflict is not None:
+            raise ValueError(conflict)
+        self.known.add(kind)
+        self.numbers[general] += general != kind
+
+
+MOST_NUMBERS = 8  # a number with more values than these counts something, and decides nothing
+_SIMPLE = (bool, int, float, str, NoneType)
+_OWN = {*vars(nn.Module()), "training"}
+_ABSENT = object()
+
+
+class Settings:
+    """Attributes that may decide what a model's own code computes: numbers, strings and flags.
+
+    Those of modules, and of plain objects and dicts that modules hold (a configuration). What a module has in the split
+    model already counts this rank's features, so the copy without values gets the changes alone.
+
+    Args:
+        model: split.
+        twin: the unsplit copy.
+    """
+
+    def __init__(self, model: nn.Module, twin: nn.Module):
+        unsplit, seen = dict(twin.named_modules()), set[int]()
+        # An object or a dict that has one, its name, and what has it in the twin. A deep copy's are the copied model's.
+        self.places: list[tuple[object, str, object]] = []
+        for name, module in model.named_modules():
+            own = unsplit.get(name)
+            if (
+                own is None
+                or type(own) is not type(module)
+                or type(module).__module__.partition(".")[0] in ("torch", "weft")
+            ):
+                continue
+            for mine, theirs in _holders(module, own):
+                if id(mine) not in seen:
+                    seen.add(id(mine))
+                    self.places += [(mine, key, theirs) for key, value in _in(mine).items() if _is_setting(key, value)]
+            for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+                names = [key for key, value in vars(kind).items() if _is_setting(key, value)]
+                self.places += [(module, key, own) for key in names if key not in vars(module)]
+        self.read = self._read()
+        self.values = tuple(map(_compared, self.read))
+        self.known: dict[tuple, set[tuple]] = {}
+        self.had: list[set] = [{value} for value in self.values]
+
+    def known_now(self, known: set[tuple]) -> set[tuple]:
+        """The kinds of calls that are known with these attributes; `known` are those with the ones before."""
+        read = self._read()
+        if all(map(is_, read, self.read)):
+            return known
+        self.read, values = read, tuple(map(_compared, read))
+        if values == self.values:
+            return known
+        self.known[self.values] = known
+        for (mine, key, theirs), had, old, new in zip(self.places, self.had, self.values, values, strict=True):
+            if new != old:
+                had.add(new)
+                _in(theirs)[key] = _in(mine).get(key)
+                if key not in _in(mine):
+                    del _in(theirs)[key]
+        self.values = values
+        counting = [len(had) > MOST_NUMBERS for had in self.had]
+        if any(counting):
+            self._drop(counting)
+            return known
+        return self.known.setdefault(values, set())
+
+    def _read(self) -> list:
+        return [_in(mine).get(key, _ABSENT) for mine, key, _ in self.places]
+
+    def _drop(self, counting: list[bool]) -> None:
+        """Compare these no longer."""
+        kept = [place for place, drop in enumerate(counting) if not drop]
+        self.places, self.had = [self.places[place] for place in kept], [self.had[place] for place in kept]
+        self.read, self.known = self._read(), {}
+        self.values = tuple(map(_compared, self.read))
+
+
+def _in(holder) -> dict:
+    return holder if isinstance(holder, dict) else vars(holder)
+
+
+def _compared(value) -> tuple:
+    """With its type: True is 1."""
+    return type(value), value if type(value) in _SIMPLE else None
+
+
+def _is_setting(key: str, value) -> bool:
+    return type(value) in _SIMPLE and key not in _OWN and not key.startswith(("__", "_weft"))
+
+
+def _holders(module: nn.Module, twin: nn.Module):
+    """A module and its twin, and the plain objects and dicts that both hold."""
+    yield module, twin
+    for key, value in vars(module).items():
+        other = vars(twin).get(key)
+        if key in _OWN or isinstance(value, type | nn.Module | torch.Tensor) or type(other) is not type(value):
+            continue
+        if isinstance(value, dict) or (hasattr(value, "__dict__") and not callable(value)):
+            yield value, other
+
+
+def _kind_of(args, kwargs) -> tuple:
+    """Which arguments there are, dimensions and types of tensors, and whether these get a gradient; other values."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return str(structure), *map(_told, leaves)
+
+
+def _told(x):
+    if isinstance(x, torch.Tensor):
+        return x.dim(), x.dtype, x.requires_grad
+    return x if isinstance(x, (*_SIMPLE, Enum, torch.dtype)) else type(x)

@@ -1,0 +1,61 @@
+"""What a split module returns of this rank's part alone (attention weights), and models return as the whole."""
+
+import torch
+from torch import nn
+
+from weft.context_parallel.shared_sequence import SharedSequence
+from weft.ops.mappings import gather
+from weft.tensor_parallel.auto.trace import tensors_in
+from weft.tensor_parallel.hugging_face import is_transformers
+from weft.tensor_parallel.local_sizes import PART, InParts
+
+_OBJECTS = 3
+
+
+def return_whole(model: nn.Module) -> None:
+    """Makes the model, and the models of transformers in it, return the whole of what their modules return in parts."""
+    if not any(isinstance(hook, InParts) for part in model.modules() for hook in part._forward_hooks.values()):
+        return
+    for part in model.modules():
+        if part is model or is_transformers(part):
+            part.register_forward_hook(whole_results)
+
+
+def whole_results(model: nn.Module, args, output):
+    """A model's forward hook."""
+    if not _parts_in(output):
+        return output
+    whole = _whole(output)
+    left = _parts_in(whole)
+    if left:
+        raise ValueError(
+            f"{type(model).__name__} returns a {type(output).__name__} with attention weights of this rank's heads "
+            f"alone ({tuple(left[0].shape)}), which cannot be made whole in it: call it with output_attentions=False, "
+            "or split it over one rank (tp=1)"
+        )
+    return whole
+
+
+whole_results.at_edge = True  # type: ignore[attr-defined]  # what can be cut returns nothing in parts
+
+
+def _parts_in(tree) -> list[torch.Tensor]:
+    return [x for x in tensors_in(tree, _OBJECTS) if hasattr(x, PART)]
+
+
+def _whole(tree, objects: int = _OBJECTS):
+    if isinstance(tree, torch.Tensor):
+        dim, sizes, ranks = getattr(tree, PART, (0, None, None))
+        if ranks is None:
+            return tree
+        if isinstance(tree, SharedSequence):
+            return tree.like(gather(tree.local, dim, ranks, sizes))
+        return gather(tree, dim, ranks, sizes)
+    if type(tree) in (tuple, list):
+        return type(tree)(_whole(part, objects) for part in tree)
+    if isinstance(tree, dict):
+        for name, part in list(tree.items()):
+            tree[name] = _whole(part, objects)
+    elif objects and hasattr(tree, "__dict__") and not isinstance(tree, type):
+        vars(tree).update({name: _whole(part, objects - 1) for name, part in vars(tree).items()})
+    return tree

@@ -1,0 +1,193 @@
+"""Whether what one layer of a plan gives is what the next one takes: told by sizes, and by what the model computes."""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import nn
+
+from weft.nn import OwnDropout, OwnDropout2d, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
+from weft.nn.sharded import ShardedModule
+from weft.tensor_parallel.auto.example_inputs import calls
+from weft.tensor_parallel.auto.propagation import Flow, Found
+from weft.tensor_parallel.auto.trace import trace, without_values
+from weft.tensor_parallel.hugging_face import attentions, prepare
+from weft.tensor_parallel.local_sizes import has_numbers
+
+_log = logging.getLogger(__name__)
+_FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, OwnDropout, OwnDropout2d)
+
+
+def check_meeting(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
+    """Refuses a row layer that no column layer gives its part, and a column layer whose part a whole layer would get.
+
+    Layers belong together by the number of features between them; of several, those in the smallest module around both.
+
+    Raises:
+        ValueError: with the layers' names and what to say instead.
+    """
+    layers = {**dict(model.named_modules()), **replacements}
+    linear = {name: layer for name, layer in layers.items() if isinstance(layer, ParallelLinear)}
+    columns = {name: one for name, one in linear.items() if one.style == "column" and not one.gather_output}
+    rows = {name: one for name, one in linear.items() if one.style == "row" and not one.split_input}
+    # Features may also be those of a convolution's channels, which a size does not tell.
+    told = all(isinstance(layer, ParallelLinear | ParallelEmbedding) for layer in replacements.values())
+    for name in replacements:
+        if name in rows and told:
+            _check_row(name, rows[name], columns)
+        elif name in columns:
+            _check_column(name, columns[name], model, rows, replacements)
+
+
+def _check_row(name: str, row: ParallelLinear, columns: Mapping[str, ParallelLinear]) -> None:
+    needed = row.shards["weight"].sizes
+    for around in _around(name):
+        near = {other: one for other, one in columns.items() if other.startswith(around)}
+        if any(one.out_features > row.in_features and one.out_features % row.in_features == 0 for one in near.values()):
+            return  # a fused projection, whose pieces sizes do not tell
+        giving = {other: one for other, one in near.items() if row.in_features in _outputs(one)}
+        if any(one.parts or one.shards["weight"].sizes == needed for one in giving.values()):
+            return
+        if giving:
+            other = next(iter(giving))
+            raise ValueError(
+                f"parallelize: {name} takes {list(needed)} of its {row.in_features} input features on the ranks, and "
+                f"{other} gives {list(giving[other].shards['weight'].sizes)}: give both the same unit"
+            )
+    raise ValueError(
+        f"parallelize: {name} is a row layer, which takes a part of its {row.in_features} input features, and the plan "
+        'splits no column layer that gives one: name that too, or say {"style": "row", "split_input": True}'
+    )
+
+
+def _outputs(column: ParallelLinear) -> tuple[int, ...]:
+    return (column.out_features, *(column.parts or ()))
+
+
+def _check_column(
+    name: str,
+    column: ParallelLinear,
+    model: nn.Module,
+    rows: Mapping[str, ParallelLinear],
+    replacements: Mapping[str, nn.Module],
+) -> None:
+    sizes = _outputs(column)
+    for around in _around(name):
+        if any(other.startswith(around) and row.in_features in sizes for other, row in rows.items()):
+            return
+        for other, layer in model.get_submodule(around.rstrip(".")).named_modules():
+            whole = f"{around}{other}"
+            takes = type(layer) is nn.Linear and layer.in_features == column.out_features
+            if takes and whole not in replacements and whole != name:
+                raise ValueError(
+                    f"parallelize: {name} gives each rank a part of its {column.out_features} output features, and "
+                    f"{whole}, which is whole, takes all of them: make that a row layer, or say "
+                    '{"style": "column", "gather_output": True}'
+                )
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around it, from the innermost, as beginnings of names; "" is the model."""
+    components = name.split(".")[:-1]
+    for count in range(len(components), -1, -1):
+        yield "".join(f"{one}." for one in components[:count])
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """What a plan that was given says of a model that the analysis of automatic plans can follow.
+
+    Attributes:
+        columns: layers that give each rank a part of their features, with the parts of a fused projection.
+        rows: layers that take such a part.
+        summed: modules whose gradients are sums over the ranks.
+    """
+
+    world: int
+    columns: Mapping[str, tuple[int, ...] | None]
+    rows: Collection[str]
+    summed: Collection[str]
+
+    def misuse(self, model: nn.Module, tries: Iterable[Callable], training: bool) -> str | None:
+        """Say what is wrong with the plan, followed in the first of these calls that runs; None where nothing is.
+
+        Args:
+            model: unsplit; it is not changed, and may be on the meta device.
+        """
+        try:
+            twin = without_values(model, training)
+            prepare(twin, attentions(model)[0])
+        except Exception as error:  # what copying a user's objects raises
+            _log.debug("the plan is not followed: %s", error)
+            return None
+        for call in tries:
+            try:
+                flow = Flow(twin, trace(twin, call, {}), self.world)
+                found = flow.misuse(self.columns, self.rows)
+            except Exception as error:  # what a model's code raises, and operations called as no rule expects
+                _log.debug("the plan is not followed in a call: %s", error)
+                continue
+            misuse = self._of_pieces(found) or self._of_sums(twin, flow, found) if isinstance(found, Found) else found
+            return misuse and self._told(*misuse)
+        return None
+
+    def _of_pieces(self, found: Found) -> tuple[str, str] | None:
+        for layer, axis in found.columns.items():
+            try:
+                sizes = [leaf.size for leaf in axis.leaves()]
+            except ValueError as error:
+                if self.columns[layer] is None:
+                    return layer, str(error)
+                continue
+            ends = set(accumulate(self.columns[layer] or [axis.size]))
+            if not ends >= set(accumulate(sizes)):
+                return layer, f'the model takes pieces of {sizes} features of it: say "parts": {tuple(sizes)}'
+        return None
+
+    def _of_sums(self, twin: nn.Module, flow: Flow, found: Found) -> tuple[str, str] | None:
+        for layout in found.layouts.values():
+            for name in layout.axis.summed:
+                owners = [f"{owner}." for owner in flow.owners[name]]
+                summed = any(owner.startswith(f"{one}." if one else "") for owner in owners for one in self.summed)
+                if twin.get_parameter(name).requires_grad and not summed:
+                    module = name.rpartition(".")[0] or "the model"
+                    told = f'{name} meets them, whose gradient would be a part: make {module} "sequence", which sums it'
+                    return layout.axis.layer, told
+        return None
+
+    def _told(self, layer: str, misuse: str) -> str:
+        return (
+            f"parallelize: {layer} gives each rank a part of its output features, and {misuse}. Otherwise let it give "
+            'all of them, {"style": "column", "gather_output": True} (a row layer behind it then takes "split_input": '
+            "True), or leave it whole"
+        )
+
+
+def own_plan(
+    model: nn.Module, replacements: Mapping[str, nn.Module], summed: Collection[str], world: int
+) -> OwnPlan | None:
+    """The plan as it can be followed; None where nothing can be wrong, or where layers are split in ways of their own.
+
+    Args:
+        model: unsplit.
+        summed: modules with the style "sequence".
+    """
+    linear = {name: layer for name, layer in replacements.items() if isinstance(layer, ParallelLinear)}
+    columns = {name: one.parts for name, one in linear.items() if one.style == "column" and not one.gather_output}
+    first = {id(module): name for name, module in model.named_modules()}
+    everywhere = all(first[id(model.get_submodule(name))] in replacements for name in replacements)
+    followed = all(isinstance(layer, _FOLLOWED) or has_numbers(layer) for layer in replacements.values())
+    if world == 1 or not columns or not everywhere or not followed:
+        return None
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        return None  # it communicates
+    names = set(first.values())
+    rows = [name for name, one in linear.items() if one.style == "row" and not one.split_input and name in names]
+    return OwnPlan(world, {name: parts for name, parts in columns.items() if name in names}, rows, summed)
+
+
+def check_flow(model: nn.Module, plan: OwnPlan | None) -> None:
+    """Refuse a plan whose layers do not meet, where a call of the model can be guessed. Raises ValueError."""
+    if plan is not None and (misuse := plan.misuse(model, calls(model, constants=True), model.training)):
+        raise ValueError(misuse)

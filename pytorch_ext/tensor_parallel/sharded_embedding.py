@@ -1,0 +1,74 @@
+"""Embeddings of a class of their own (one that scales its rows, say), with their rows split over ranks."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weft.comm.communicator import Communicator
+from weft.context_parallel.function_rules import used
+from weft.context_parallel.shared_sequence import SharedSequence
+from weft.nn.sharded import ShardHolder
+from weft.ops import parallel_embedding
+from weft.sharding.shard import Shard
+
+
+def split_lookup(embedding: nn.Module, *, group: Communicator) -> nn.Module:
+    """A module of a class derived from the embedding's own, which does with the rows what that does. Each rank has a
+    part of the rows; every rank gets all that are looked up.
+
+    The class must use the weight in nn.Embedding.forward (or F.embedding) alone.
+
+    Raises:
+        TypeError: not derived from nn.Embedding. ValueError: more ranks than rows; max_norm, scale_grad_by_freq or
+            sparse.
+    """
+    if not isinstance(embedding, nn.Embedding):
+        raise TypeError(f'style "lookup" takes what is derived from nn.Embedding, not {type(embedding).__name__}')
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(embedding, option):
+            raise ValueError(f"{option}={getattr(embedding, option)} is not taken; keep this embedding whole")
+    part: Any = copy.copy(embedding)
+    part.__class__ = _derived(type(embedding))
+    part._parameters, part._buffers, part.shards = dict(part._parameters), dict(part._buffers), {}
+    part.adopt("weight", embedding.weight, Shard.of_shape(tuple(embedding.weight.shape), 0, group))
+    return part
+
+
+def _derived(kind: type[nn.Embedding]) -> type:
+    if kind not in _DERIVED:
+        _DERIVED[kind] = type(f"Split{kind.__name__}", (_SplitLookup, kind), {"__module__": kind.__module__})
+    return _DERIVED[kind]
+
+
+_DERIVED: dict[type, type] = {}
+
+
+class _SplitLookup(ShardHolder):
+    def forward(self, *args, **kwargs):
+        with _Rows(self):
+            return super().forward(*args, **kwargs)
+
+
+class _Rows(TorchFunctionMode):
+    """Looks up of all ranks' rows where the module's own weight is looked up."""
+
+    def __init__(self, module: _SplitLookup):
+        super().__init__()
+        self.module = module
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not F.embedding:
+            return func(*args, **kwargs)
+        named = dict(zip(("input", "weight", "padding_idx"), args, strict=False), **kwargs)
+        weight: torch.Tensor = self.module._parameters["weight"]
+        if named["weight"] is not weight:
+            return func(*args, **kwargs)
+        tokens, of_shard = named["input"], (self.module.shards["weight"], named.get("padding_idx"))
+        if isinstance(tokens, SharedSequence):
+            return tokens.like(parallel_embedding(tokens.local, used(weight, tokens.cut.sharing.ranks), *of_shard))
+        return parallel_embedding(tokens, weight, *of_shard)

@@ -1,0 +1,136 @@
+"""The styles in which a plan can split a layer, each with what makes this rank's part of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import nn
+
+from weft.nn import (
+    Branches,
+    ChannelBatchNorm2d,
+    ChannelGroupNorm,
+    OwnDropout,
+    OwnDropout2d,
+    ParallelConv1D,
+    ParallelConv2d,
+    ParallelEmbedding,
+    ParallelLinear,
+    ParallelMultiheadAttention,
+)
+from weft.nn.sharded import lost_with
+from weft.tensor_parallel.local_sizes import with_numbers
+from weft.tensor_parallel.sharded_embedding import split_lookup
+
+Plan = Mapping[str, str | Mapping]
+ANY = "any module"
+
+
+@dataclass(frozen=True)
+class Style:
+    """One way to split.
+
+    Attributes:
+        parts: by the kind of layer (see `kind_of`), part(layer, group=..., **options) -> the layer that holds this
+            rank's part.
+    """
+
+    parts: Mapping[str, Callable[..., nn.Module]]
+
+
+STYLES = {
+    "column": Style(
+        {
+            "nn.Linear": partial(ParallelLinear.from_linear, style="column"),
+            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="column"),
+            "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="column"),
+        }
+    ),
+    "row": Style(
+        {
+            "nn.Linear": partial(ParallelLinear.from_linear, style="row"),
+            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="row"),
+            "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="row"),
+        }
+    ),
+    "channels": Style(
+        {
+            "nn.BatchNorm2d": ChannelBatchNorm2d.from_norm,
+            "nn.GroupNorm": ChannelGroupNorm.from_norm,
+            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="channels"),
+        }
+    ),
+    "heads": Style({"nn.MultiheadAttention": ParallelMultiheadAttention.from_attention}),
+    "branches": Style({ANY: Branches.from_block}),
+    "dropout": Style({"nn.Dropout": OwnDropout.from_dropout, "nn.Dropout2d": OwnDropout2d.from_dropout}),
+    "vocabulary": Style({"nn.Embedding": ParallelEmbedding.from_embedding}),
+    "lookup": Style({ANY: split_lookup}),
+    "attributes": Style({ANY: with_numbers}),
+}
+KEPT = ("sequence", "tokenwise")  # what a plan says of modules that it leaves whole
+
+
+def kind_of(module: nn.Module) -> str:
+    """What a layer is, by the name of its own class: a subclass does something that a replacement would not do, unless
+    it only writes an nn.Linear's forward in another way."""
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is kind:
+        return f"nn.{kind.__name__}"
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return "transformers.Conv1D"
+    if isinstance(module, nn.Linear) and _has_nothing_else(module) and _is_linear(kind, module.bias is not None):  # type: ignore[arg-type]
+        return "nn.Linear"
+    return kind.__qualname__
+
+
+def _has_nothing_else(module: nn.Linear) -> bool:
+    attributes = {name for name in vars(module) if not name.startswith("_")}
+    inside = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    known = {"training", "in_features", "out_features", "forward"}  # the last while it is traced
+    return attributes <= known and inside <= {"weight", "bias"} and not any(module.children())
+
+
+@cache
+def _is_linear(kind: type[nn.Linear], bias: bool) -> bool:
+    """Whether a subclass without attributes of its own computes what nn.Linear does, tried on random numbers."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Linear)]:
+        methods = {name for name, value in vars(base).items() if callable(value) or isinstance(value, property)}
+        if not methods <= {"__init__", "forward", "extra_repr", "reset_parameters"}:
+            return False
+    generator = torch.Generator().manual_seed(0)
+    with torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        plain = nn.utils.skip_init(nn.Linear, 3, 5, bias=bias)
+        own = kind.__new__(kind)
+        vars(own).update(vars(plain))
+        x, *numbers = (torch.randn(shape, generator=generator) for shape in ((2, 4, 3), (5, 3), (5,)))
+        for parameter, value in zip(plain.parameters(), numbers, strict=False):
+            parameter.copy_(value)
+        try:
+            return all(torch.allclose(kind.forward(own.train(mode), x), plain(x)) for mode in (True, False))
+        except Exception:  # whatever it needs besides
+            return False
+
+
+def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Module:
+    """This rank's part of a layer.
+
+    Raises:
+        ValueError: no such style, a layer that cannot be split so, one with hooks. TypeError: a layer of another kind.
+    """
+    options = {"style": entry} if isinstance(entry, str) else dict(entry)
+    style = options.pop("style", None)
+    if style not in STYLES:
+        known = ", ".join(map(repr, [*STYLES, *KEPT]))
+        raise ValueError(f"parallelize: {name}: style {style!r} is not one of {known}")
+    parts = STYLES[style].parts
+    part = parts.get(ANY, parts.get(kind_of(module)))
+    if part is None:
+        taken = " or ".join(f"{kind} itself" for kind in parts)
+        raise TypeError(f"parallelize: {name} is {type(module).__name__}; style {style!r} takes {taken}")
+    if style != "attributes" and (lost := lost_with(module)):
+        raise ValueError(f"parallelize: {name} has {lost}, which its replacement would lose: remove that first")
+    try:
+        return part(module, group=group, **options)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"parallelize: {name}: {error}") from error
