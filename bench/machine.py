@@ -318,8 +318,8 @@ def _collectives(rank: int, sizes: Sequence[int]) -> dict[str, list[float]]:
         parts = list(whole.chunk(2))
         shard = torch.zeros_like(parts[rank])
         calls: dict[str, Callable[[], object]] = {
-            f"all_gather {size}": partial(ranks.gather_parts, shard, parts),
-            f"reduce_scatter {size}": partial(ranks.scatter_sum, parts, shard),
+            f"all_gather {size}": partial(ranks.all_gather_into, shard, parts),
+            f"reduce_scatter {size}": partial(ranks.reduce_scatter_into, parts, shard),
             f"all_reduce {size}": partial(ranks.all_reduce_, whole),
         }
         samples |= _timed(calls)

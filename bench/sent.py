@@ -45,12 +45,12 @@ def _to_others(engine: Engine, parts: list[torch.Tensor], *_) -> int:
 
 
 def _from_root(engine: Engine, x: torch.Tensor, root: int, *_) -> int:
-    return x.nbytes * (engine.world - 1) if engine.rank == root else 0
+    return x.nbytes * (engine.world_size - 1) if engine.rank == root else 0
 
 
 _COUNTS: dict[str, Callable[..., int]] = {
-    "all_reduce": lambda engine, x, *_: 2 * x.nbytes * (engine.world - 1) // engine.world,
-    "all_gather": lambda engine, x, *_: x.nbytes * (engine.world - 1),
+    "all_reduce": lambda engine, x, *_: 2 * x.nbytes * (engine.world_size - 1) // engine.world_size,
+    "all_gather": lambda engine, x, *_: x.nbytes * (engine.world_size - 1),
     "reduce_scatter": _to_others,
     "all_to_all": _to_others,
     "broadcast": _from_root,

@@ -136,7 +136,7 @@ def _every_memory(
     count: int, ranks: Communicator, nccl: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[dict[str, Buffers], dict[str, str]]]:
     """Buffers of each kind, of that many elements; and why there are none of another."""
-    shard = -(-count // ranks.world)
+    shard = -(-count // ranks.world_size)
     plain = Buffers(_zeros(count, device), _zeros(shard, device))
     buffers, missing = {ORDINARY: plain, NCCL: plain}, dict[str, str]()
     if not count:
@@ -157,7 +157,7 @@ def _every_memory(
     with torch.cuda.use_mem_pool(pool):
         pooled = Buffers(_zeros(count, device), _zeros(shard, device))
     reason = _registered(backend, pool)
-    reasons = [told for told in ranks.notes(reason) if told]
+    reasons = [told for told in ranks.all_gather_object(reason) if told]
     if reasons:
         missing[NCCL_SYMMETRIC] = reasons[0]
     else:
@@ -195,7 +195,7 @@ def collective_calls(
     """
     calls: Calls = {}
     for kind, memory in buffers.items():
-        cut = memory.cut(work.count, ranks.world)
+        cut = memory.cut(work.count, ranks.world_size)
         calls[kind] = _ours(work.op, ranks, cut) if kind in KINDS else _theirs(work.op, other, cut)
         _check_collective(work.op, ranks, cut, calls[kind], f"{work.op} of {work.bytes} bytes, {kind}")
     return calls
@@ -203,11 +203,11 @@ def collective_calls(
 
 def _ours(op: str, ranks: Communicator, on: Buffers) -> Callable[[], object]:
     """Without the exchange of sizes that weft.all_gather begins with: layers know theirs."""
-    parts = list(on.whole.chunk(ranks.world))
+    parts = list(on.whole.chunk(ranks.world_size))
     return {
         "all_reduce": lambda: weft.all_reduce(on.whole, group=ranks.group),
-        "reduce_scatter": lambda: ranks.scatter_sum(parts, on.shard),
-        "all_gather": lambda: ranks.gather_parts(on.shard, parts),
+        "reduce_scatter": lambda: ranks.reduce_scatter_into(parts, on.shard),
+        "all_gather": lambda: ranks.all_gather_into(on.shard, parts),
     }[op]
 
 
@@ -224,9 +224,9 @@ def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[
     on.whole.fill_(ranks.rank + 1)
     on.shard.fill_(ranks.rank + 1)
     call()
-    total = ranks.world * (ranks.world + 1) // 2
+    total = ranks.world_size * (ranks.world_size + 1) // 2
     if op == "all_gather":
-        wrong = sum(int((part != rank + 1).sum()) for rank, part in enumerate(on.whole.chunk(ranks.world)))
+        wrong = sum(int((part != rank + 1).sum()) for rank, part in enumerate(on.whole.chunk(ranks.world_size)))
     else:
         wrong = int(((on.whole if op == "all_reduce" else on.shard) != total).sum())
     if wrong:
@@ -244,7 +244,7 @@ def product_calls(
         AssertionError: one of them is wrong.
     """
     generator = torch.Generator(device).manual_seed(ranks.rank)
-    m, n, k, world = work.m, work.n, work.k, ranks.world
+    m, n, k, world = work.m, work.n, work.k, ranks.world_size
     rows = m // world if work.how == "gathered" else m
     a = torch.randn(rows, k, generator=generator, device=device).to(_DTYPE)
     b = (torch.randn(n, k, generator=generator, device=device) / (k * world) ** 0.5).to(_DTYPE).t()
@@ -293,10 +293,10 @@ def product_calls(
 def _exact(work: Product, ranks: Communicator, other: dist.ProcessGroup, a, b) -> torch.Tensor:
     """The first rows of this rank's result, in fp64."""
     if work.how == "gathered":
-        whole = a.new_empty(ranks.world * a.size(0), a.size(1))
+        whole = a.new_empty(ranks.world_size * a.size(0), a.size(1))
         dist.all_gather_into_tensor(whole, a, group=other)
         return whole[:_CHECKED].double() @ b.double()
-    owned = a.view(ranks.world, -1, a.size(1))[:, :_CHECKED].double() @ b.double()  # of each rank's first rows
+    owned = a.view(ranks.world_size, -1, a.size(1))[:, :_CHECKED].double() @ b.double()  # of each rank's first rows
     dist.all_reduce(owned, group=other)
     return owned[ranks.rank if work.how == "scattered" else 0]
 
@@ -351,4 +351,4 @@ def _captured(call: Callable[[], object], ranks: Communicator, repeats: int) -> 
     except RuntimeError as error:  # torch's word for what capture does not permit
         torch.cuda.synchronize()
         reason = str(error)
-    return None if any(ranks.notes(reason)) else graph
+    return None if any(ranks.all_gather_object(reason)) else graph

@@ -107,10 +107,10 @@ def _stages(listed: list[torch.Tensor], mesh: DeviceMesh | None) -> Communicator
     known = {owners.ranks for owners in map(owners_of, listed) if owners is not None}
     if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
         ranks = communicator(mesh if mesh.ndim == 1 else mesh["pp"])
-        if ranks.world > 1 and any(owners_of(parameter) is None for parameter in listed):
+        if ranks.world_size > 1 and any(owners_of(parameter) is None for parameter in listed):
             raise ValueError(
-                f'clip_grad_norm_: the mesh has "pp" of {ranks.world}, and a parameter is of no stage: pass those of '
-                "what weft.Pipeline or weft.LayerSplit returned"
+                f'clip_grad_norm_: the mesh has "pp" of {ranks.world_size}, and a parameter is of no stage: pass those '
+                "of what weft.Pipeline or weft.LayerSplit returned"
             )
         known.add(ranks)
     if len(known) > 1:

@@ -132,7 +132,7 @@ def parallelize(
     own = None
     if automatic is None and ranks.tp is not None:
         check_meeting(model, replacements)
-        own = own_plan(model, replacements, summed, ranks.tp.world)
+        own = own_plan(model, replacements, summed, ranks.tp.world_size)
         check_flow(model, own)
     recomputed = recomputed_in(model, recompute)
     if ranks.stages is not None:
@@ -153,7 +153,7 @@ def parallelize(
     return_whole(model)
     if recompute != "none":
         recompute_these({name: model.get_submodule(name) for name in recomputed})
-    if sharing is not None and sharing.ranks.world > 1:
+    if sharing is not None and sharing.ranks.world_size > 1:
         share(model, sharing, tokenwise)
     called = {name: model.get_submodule(name) for name in checks}
     if ranks.stages is not None:
@@ -186,7 +186,7 @@ class _Ranks:
     @property
     def sizes(self) -> dict[str, int]:
         """Dimension of the mesh to its ranks."""
-        split = {name: one.world for name, one in (("cp", self.cp), ("tp", self.tp)) if one is not None}
+        split = {name: one.world_size for name, one in (("cp", self.cp), ("tp", self.tp)) if one is not None}
         outer = {name: one.size() for name, one in (("pp", self.stages), ("dp", self.replicas)) if one is not None}
         return {**outer, **split}
 
@@ -213,10 +213,10 @@ def _plan_of(
     model: nn.Module, plan: Plan | AutomaticPlan | str | None, ranks: _Ranks, sequence_parallel: bool, strict: bool
 ) -> tuple[AutomaticPlan | None, Plan]:
     if plan == "auto" or isinstance(plan, AutomaticPlan):
-        if ranks.tp is None or ranks.tp.world == 1:
+        if ranks.tp is None or ranks.tp.world_size == 1:
             return None, {}
         automatic = plan if isinstance(plan, AutomaticPlan) else None
-        automatic = automatic or automatic_plan(model, ranks.tp.world, sequence_parallel=sequence_parallel)
+        automatic = automatic or automatic_plan(model, ranks.tp.world_size, sequence_parallel=sequence_parallel)
         if strict and automatic.whole:
             told = "; ".join(f"{name}: {why}" for name, why in automatic.whole.items())
             raise ValueError(f"parallelize: strict, and these layers would stay whole on every rank: {told}")
@@ -247,10 +247,10 @@ def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:
 def _draw_alike(group: Communicator, model: nn.Module) -> None:
     """The ranks that split the layers go on with the first one's random numbers: what they have whole they must drop
     alike, and a model whose weights were loaded comes with ranks that were never seeded."""
-    if group.world == 1:
+    if group.world_size == 1:
         return
     for kind in rng_states(model):
-        told = group.notes(rng_states(model)[kind])
+        told = group.all_gather_object(rng_states(model)[kind])
         restore_rng_state(kind, told[0], model)
 
 

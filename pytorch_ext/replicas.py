@@ -110,10 +110,10 @@ def _replicas(model: nn.Module) -> list[Communicator]:
 
 def _difference(ranks: Communicator, sums: dict[str, torch.Tensor]) -> str:
     """The first tensor that ranks do not have alike; "" where there is none."""
-    if not sums or ranks.world == 1:
+    if not sums or ranks.world_size == 1:
         return ""
-    rows = ranks.all_gather(torch.stack(list(sums.values())).unsqueeze(0), 0, [1] * ranks.world)
-    for rank in range(1, ranks.world):
+    rows = ranks.all_gather(torch.stack(list(sums.values())).unsqueeze(0), 0, [1] * ranks.world_size)
+    for rank in range(1, ranks.world_size):
         different = (rows[rank] != rows[0]).nonzero().flatten().tolist()
         if different:
             name = list(sums)[different[0]]
@@ -124,7 +124,7 @@ def _difference(ranks: Communicator, sums: dict[str, torch.Tensor]) -> str:
 def _compare_copies(ranks: Communicator, sums: dict[tuple[str, Any], int]) -> None:
     """Of copies that some of the ranks have. A collective call where any rank may have one."""
     first_with: dict[tuple[str, Any], tuple[int, int]] = {}
-    for rank, its in enumerate(ranks.notes(sums)):
+    for rank, its in enumerate(ranks.all_gather_object(sums)):
         for key, total in its.items():
             first, expected = first_with.setdefault(key, (rank, total))
             if total != expected:
@@ -150,8 +150,8 @@ def check_distinct(model: nn.Module) -> None:
             and not shard.cut.replicated
             and x.dim() > 1  # biases and norms often begin alike
         }
-        rows: list[list[int | None]] = ranks.notes([_mark_of_varied(x) for x in parts.values()])
-        for first, second in combinations(range(ranks.world), 2):
+        rows: list[list[int | None]] = ranks.all_gather_object([_mark_of_varied(x) for x in parts.values()])
+        for first, second in combinations(range(ranks.world_size), 2):
             same = [
                 name
                 for name, its, other in zip(parts, rows[first], rows[second], strict=True)
@@ -182,7 +182,7 @@ class SameCalls:
     at_edge = True  # a model in stages has its own
 
     def __init__(self, groups: Mapping[Communicator, bool], calls: int = FIRST_CALLS, every: int = 0):
-        self.groups = {ranks: draw_alike for ranks, draw_alike in groups.items() if ranks.world > 1}
+        self.groups = {ranks: draw_alike for ranks, draw_alike in groups.items() if ranks.world_size > 1}
         self.left, self.every = calls if self.groups else 0, every
         self._calls, self._weights_checked, self._trained = calls, False, 0
         self._random: list[tuple[bool, int]] = []  # of calls under way: whether ranks differ, and this rank's numbers
@@ -239,7 +239,7 @@ class SameCalls:
         random = _random_numbers()
         differ = False
         for ranks, draw_alike in self.groups.items():
-            told: list[tuple] = ranks.notes((*numbers, values, random))
+            told: list[tuple] = ranks.all_gather_object((*numbers, values, random))
             for rank, its in enumerate(told):
                 for mine, other, what in zip(told[0], its, _DIFFERENCES, strict=False):
                     if mine != other:

@@ -89,7 +89,7 @@ class Trial:
 
     def __init__(self, operation, ranks, dtype, counts, average=False, offset=0):
         self.operation, self.dtype, self.counts = operation, dtype, counts
-        world = ranks.world
+        world = ranks.world_size
         self.scale = 1 / world if average else 1.0
         op = "avg" if average else "sum"
         whole = sum(counts) if operation == "reduce_scatter" else counts[0]

@@ -283,8 +283,8 @@ def make_collectives(rank, sizes):
     ranks, made = communicator(None), 0
     for op in several_gpus.COLLECTIVES:
         for bytes in sizes:
-            work = several_gpus.Collective(op, bytes, ranks.world)
-            count, shard = work.count, work.count // ranks.world
+            work = several_gpus.Collective(op, bytes, ranks.world_size)
+            count, shard = work.count, work.count // ranks.world_size
 
             def both(new, count=count, shard=shard):
                 return several_gpus_rank.Buffers(new(count, dtype=torch.bfloat16), new(shard, dtype=torch.bfloat16))
@@ -327,7 +327,7 @@ def make_products(rank, shapes):
             work = several_gpus.Product(how, "label", m, n, k)
             calls, missing = several_gpus_rank.product_calls(work, ranks, gloo, torch.device("cpu"))
             shapes_of = {tuple(call().shape) for call in calls.values()}
-            assert shapes_of == {(m // ranks.world if how == "scattered" else m, n)} and not missing
+            assert shapes_of == {(m // ranks.world_size if how == "scattered" else m, n)} and not missing
             names.append(list(calls))
     return names
 

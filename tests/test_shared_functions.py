@@ -46,7 +46,7 @@ def reduces(rank):
         shape = [3, 4, 5]
         shape[axis] = 7
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(axis))
-        cut = Cut(Sharing(ranks), Layout(7, ranks.world))
+        cut = Cut(Sharing(ranks), Layout(7, ranks.world_size))
         shared = SharedSequence(cut.pick(whole, axis), axis, cut)
         for name in ("sum", "mean"):
             for args, named in REDUCTIONS:
@@ -109,7 +109,7 @@ def shifts(rank):
     ranks = communicator(None)
     whole = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     for strict in (False, True):
-        cut = Cut(Sharing(ranks, strict=strict), Layout(5, ranks.world))
+        cut = Cut(Sharing(ranks, strict=strict), Layout(5, ranks.world_size))
         shared = SharedSequence(cut.pick(whole, 1), 1, cut)
         for pad in ((0, 0, 1, -1), (0, 0, -2, 2), [1, 1, 1, -1]):
             if strict:

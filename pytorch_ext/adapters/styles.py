@@ -84,6 +84,6 @@ def _check_tie(parameter: nn.Parameter, part: nn.Parameter, who: str) -> None:
     before = shard_of(parameter)
     if before is not None and before != shard_of(part):
         raise ValueError(
-            f"{who} is shared with a layer that is split along dimension {before.dim} over {before.communicator.world} "
-            "ranks, and would be cut in another way here; split both along the same dimension, over the same ranks"
+            f"{who} is shared with a layer that is split along dimension {before.dim} over "
+            f"{before.communicator.world_size} ranks, and would be cut in another way here; split both along the same dimension, over the same ranks"
         )

@@ -108,7 +108,7 @@ def save_checkpoint(
     about = {
         "step": step,
         "extras": dict(extras or {}),
-        "ranks": ranks.world,
+        "ranks": ranks.world_size,
         "optimizers": contents.merged([states for *_, states in told]),
     }
 
@@ -192,7 +192,7 @@ def load_checkpoint(
             for one, stored in zip(optimizers, source.optimizers, strict=False):
                 restored.append(contents.restored(one, stored["state"], source.training, tensors.name_of))
             boxes = validation.boxes_of(source, with_training=bool(optimizers))
-            for box, code in list(boxes.items())[ranks.rank :: ranks.world]:
+            for box, code in list(boxes.items())[ranks.rank :: ranks.world_size]:
                 opened.check(box, code)
             for one in tensors.held.values():
                 validation.check_tied(one, source, opened)
@@ -210,7 +210,7 @@ def load_checkpoint(
 
         together(ranks, check)
         together(ranks, fill)
-        resumes = bool(optimizers) and source.about["ranks"] == ranks.world
+        resumes = bool(optimizers) and source.about["ranks"] == ranks.world_size
         for kind in rng_states(model) if resumes else ():
             entry = source.training.get(_random_name(ranks.rank, kind))
             if entry is not None:  # a GPU's, in a checkpoint from a host

@@ -44,7 +44,9 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
 def _of_all_stages(mine: OrderedDict[str, torch.Tensor], ranks: Communicator) -> OrderedDict[str, torch.Tensor]:
     """Every stage's tensors, in the order of ranks; a name that several have is the first one's."""
     whole: OrderedDict[str, torch.Tensor] = OrderedDict()
-    for rank, tensors in enumerate(ranks.notes({name: (x.shape, x.dtype, x.device.type) for name, x in mine.items()})):
+    for rank, tensors in enumerate(
+        ranks.all_gather_object({name: (x.shape, x.dtype, x.device.type) for name, x in mine.items()})
+    ):
         for name, (shape, dtype, device) in tensors.items():
             if name not in whole:
                 like = mine[name] if rank == ranks.rank else torch.empty(shape, dtype=dtype, device=device)

@@ -16,11 +16,11 @@ class CheckpointError(RuntimeError):
 
 
 class Alone:
-    """One process without a process group, for what needs of a Communicator its rank, world and notes."""
+    """One process without a process group, for what needs of a Communicator its rank, world_size and all_gather_object."""
 
-    rank, world = 0, 1
+    rank, world_size = 0, 1
 
-    def notes(self, note: Any) -> list:
+    def all_gather_object(self, note: Any) -> list:
         return [note]
 
 
@@ -43,7 +43,7 @@ def together(ranks, work: Callable[[], T]) -> list[T]:
         expected = isinstance(error, ValueError | TypeError | CheckpointError)
         failure = (type(error), str(error)) if expected else (CheckpointError, f"{type(error).__name__}: {error}")
         cause = error
-    told = ranks.notes((value, failure))
+    told = ranks.all_gather_object((value, failure))
     by_text: dict[str, list[int]] = {}
     kinds = []
     for rank, (_, failed) in enumerate(told):
@@ -53,4 +53,4 @@ def together(ranks, work: Callable[[], T]) -> list[T]:
     if not kinds:
         return [value for value, _ in told]
     lines = [f"{ranks_text(failed, len(told))}: {text}" for text, failed in by_text.items()]
-    raise kinds[0](next(iter(by_text)) if ranks.world == 1 else "\n".join(lines)) from cause
+    raise kinds[0](next(iter(by_text)) if ranks.world_size == 1 else "\n".join(lines)) from cause

@@ -22,6 +22,8 @@ from weft.comm.engine import Engine, Pending
 from weft.comm.multi_host import SpanningEngine
 from weft.comm.rendezvous import join
 
+_DEVICE_TYPE = "cuda"  # of the other half of "cpu:weft,cuda:nccl"
+
 Tensors = list[torch.Tensor]
 
 
@@ -100,7 +102,7 @@ class WeftProcessGroup(dist.ProcessGroup):
                 self.size(),
                 self.rank(),
                 ranks,
-                f"cuda:{backend}",
+                f"{_DEVICE_TYPE}:{backend}",
                 distributed_c10d._get_process_group_store(self),
                 distributed_c10d.GroupName(f"{self.group_name}/cuda"),
                 timeout=self.timeout,

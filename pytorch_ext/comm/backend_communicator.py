@@ -20,7 +20,7 @@ class BackendCommunicator(Communicator):
         if fusion is not None:
             fusion.around(lambda sent: self.all_reduce_(sent, op), x)
             return x
-        if self.world == 1:
+        if self.world_size == 1:
             return x
         whole = x.contiguous()
         dist.all_reduce(whole, op, group=self.group)
@@ -31,7 +31,7 @@ class BackendCommunicator(Communicator):
         dist.broadcast(whole, group=self.group, group_src=root)
         return x if whole is x else x.copy_(whole)
 
-    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         flat = torch.cat([part.reshape(-1) for part in parts])
         received = flat.new_empty(sum(output.numel() for output in outputs))
         sizes = [output.numel() for output in outputs]
@@ -39,7 +39,7 @@ class BackendCommunicator(Communicator):
         for output, part in zip(outputs, received.split(sizes), strict=True):
             output.view(-1).copy_(part)
 
-    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    def all_gather_into(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         longest = max(part.numel() for part in parts)
         padded = _padded(x, longest)
         received = [torch.empty_like(padded) for _ in parts]
@@ -47,7 +47,7 @@ class BackendCommunicator(Communicator):
         for part, whole in zip(parts, received, strict=True):
             part.view(-1).copy_(whole[: part.numel()])
 
-    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
         longest = max(part.numel() for part in parts)
         received = output.new_empty(longest)
         dist.reduce_scatter(received, [_padded(part, longest) for part in parts], group=self.group)

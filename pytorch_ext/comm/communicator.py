@@ -21,7 +21,7 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank: int = group.rank()
-        self.world: int = group.size()
+        self.world_size: int = group.size()
         self._records: dict[torch.device, WaitRecord] = {}
         self.unreached: dict[torch.device, str] = {}  # why ranks do not reach each other's memory there; "": they do
         self.workspaces: dict[tuple[str, torch.device], Any] = {}  # of kernels that write to other ranks
@@ -59,9 +59,9 @@ class Communicator:
                 timeout = self.group._get_backend(self.group._device_types[0]).options._timeout
         return (timeout or default_pg_timeout).total_seconds()
 
-    def notes(self, note: Any) -> list:
+    def all_gather_object(self, note: Any) -> list:
         """Every rank's note (anything that can be pickled), in rank order. Slow; for what is set up once."""
-        told = [None] * self.world
+        told = [None] * self.world_size
         with torch.inference_mode(False):  # gloo writes to what it is given
             dist.all_gather_object(told, note, group=self.group)
         return told
@@ -74,7 +74,7 @@ class Communicator:
         if device not in self._records:
             watched = bool(self._records)
             self._records[device] = WaitRecord(self.group, device, self.timeout_s)
-            if self.engine is not None and not watched and self.world > 1:
+            if self.engine is not None and not watched and self.world_size > 1:
                 watch_for_losses(self, self.engine)
         return self._records[device]
 
@@ -113,58 +113,58 @@ class Communicator:
         """The root's x, in place."""
         raise NotImplementedError
 
-    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    def all_gather_into(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         """parts[r] = rank r's x; parts are contiguous and of each rank's size."""
         raise NotImplementedError
 
-    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
         """output = the sum over ranks of their parts[this rank]; all contiguous."""
         raise NotImplementedError
 
-    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """outputs[r] = rank r's parts[this rank]; outputs are contiguous and of the right size."""
         raise NotImplementedError
 
     def all_to_all(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the ranks have for this one, in rank order; parts may differ in the size of their first dimension."""
         rows = torch.tensor([[part.size(0) for part in parts]], device=parts[0].device)
-        told = self.all_gather(rows, 0, [1] * self.world)[:, self.rank].tolist()
+        told = self.all_gather(rows, 0, [1] * self.world_size)[:, self.rank].tolist()
         outputs = [parts[0].new_empty([count, *parts[0].shape[1:]]) for count in told]
-        self.exchange(parts, outputs)
+        self.all_to_all_into(parts, outputs)
         return outputs
 
     def all_sizes(self, x: torch.Tensor, dim: int) -> list[int]:
         """The size of every rank's x along `dim`, in rank order."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [x.size(dim)]
         # Over the host's engine, if there is one: a GPU would have to be waited for.
         device = torch.device("cpu") if self.engine is not None else x.device
-        sizes = torch.empty(self.world, dtype=torch.int64, device=device)
-        self.gather_parts(torch.tensor([x.size(dim)], device=device), list(sizes.split(1)))
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=device)
+        self.all_gather_into(torch.tensor([x.size(dim)], device=device), list(sizes.split(1)))
         return sizes.tolist()
 
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """The ranks' x one after another along `dim`; their sizes along it may differ."""
-        if self.world == 1:
+        if self.world_size == 1:
             return x
         dim %= x.dim()
         shape = list(x.shape)
         if _leads(x.shape, dim):  # the parts lie one after another in the result itself
             shape[dim] = sum(sizes)
             whole = x.new_empty(shape)
-            self.gather_parts(x, list(whole.split(list(sizes), dim)))
+            self.all_gather_into(x, list(whole.split(list(sizes), dim)))
             return whole
         parts = [x.new_empty([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
-        self.gather_parts(x, parts)
+        self.all_gather_into(x, parts)
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """This rank's shard along `dim` of the sum over ranks of x."""
-        if self.world == 1:
+        if self.world_size == 1:
             return x
         parts = [part.contiguous() for part in x.split(list(sizes), dim)]
         output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
-        self.scatter_sum(parts, output)
+        self.reduce_scatter_into(parts, output)
         return output
 
 

@@ -74,7 +74,7 @@ class DeviceCommunicator(Communicator):
             return f"{self._host.transport}; for CUDA tensors chosen at their first collective"
         if self._kernels is None:
             return f"{self._backend_name}; weft's kernels do not run: {self._why_not}"
-        one_shot = one_shot_below(self.world)
+        one_shot = one_shot_below(self.world_size)
         ways = f"one-shot below {one_shot >> 10} KiB, else two-shot" if one_shot <= LARGEST_BYTES else "one-shot"
         text = f"weft's kernels over symmetric memory ({ways})"
         if self._backend_name == "nccl":
@@ -98,7 +98,7 @@ class DeviceCommunicator(Communicator):
     ) -> torch.Tensor:
         if x.device.type != _DEVICE_TYPE:
             return self._host.all_reduce_(x, op, fusion)
-        if self.world == 1:
+        if self.world_size == 1:
             if fusion is not None:
                 fusion.around(lambda sent: None, x)
             return x
@@ -108,7 +108,7 @@ class DeviceCommunicator(Communicator):
         any_order = not deterministic and self._is_nccls(_bytes(x)) and self._place_of(x) is None
         if kernels is None or not mine or any_order:
             return backend.all_reduce_(x, op, fusion)
-        scale = 1.0 if code == SUM else 1.0 / self.world
+        scale = 1.0 if code == SUM else 1.0 / self.world_size
         if fusion is None:
             self._reduce(kernels, x, scale, deterministic)
         else:  # the kernel applies the scale, before it rounds
@@ -117,29 +117,29 @@ class DeviceCommunicator(Communicator):
         return x
 
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
-        return self._with_backend(x).broadcast_(x, root) if self.world > 1 else x
+        return self._with_backend(x).broadcast_(x, root) if self.world_size > 1 else x
 
-    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        self._with_backend(parts[0]).exchange(parts, outputs)
+    def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self._with_backend(parts[0]).all_to_all_into(parts, outputs)
 
-    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    def all_gather_into(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         if x.device.type != _DEVICE_TYPE:
-            return self._host.gather_parts(x, parts)
+            return self._host.all_gather_into(x, parts)
         backend, kernels = self._on(x.device)
         sizes = [_bytes(part) for part in parts]
         if kernels is None or self._is_nccls(sum(sizes)):
-            return backend.gather_parts(x, parts)
+            return backend.all_gather_into(x, parts)
         _check_part("all_gather", x, parts[self.rank])
         source, targets = _flat(x), [part.data_ptr() for part in parts]
         kernels.launch("all_gather", source.data_ptr(), targets, sizes)
         return None
 
-    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
         if output.device.type != _DEVICE_TYPE:
-            return self._host.scatter_sum(parts, output)
+            return self._host.reduce_scatter_into(parts, output)
         backend, kernels = self._on(output.device)
         if kernels is None or output.dtype not in _NAMES:
-            return backend.scatter_sum(parts, output)
+            return backend.reduce_scatter_into(parts, output)
         _check_part("reduce_scatter", output, parts[self.rank])
         source, counts = _side_by_side([_flat(part) for part in parts]), [part.numel() for part in parts]
         kernels.launch("reduce_scatter", source.data_ptr(), output.data_ptr(), counts, _NAMES[output.dtype], 1.0)
@@ -176,7 +176,7 @@ class DeviceCommunicator(Communicator):
         if place is None:
             whole = _flat(x)
             address, size = whole.data_ptr(), _bytes(x)
-            algorithm = "one_shot" if size < one_shot_below(self.world) else "two_shot"
+            algorithm = "one_shot" if size < one_shot_below(self.world_size) else "two_shot"
             kernels.launch("all_reduce", address, address, x.numel(), _NAMES[x.dtype], scale, algorithm)
             if address != x.data_ptr():
                 x.detach().copy_(whole.view(x.shape))
@@ -227,15 +227,15 @@ class DeviceCommunicator(Communicator):
         self._device = device
 
     def _obstacle(self) -> str:
-        if self.world == 1:
+        if self.world_size == 1:
             return "the group has one rank"
-        if self.world > _MOST_RANKS:
-            return f"they reach at most {_MOST_RANKS} ranks, and the group has {self.world}"
+        if self.world_size > _MOST_RANKS:
+            return f"they reach at most {_MOST_RANKS} ranks, and the group has {self.world_size}"
         return "this weft was built without CUDA" if _C.cuda is None else ""
 
     def _first_of(self, obstacle: str) -> str:
         """What keeps the first of the ranks from it that anything does."""
-        told = self.notes(obstacle)
+        told = self.all_gather_object(obstacle)
         return next((f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason), "")
 
 

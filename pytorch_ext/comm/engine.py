@@ -71,7 +71,7 @@ class Engine:
     def __init__(self, group: _C.Group):
         self.group = group
         self.rank: int = group.rank
-        self.world: int = group.world
+        self.world_size: int = group.world
         self._in_flight: deque[tuple[_C.Work, object]] = deque()  # tensors that must not be freed yet
         self._submitting = threading.Lock()
 

@@ -29,7 +29,7 @@ class EngineCommunicator(Communicator):
     def all_reduce_(
         self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
     ) -> torch.Tensor:
-        if self.world > 1 or fusion is not None:
+        if self.world_size > 1 or fusion is not None:
             self._engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op), fusion=fusion)
         return x
 
@@ -37,11 +37,11 @@ class EngineCommunicator(Communicator):
         self._engine.broadcast(x, root)
         return x
 
-    def gather_parts(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    def all_gather_into(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         self._engine.all_gather(x, parts)
 
-    def scatter_sum(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
         self._engine.reduce_scatter(parts, output)
 
-    def exchange(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         self._engine.all_to_all(parts, outputs)

@@ -40,7 +40,7 @@ class SpanningEngine:
 
     def __init__(self, local: Engine, hosts: list[list[int]], rank: int, store, name: str, timeout: timedelta):
         self.local, self.hosts, self.rank = local, hosts, rank
-        self.world = sum(len(host) for host in hosts)
+        self.world_size = sum(len(host) for host in hosts)
         self.host = next(number for number, host in enumerate(hosts) if rank in host)
         self.lanes = min(len(host) for host in hosts)
         self._name, self._pid = name, os.getpid()
@@ -186,7 +186,7 @@ class SpanningEngine:
         sent, expected = [x.numel() for x in inputs], [x.numel() for x in outputs]
 
         def body() -> None:
-            sizes = torch.empty(self.world, 2, self.world, dtype=torch.int64)
+            sizes = torch.empty(self.world_size, 2, self.world_size, dtype=torch.int64)
             self.between.finish(self.between.everyone.allgather([list(sizes)], [torch.tensor([sent, expected])]))
             differ = (sizes[:, 0] != sizes[:, 1].t()).nonzero()  # [sender, receiver]
             if len(differ):
@@ -332,8 +332,8 @@ class SpanningEngine:
             raise type(failure)(*failure.args)  # with a traceback of its own
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} is not a rank of a group of {self.world}")
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not a rank of a group of {self.world_size}")
 
     def _agree(self, text: str) -> None:
         """Every rank hears what every rank calls."""
@@ -453,7 +453,7 @@ class SpanningEngine:
         addresses = [row.data_ptr() for row in received]
         instruction_set = _C.instruction_sets()[0]
         _C.reduce(addresses, total.data_ptr(), len(total), dtype_code(total), _inner(op), instruction_set)
-        return total.div_(self.world) if op == AVERAGE else total
+        return total.div_(self.world_size) if op == AVERAGE else total
 
     def _from_all_machines(self, piece: torch.Tensor | None, like: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The machines' ranges one after another, of which each lane has its piece of its machine's."""

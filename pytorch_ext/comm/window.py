@@ -73,13 +73,13 @@ def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) ->
     """Each rank allocates and zeroes its part; where all could, they map each other's."""
     # Not torch's `empty`: that takes from a pool, in which one rank's piece may lie at another place than its peer's.
     memory, error = _tried(lambda: _zeros(bytes, device))
-    told = ranks.notes(Asked(bytes, error, **_place(device)))
+    told = ranks.all_gather_object(Asked(bytes, error, **_place(device)))
     _check(ranks, told)
     handle, error = _tried(lambda: _SymmetricMemory.rendezvous(memory, name))
-    for rank, reason in enumerate(ranks.notes(error)):
+    for rank, reason in enumerate(ranks.all_gather_object(error)):
         if reason:
             raise OSError(f"rank {rank} could not map the symmetric memory of its peers: {reason}")
-    parts = tuple(handle.get_buffer(rank, (max(bytes, 1),), torch.uint8)[:bytes] for rank in range(ranks.world))
+    parts = tuple(handle.get_buffer(rank, (max(bytes, 1),), torch.uint8)[:bytes] for rank in range(ranks.world_size))
     return Window(ranks.rank, parts, handle.multicast_ptr or 0, (memory, handle))
 
 

@@ -83,14 +83,14 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     """weft.context_attention; plain keys and values are shared first."""
     cut = query.cut
     sharing = cut.sharing
-    key_layout = Layout(key.size(2), sharing.ranks.world, sharing.layout)
+    key_layout = Layout(key.size(2), sharing.ranks.world_size, sharing.layout)
     parts = [
         x.local if isinstance(x, SharedSequence) else Cut(sharing, key_layout).pick(x, 2) for x in (query, key, value)
     ]
     q, k, v = cast_operands(*parts)
     assert q is not None and k is not None and v is not None
     sizes = (q.size(0), q.size(1), k.size(1), q.size(3), v.size(3), q.element_size())
-    call = Call(cut.layout, key_layout, *sizes, sharing.ranks.world, 1)
+    call = Call(cut.layout, key_layout, *sizes, sharing.ranks.world_size, 1)
     window = mask.get("window")
     rules = Rules(left=None if window is None else window - 1, right=0 if mask.get("causal") else None)
     note("attention", f"{sharing.layout}, {choose(call, rules, False, sharing.method)}")

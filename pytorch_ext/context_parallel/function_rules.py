@@ -132,7 +132,7 @@ def of_part(func, x, *_, **__):
 @rule_for(*_named("__repr__ __format__"))
 def written(func, x, *_, **__):
     ranks = x.cut.sharing.ranks
-    return f"SharedSequence({tuple(x.shape)} {x.dtype}, dimension {x.axis} over {ranks.world} ranks)"
+    return f"SharedSequence({tuple(x.shape)} {x.dtype}, dimension {x.axis} over {ranks.world_size} ranks)"
 
 
 # The last dimensions

@@ -202,7 +202,7 @@ def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | Non
     odd = [tuple(x.shape) for x in along if x.size(dim) != length]
     mine = [length, zlib.crc32(repr(told).encode()), int(torch.randint(2**62, (1,))), len(odd)]
     where = torch.device("cpu") if ranks.host is not ranks else along[0].device
-    rows = ranks.all_gather(torch.tensor([mine], device=where), 0, [1] * ranks.world).tolist()
+    rows = ranks.all_gather(torch.tensor([mine], device=where), 0, [1] * ranks.world_size).tolist()
     lengths, marks, seeds, odds = zip(*rows, strict=True)
     if len(set(marks)) > 1:
         what = "parts of different batches" if sharing.parts else "different batches"
@@ -211,13 +211,13 @@ def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | Non
             "of data-parallel ranks must not count them)"
         )
     if not sharing.parts:
-        return Call(sharing, Layout(length, ranks.world, sharing.layout), length, seeds[0], along[0].device)
+        return Call(sharing, Layout(length, ranks.world_size, sharing.layout), length, seeds[0], along[0].device)
     if any(odds):
         raise ValueError(
             f'context={{"parts": True}}: every argument must be this rank\'s part along dimension {dim}, of {length} '
             f"positions here; got {odd or 'others on another rank'}"
         )
-    layout = Layout(sum(lengths), ranks.world, sharing.layout)
+    layout = Layout(sum(lengths), ranks.world_size, sharing.layout)
     if layout.sizes != list(lengths):
         raise ValueError(
             f'context={{"parts": True}}: the ranks have {list(lengths)} positions; {layout.kind} parts of '
@@ -327,7 +327,7 @@ def _parts(tree, ranks: Communicator):
 
 def _cut_after(module: nn.Module, x: SharedSequence) -> Cut:
     """A column layer with sequence_parallel leaves a sequence-parallel region, a row layer begins one."""
-    if not isinstance(module, ParallelLinear) or not module.sequence_parallel or module.communicator.world == 1:
+    if not isinstance(module, ParallelLinear) or not module.sequence_parallel or module.communicator.world_size == 1:
         return x.cut
     begins = module.style == "row"
     if module.sequence_dim % x.ndim != x.axis or begins == (x.cut.region is not None) or x.cut.blocks > 1:
@@ -336,7 +336,7 @@ def _cut_after(module: nn.Module, x: SharedSequence) -> Cut:
             f"{tuple(x.shape)} whose sequence is dimension {x.axis}, {'in' if x.cut.region else 'out'}side of a "
             "sequence-parallel region: a column layer ends one and a row layer begins one, along the sequence"
         )
-    return replace(x.cut, region=(module.communicator.rank, module.communicator.world) if begins else None)
+    return replace(x.cut, region=(module.communicator.rank, module.communicator.world_size) if begins else None)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class OnEngine(Transport):
         if self.average and among & (among - 1) == 0:  # to multiply is then the same to the bit, and faster
             scale = 1 / among
         elif self.average:
-            op, scale = _AVERAGE, self.ranks.world / among
+            op, scale = _AVERAGE, self.ranks.world_size / among
         fusion = Fusion(self.wire_of(bucket.flat), scale, bucket.squared_norm)
         pending = engine.all_reduce(bucket.flat, op, wait=not overlap, fusion=fusion)
         return _nothing if pending is None else pending.wait
@@ -70,7 +70,7 @@ class OnEngine(Transport):
         return _nothing if pending is None else pending.wait
 
     def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Wait:
-        wire, world = self.wire_of(bucket.flat), self.ranks.world
+        wire, world = self.wire_of(bucket.flat), self.ranks.world_size
         sent = bucket.flat if wire is None else bucket.flat.to(wire)
         parts, mine = list(sent.chunk(world)), bucket.parts(world)[self.ranks.rank]
         op = _AVERAGE if self.average else SUM
@@ -93,7 +93,7 @@ class OnBackend(Transport):
         return lambda: self.reduce(bucket, among)
 
     def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        self.ranks.gather_parts(part, parts)  # now, since ranks may wait for parts in different orders
+        self.ranks.all_gather_into(part, parts)  # now, since ranks may wait for parts in different orders
         return _nothing
 
     def reduce(self, bucket: Bucket, among: int) -> None:
@@ -102,10 +102,10 @@ class OnBackend(Transport):
         if not self.scatter:
             self.ranks.all_reduce_(flat, fusion=Fusion(wire, share))
             return measure(flat, bucket)
-        parts = list((flat if wire is None else flat.to(wire)).chunk(self.ranks.world))
+        parts = list((flat if wire is None else flat.to(wire)).chunk(self.ranks.world_size))
         mine = torch.empty_like(parts[self.ranks.rank])
-        self.ranks.scatter_sum(parts, mine)
-        own = bucket.parts(self.ranks.world)[self.ranks.rank]
+        self.ranks.reduce_scatter_into(parts, mine)
+        own = bucket.parts(self.ranks.world_size)[self.ranks.rank]
         own.copy_(mine).mul_(share)
         return measure(own, bucket)
 
@@ -129,7 +129,7 @@ class OnSideStream(OnBackend):
         ahead = torch.cuda.current_stream(device)
         stream.wait_stream(ahead)
         with torch.cuda.stream(stream):
-            self.ranks.gather_parts(part, parts)
+            self.ranks.all_gather_into(part, parts)
             gathered = stream.record_event()
 
         def wait() -> None:  # once for all uses: also those on the stream that forks into the one of the first

@@ -132,7 +132,7 @@ def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucke
 
     A collective call: ranks lay out the same. Gradients that slots have already are moved, one after another.
     """
-    unit = _LINE_BYTES * ranks.world
+    unit = _LINE_BYTES * ranks.world_size
     sizes = [max(unit, -(-sum(map(padded_bytes, members)) // unit) * unit) for members in groups]
     memory = shared_memory(sum(sizes), groups[0][0].parameter.device, ranks).split(sizes)
     buckets = []

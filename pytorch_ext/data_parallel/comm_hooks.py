@@ -101,7 +101,7 @@ def ddp_hook(state: HookState | None, bucket: dist.GradBucket) -> torch.futures.
             future.set_exception(error)  # type: ignore[arg-type]
 
     if flat.is_cuda or ranks.engine is None:
-        share = Fusion(fusion.wire_dtype if fusion else None, 1 / ranks.world)
+        share = Fusion(fusion.wire_dtype if fusion else None, 1 / ranks.world_size)
         ranks.all_reduce_(flat, fusion=share)
         done()
     else:
@@ -131,13 +131,13 @@ class FSDPReduceScatter(ReduceScatter):
         average = op_code(op) == _AVERAGE
         if not average and op_code(op) != SUM:
             raise ValueError(f"FSDPReduceScatter sums and averages; FSDP asked for {op}")
-        parts = list(input_tensor.chunk(ranks.world))
+        parts = list(input_tensor.chunk(ranks.world_size))
         if ranks.engine is not None and not input_tensor.is_cuda:
             ranks.engine.reduce_scatter(parts, output_tensor, op_code(op))
             return
-        ranks.scatter_sum(parts, output_tensor)
+        ranks.reduce_scatter_into(parts, output_tensor)
         if average:
-            output_tensor.div_(ranks.world)
+            output_tensor.div_(ranks.world_size)
 
 
 class FSDPAllGather(AllGather):
@@ -151,4 +151,4 @@ class FSDPAllGather(AllGather):
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         ranks = communicator(group if self._group is None else self._group)
-        ranks.gather_parts(input_tensor, list(output_tensor.chunk(ranks.world)))
+        ranks.all_gather_into(input_tensor, list(output_tensor.chunk(ranks.world_size)))

@@ -51,7 +51,7 @@ def check_same_module(
         {name: _description(one) for name, one in others.items()},
         {name: str(value) for name, value in options.items()},
     )
-    told: list[Wrapped] = ranks.notes(mine)
+    told: list[Wrapped] = ranks.all_gather_object(mine)
     obstacles = {rank: other.obstacle for rank, other in enumerate(told) if other.obstacle}
     if obstacles:
         text = next(iter(obstacles.values()))
@@ -94,7 +94,7 @@ def _difference(first: Wrapped, rank: int, other: Wrapped) -> str:
 
 def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
     """Rank 0's order of these slots. A collective call; every rank must have the same set."""
-    told: list[list[int]] = ranks.notes([slot.number for slot in arrived])
+    told: list[list[int]] = ranks.all_gather_object([slot.number for slot in arrived])
     by_number = {slot.number: slot for slot in arrived}
     for rank, numbers in enumerate(told):
         if sorted(numbers) != sorted(told[0]):
@@ -121,7 +121,7 @@ class Verdict:
 
     def explain(self, backward: int, trouble: Trouble) -> str:
         """What every rank's trouble was, as one text, the same on every rank."""
-        told: list[Trouble] = self._ranks.notes(trouble)
+        told: list[Trouble] = self._ranks.all_gather_object(trouble)
         unused: dict[str, list[int]] = {}
         for rank, one in enumerate(told):
             for name in one.unused:

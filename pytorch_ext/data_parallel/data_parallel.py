@@ -170,7 +170,7 @@ class DataParallel(nn.Module, Joinable):
         if self._join_config.enable:
             Join.notify_join_context(self)
             told = tell(self, takes_part=True, reduces=self.reducer.sync, shares=shares)
-            self.reducer.among = self.ranks.world if self._divides_by_all else told.active
+            self.reducer.among = self.ranks.world_size if self._divides_by_all else told.active
             root = told.root
         self.share_buffers(root)
 

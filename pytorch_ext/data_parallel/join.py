@@ -33,12 +33,12 @@ class Shadow(JoinHook):
         told = tell(self._model, takes_part=False)
         self._model.share_buffers(told.root)
         if told.reduces:
-            self._model.reducer.among = self._model.ranks.world if self._by_all else told.active
+            self._model.reducer.among = self._model.ranks.world_size if self._by_all else told.active
             self._model.reducer.reduce_nothing()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All end with the parameters of the last to run out, which has made every step."""
-        self._model.reducer.among = self._model.ranks.world
+        self._model.reducer.among = self._model.ranks.world_size
         rank = torch.tensor([self._model.ranks.rank if is_last_joiner else -1], device=self._model.join_device)
         self._model.adopt(int(self._model.ranks.all_reduce_(rank, dist.ReduceOp.MAX)))
 
@@ -61,7 +61,7 @@ class Told:
 def tell(model: Model, takes_part: bool, reduces: bool = False, shares: bool = False) -> Told:
     """What the ranks say at the start of a forward; those without inputs answer from `main_hook`."""
     ranks = model.ranks
-    said = torch.zeros(ranks.world, 3, dtype=torch.int64, device=model.join_device)
+    said = torch.zeros(ranks.world_size, 3, dtype=torch.int64, device=model.join_device)
     said[ranks.rank] = torch.tensor([takes_part, reduces, shares])
     active, reducing, sharing = ranks.all_reduce_(said).T.tolist()
     root = max(rank for rank, here in enumerate(active) if here) if any(sharing) else None

@@ -58,7 +58,7 @@ class Reducer:
         check_gradients: bool,
     ):
         self.slots, self.transport, self.ranks = list(slots), transport, transport.ranks
-        self.sync, self.among = True, self.ranks.world
+        self.sync, self.among = True, self.ranks.world_size
         self.buckets: list[Bucket] = []
         self.backwards = 0
         self.norm_squared = torch.zeros(1, dtype=torch.float64)
@@ -386,7 +386,7 @@ class Reducer:
         names = [
             name for bucket, held in zip(self.buckets, self.held(), strict=True) for name in self._bad(bucket, held)
         ]
-        told: list[tuple[list[str], list[str]]] = self.ranks.notes((names, self.nonfinite_here))
+        told: list[tuple[list[str], list[str]]] = self.ranks.all_gather_object((names, self.nonfinite_here))
         found: dict[str, list[int]] = {name: [] for reduced, _ in told for name in reduced}
         for rank, (_, own) in enumerate(told):
             for name in own:

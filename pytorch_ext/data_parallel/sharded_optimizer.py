@@ -144,7 +144,7 @@ class Shards:
         """Gives each piece its reduced gradient, or adds it to what the optimizer has not zeroed yet. In `.grad` of the
         module's parameters stands what refers to it."""
         for bucket, part in self._parts.items():
-            reduced = bucket.parts(self._ranks.world)[self._ranks.rank]
+            reduced = bucket.parts(self._ranks.world_size)[self._ranks.rank]
             if part.add(reduced):
                 measure(part.gradients, bucket)
             for at in part.places.values():
@@ -165,7 +165,7 @@ class Shards:
         for part in reversed(self._parts.values()):  # gradients come last to what forward needs first
             if part.stepped is not part.mine:
                 part.mine.copy_(part.stepped)
-            parts = list(part.flat.chunk(self._ranks.world))
+            parts = list(part.flat.chunk(self._ranks.world_size))
             self.under_way[part] = self._transport.gather(part.mine, parts, self._gathers_late)
             if not self._gathers_late:
                 self.wait()
@@ -226,7 +226,7 @@ class Shards:
             place = place_in(flat, slot)
             place.copy_(slot.parameter)
             slot.parameter.data = place
-        mine = flat.chunk(self._ranks.world)[self._ranks.rank]
+        mine = flat.chunk(self._ranks.world_size)[self._ranks.rank]
         stepped = mine.to(bucket.flat.dtype)
         part = _Part(bucket, flat, mine, stepped, torch.zeros_like(stepped))
         begin = self._ranks.rank * mine.numel()

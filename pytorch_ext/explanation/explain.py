@@ -95,7 +95,8 @@ def _of_sequences(model: nn.Module) -> tuple[SequenceReport, ...]:
     seen = [SequenceReport(*found) for found in notes(model)]
     shares = []
     for name, sharing in sharing_in(model).items():
-        text = f"dimension {sharing.dim} of its arguments, {sharing.ranks.world} ranks, over {sharing.ranks.transport}"
+        ranks = sharing.ranks
+        text = f"dimension {sharing.dim} of its arguments, {ranks.world_size} ranks, over {ranks.transport}"
         shares.append(SequenceReport(name, "shares", text if seen else f"{text}; call it once to see how"))
     return (*shares, *seen)
 
@@ -145,7 +146,7 @@ _APART = "one after the other"
 def _linear_traffic(layer: ParallelLinear, tokens: int) -> Iterator[Traffic]:
     """Every collective of a step. What travels with a product of a column layer is x or dx, of a row layer y or dy."""
     column, region = layer.style == "column", layer.sequence_parallel
-    world, size = layer.communicator.world, layer.weight.element_size()
+    world, size = layer.communicator.world_size, layer.weight.element_size()
     inputs, outputs = size * tokens * layer.in_features, size * tokens * layer.out_features
     travelling = inputs if column else outputs
     for product, how in _COLLECTIVES[layer.style, region].items():
@@ -167,7 +168,7 @@ def _linear_traffic(layer: ParallelLinear, tokens: int) -> Iterator[Traffic]:
 
 def _shared_bytes(layer: ParallelLinear, name: str) -> int:
     """What a rank sends, on average, to those that have the same part of a parameter."""
-    shard, world = layer.shards[name], layer.communicator.world
+    shard, world = layer.shards[name], layer.communicator.world_size
     pairs = [(one, other) for one in range(world) for other in range(world) if one != other]
     length = sum(stop - start for pair in pairs for start, stop in shard.cut.common(*pair))
     whole = layer.get_parameter(name).element_size() * math.prod(shard.global_shape)
@@ -194,7 +195,7 @@ def _embedding(name: str, layer: ParallelEmbedding, tokens: int) -> LayerReport:
         layer.communicator.transport,
         {"forward": Product(ATEN, why), "wgrad": Product(ATEN, why)},
         {},
-        (_traffic("forward", "all_reduce", "y", whole_bytes, layer.communicator.world),),
+        (_traffic("forward", "all_reduce", "y", whole_bytes, layer.communicator.world_size),),
     )
 
 

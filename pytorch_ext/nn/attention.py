@@ -149,6 +149,7 @@ class ParallelMultiheadAttention(ShardHolder):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.embed_dim}, {self.num_heads} heads, rank {self.communicator.rank} of {self.communicator.world}, "
+            f"{self.embed_dim}, {self.num_heads} heads, rank {self.communicator.rank} of "
+            f"{self.communicator.world_size}, "
             f"{self._heads.sizes[self.communicator.rank]} heads here"
         )

@@ -80,8 +80,8 @@ class Branches(ShardHolder):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ranks = self.communicator
-        shared = used_by_parts(x, ranks) if ranks.world > 1 else x
-        draws = own_random_numbers(ranks, x.device) if self.training and ranks.world > 1 else nullcontext()
+        shared = used_by_parts(x, ranks) if ranks.world_size > 1 else x
+        draws = own_random_numbers(ranks, x.device) if self.training and ranks.world_size > 1 else nullcontext()
         with draws:
             outputs = {number: self._found.branches[number].run(self, shared) for number in self._branches_here()}
         if self._found.dim is None:
@@ -98,7 +98,7 @@ class Branches(ShardHolder):
         on_host = self.communicator.host is not self.communicator or not joined.is_cuda
         sizes = self.communicator.all_reduce_(sizes if on_host else sizes.to(joined.device))
         ends = list(pairwise(accumulate(sizes.tolist(), initial=0)))
-        ranks = range(self.communicator.world)
+        ranks = range(self.communicator.world_size)
         cut = Cut.of([[ends[n] for n, owner in enumerate(self.assignment) if owner == rank] for rank in ranks])
         return gather(joined, dim, self.communicator, cut)
 
@@ -120,7 +120,7 @@ class Branches(ShardHolder):
         of_branch = [_tensors(tree, branch.modules) for branch in found.branches]
         _check_apart(of_branch)
         weights = [sum(p.numel() for p in tensors.values() if isinstance(p, nn.Parameter)) for tensors in of_branch]
-        self.assignment = _assigned(weights, ranks.world, assignment)
+        self.assignment = _assigned(weights, ranks.world_size, assignment)
         memo: dict[int, torch.Tensor | None] = {}
         self._absent_buffers: set[str] = set()
         for tensors, rank in zip(of_branch, self.assignment, strict=True):

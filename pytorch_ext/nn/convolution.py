@@ -141,7 +141,7 @@ class ParallelConv2d(ShardHolder):
                 f"{self.groups} groups are cut at multiples of {each}"
             )
         try:
-            sizes = cut_over(channels, self.communicator.world, unit=unit).sizes
+            sizes = cut_over(channels, self.communicator.world_size, unit=unit).sizes
         except ValueError as error:
             raise ValueError(
                 f"ParallelConv2d(style={self.style!r}): {what} in {self.groups} groups: {error} Or keep it whole."
@@ -190,7 +190,7 @@ class ParallelConv2d(ShardHolder):
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, bias={self.bias is not None}, "
-            f"style={self.style!r}, rank {self.communicator.rank} of {self.communicator.world}, "
+            f"style={self.style!r}, rank {self.communicator.rank} of {self.communicator.world_size}, "
             f"weight {tuple(self.weight.shape)}"
         )
 

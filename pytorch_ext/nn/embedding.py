@@ -74,6 +74,6 @@ class ParallelEmbedding(ShardedModule):
         shard = self.shards["weight"]
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
-            f"rank {self.communicator.rank} of {self.communicator.world}, rows {shard.offset} to "
+            f"rank {self.communicator.rank} of {self.communicator.world_size}, rows {shard.offset} to "
             f"{shard.offset + shard.size - 1}"
         )

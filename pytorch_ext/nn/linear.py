@@ -141,7 +141,7 @@ class ParallelLinear(ShardedModule):
     def extra_repr(self) -> str:
         return (
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, style={self.style!r}, "
-            f"rank {self.communicator.rank} of {self.communicator.world}, weight {tuple(self._split.shape)}"
+            f"rank {self.communicator.rank} of {self.communicator.world_size}, weight {tuple(self._split.shape)}"
         )
 
     def _shard_of_weight(self) -> Shard:

@@ -45,7 +45,7 @@ class _SumGradients:
 
     def __call__(self, module: nn.Module, *_) -> None:
         for parameter in module.parameters():
-            if not parameter.requires_grad or self.ranks.world == 1 or hasattr(parameter, "_weft_summed_over"):
+            if not parameter.requires_grad or self.ranks.world_size == 1 or hasattr(parameter, "_weft_summed_over"):
                 continue
             parameter._weft_summed_over = self.ranks  # type: ignore[attr-defined]
             parameter.register_hook(lambda gradient: self.ranks.all_reduce_(gradient.clone()))
@@ -63,7 +63,7 @@ class _OwnRandomNumbers:
 
     def __call__(self, module: nn.Module, inputs) -> None:
         frame = ExitStack()
-        if module.training and self.ranks.world > 1:
+        if module.training and self.ranks.world_size > 1:
             device = next((x.device for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)), torch.device("cpu"))
             frame.enter_context(own_random_numbers(self.ranks, device))
         self.under_way.append(frame)

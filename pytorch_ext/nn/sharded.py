@@ -129,7 +129,7 @@ class ShardHolder(nn.Module):
             else:
                 errors.append(
                     f"{key} has shape {tuple(value.shape)}; expected {shard.shape}, the shard of rank "
-                    f"{shard.communicator.rank} of {shard.communicator.world}, or the whole {shard.global_shape}"
+                    f"{shard.communicator.rank} of {shard.communicator.world_size}, or the whole {shard.global_shape}"
                 )
             del state_dict[key]
             wrong.append(key)

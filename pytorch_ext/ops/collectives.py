@@ -91,7 +91,7 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor
         ValueError: x is shorter along `dim` than there are ranks.
     """
     ranks = communicator(group)
-    return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world))
+    return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world_size))
 
 
 def broadcast(x: torch.Tensor, *, src: int = 0, group=None) -> torch.Tensor:
@@ -111,8 +111,8 @@ def all_to_all(parts: list[torch.Tensor], *, group=None) -> list[torch.Tensor]:
         ValueError: not as many parts as ranks.
     """
     ranks = communicator(group)
-    if len(parts) != ranks.world:
-        raise ValueError(f"all_to_all: expected {ranks.world} parts, one per rank, got {len(parts)}")
+    if len(parts) != ranks.world_size:
+        raise ValueError(f"all_to_all: expected {ranks.world_size} parts, one per rank, got {len(parts)}")
     return list(_AllToAll.apply(ranks, *parts))
 
 
@@ -146,7 +146,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, ranks, sizes):
         ctx.arguments = dim, ranks, sizes
-        return ranks.all_gather(x, dim, sizes) if ranks.world > 1 else x.clone()
+        return ranks.all_gather(x, dim, sizes) if ranks.world_size > 1 else x.clone()
 
     @staticmethod
     @first_order
@@ -161,7 +161,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, ranks, sizes):
         ctx.arguments = dim, ranks, sizes
-        return ranks.reduce_scatter(x, dim, sizes) if ranks.world > 1 else x.clone()
+        return ranks.reduce_scatter(x, dim, sizes) if ranks.world_size > 1 else x.clone()
 
     @staticmethod
     @first_order

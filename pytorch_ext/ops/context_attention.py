@@ -140,7 +140,7 @@ def choose(call: Call, rules: Rules, packed: bool, method: str = "auto") -> Meth
         )
     if method != "auto":
         return Method(method, f'method="{method}"')
-    world = call.queries.world
+    world = call.queries.world_size
     if world == 1:
         return Method("ring", "there is one rank")
     key_bytes = call.batch * call.kv_heads * (call.head_dim + call.value_dim) * call.itemsize
@@ -163,9 +163,11 @@ def choose(call: Call, rules: Rules, packed: bool, method: str = "auto") -> Meth
 def _by_heads(q, k, v, sinks, call: Call, rules: Rules, outer, inner, documents) -> torch.Tensor:
     """Ulysses, alone or inside of a ring."""
     sharing, ring = (inner, outer) if inner is not None else (outer, None)
-    heads = Heads.over(call.heads, call.kv_heads, sharing.world)
+    heads = Heads.over(call.heads, call.kv_heads, sharing.world_size)
     group = outer.rank if inner is not None else 0
-    query_layout, key_layout = (_parts(x, call.inner if inner else x.world)[group] for x in (call.queries, call.keys))
+    query_layout, key_layout = (
+        _parts(x, call.inner if inner else x.world_size)[group] for x in (call.queries, call.keys)
+    )
     ranges = [range(first, first + count) for first, count in heads.queries]
     q_mine = to_heads(q, ranges, sharing, query_layout)
     k_mine, v_mine = (to_heads(x, heads.keys, sharing, key_layout) for x in (k, v))
@@ -185,12 +187,12 @@ def _by_heads(q, k, v, sinks, call: Call, rules: Rules, outer, inner, documents)
 
 def _parts(layout: Layout, inner: int) -> list[Layout]:
     """The layout among each group of `inner` consecutive ranks."""
-    return [layout.among(range(first, first + inner)) for first in range(0, layout.world, inner)]
+    return [layout.among(range(first, first + inner)) for first in range(0, layout.world_size, inner)]
 
 
 def _schedule(call: Call, rules: Rules, ring, documents) -> Schedule:
     """Over the ranks of the ring, each with what its inner group has together."""
-    inner = call.queries.world // ring.world
+    inner = call.queries.world_size // ring.world_size
     queries, keys = _parts(call.queries, inner), _parts(call.keys, inner)
     of_groups = None
     if documents is not None:
@@ -203,7 +205,7 @@ def _schedule(call: Call, rules: Rules, ring, documents) -> Schedule:
 def _groups(group) -> tuple[Communicator, Communicator | None]:
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         first, last = (communicator(group.get_group(dim)) for dim in range(2))
-        return (first, last) if last.world > 1 else (first, None)
+        return (first, last) if last.world_size > 1 else (first, None)
     return communicator(group), None
 
 
@@ -271,7 +273,7 @@ def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tu
                 f"{layout.length} are {layout.sizes}: cut the sequence with weft.shard_sequence"
             )
         layouts.append(layout)
-    worlds = outer.world, inner.world if inner is not None else 1
+    worlds = outer.world_size, inner.world_size if inner is not None else 1
     batch, heads, kv_heads, head_dim, value_dim = rows[0][2:7]
     queries, keys = layouts
     return Call(queries, keys, batch, heads, kv_heads, head_dim, value_dim, q.element_size(), *worlds, seed=rows[0][8])
@@ -282,8 +284,8 @@ def _told(mine: list[int], outer: Communicator, inner: Communicator | None, devi
     where = torch.device("cpu") if outer.host is not outer or device.type == "cpu" else device
     table = torch.tensor([mine], device=where)
     for ranks in (inner, outer):
-        if ranks is not None and ranks.world > 1:
-            table = ranks.all_gather(table, 0, [table.size(0)] * ranks.world)
+        if ranks is not None and ranks.world_size > 1:
+            table = ranks.all_gather(table, 0, [table.size(0)] * ranks.world_size)
     return table.tolist()
 
 

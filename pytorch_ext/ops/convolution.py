@@ -54,7 +54,7 @@ def column_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geome
     dgrad     dx = all_reduce(conv_dgrad(dy_shard, w_shard))
     wgrad     of y_shard and x; nothing travels
     """
-    return geometry.apply(used_by_parts(x, ranks) if ranks.world > 1 else x, weight, bias)
+    return geometry.apply(used_by_parts(x, ranks) if ranks.world_size > 1 else x, weight, bias)
 
 
 def row_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry) -> torch.Tensor:
@@ -66,7 +66,7 @@ def row_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry
     dgrad     dx_shard = conv_dgrad(dy, w_shard); nothing travels
     wgrad     of dy and x_shard; nothing travels
     """
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return geometry.apply(x, weight, bias)
     return _biased(total(geometry.apply(x, weight, None), ranks), bias)
 
@@ -86,7 +86,7 @@ def row_parallel_grouped_conv2d(x, weight, bias, ranks: Communicator, geometry: 
     forward   y = all_gather(conv(x_shard, w_shard)) + b, which is added once
     dgrad     dx_shard = conv_dgrad(this rank's channels of dy, w_shard); nothing travels
     """
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return geometry.apply(x, weight, bias)
     return _biased(gather(geometry.apply(x, weight, None), CHANNELS, ranks, cut), bias)
 

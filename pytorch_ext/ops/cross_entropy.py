@@ -118,7 +118,7 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
         statistics = _statistics(logits, target, offset, ignore_index, smoothing > 0)
         every = statistics.unsqueeze(0)
         if ranks is not None:
-            every = ranks.all_gather(every, 0, [1] * ranks.world)
+            every = ranks.all_gather(every, 0, [1] * ranks.world_size)
         highest = every[:, 0].amax(0)
         exponentials = _sum_in_rank_order(every[:, 1] * _shifted(every[:, 0].t(), highest).t().exp())
         log_sum = exponentials.log()

@@ -55,7 +55,7 @@ class ParallelEmbeddingFunction(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         local, elsewhere = _local_rows(tokens, shard)
         y = F.embedding(local, weight)
-        if shard.communicator.world > 1:
+        if shard.communicator.world_size > 1:
             y.masked_fill_(elsewhere.unsqueeze(-1), 0)
         return shard.communicator.all_reduce_(y)
 

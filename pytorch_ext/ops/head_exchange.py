@@ -50,7 +50,7 @@ def _gather_sequence(x, heads, ranks: Communicator, layout: Layout) -> torch.Ten
     parts = [x[:, list(of_rank)].contiguous() for of_rank in heads]
     mine = len(heads[ranks.rank])
     arrived = [x.new_empty((x.size(0), mine, size, x.size(3))) for size in layout.sizes]
-    ranks.exchange(parts, arrived)
+    ranks.all_to_all_into(parts, arrived)
     return layout.join(arrived, 2)
 
 
@@ -58,7 +58,7 @@ def _gather_heads(x, count: int, heads, ranks: Communicator, layout: Layout) -> 
     parts = [part.contiguous() for part in layout.cut(x, 2)]
     rows = layout.sizes[ranks.rank]
     arrived = [x.new_empty((x.size(0), len(of_rank), rows, x.size(3))) for of_rank in heads]
-    ranks.exchange(parts, arrived)
+    ranks.all_to_all_into(parts, arrived)
     if len({head for of_rank in heads for head in of_rank}) == sum(map(len, heads)):
         return torch.cat(arrived, 1)  # each head once, in order
     whole = x.new_zeros((x.size(0), count, rows, x.size(3)), dtype=torch.float32)

@@ -80,7 +80,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         dx = dw = db = None
         activation = place.activation
         # On one rank dgrad may form dz as it goes, where nobody else needs it.
-        if activation and (needs_weight or needs_bias or place.ranks.world > 1):
+        if activation and (needs_weight or needs_bias or place.ranks.world_size > 1):
             dy, activation = activation.backward(dy, z), None
         if needs_weight and split:
             gather_x = products.gather_meanwhile(place, x, ctx.sizes, weight)
@@ -115,7 +115,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, place, main_grad):
         ctx.main_grad = main_grad
         ctx.place = place
-        world, dim = place.ranks.world, place.sequence_dim
+        world, dim = place.ranks.world_size, place.sequence_dim
         if dim is not None:
             ctx.sizes = split_sizes(x.size(dim), world)
         if world == 1:  # the bias goes into the product, rounded once as in nn.Linear

@@ -16,7 +16,7 @@ def gather(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Seq
     Args:
         cut: how it is cut; or the sizes of shards that lie in it one after another.
     """
-    return x if communicator.world == 1 else _Gather.apply(x, dim, communicator, _cut(cut))
+    return x if communicator.world_size == 1 else _Gather.apply(x, dim, communicator, _cut(cut))
 
 
 def split(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequence[int]) -> torch.Tensor:
@@ -28,7 +28,7 @@ def split(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequ
     cut = _cut(cut)
     if not -x.dim() <= dim < x.dim() or x.size(dim) != sum(cut.sizes):
         raise ValueError(f"the input has shape {tuple(x.shape)}; its dimension {dim} must be {sum(cut.sizes)}")
-    return x if communicator.world == 1 else _Split.apply(x, dim, communicator, cut)
+    return x if communicator.world_size == 1 else _Split.apply(x, dim, communicator, cut)
 
 
 def _cut(cut: Cut | Sequence[int]) -> Cut:

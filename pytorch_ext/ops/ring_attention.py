@@ -114,10 +114,10 @@ class RingAttentionFunction(torch.autograd.Function):
 def _round(q, k, v, state, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
     """out, in q's type, and lse of some heads."""
     ranks = schedule.ranks
-    used = [t for t in range(ranks.world) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world]]
+    used = [t for t in range(ranks.world_size) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world_size]]
     held = [k.contiguous(), v.contiguous()]
-    for step in range(ranks.world):
-        source = (ranks.rank - step) % ranks.world
+    for step in range(ranks.world_size):
+        source = (ranks.rank - step) % ranks.world_size
         coming, passing = _pass_keys(schedule, step, held, (k, v))
         if step in used:
             state = attention_chunk.forward(q, *held, schedule.chunk(source), state, step == used[-1])
@@ -137,14 +137,14 @@ def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], sch
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
     leaving, going_home = Passing([]), []  # the second are received when their owners' rounds are over
-    for step in range(ranks.world):
-        source = (ranks.rank - step) % ranks.world
+    for step in range(ranks.world_size):
+        source = (ranks.rank - step) % ranks.world_size
         last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
         # 1. What the ranks before have added up for this chunk is on its way, and so is the next chunk.
         arriving = None
         if 0 < step <= last:
             sums = [_zeros(part) for part in held]
-            arriving = pass_on(ranks, [], None, sums, (ranks.rank - 1) % ranks.world)
+            arriving = pass_on(ranks, [], None, sums, (ranks.rank - 1) % ranks.world_size)
         coming, passing = _pass_keys(schedule, step, held, (k, v))
         # 2. This rank's part.
         if sees:
@@ -160,7 +160,7 @@ def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], sch
         # 4. On, or home.
         leaving.wait()
         if step < last:
-            leaving = pass_on(ranks, sums, (ranks.rank + 1) % ranks.world, [], None)
+            leaving = pass_on(ranks, sums, (ranks.rank + 1) % ranks.world_size, [], None)
         elif 0 < step == last:
             going_home.append(pass_on(ranks, sums, source, [], None))
         elif step == 0:
@@ -170,7 +170,7 @@ def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], sch
     travelled = schedule.last_step(ranks.rank)
     if travelled:
         home = [_zeros(k), _zeros(v)]
-        pass_on(ranks, [], None, home, (ranks.rank + travelled) % ranks.world).wait()
+        pass_on(ranks, [], None, home, (ranks.rank + travelled) % ranks.world_size).wait()
     for passing in (leaving, *going_home):
         passing.wait()
     return [dq, *home]
@@ -185,9 +185,9 @@ def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
 def _pass_keys(schedule: Schedule, step: int, held, like):
     """Begins to send on the chunk in hand, and to receive the next, each where somebody still uses it; the buffers."""
     ranks = schedule.ranks
-    source, following = (ranks.rank - step) % ranks.world, (ranks.rank - step - 1) % ranks.world
+    source, following = (ranks.rank - step) % ranks.world_size, (ranks.rank - step - 1) % ranks.world_size
     sends = schedule.last_step(source) > step
-    receives = step + 1 < ranks.world and schedule.last_step(following) > step
+    receives = step + 1 < ranks.world_size and schedule.last_step(following) > step
     coming = None
     if receives:
         positions = schedule.key_positions[following]
@@ -196,9 +196,9 @@ def _pass_keys(schedule: Schedule, step: int, held, like):
     passing = pass_on(
         ranks,
         held if sends else [],
-        (ranks.rank + 1) % ranks.world if sends else None,
+        (ranks.rank + 1) % ranks.world_size if sends else None,
         coming or [],
-        (ranks.rank - 1) % ranks.world if receives else None,
+        (ranks.rank - 1) % ranks.world_size if receives else None,
     )
     return coming, passing
 

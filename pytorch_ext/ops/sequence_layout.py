@@ -30,7 +30,7 @@ class Layout:
     """
 
     length: int
-    world: int
+    world_size: int
     kind: str = "zigzag"
     members: tuple[int, ...] = ()
 
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self.members or tuple(range(self.world))
+        return self.members or tuple(range(self.world_size))
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -95,7 +95,7 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def _runs(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    count = layout.world * (2 if layout.kind == "zigzag" else 1)
+    count = layout.world_size * (2 if layout.kind == "zigzag" else 1)
     share, more = divmod(layout.length, count)
     sizes = [share + (piece < more) for piece in range(count)]
     pieces = [p for rank in ranks for p in {rank, *([count - 1 - rank] if layout.kind == "zigzag" else [])}]
@@ -118,7 +118,7 @@ def shard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigz
         ValueError: a layout that does not exist.
     """
     ranks = communicator(group)
-    return _Shard.apply(x, dim % x.dim(), ranks, Layout(x.size(dim), ranks.world, layout))
+    return _Shard.apply(x, dim % x.dim(), ranks, Layout(x.size(dim), ranks.world_size, layout))
 
 
 def unshard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigzag") -> torch.Tensor:
@@ -135,7 +135,7 @@ def unshard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zi
 def layout_of(ranks: Communicator, size: int, kind: str) -> Layout:
     """The layout of a sequence of which each rank has `size` positions, its own number. A collective call."""
     sizes = ranks.all_sizes(torch.empty(size, 0), 0)
-    layout = Layout(sum(sizes), ranks.world, kind)
+    layout = Layout(sum(sizes), ranks.world_size, kind)
     if sizes != layout.sizes:
         raise ValueError(
             f"the ranks have {sizes} positions; {kind} shards of {layout.length} have {layout.sizes}: "

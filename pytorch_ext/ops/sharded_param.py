@@ -55,10 +55,10 @@ def sum_over_holders(mine: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Of tensors like each rank's part, the sum over the ranks that have the same rows: in fp32 (fp64 of fp64), in rank
     order, rounded once. Rows of one rank alone are as they were. Only what is shared travels."""
     ranks, dim = shard.communicator, shard.dim
-    shared = [shard.cut.common(ranks.rank, other) if other != ranks.rank else [] for other in range(ranks.world)]
+    shared = [shard.cut.common(ranks.rank, other) if other != ranks.rank else [] for other in range(ranks.world_size)]
     parts = [pick(mine, dim, stretches).contiguous() for stretches in shared]
     arrived = [torch.empty_like(part) for part in parts]
-    ranks.exchange(parts, arrived)
+    ranks.all_to_all_into(parts, arrived)
     total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
     for rank, part in enumerate(arrived):
         if rank == ranks.rank:

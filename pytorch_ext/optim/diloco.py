@@ -92,7 +92,7 @@ class DiLoCo(torch.optim.Optimizer):
             starts, momenta = ([self.state[one][key] for one in bucket] for key in ("start", "momentum_buffer"))
             for delta, start, parameter in zip(deltas, starts, bucket, strict=True):
                 torch.sub(wide(start.to(parameter.dtype)), wide(parameter), out=delta)  # from where this rank set out
-            self.ranks.all_reduce_(flat).div_(self.ranks.world)
+            self.ranks.all_reduce_(flat).div_(self.ranks.world_size)
             torch._foreach_mul_(momenta, outer["momentum"])
             torch._foreach_add_(momenta, deltas)
             if outer["nesterov"]:

@@ -123,7 +123,7 @@ class Layerwise(torch.optim.Optimizer):
         names = tuple(piece.name for piece in pieces)
         if names == self._agreed:
             return
-        told: list[tuple[str, ...]] = pieces[0].ranks.notes(names)
+        told: list[tuple[str, ...]] = pieces[0].ranks.all_gather_object(names)
         for rank, other in enumerate(told):
             if other != told[0]:
                 kind = type(self).__name__
@@ -165,7 +165,7 @@ def _sum_over_ranks(squares: torch.Tensor, holders: Sequence[Communicator | None
     """Each column over the ranks that hold parts of its parameter: one collective for all that the same ranks hold."""
     together: dict[Communicator, list[int]] = {}
     for place, ranks in enumerate(holders):
-        if ranks is not None and ranks.world > 1:
+        if ranks is not None and ranks.world_size > 1:
             together.setdefault(ranks, []).append(place)
     for ranks, places in together.items():
         squares[:, places] = ranks.all_reduce_(squares[:, places].contiguous())

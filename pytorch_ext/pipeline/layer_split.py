@@ -163,7 +163,7 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
         if layers is not None or arguments is not None:
             raise
         return _relayed(split, model, ranks, device)
-    places = _places_of(chain, ranks.world)
+    places = _places_of(chain, ranks.world_size)
     runs = [(place, len(list(layers_there))) for place, layers_there in groupby(places)]
     stages = chain.stages([size for _, size in runs])
     segments = [
@@ -191,12 +191,12 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
 
 def _relayed(split: LayerSplit, model: nn.Module, ranks: Communicator, device: torch.device):
     """Of a model that cannot be cut: every rank runs its forward, and of each layer one has the parameters."""
-    owners = _owners(model, ranks.world)
+    owners = _owners(model, ranks.world_size)
     layers = _layers_of(model)
     mine = [layer for name, layer in layers.items() if owners.get(name, ranks.rank) == ranks.rank]
     outside = nn.ParameterList(one for one in _tensors_outside(model) if isinstance(one, nn.Parameter))
     mark({one: {ranks.rank} for layer in mine for one in layer.parameters()}, ranks)
-    mark({one: set(range(ranks.world)) for one in outside}, ranks)
+    mark({one: set(range(ranks.world_size)) for one in outside}, ranks)
     others = nn.Module()
     for number, tensor in enumerate(_tensors_outside(model)):
         if not isinstance(tensor, nn.Parameter):

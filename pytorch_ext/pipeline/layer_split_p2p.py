@@ -138,7 +138,7 @@ def _shared(token: torch.Tensor, output, root: int, ranks: Communicator, device:
     strange = [type(x).__name__ for (x,) in filter(None, others) if not isinstance(x, _PLAIN)]
     kinds = [(x.shape, x.dtype) for x in tensors]
     told = (strange, None, None, None) if strange else ([], kinds, others, structure)
-    strange, kinds, others, structure = ranks.notes(told)[root]
+    strange, kinds, others, structure = ranks.all_gather_object(told)[root]
     if strange:
         raise TypeError(
             f"LayerSplit: the model returns a {strange[0]}; across ranks it can return tensors, numbers, texts and "

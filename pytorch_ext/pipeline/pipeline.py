@@ -114,7 +114,7 @@ class Pipeline(nn.Module):
         self._name, self._plan = schedule, SCHEDULES[schedule]
         self._microbatches, self._reduction = microbatches, reduction
         self._loss = partial(loss)  # which may be a module, and is none of the model's
-        self._total = _number_of_stages(self._plan, schedule, self._ranks.world, stages_per_rank, microbatches)
+        self._total = _number_of_stages(self._plan, schedule, self._ranks.world_size, stages_per_rank, microbatches)
         self._sharing = _sharing_of(model, along)
         if self._plan.halves and recomputes(model):
             whole = ", ".join(repr(name) for name, plan in SCHEDULES.items() if not plan.halves)
@@ -125,7 +125,9 @@ class Pipeline(nn.Module):
         chain = chain_of("Pipeline", model, layers, arguments)
         sizes = _sizes(chain, self._total, schedule, balance, example)
         for dimension in along.values():  # shards and times may differ, the cut must not
-            told = communicator(dimension).notes((schedule, microbatches, self._total, len(chain.layers), sizes))
+            told = communicator(dimension).all_gather_object(
+                (schedule, microbatches, self._total, len(chain.layers), sizes)
+            )
             if any(note[:4] != told[0][:4] for note in told):
                 raise ValueError(
                     "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
@@ -140,7 +142,7 @@ class Pipeline(nn.Module):
         self._device = _device_of(mesh)
         fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # of all stages
         self._loss_type = torch.float64 if fp64 else torch.float32
-        mine = self._plan.stages_of(self._ranks.rank, self._ranks.world, self._total)
+        mine = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
         self._stages = {number: Stage(stages[number], number, self._total) for number in mine}
         hold(self, model, self._stages.values())
         holders = holders_of(stages, self._owner)
@@ -217,7 +219,7 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: there has been none.
         """
-        told = self._ranks.notes(self._clock.actions(self._ranks.rank))
+        told = self._ranks.all_gather_object(self._clock.actions(self._ranks.rank))
         if not all(told):
             raise ValueError("Pipeline.timeline: no step has run yet; call step() first")
         return timeline_of(self._name, self._total, self._microbatches, told)
@@ -233,7 +235,7 @@ class Pipeline(nn.Module):
     # How it is done.
 
     def _owner(self, stage: int) -> int:
-        return self._plan.rank_of(stage, self._ranks.world)
+        return self._plan.rank_of(stage, self._ranks.world_size)
 
     def check_replicas(self) -> None:
         """See `weft.check_replicas`."""
@@ -375,7 +377,7 @@ class Pipeline(nn.Module):
     def _sum_gradients_over_replicas(self, replicas: Communicator) -> None:
         """Which layers a batch uses may depend on its values: what one replica has no gradient of, another may have."""
         parameters = list(self.parameters())
-        told = replicas.notes([parameter.grad is not None for parameter in parameters])
+        told = replicas.all_gather_object([parameter.grad is not None for parameter in parameters])
         for parameter, *used in zip(parameters, *told, strict=True):
             if any(used):
                 if parameter.grad is None:
@@ -385,7 +387,7 @@ class Pipeline(nn.Module):
     def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
         assert self._replicas is not None
         self._replicas.all_reduce_(x)
-        return x.div_(self._replicas.world) if self._reduction == "mean" else x
+        return x.div_(self._replicas.world_size) if self._reduction == "mean" else x
 
 
 def _along(mesh) -> dict[str, DeviceMesh]:
@@ -401,9 +403,9 @@ def _sharing_of(model: nn.Module, along: dict[str, DeviceMesh]) -> Sharing | Non
     """How the model shares its sequence, which must be as the mesh says."""
     sharing = sharing_in(model).get("")
     ranks = communicator(along["cp"]) if "cp" in along else None
-    if ranks is not None and ranks.world > 1 and (sharing is None or sharing.ranks != ranks):
+    if ranks is not None and ranks.world_size > 1 and (sharing is None or sharing.ranks != ranks):
         raise ValueError(
-            f'Pipeline: the mesh has "cp" of {ranks.world}, and the model does not share its sequence among these '
+            f'Pipeline: the mesh has "cp" of {ranks.world_size}, and the model does not share its sequence among these '
             'ranks: call weft.parallelize(model, mesh["cp", "tp"]) first'
         )
     if sharing is not None and sharing.dim == 0:

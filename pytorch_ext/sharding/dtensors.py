@@ -34,7 +34,9 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, D
     for name, tensor in tensors.items():
         part = shard_of(tensor)
         if part is not None and part.communicator != ranks:
-            raise ValueError(f"as_dtensors: {name} is split over {part.communicator.world} other ranks than the mesh's")
+            raise ValueError(
+                f"as_dtensors: {name} is split over {part.communicator.world_size} other ranks than the mesh's"
+            )
         if part is not None and not _is_chunked(part):
             odd.append(f"{name} ({list(part.sizes)} of {part.global_shape[part.dim]})")
     if odd:
@@ -53,7 +55,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
 
 def _is_chunked(part: Part) -> bool:
     """Whether each rank has what torch.chunk would give it."""
-    count, world = part.global_shape[part.dim], part.communicator.world
+    count, world = part.global_shape[part.dim], part.communicator.world_size
     size = -(-count // world)
     starts = [min(rank * size, count) for rank in range(world)]
     expected = [((start, min(start + size, count)),) for start in starts]

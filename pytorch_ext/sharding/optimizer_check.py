@@ -78,7 +78,7 @@ def _holder(parameters: Sequence[torch.Tensor]) -> str:
     """Which of the ranks that share the parameters this one is; "" where every rank has them whole."""
     for parameter in parameters:
         if groups := place_for(parameter).ranks:
-            return ", ".join(f"rank {ranks.rank} of {ranks.world}" for ranks in groups)
+            return ", ".join(f"rank {ranks.rank} of {ranks.world_size}" for ranks in groups)
     return ""
 
 

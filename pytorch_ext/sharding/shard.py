@@ -41,14 +41,14 @@ class Shard:
         heads: tuple[int, int] | None = None,
     ) -> "Shard":
         """The balanced cut (see `weft.split.cut_over`); ValueError where there are fewer units than ranks."""
-        cut = cut_over(shape[dim], communicator.world, unit=unit, parts=parts, heads=heads)
+        cut = cut_over(shape[dim], communicator.world_size, unit=unit, parts=parts, heads=heads)
         return cls(tuple(shape), dim, cut, communicator)
 
     @classmethod
     def on_one_rank(cls, shape, rank: int, communicator: Communicator) -> "Shard":
         """All of it is that rank's, and the others have nothing."""
         everything = ((0, shape[0]),)
-        cut = Cut(tuple(everything if other == rank else () for other in range(communicator.world)))
+        cut = Cut(tuple(everything if other == rank else () for other in range(communicator.world_size)))
         return cls(tuple(shape), 0, cut, communicator)
 
     @property

@@ -338,7 +338,7 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
         mine = function(part, **options) if part.numel() or combine is torch.sum else _extreme_of_none(function, part)
         for ranks in place.ranks:
             sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
-            mine = combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world)).to(mine.dtype)
+            mine = combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world_size)).to(mine.dtype)
         return mine
 
     return reduce
@@ -367,7 +367,7 @@ def joined_over(x: torch.Tensor, ranks: Communicator, largest: bool) -> torch.Te
     """The ranks' sum of x, or each element's largest. NaN stays NaN. A collective call."""
     if not largest:
         return ranks.all_reduce_(x)
-    return ranks.all_gather(x.reshape(1, -1), 0, [1] * ranks.world).amax(0).reshape(x.shape)
+    return ranks.all_gather(x.reshape(1, -1), 0, [1] * ranks.world_size).amax(0).reshape(x.shape)
 
 
 def over_ranks(

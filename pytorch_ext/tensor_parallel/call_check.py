@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from weft.comm.communicator import Communicator
-from weft.tensor_parallel.auto import AutomaticPlan, conflict_in
+from weft.tensor_parallel.auto.plan import AutomaticPlan, conflict_in
 from weft.tensor_parallel.auto.example_inputs import calling
 from weft.tensor_parallel.auto.trace import without_values
 from weft.tensor_parallel.hugging_face import is_transformers
@@ -45,7 +45,7 @@ def call_checks(
     if not isinstance(plan, AutomaticPlan):
         return {"": CallCheck(twin, partial(_own_conflict, plan), by_mode=True)}
     return {
-        name: CallCheck(twin.get_submodule(name), partial(_automatic_conflict, own, ranks.world), by_mode=False)
+        name: CallCheck(twin.get_submodule(name), partial(_automatic_conflict, own, ranks.world_size), by_mode=False)
         for name in plan.parts
         if (own := plan.of_part(name)).plan and (not name or any(twin.get_submodule(name).children()))
     }

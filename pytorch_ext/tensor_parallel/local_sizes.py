@@ -59,14 +59,14 @@ def with_numbers(
         if not argument and type(vars(holder).get(attribute)) is not int:
             had = ", ".join(key for key, value in vars(holder).items() if type(value) is int)
             raise ValueError(f"{type(module).__name__} has no whole number called {name!r}; it has {had or 'none'}")
-        if len(of_ranks) != group.world:
-            raise ValueError(f"{name}={tuple(of_ranks)} must be {group.world} numbers, one for each rank")
+        if len(of_ranks) != group.world_size:
+            raise ValueError(f"{name}={tuple(of_ranks)} must be {group.world_size} numbers, one for each rank")
         set_number(twin, name, of_ranks[group.rank])
     vars(twin)["_weft_numbers"] = {name: tuple(of_ranks) for name, of_ranks in numbers.items()}
     vars(twin)["_weft_summed"] = summed
-    if own_random_numbers and group.world > 1:
+    if own_random_numbers and group.world_size > 1:
         Forward.of(twin).ranks = group
-    if results and group.world > 1:
+    if results and group.world_size > 1:
         twin._forward_hooks = OrderedDict(module._forward_hooks)
         twin.register_forward_hook(InParts(results, group), prepend=True)
     return twin

@@ -104,7 +104,7 @@ class OwnPlan:
         summed: modules whose gradients are sums over the ranks.
     """
 
-    world: int
+    world_size: int
     columns: Mapping[str, tuple[int, ...] | None]
     rows: Collection[str]
     summed: Collection[str]
@@ -123,7 +123,7 @@ class OwnPlan:
             return None
         for call in tries:
             try:
-                flow = Flow(twin, trace(twin, call, {}), self.world)
+                flow = Flow(twin, trace(twin, call, {}), self.world_size)
                 found = flow.misuse(self.columns, self.rows)
             except Exception as error:  # what a model's code raises, and operations called as no rule expects
                 _log.debug("the plan is not followed in a call: %s", error)

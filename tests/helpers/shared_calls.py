@@ -46,7 +46,7 @@ class Draw(random.Random):
         self.function, self.owner = function, owner
         self.numbers = torch.Generator().manual_seed(self.randrange(2**31))
         length = self.choice([1, 2, 3, 4, 5, 7])
-        layout = Layout(length, ranks.world, self.choice(LAYOUTS))
+        layout = Layout(length, ranks.world_size, self.choice(LAYOUTS))
         sharing = Sharing(ranks, layout=layout.kind, strict=self.often(0.2))
         self.cut = Cut(sharing, layout, self.choice([1, 1, 1, 2]))
         self.sized(self.choice([1, 2, 3, 3, 3, 4]), length)

@@ -153,8 +153,8 @@ def reduced(
     from weft.ops.overlap.workspace import workspace
 
     matrix = as_matrix(a)
-    each, more = divmod(matrix.size(0), ranks.world)  # some may have none, where split_sizes would refuse
-    rows = Rows.of(matrix.shape, 0, [each + (rank < more) for rank in range(ranks.world)], most=256)
+    each, more = divmod(matrix.size(0), ranks.world_size)  # some may have none, where split_sizes would refuse
+    rows = Rows.of(matrix.shape, 0, [each + (rank < more) for rank in range(ranks.world_size)], most=256)
     peers = workspace(ranks, "reduce", Inbox(rows, b.size(1), a.dtype).window_bytes(sums=True), a.device)
     return matmul_all_reduce(matrix, b, peers, rows).view(*a.shape[:-1], b.size(1))
 
@@ -170,7 +170,7 @@ def decide(place: Place, m: int, b: torch.Tensor, how: str, activation: Activati
     """
     cannot = _why_not(place.ranks, b.device, b.dtype) or place.ranks.unreached.get(b.device)
     if cannot:
-        if place.overlap == "always" and place.ranks.world > 1:
+        if place.overlap == "always" and place.ranks.world_size > 1:
             raise ValueError(f'overlap="always": {cannot}; use overlap="auto"')
         return Overlap(False, cannot)
     if place.overlap != "auto":
@@ -200,7 +200,7 @@ def decide(place: Place, m: int, b: torch.Tensor, how: str, activation: Activati
 
 
 def _fuses(place: Place, x, rows: int, b, how: str, activation=None) -> bool:
-    if place.ranks.world == 1 or place.overlap == "never" or rows == 0:
+    if place.ranks.world_size == 1 or place.overlap == "never" or rows == 0:
         return False
     if place.overlap == "auto" and not kernel_choice.on_kernel(x.device):  # the usual case on a CPU, told quickly
         return False
@@ -208,7 +208,7 @@ def _fuses(place: Place, x, rows: int, b, how: str, activation=None) -> bool:
 
 
 def _why_not(ranks: Communicator, device: torch.device, dtype: torch.dtype) -> str | None:
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return "there is one rank"
     if not kernel_choice.can_run(device):
         return kernel_choice.excluded(device).reason

@@ -102,7 +102,7 @@ def _repetitions(whole: Trace, found: Found, rank: int) -> dict[int, tuple[int, 
             continue
         if layout.copies == 1 or node.op not in _REPEATING:
             continue
-        fine, coarse = system.shares(found.world)[rank]
+        fine, coarse = system.shares(found.world_size)[rank]
         if fine != coarse:
             continue
         first, once = step, node.inputs[0]
@@ -203,8 +203,8 @@ def _unlike_ranks(found: Found) -> list[int]:
     """One rank of each kind: those with the same shares do the same."""
     systems = list({id(system): system for system in found.systems.values()}.values())
     first: dict[tuple, int] = {}
-    for rank in range(found.world):
-        first.setdefault(tuple(system.shares(found.world)[rank] for system in systems), rank)
+    for rank in range(found.world_size):
+        first.setdefault(tuple(system.shares(found.world_size)[rank] for system in systems), rank)
     return list(first.values())
 
 
@@ -268,10 +268,12 @@ def _sizes_within(name: str, whole: Trace, found: Found, known: dict[str, dict[i
                     sizes.setdefault(value.shape[dim], set()).add(local)
             system = found.systems.get(layout.axis)
             if system is not None and system.kv_units:
-                each = tuple(fine // coarse for fine, coarse in system.shares(found.world))
+                each = tuple(fine // coarse for fine, coarse in system.shares(found.world_size))
                 sizes.setdefault(system.copies, set()).add(each)
-                sizes.setdefault(system.units, set()).add(tuple(fine for fine, _ in system.shares(found.world)))
-                sizes.setdefault(system.kv_units, set()).add(tuple(coarse for _, coarse in system.shares(found.world)))
+                sizes.setdefault(system.units, set()).add(tuple(fine for fine, _ in system.shares(found.world_size)))
+                sizes.setdefault(system.kv_units, set()).add(
+                    tuple(coarse for _, coarse in system.shares(found.world_size))
+                )
     known[name] = sizes
     return sizes
 

@@ -67,7 +67,7 @@ class Found:
         summed: parameters that stay whole and whose gradients are sums over the ranks.
     """
 
-    world: int
+    world_size: int
     layouts: Layouts = field(default_factory=dict)
     columns: dict[str, Axis] = field(default_factory=dict)
     rows: dict[str, Layout] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Found:
     def local_size(self, axis: Axis) -> list[int]:
         """Of each rank, its features of the axis."""
         if not axis.pieces:
-            return self.systems[axis].local(Layout(0, 1, axis.size, axis, 1), self.world)
+            return self.systems[axis].local(Layout(0, 1, axis.size, axis, 1), self.world_size)
         return [sum(sizes) for sizes in zip(*map(self.local_size, axis.leaves()), strict=True)]
 
     def unlike(self, other: "Found") -> set[str]:
@@ -96,15 +96,15 @@ class Found:
         """Of each rank."""
         layout = self.layouts.get(value)
         if layout is None:
-            return [value.shape] * self.world
+            return [value.shape] * self.world_size
         dim, sizes = layout.dim, []
         if not layout.axis.pieces:
-            sizes = [layout.before * extent for extent in self.systems[layout.axis].local(layout, self.world)]
+            sizes = [layout.before * extent for extent in self.systems[layout.axis].local(layout, self.world_size)]
         elif layout.axis.apart:
             leaf = layout.axis.leaves()[0]
             if layout.minor:
                 dim = layout.minor[0][0]
-                sizes = self.systems[leaf].local(Layout(0, 1, value.shape[dim], leaf, 1), self.world)
+                sizes = self.systems[leaf].local(Layout(0, 1, value.shape[dim], leaf, 1), self.world_size)
             else:
                 sizes = [layout.extent // layout.axis.size * size for size in self.local_size(layout.axis)]
         else:
@@ -132,7 +132,7 @@ class Found:
             return shapes
         if layout.copies != 1 or any(shape[next_to] != system.copies for shape in shapes):
             return shapes
-        each = [fine // coarse for fine, coarse in system.shares(self.world)]
+        each = [fine // coarse for fine, coarse in system.shares(self.world_size)]
         return [(*shape[:next_to], n, *shape[next_to + 1 :]) for shape, n in zip(shapes, each, strict=True)]
 
 
@@ -151,7 +151,7 @@ class Flow:
     """
 
     def __init__(self, model: nn.Module, trace: Trace, world: int):
-        self.trace, self.world, self.returned = trace, world, frozenset[str]()
+        self.trace, self.world_size, self.returned = trace, world, frozenset[str]()
         self.modules = dict(model.named_modules())
         self.owners: dict[str, list[str]] = {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -195,7 +195,7 @@ class Flow:
         """
         self.fixed = {name: "the plan leaves it whole" for name in self.modules if name not in {*columns, *rows}}
         self.refused = {**self.fixed, **dict.fromkeys(rows, "it is split by rows")}
-        found, meeting, unknown = Found(self.world), Meeting(self.lone), set[Value]()
+        found, meeting, unknown = Found(self.world_size), Meeting(self.lone), set[Value]()
         for node in self.trace.nodes:
             outputs = {value for value in node.outputs if value is not None}
             if any(value in unknown for value in node.inputs):
@@ -250,7 +250,7 @@ class Flow:
         return any(node.where in self.owners[name] for name in node.inputs[0].origin or ())
 
     def _pass(self) -> tuple[Found, dict[str, str], set[Axis]]:
-        found, meeting = Found(self.world), Meeting(self.lone)
+        found, meeting = Found(self.world_size), Meeting(self.lone)
         failed: dict[str, str] = {}
         axes: set[Axis] = set()
 
@@ -382,16 +382,16 @@ class Flow:
         """Gives the group its System, or says why it has none."""
         units = gcd(*(axis.units for axis in group))
         system = System(units)
-        if units < self.world:
+        if units < self.world_size:
             heads = _heads(group, meeting)
             ends = [layout.axis for layout in found.rows.values()] + list(found.norms.values())
             layers = {axis.layer for axis in group} | {row for row, one in found.rows.items() if one.axis in group}
             if heads is not None and (heads.coarse & set(ends) or any(map(self._is_convolution, layers))):
                 heads = None  # what several ranks have would count several times
-            if heads is None or heads.units < self.world:
+            if heads is None or heads.units < self.world_size:
                 most, layer = units if heads is None else heads.units, min(axis.layer for axis in group)
                 told = f"{most} unit{'s' * (most != 1)} ({layer}: {sizes_of(self.modules[layer])[1]} features)"
-                return f"{told} are fewer than {self.world} ranks"
+                return f"{told} are fewer than {self.world_size} ranks"
             system = heads
         for axis in group:
             found.systems[axis] = system

@@ -124,7 +124,7 @@ class Search:
 
     def __init__(self, prefix: str, runs: list[Run], world: int, loss_parallel: bool):
         self.prefix, self.runs, self.whole = prefix, runs, runs[0].whole
-        self.world, self.loss_parallel = world, loss_parallel
+        self.world_size, self.loss_parallel = world, loss_parallel
         self.flow = Flow(runs[0].twin, self.whole, world)
         self.modules = self.flow.modules
         self.kept: dict[str, str] = {}  # layers that would be split alone, and are not
@@ -201,7 +201,7 @@ class Search:
         """The numbers that modules must have; and the layers with which that does not help, and why."""
         numbers: Numbers = {}
         for run in self.runs:
-            flow = Flow(run.twin, run.whole, self.world)
+            flow = Flow(run.twin, run.whole, self.world_size)
             flow.fixed, flow.refused = self.flow.fixed, dict(self.flow.refused)
             flow.lone, flow.returned = self.flow.lone, self.flow.returned
             other = found if run is self.runs[0] else flow.find()
@@ -233,7 +233,7 @@ class Search:
                 reason = self._not_by_heads(module)
                 entry = "heads"
             elif kind in DENSE and self._scores(found, layer):
-                reason = None if wide > width and wide >= self.world else f"{RETURNED}, and there are few of them"
+                reason = None if wide > width and wide >= self.world_size else f"{RETURNED}, and there are few of them"
                 entry = GATHERED
             else:
                 continue
@@ -260,13 +260,13 @@ class Search:
         options = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         if options:
             return f"it has {options[0]}={getattr(module, options[0])}"
-        if module.num_embeddings < self.world:
-            return f"{module.num_embeddings} rows are fewer than {self.world} ranks"
+        if module.num_embeddings < self.world_size:
+            return f"{module.num_embeddings} rows are fewer than {self.world_size} ranks"
         return None
 
     def _not_by_heads(self, module: nn.MultiheadAttention) -> str | None:
-        if module.num_heads < self.world:
-            return f"{module.num_heads} heads are fewer than {self.world} ranks"
+        if module.num_heads < self.world_size:
+            return f"{module.num_heads} heads are fewer than {self.world_size} ranks"
         if module.bias_k is not None or module.add_zero_attn:
             return "it adds keys of its own (add_bias_kv, add_zero_attn)"
         return None
