@@ -29,7 +29,7 @@ test-all:
 
 # A thousand rounds of random calls, delays and deaths; `make test` runs thirty.
 soak: $(VENV)/built
-	WEFT_SOAK_ROUNDS=1000 $(BIN)/pytest --timeout 3600 tests/test_soak.py
+	WEFT_SOAK_ROUNDS=1000 $(BIN)/pytest --timeout 3600 tests/comm/test_soak.py
 
 # The shared-memory engine without Python, under the address, undefined-behaviour and thread sanitizers.
 # WEFT_SANITIZE_ROUNDS=10 takes ten times as long; WEFT_SANITIZE_SEED=n starts at the seed that a fault names.

@@ -40,7 +40,7 @@ def train(folder, launch, *arguments):
 
 WAYS = [["--tp", "2"], ["--tp", "2", "--backend", "gloo"]]
 ALONE = [["--dp", "2"], ["--cp", "2"], ["--pp", "2"]]  # which are combined below
-slow = pytest.mark.slow("examples")
+slow = pytest.mark.slow("examples", "pytorch_ext")
 
 
 @pytest.mark.parametrize("arguments", [*WAYS, *(pytest.param(way, marks=slow) for way in ALONE)], ids=" ".join)
@@ -56,7 +56,7 @@ def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone,
 TOGETHER = [["--pp", "2", "--tp", "2", "--recompute", "selective"], ["--dp", "2", "--cp", "2", "--recompute", "full"]]
 
 
-@pytest.mark.parametrize("arguments", TOGETHER, ids=" ".join)
+@pytest.mark.parametrize("arguments", [TOGETHER[0], pytest.param(TOGETHER[1], marks=slow)], ids=" ".join)
 def test_the_example_combines_them(arguments, alone, tmp_path):
     figures = train(tmp_path, [*RUN, "4"], *arguments)
     assert figures["losses"] == pytest.approx(alone["losses"], abs=1e-4)
@@ -64,6 +64,7 @@ def test_the_example_combines_them(arguments, alone, tmp_path):
         assert figures["parameters_per_rank"] < 0.27 * alone["parameters_per_rank"]
 
 
+@slow
 def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
     text = run(sys.executable, ROOT / "examples" / "demo.py", "--steps", "2", "--out", tmp_path)
     assert "the same model, seed and data" in text and text.count("tensor parallel") >= 3
@@ -71,6 +72,7 @@ def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 4
 
 
+@pytest.mark.slow("bench", "pytorch_ext/nn")
 def test_the_bench_prints_ours_beside_the_peer_and_saves_both(tmp_path):
     out = tmp_path / "linear.json"
     text = run(sys.executable, "-m", "weft", "bench", "linear", "--rounds", "2", "--json", out)

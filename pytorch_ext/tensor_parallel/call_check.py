@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from weft.comm.communicator import Communicator
-from weft.tensor_parallel.auto.plan import AutomaticPlan, conflict_in
 from weft.tensor_parallel.auto.example_inputs import calling
+from weft.tensor_parallel.auto.plan import AutomaticPlan, conflict_in
 from weft.tensor_parallel.auto.trace import without_values
 from weft.tensor_parallel.hugging_face import is_transformers
 from weft.tensor_parallel.plan_check import OwnPlan

@@ -37,6 +37,7 @@ def test_a_sample_of_the_listed_variants_passes(architecture, tmp_path):
     assert instructions == {"-", {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}[architecture]}
 
 
+@pytest.mark.slow("kernels")
 def test_each_fault_is_named_and_fails_the_gate(tmp_path):
     done = gate(
         "broken",
@@ -56,6 +57,7 @@ def test_each_fault_is_named_and_fails_the_gate(tmp_path):
     assert "4 variants, 4 with a fault" in done.stdout
 
 
+@pytest.mark.slow("kernels")
 def test_every_flag_function_has_its_memory_order():
     done = gate("memory_orders")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,6 +66,7 @@ def test_every_flag_function_has_its_memory_order():
         assert checked == {"wait", "put", "post", "last"}
 
 
+@pytest.mark.slow("kernels")
 def test_a_relaxed_memory_order_is_a_fault(tmp_path):
     table = tmp_path / "table.json"
     done = gate("--architecture", "sm_90", "--json", str(table), program=[str(HERE / "weak_orders.py")])

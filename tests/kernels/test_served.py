@@ -19,6 +19,7 @@ def serve(architecture):
     return done.stdout
 
 
+@pytest.mark.slow("kernels", "pytorch_ext/ops")
 @pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
 def test_no_call_of_a_known_model_is_left_to_the_compiler(architecture):
     said = serve(architecture).splitlines()

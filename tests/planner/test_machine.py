@@ -11,7 +11,7 @@ from weft.bench import machine, paradigms
 from weft.bench.suites import RefusedError
 from weft.planner import Clock, Hardware, Job, Layout, Model, search
 
-RESULTS = Path(__file__).parent.parent / "bench" / "results" / "amd-epyc-2-cores"
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "amd-epyc-2-cores"
 DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 

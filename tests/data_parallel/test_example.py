@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -20,6 +20,9 @@ def train(folder, *arguments):
     return json.loads((folder / "figures.json").read_text()), torch.load(folder / "weights.pt")
 
 
+slow = pytest.mark.slow("examples", "pytorch_ext/data_parallel")
+
+
 @pytest.fixture(scope="module")
 def by_torch(tmp_path_factory):
     return train(tmp_path_factory.mktemp("torch"), "--torch", "--backend", "gloo")
@@ -27,7 +30,11 @@ def by_torch(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("arguments", "tolerance"),
-    [([], 1e-4), (["--shard-optimizer"], 1e-4), (["--wire", "bfloat16"], 0.02)],
+    [
+        ([], 1e-4),
+        pytest.param(["--shard-optimizer"], 1e-4, marks=slow),
+        pytest.param(["--wire", "bfloat16"], 0.02, marks=slow),
+    ],
     ids=["plain", "sharded", "bf16"],
 )
 def test_the_port_trains_as_ddp_does(arguments, tolerance, by_torch, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from weft.planner import Clock, Hardware, Job, Layout, Model, Scale, mean_error, search, validate
 
-PAGE = (Path(__file__).parent.parent / "docs" / "planner.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
 
 @cache

@@ -29,7 +29,7 @@ MACHINE = Hardware("cpu", 1e12, {"fp32": 1e9}, 1e9, 1e9, 1e9)
 
 @cache
 def train_lm():
-    path = Path(__file__).parent.parent / "examples" / "train_lm.py"
+    path = Path(__file__).parents[2] / "examples" / "train_lm.py"
     spec = importlib.util.spec_from_file_location("train_lm", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -254,11 +254,12 @@ def cases_of(demo, ranks):
                 yield demo, layout
 
 
-slow = pytest.mark.slow("pytorch_ext/planner")
+slow = pytest.mark.slow("pytorch_ext/planner", "pytorch_ext/pipeline")
+ALL = {(demo, ranks): pytest.param(demo, ranks, marks=slow) for demo in DEMOS for ranks in (1, 2, 4)}
+ALL["Llama", 2] = ("Llama", 2)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("demo", DEMOS)
+@pytest.mark.parametrize(("demo", "ranks"), ALL.values())
 def test_every_rank_holds_what_is_predicted(demo, ranks):
     """Weights and states to the byte, gradients but for what aligns them in buckets, the rest and the total to 5%."""
     cases = list(cases_of(demo, ranks))

@@ -742,7 +742,7 @@ def test_a_layer_keeps_the_formulas_activations(cp, tp, sequence_parallel):
 
 
 def train_lm():
-    path = Path(__file__).parent.parent / "examples" / "train_lm.py"
+    path = Path(__file__).parents[2] / "examples" / "train_lm.py"
     spec = importlib.util.spec_from_file_location("train_lm", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HERE = ROOT / "tests" / "cuda_on_threads"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'csrc' / 'cuda'}"]
@@ -34,7 +34,10 @@ MEETINGS = [("barrier", "1")] + [
     for meetings in ("1", "23" if name in ("all_reduce (in place)", "all_reduce (multimem)") else "2")
 ]
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ here")
+pytestmark = [
+    pytest.mark.slow("csrc/cuda"),
+    pytest.mark.skipif(COMPILER is None, reason="no g++ here"),
+]
 
 
 def run(program, *arguments, timeout_s=120):
@@ -78,7 +81,7 @@ def sanitized(tmp_path_factory):
     return compiled(folder, "-O1", "-g", "-fsanitize=thread")
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow("csrc/cuda")) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_calls_back_to_back_give_the_bits_of_a_plain_sum(program, seed):
     assert output(program, "random", seed, 40, 30) == "40 rounds of 30 calls\n"
 
@@ -135,7 +138,7 @@ def test_what_keeps_late_ranks_right_is_needed(program, scenario, fault, complai
     assert done.returncode == 1 and complaint in done.stderr, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow("csrc/cuda"))])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_a_late_rank_does_sums_are_right_or_nan(program, seed):
     right, _, _, spoiled, _ = output(program, "late", seed, 40).split()
     assert int(right) > 10_000 and int(spoiled) > 10_000  # both happened

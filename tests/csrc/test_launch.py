@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft import _C
 from weft.kernels import launch, signature
 
-FOLDER = Path(__file__).parent / "stub_driver"
+FOLDER = Path(__file__).parents[1] / "stub_driver"
 _spec = importlib.util.spec_from_file_location("stub_driver", FOLDER / "stub.py")
 stub_driver = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(stub_driver)
@@ -206,7 +206,7 @@ def test_an_older_driver_launches_what_it_can(tmp_path):
 
 
 def test_the_stub_of_the_extension_names_what_is_there():
-    tree = ast.parse((Path(__file__).parent.parent / "pytorch_ext" / "_C.pyi").read_text())
+    tree = ast.parse((Path(__file__).parents[2] / "pytorch_ext" / "_C.pyi").read_text())
     (told,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "_Launch"]
     assert {node.name for node in told.body} == {name for name in dir(_C.launch) if not name.startswith("_")}
     for node in told.body:

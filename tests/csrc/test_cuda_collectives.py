@@ -1,5 +1,5 @@
 """The CUDA collectives on a GPU, with several ranks on one device: each has its own memory and stream, and grids are
-small enough that all run at a time. The kernels' protocol is also tested without a GPU: tests/test_cuda_on_threads.py.
+small enough that all run at a time. The kernels' protocol is also tested without a GPU: tests/csrc/test_cuda_on_threads.py.
 """
 
 import os

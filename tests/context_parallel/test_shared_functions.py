@@ -58,7 +58,7 @@ def reduces(rank):
                     torch.testing.assert_close(found, expected, msg=lambda text: f"{text} {name} {axis} {args} {named}")  # noqa: B023
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow("pytorch_ext/context_parallel")), 3])
 def test_sums_and_means_are_those_of_the_whole(world):
     run_ranks(reduces, world)
 
@@ -100,7 +100,7 @@ def test_every_function_that_has_a_rule_has_a_case():
     assert {name for name, _, _ in named_functions()} == set(CASES)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow("pytorch_ext/context_parallel")), 3])
 def test_every_function_of_a_shared_sequence_is_that_of_the_whole(world):
     run_ranks(calls_at_random, world, timeout_s=200)
 

@@ -215,6 +215,7 @@ def test_a_product_that_leaves_multiprocessors_to_the_copy_has_the_same_bits(dev
         call()
 
 
+@pytest.mark.slow("bench")
 def test_the_copy_compiles_without_spilling():
     code = """
 from weft.kernels import check

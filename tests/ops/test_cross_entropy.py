@@ -62,7 +62,11 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(world, dtype):
 
 @pytest.mark.kernel
 @pytest.mark.skipif(not launch.INTERPRETED, reason="these ranks have CPU tensors, which kernels take interpreted")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow("kernels", "pytorch_ext/ops")), torch.bfloat16],
+    ids=str,
+)
 def test_the_kernels_loss_and_gradient_are_those_of_the_whole_vocabulary(dtype):
     run_ranks(check_loss, 3, dtype, "kernel")
 
