@@ -4,6 +4,7 @@ with its merge inside and outside of the kernel, on a GPU."""
 import argparse
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +75,8 @@ def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[
         part = [t[i][:, :, :_CHECKED] for t, i in ((q, some), (k, one), (v, one), (dout, some))]
         plain = partial(_library, SDPBackend.MATH, case.causal)
         references = with_gradients(plain, *part), with_gradients(plain, *(t.double() for t in part))
-        for result, *expected in zip(with_gradients(ours, *part), *references, strict=True):
-            assert_close(result, *expected, str(case))
+        for result, expected, exact in zip(with_gradients(ours, *part), *references, strict=True):
+            assert_close(result, expected, exact, str(case))
 
     def backward(function):
         out = function(q, k, v)
@@ -101,7 +102,7 @@ def ring_step(case: cases.AttentionCase, batch: int, device, dtype) -> Contest:
     k, v = (torch.randn(batch, case.kv_heads, half, case.head_dim, device=device).to(dtype) for _ in range(2))
     late, early, all_seen = Positions(half, half), Positions(0, half), Rules()
     state = attention_forward(q, k, v, all_seen, query_positions=late, key_positions=late, out_dtype=torch.float32)
-    options = {"query_positions": late, "key_positions": early, "out_dtype": torch.float32}
+    options: dict[str, Any] = {"query_positions": late, "key_positions": early, "out_dtype": torch.float32}
 
     def inside():
         return attention_forward(q, k, v, all_seen, previous=state, **options)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -69,13 +70,13 @@ def contests(device: torch.device, shapes: list[tuple[int, ...]], worlds=(2, 8))
             assert all(torch.equal(g, v.bfloat16()) for g, v in zip(gradients, views, strict=True)), "unpack"
 
         name = "_foreach_copy_ + div_"
-        yield Contest("bucket pack", shape, lambda flat=flat: bucket.pack(gradients, flat, 1 / 8),
+        yield Contest("bucket pack", shape, partial(bucket.pack, gradients, flat, 1 / 8),
                       {name: plain_pack}, check_pack, 0, moved)  # fmt: skip
         yield Contest("bucket pack and norm", shape,
-                      lambda flat=flat: bucket.pack(gradients, flat, 1 / 8, statistics),
+                      partial(bucket.pack, gradients, flat, 1 / 8, statistics),
                       {f"{name} + vector_norm": plain_pack_and_norm}, check_pack, 0, moved)  # fmt: skip
-        yield Contest("bucket unpack", shape, lambda flat=flat: bucket.unpack(flat, gradients),
-                      {"_foreach_copy_": lambda views=views: torch._foreach_copy_(gradients, views)},
+        yield Contest("bucket unpack", shape, partial(bucket.unpack, flat, gradients),
+                      {"_foreach_copy_": partial(torch._foreach_copy_, gradients, views)},
                       check_unpack, 0, moved)  # fmt: skip
     for world in worlds:
         yield _sum(device, world, count)

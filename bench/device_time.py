@@ -1,7 +1,7 @@
 """How the GPU benches measure: ours and the peers in alternation, cold L2, eager and as CUDA graphs, beside the two
 ceilings of the device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -26,7 +26,7 @@ class Contest:
     op: str
     shape: str
     ours: Callable[[], object]
-    peers: dict[str, Callable[[], object]]
+    peers: Mapping[str, Callable[[], object]]
     check: Callable[[], None]
     operations: float
     moved_bytes: float
@@ -69,7 +69,7 @@ def ceilings() -> Ceilings:
     return Ceilings(2 * 8192**3 / times["product"].p50_us / 1e6, 2 * source.nbytes / times["copy"].p50_us / 1e6)
 
 
-def alternate(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Quantiles]:
+def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Quantiles]:
     """Quantiles over rounds of each call's time on the device, with an L2 that holds nothing of it; two warm up."""
     if not calls:  # none of a contest's can be captured
         return {}

@@ -68,7 +68,7 @@ def _host(rounds: int) -> Iterator[Line]:
     x = torch.ones(64, device="cuda")
     out = torch.empty_like(x)
     for name, recorded in _recorded().items():
-        contenders = {
+        contenders: dict[str, Callable[[], object]] = {
             "ours": partial(by_us, recorded),
             TRITON: partial(by_triton, recorded),
             ADD: partial(torch.add, x, x, out=out),

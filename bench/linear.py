@@ -79,12 +79,13 @@ def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]],
         nn.GELU(approximate="tanh"),
         nn.Linear(case.intermediate, case.hidden),
     )
+    up, down = (layer for layer in whole if isinstance(layer, nn.Linear))
     x = torch.randn(case.tokens, case.hidden)
     output_gradient = torch.randn(case.tokens, case.hidden)
 
     ours = nn.Sequential(
-        weft.ColumnParallelLinear.from_linear(whole[0], group=group, activation="gelu_tanh"),
-        weft.RowParallelLinear.from_linear(whole[2], group=group),
+        weft.ColumnParallelLinear.from_linear(up, group=group, activation="gelu_tanh"),
+        weft.RowParallelLinear.from_linear(down, group=group),
     )
     peer = None
     if case.intermediate % world == 0:  # otherwise its sharding propagation fails in the first forward

@@ -92,7 +92,9 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
 
     def plain(x, weight):
         if layer.gated:
-            return reference.gated_linear(x, *weight.chunk(2), activation=layer.activation)
+            assert layer.activation is not None
+            w_gate, w_up = weight.chunk(2)
+            return reference.gated_linear(x, w_gate, w_up, activation=layer.activation)
         return reference.linear(x, weight, None, layer.activation)
 
     def forward(config):
@@ -102,6 +104,7 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
     def plain_forward():
         if up is None:
             return plain(x, weight)
+        assert layer.activation is not None
         z_gate, z_up = (x @ weight.t()).chunk(2, -1)  # one product, as a tuned model has it
         return reference.ACTIVATIONS[layer.activation].apply(z_gate) * z_up
 

@@ -1,7 +1,7 @@
 """How every bench measures: contenders in alternation in the same processes, quantiles over rounds, slowest rank."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.bench import progress
@@ -28,7 +28,7 @@ class Quantiles:
 
 
 def alternate(
-    contenders: dict[str, Callable[[], object]], *, meet: Callable[[], object], rounds: int, calls: int
+    contenders: Mapping[str, Callable[[], object]], *, meet: Callable[[], object], rounds: int, calls: int
 ) -> dict[str, list[float]]:
     """Microseconds a call of each contender in each round. Ranks `meet` before each measurement; one round warms up.
 
@@ -50,7 +50,7 @@ def alternate(
     return samples
 
 
-def slowest_rank(per_rank: list[dict[str, list[float]]]) -> dict[str, Quantiles]:
+def slowest_rank(per_rank: Sequence[Mapping[str, list[float]]]) -> dict[str, Quantiles]:
     """Quantiles over rounds of the slowest rank of each round."""
     return {
         name: Quantiles.of([max(round_us) for round_us in zip(*(rank[name] for rank in per_rank), strict=True)])

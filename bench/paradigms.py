@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import weft
 from weft.bench.measure import Quantiles, alternate, slowest_rank
@@ -189,7 +190,7 @@ def _peak(rank: int, paradigm: Paradigm) -> float:
 def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
     """A training step, which gives the whole batch's loss; and a pipeline's timeline."""
     torch.manual_seed(0)
-    model = Model(BLOCKS)
+    model: nn.Module = Model(BLOCKS)
     generator = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(Model.WORDS, (2, BATCH, SEQUENCE), generator=generator)
     if not paradigm.sizes:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -33,6 +34,7 @@ def contests(worlds=(2, 4, 8), count=64 << 20, dtype=torch.bfloat16) -> Iterator
 
         def ours(addresses=addresses, out=out, name=name):
             stream = torch.cuda.current_stream().cuda_stream
+            assert _C.cuda is not None
             _C.cuda.rank_order_sum(addresses, out.data_ptr(), count, name, 1.0, stream)
 
         def check(ours=ours, out=out, stack=stack, world=world):
@@ -45,7 +47,7 @@ def contests(worlds=(2, 4, 8), count=64 << 20, dtype=torch.bfloat16) -> Iterator
             "rank_order_sum",
             f"{world} x {count} {name}",
             ours,
-            {"torch.sum": lambda stack=stack, out=out: torch.sum(stack, 0, out=out)},
+            {"torch.sum": partial(torch.sum, stack, 0, out=out)},
             check,
             0,
             (world + 1) * count * dtype.itemsize,

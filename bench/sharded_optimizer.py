@@ -53,10 +53,11 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 def _measure(rank: int, subject: Subject, bucket_mb: float, rounds: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
     original = subject.model()
-    models, contenders = {}, {}
+    models: dict[str, nn.Module] = {}
+    contenders = {}
     for name in (OURS, OVERLAPPED):
         late = name == OVERLAPPED
-        model = models[name] = weft.DataParallel(
+        models[name] = model = weft.DataParallel(
             copy.deepcopy(original), shard_optimizer=True, overlap_param_gather=late, bucket_mb=bucket_mb
         )
         optimizer = model.optimizer(torch.optim.AdamW)

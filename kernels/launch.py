@@ -155,7 +155,7 @@ def check_memory(op: str, **tensors: torch.Tensor | None) -> torch.device:
     return device
 
 
-def check_dtype(op: str, allowed: Sequence[torch.dtype] = DTYPES, **tensors: torch.Tensor | None) -> None:
+def check_dtype(op: str, allowed: Sequence[torch.dtype] = DTYPES, /, **tensors: torch.Tensor | None) -> None:
     """Raises TypeError, naming the tensor, for a type that the kernel does not take; None is let pass."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in allowed:

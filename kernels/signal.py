@@ -12,9 +12,9 @@ under way: a hash of what the ranks must agree on, so that ranks which call diff
 What a rank wrote before it put or posted is seen by whoever waited: release and acquire at system scope, and inside a
 program the barrier that both sides pass. What the tensor copy engine then reads needs `to_copy_engine` besides.
 
-Every wait is bounded by a clock. One that gives up leaves a record for the host (`comm.record`), and marks this rank's
-work as spoiled: from then on waits end at once, results are NaN, and nothing is written that another rank may still
-read for the call before. So no rank has a wrong sum. The host can end waits too, by writing to the record.
+Every wait is bounded by a clock. One that gives up leaves a record for the host (`comm/wait_record.py`), and marks this
+rank's work as spoiled: from then on waits end at once, results are NaN, and nothing is written that another rank may
+still read for the call before. So no rank has a wrong sum. The host can end waits too, by writing to the record.
 
 A program waits for other ranks' programs and for copies, never for a later program of its own launch; so a rank makes
 progress however few of its programs run at a time, in the interpreter one.

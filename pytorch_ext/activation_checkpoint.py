@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from weft.arguments import check_choice
 from weft.context_parallel.shared_sequence import SharedSequence, localized
 from weft.layer_lists import lists_in, opened_in, refuse_caches
 
@@ -29,8 +30,7 @@ def recomputed_in(model: nn.Module, kind: str) -> dict[str, nn.Module]:
     Raises:
         ValueError: no such kind; a model with no such modules.
     """
-    if kind not in KINDS:
-        raise ValueError(f"recompute={kind!r} is not one of {', '.join(map(repr, KINDS))}")
+    check_choice("recompute", kind, KINDS)
     if kind == "none":
         return {}
     blocks = _blocks(model)

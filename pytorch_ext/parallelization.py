@@ -137,7 +137,7 @@ def parallelize(
     recomputed = recomputed_in(model, recompute)
     if ranks.stages is not None:
         _check_stages(model, ranks.stages, strict)
-    for group in (ranks.tp, ranks.cp, ranks.stages and communicator(ranks.stages)):
+    for group in (ranks.tp, ranks.cp, None if ranks.stages is None else communicator(ranks.stages)):
         if group is not None:
             check_same_model(model, group)
     if ranks.tp is not None:

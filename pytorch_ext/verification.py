@@ -215,6 +215,7 @@ def _left_as_it_was(model: nn.Module, pieces: list[nn.Parameter]) -> Iterator[No
             for parameter, (gradient, values) in zip(trained, kept, strict=True):
                 parameter.grad = gradient
                 if gradient is not None:
+                    assert values is not None
                     local(gradient).copy_(values)
             for tensor, values in (*sums, *buffers):
                 tensor.copy_(values)

@@ -14,7 +14,7 @@ FOLDERS = {"weft": ROOT / "pytorch_ext", "weft.kernels": ROOT / "kernels", "weft
 # From the bottom up: a part imports those of lines above its own, and itself. Imports inside of functions count.
 LAYERS = [
     {"weft._C", "weft.kernels", "weft.planner"},
-    {"weft.build", "weft.comm"},
+    {"weft.build", "weft.arguments", "weft.comm"},
     {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists"},
     {"weft.ops"},
     {"weft.nn"},
@@ -62,6 +62,17 @@ def modules_named(path, known):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield from [name for name in (whole, node.module) if name in known][:1]
+
+
+PUBLIC = """
+    all_gather all_reduce all_to_all as_dtensors barrier broadcast build_info causal_probe check_replicas
+    check_waits CheckpointError clip_grad_norm_ CollectiveMismatchError CollectiveTimeoutError ColumnParallelLinear
+    CommError context_attention DataParallel ddp_hook DiLoCo doctor empty_symmetric explain export_safetensors
+    FSDPAllGather FSDPReduceScatter full_state_dict HookState init_mesh LAMB LARS LayerSplit layerwise_groups
+    linear_scaling load_checkpoint load_safetensors merge_attention parallel_cross_entropy ParallelConv2d
+    ParallelEmbedding parallelize ParallelLinear Pipeline plan RankLostError reduce_scatter RowParallelLinear
+    save_checkpoint Shard shard_of shard_sequence split_sizes unshard_sequence verify
+"""
 
 
 def level_of(part):
@@ -112,6 +123,17 @@ def test_importing_weft_imports_neither_torch_nor_triton():
         )
         == "[]\n"
     )
+
+
+def test_the_public_names_are_these_and_can_be_imported():
+    code = "import types, weft\nfor n in weft.__all__: assert not isinstance(getattr(weft, n), types.ModuleType), n\nprint(*weft.__all__)"
+    assert sorted(run(code).split()) == sorted(PUBLIC.split())
+
+
+def test_a_public_name_stays_what_it_is_whatever_else_is_imported():
+    code = "import importlib, pkgutil, weft\n"
+    code += "for m in pkgutil.iter_modules(weft.__path__):\n    if m.name != '__main__': importlib.import_module('weft.' + m.name)\n"
+    assert run(code + "print(sorted(set(vars(weft)) & set(weft.__all__)))") == "[]\n"
 
 
 def test_what_needs_no_torch_works_where_there_is_none():

@@ -85,5 +85,6 @@ def _check_tie(parameter: nn.Parameter, part: nn.Parameter, who: str) -> None:
     if before is not None and before != shard_of(part):
         raise ValueError(
             f"{who} is shared with a layer that is split along dimension {before.dim} over "
-            f"{before.communicator.world_size} ranks, and would be cut in another way here; split both along the same dimension, over the same ranks"
+            f"{before.communicator.world_size} ranks, and "
+            "would be cut in another way here; split both along the same dimension, over the same ranks"
         )

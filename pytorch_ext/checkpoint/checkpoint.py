@@ -194,13 +194,13 @@ def load_checkpoint(
             boxes = validation.boxes_of(source, with_training=bool(optimizers))
             for box, code in list(boxes.items())[ranks.rank :: ranks.world_size]:
                 opened.check(box, code)
-            for one in tensors.held.values():
-                validation.check_tied(one, source, opened)
+            for held in tensors.held.values():
+                validation.check_tied(held, source, opened)
 
         def fill() -> None:
-            for one in tensors.held.values():
-                for entry in validation.entries_of(one, source)[:1]:
-                    for part in one.parts:
+            for held in tensors.held.values():
+                for entry in validation.entries_of(held, source)[:1]:
+                    for part in held.parts:
                         opened.fill(part, entry)
             model.load_state_dict(model.state_dict())  # for whoever follows loads: wrappers that have copies
             for one, stored, (state, fills) in zip(optimizers, source.optimizers, restored, strict=False):

@@ -16,7 +16,7 @@ class CheckpointError(RuntimeError):
 
 
 class Alone:
-    """One process without a process group, for what needs of a Communicator its rank, world_size and all_gather_object."""
+    """One process without a process group, in the place of a Communicator where only these are used of it."""
 
     rank, world_size = 0, 1
 

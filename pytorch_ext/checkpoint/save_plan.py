@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from zlib import crc32
+
+import torch
 
 from weft.checkpoint import safetensors_io
 from weft.checkpoint.chunks import Extent, Part
@@ -129,12 +132,16 @@ def write_share(
             continue
         file = f"{data}/{section}-{rank:05d}.safetensors"
         kinds = {key: (part.tensor.dtype, part.shape) for key, (_, part) in by_key.items()}
-        checksums = safetensors_io.write_tensors(folder / file, kinds, lambda key, by_key=by_key: by_key[key][1].tensor)
+        checksums = safetensors_io.write_tensors(folder / file, kinds, partial(_tensor_of, by_key))
         written.bytes[file] = (folder / file).stat().st_size
         for key, (place, _) in by_key.items():
             written.boxes[place] = Box(file, key, place.offset, place.shape, checksums[key])
     safetensors_io.sync_folder(folder / data)
     return written
+
+
+def _tensor_of(by_key: Mapping[str, tuple[Place, Part]], key: str) -> torch.Tensor:
+    return by_key[key][1].tensor
 
 
 def check_same(written: Sequence[Written], owner: Mapping[Place, int]) -> None:

@@ -34,11 +34,11 @@ def entries_of(one: Held, source: Source) -> list[Entry]:
 
 def check_tied(one: Held, source: Source, opened: Files) -> None:
     """Parameters that are one here may be stored as several, of the same values."""
-    first, *others = entries_of(one, source) or [None]
-    for other in others:
+    entries = entries_of(one, source)
+    for other in entries[1:]:
         for part in one.parts:
             values = [torch.empty_like(part.tensor) for _ in range(2)]
-            for value, entry in zip(values, (first, other), strict=True):
+            for value, entry in zip(values, (entries[0], other), strict=True):
                 opened.fill(Part(part.offset, value), entry)
             if not torch.equal(*values):
                 raise CheckpointError(

@@ -9,7 +9,7 @@ goes on; everything else completes before it returns.
 # mypy: disable-error-code="override, assignment, call-arg"
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from weft.comm.communicator import Communicator, backends_of
 from weft.comm.dtypes import op_code
 from weft.comm.engine import Engine, Pending
+from weft.comm.inter_host import Message
 from weft.comm.multi_host import SpanningEngine
 from weft.comm.rendezvous import join
 
@@ -309,7 +310,7 @@ for _name in (
 class _Work(dist.Work):
     """What torch waits for: nothing, where everything is done already, or what the engine still does."""
 
-    def __init__(self, pending: list[Pending | None], result):
+    def __init__(self, pending: Sequence[Pending | Message | None], result):
         super().__init__()
         self._pending = [one for one in pending if one is not None]
         self._result = result

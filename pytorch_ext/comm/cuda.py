@@ -54,8 +54,9 @@ class DeviceCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
-        in_weft = isinstance(group, WeftProcessGroup)
-        self._host: Communicator = EngineCommunicator(group) if in_weft else BackendCommunicator(group)
+        self._host: Communicator = (
+            EngineCommunicator(group) if isinstance(group, WeftProcessGroup) else BackendCommunicator(group)
+        )
         self._backend_name = backends_of(group).get("cuda", "no backend")
         self._device: torch.device | None = None
         self._backend: Communicator | None = None

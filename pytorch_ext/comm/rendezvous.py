@@ -47,7 +47,7 @@ def join(
     hosts = _hosts(processes)
     if len(hosts) == 1:
         meeting.processes = processes
-        engine = Engine(_share_memory(meeting, ranks_on_machine))
+        engine: Engine | SpanningEngine = Engine(_share_memory(meeting, ranks_on_machine))
     else:
         neighbours = next(host for host in hosts if rank in host)
         inside = _Meeting(
@@ -96,6 +96,7 @@ def _share_memory(meeting: "_Meeting", ranks_on_machine: int) -> _C.Group:
     meeting.announce(f"ready/{rank}", {"error": str(error), "lost": lost} if error else {})
     if error:
         raise error
+    assert segment is not None
     for peer in range(world):
         state = meeting.read(f"ready/{peer}", peer)
         if "error" in state:

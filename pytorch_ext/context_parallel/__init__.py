@@ -5,8 +5,8 @@ the data. Functions that treat every position alone compute on the part; attenti
 sequence are summed over the ranks; and whatever else the model calls gets the whole, gathered. So the result is the
 unsplit model's whatever the model does, and `weft.explain` says where it costs more than it need.
 
-    sequence.py        the tensor, and what happens to a function that has no rule
-    rules.py           what functions do to it
+    shared_sequence.py  the tensor, and what happens to a function that has no rule
+    function_rules.py   what functions do to it
     attention.py       scaled_dot_product_attention, MultiheadAttention
     hugging_face.py    the attention interface of transformers
     region.py          the model's edge: whole tensors become shared ones and shared ones whole

@@ -2,6 +2,7 @@
 
 import inspect
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,8 +95,8 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     window = mask.get("window")
     rules = Rules(left=None if window is None else window - 1, right=0 if mask.get("causal") else None)
     note("attention", f"{sharing.layout}, {choose(call, rules, False, sharing.method)}")
-    options = {"group": sharing.ranks, "method": sharing.method, "layout": sharing.layout}
-    return query.like(context_attention(q, k, v, dropout=dropout, **options, **mask))
+    options: dict[str, Any] = {"method": sharing.method, "layout": sharing.layout, **mask}
+    return query.like(context_attention(q, k, v, group=sharing.ranks, dropout=dropout, **options))
 
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import weft.context_parallel.attention  # noqa: F401 - its rules
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
 from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
@@ -39,8 +40,8 @@ def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
         if name not in _OPTIONS:
             raise ValueError(f"parallelize: context has no option {name!r}; it has {', '.join(_OPTIONS)}")
         known = _OPTIONS[name]
-        if known is not None and value not in known:
-            raise ValueError(f"parallelize: context {name}={value!r} is not one of {', '.join(map(repr, known))}")
+        if known is not None:
+            check_choice(f"parallelize: context {name}", value, known)
     dim = options.get("dim", 1)
     if not isinstance(dim, int) or dim < 0:
         raise ValueError(f"parallelize: context dim={dim!r} must be a dimension, counted from the first")

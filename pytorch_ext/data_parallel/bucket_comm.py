@@ -52,7 +52,8 @@ class OnEngine(Transport):
     """On the thread of the weft backend: fp32, in the order of ranks, everything in one pass over the data."""
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
-        engine = self.ranks.engine  # type: ignore[attr-defined]
+        engine = self.ranks.engine
+        assert engine is not None
         if self.scatter:
             return self._scatter(engine, bucket, overlap)
         op, scale = SUM, 1.0
@@ -65,7 +66,8 @@ class OnEngine(Transport):
         return _nothing if pending is None else pending.wait
 
     def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        engine = self.ranks.engine  # type: ignore[attr-defined]
+        engine = self.ranks.engine
+        assert engine is not None
         pending = engine.all_gather(part, parts, wait=not overlap)
         return _nothing if pending is None else pending.wait
 

@@ -48,6 +48,12 @@ class Slot:
     reduced: bool = False
 
     @property
+    def place(self) -> torch.Tensor:
+        """`view`, which there is once there are buckets."""
+        assert self.view is not None
+        return self.view
+
+    @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.into_main_grad else self.parameter.dtype
 

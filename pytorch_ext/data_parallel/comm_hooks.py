@@ -105,7 +105,9 @@ def ddp_hook(state: HookState | None, bucket: dist.GradBucket) -> torch.futures.
         ranks.all_reduce_(flat, fusion=share)
         done()
     else:
-        ranks.engine.all_reduce(flat, _AVERAGE, wait=False, fusion=fusion).then(done)
+        pending = ranks.engine.all_reduce(flat, _AVERAGE, wait=False, fusion=fusion)
+        assert pending is not None  # it was not waited for
+        pending.then(done)
     return future
 
 

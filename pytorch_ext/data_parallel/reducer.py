@@ -215,6 +215,7 @@ class Reducer:
         if self._learning:
             self._arrived.append(slot)
         elif slot.arrivals == slot.due:
+            assert slot.bucket is not None
             self._is_ready(slot.bucket)
 
     def _is_ready(self, bucket: Bucket) -> None:
@@ -226,12 +227,12 @@ class Reducer:
 
     def _move_in(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A gradient that lies elsewhere: a hook of the user's made it, or somebody assigned it."""
-        if gradient.layout is not torch.strided or gradient.dtype != slot.view.dtype:
+        if gradient.layout is not torch.strided or gradient.dtype != slot.place.dtype:
             what = gradient.dtype if gradient.layout is torch.strided else gradient.layout
             self._problems.append(_OTHER_LAYOUT.format(slot.name, what))
             return
         put(gradient, slot)
-        slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
+        slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
 
     def _launch_full(self) -> None:
         """Buckets travel in their order, whichever is full first."""
@@ -310,9 +311,9 @@ class Reducer:
         if slot.into_main_grad:
             return
         if slot.parameter.grad is None:
-            slot.view.zero_()
+            slot.place.zero_()
             if self._unused == "zero":
-                slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
+                slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
         elif slot.parameter.grad.data_ptr() != slot.address:
             self._move_in(slot, slot.parameter.grad)
 
@@ -334,7 +335,7 @@ class Reducer:
             return torch.zeros_like(bucket.squared_norm)
         if not bucket.replicated:
             return bucket.squared_norm
-        views = [(slot.parameter, slot.view) for slot in bucket.slots]
+        views = [(slot.parameter, slot.place) for slot in bucket.slots]
         held = [counted(one, view) for one, view in (views if self.owner is None else self.owner.pieces_of(bucket))]
         return powers(held, 2.0).reshape(1) if held else torch.zeros_like(bucket.squared_norm)
 
@@ -372,10 +373,10 @@ class Reducer:
         for slot in (slot for bucket in self.buckets for slot in bucket.slots if not slot.into_main_grad):
             gradient = slot.parameter.grad
             if gradient is None:
-                slot.view.zero_()
+                slot.place.zero_()
             elif gradient.data_ptr() != slot.address:
                 put(gradient, slot)
-                slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
+                slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
 
     def held(self) -> list[torch.Tensor]:
         """What this rank has of each bucket after a reduction: all of it, or its part under a sharded optimizer."""

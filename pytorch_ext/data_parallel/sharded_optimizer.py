@@ -152,7 +152,7 @@ class Shards:
             for slot in bucket.slots:
                 slot.parameter.grad = part.places[slot].of_parameter
                 if slot.into_main_grad:
-                    slot.view.zero_()
+                    slot.place.zero_()
 
     def zero_grad(self) -> None:
         for part in self._parts.values():

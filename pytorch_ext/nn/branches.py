@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
+from weft.arguments import check_choice
 from weft.comm.registry import communicator
 from weft.nn.branch_trace import SideBySide, of_block, of_modules
 from weft.nn.sharded import ShardHolder, lost_with
@@ -54,8 +55,7 @@ class Branches(ShardHolder):
         group=None,
         assignment: Sequence[int] | None = None,
     ):
-        if combine not in _COMBINE:
-            raise ValueError(f"Branches: combine={combine!r} is not one of {', '.join(map(repr, _COMBINE))}")
+        check_choice("Branches: combine", combine, _COMBINE)
         named = dict(branches) if isinstance(branches, Mapping) else {str(n): one for n, one in enumerate(branches)}
         super().__init__()
         self._place(of_modules(list(named), dim if combine == "concat" else None), named, group, assignment)

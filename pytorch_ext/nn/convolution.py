@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.arguments import check_choice
 from weft.comm.registry import communicator
 from weft.nn.sharded import ShardHolder
 from weft.ops.convolution import (
@@ -52,6 +53,9 @@ class ParallelConv2d(ShardHolder):
         ValueError: a style or combination that does not exist; fewer units (or groups) than ranks; a unit that cuts a
             group; style "channels" without groups. All before anything is communicated.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -201,8 +205,7 @@ def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _check_options(style: str, gather_output: bool, split_input: bool, groups: int) -> None:
-    if style not in _STYLES:
-        raise ValueError(f"ParallelConv2d: style={style!r} is not one of {', '.join(map(repr, _STYLES))}")
+    check_choice("ParallelConv2d: style", style, _STYLES)
     if gather_output and style != "column":
         raise ValueError(f'gather_output=True goes with style="column", got style={style!r}')
     if split_input and style != "row":

@@ -25,6 +25,8 @@ class ParallelEmbedding(ShardedModule):
         ValueError: more ranks than rows, a padding_idx outside the table, a group that this rank is not in.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -67,8 +69,8 @@ class ParallelEmbedding(ShardedModule):
         return parallel_embedding(tokens, self.weight, self.shards["weight"], self.padding_idx)
 
     def _draw_whole(self) -> nn.Embedding:
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        return nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, **like)
+        device, dtype = self.weight.device, self.weight.dtype
+        return nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         shard = self.shards["weight"]

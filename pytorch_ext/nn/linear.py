@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from weft.arguments import check_choice
 from weft.comm.registry import communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import Place, column_parallel_linear, gather, row_parallel_linear, split
@@ -61,6 +62,9 @@ class ParallelLinear(ShardedModule):
             are not those of the features; a group that this rank is not in. TypeError: a dtype that is not floating
             point. All before anything is communicated.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -151,9 +155,8 @@ class ParallelLinear(ShardedModule):
         return self._shard(shape[::-1], 1 - dim)
 
     def _shard(self, shape, dim: int) -> Shard:
-        options = {"parts": self.parts, "heads": self.heads}
         try:
-            shard = Shard.of_shape(shape, dim, self.communicator, self.unit, **options)
+            shard = Shard.of_shape(shape, dim, self.communicator, self.unit, parts=self.parts, heads=self.heads)
             if self.style == "row" and shard.cut.replicated:
                 raise ValueError("its features are KV heads, which are fewer than the ranks, and each counts once.")
         except ValueError as error:
@@ -164,7 +167,7 @@ class ParallelLinear(ShardedModule):
             ) from None
         return shard
 
-    def _hold(self, linear: nn.Module) -> None:
+    def _hold(self, linear) -> None:
         self.adopt("weight", linear.weight, self._split)
         of_bias = self._shard((self.out_features,), 0) if self.style == "column" else None
         self.adopt("bias", linear.bias, of_bias)
@@ -200,13 +203,11 @@ def _check_fixed_style(layer: ParallelLinear, style: str, only: str) -> None:
 
 
 def _check_options(style, gather_output, split_input, overlap, dtype) -> None:
-    if style not in _SPLIT_DIM:
-        raise ValueError(f"ParallelLinear: style={style!r} is not one of {', '.join(map(repr, _SPLIT_DIM))}")
+    check_choice("ParallelLinear: style", style, _SPLIT_DIM)
     if gather_output and style != "column":
         raise ValueError('gather_output=True goes with style="column"; the output of a row layer is whole already')
     if split_input and style != "row":
         raise ValueError('split_input=True goes with style="row"; a column layer takes the whole input')
-    if overlap not in MODES:
-        raise ValueError(f"ParallelLinear: overlap={overlap!r} is not one of {', '.join(map(repr, MODES))}")
+    check_choice("ParallelLinear: overlap", overlap, MODES)
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"ParallelLinear: dtype={dtype} is not floating point")

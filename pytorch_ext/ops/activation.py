@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from weft.arguments import check_choice
+
 _aten = torch.ops.aten
 
 
@@ -32,6 +34,5 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def activation_of(name: str | None) -> Activation | None:
     """ValueError where there is no such activation; None stands for none."""
-    if name is not None and name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is not one of None, {', '.join(map(repr, ACTIVATIONS))}")
+    check_choice("activation", name, [None, *ACTIVATIONS])
     return ACTIVATIONS.get(name) if name else None

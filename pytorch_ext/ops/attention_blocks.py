@@ -5,7 +5,7 @@ diagonal, or something else. The second and third are ATen's flash attention, wh
 for backward; the last is done here, scores and all, some rows at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -96,7 +96,9 @@ def forward_block(q, k, v, chunk: Chunk, block: Block):
     return _ungrouped(outs)[..., :width], _ungrouped(lses)
 
 
-def backward_block(q, k, v, dout, out, lse, delta, chunk: Chunk, block: Block):
+def backward_block(of_rows: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], chunk: Chunk, block: Block):
+    """dq, dk and dv of one block, from its q, dout, out, lse and delta, and its k and v."""
+    (q, dout, out, lse, delta), (k, v) = of_rows, of_keys
     if block.kind == "masked":
         scores, weights, _ = _scores(q, k, chunk, block, lse)
         kept = _kept(scores, q, chunk, block)
@@ -114,11 +116,11 @@ def backward_block(q, k, v, dout, out, lse, delta, chunk: Chunk, block: Block):
     sums: list[torch.Tensor] = []
     parts = zip(*(_grouped(t, k) for t in (q_wide, dout, out, lse)), strict=True)
     for part, dout_part, out_part, lse_part in parts:
-        dq, *of_keys = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, *more = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout_part, part, k, v, out_part, lse_part, 0.0, block.kind == "causal", scale=_scale(q, chunk)
         )
         dqs.append(dq)
-        sums = [a.add_(b) for a, b in zip(sums, of_keys, strict=True)] if sums else of_keys
+        sums = [a.add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
     return _ungrouped(dqs)[..., : widths[0]], sums[0][..., : widths[0]], sums[1][..., : widths[1]]
 
 

@@ -3,6 +3,8 @@
 On a GPU, and in Triton's interpreter where it is asked for, our kernel; on the CPU `attention_blocks`.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from weft.ops import attention_blocks, kernel_choice
@@ -65,12 +67,19 @@ def beginning(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple | None:
     return None, sinks.float().view(1, -1, 1).expand(q.size(0), -1, q.size(2))
 
 
-def backward(q, k, v, dout, out, lse, delta, chunk: Chunk, dq, dk, dv) -> None:
-    """Adds what this chunk contributes to dq, dk and dv, fp32.
+def backward(
+    of_queries: Sequence[torch.Tensor],
+    of_keys: Sequence[torch.Tensor],
+    chunk: Chunk,
+    gradients: Sequence[torch.Tensor],
+) -> None:
+    """Add what this chunk contributes to the gradients dq, dk and dv, fp32.
 
     Args:
+        of_queries: q, dout, out, lse and delta; of_keys: k and v.
         out, lse, delta: of the whole attention: out as it was given, delta [B, H, Sq] = rowsum(out dout) fp32.
     """
+    (q, dout, _, lse, delta), (k, v), (dq, dk, dv) = of_queries, of_keys, gradients
     if uses_kernel(q):
         from weft.kernels.attention import attention_backward
 
@@ -78,10 +87,9 @@ def backward(q, k, v, dout, out, lse, delta, chunk: Chunk, dq, dk, dv) -> None:
         return
     for block in attention_blocks.blocks_of(chunk):
         rows, keys = block.rows, block.keys
-        operands = (t[:, :, keys].float() for t in (k, v))
-        of_rows = (t[:, :, rows].float() for t in (dout, out, lse, delta))
-        parts = attention_blocks.backward_block(q[:, :, rows].float(), *operands, *of_rows, chunk, block)
-        for total, place, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+        of_rows = [t[:, :, rows].float() for t in of_queries]
+        parts = attention_blocks.backward_block(of_rows, [t[:, :, keys].float() for t in of_keys], chunk, block)
+        for total, place, part in zip(gradients, (rows, keys, keys), parts, strict=True):
             total[:, :, place] += part
 
 

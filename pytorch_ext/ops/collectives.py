@@ -7,6 +7,7 @@ and the result is a new one. Either way the result is returned.
 import torch
 import torch.distributed as dist
 
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.fusion import Fusion
 from weft.comm.registry import communicator
@@ -49,8 +50,7 @@ def all_reduce(
         TypeError: a wire type, a scale or a norm of integers.
         CommError: a rank was lost or is late, or the ranks called different things (docs/troubleshooting.md).
     """
-    if op not in _OPS:
-        raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, _OPS))}")
+    check_choice("op", op, _OPS)
     ranks = communicator(group)
     plain = wire_dtype is None and scale == 1.0 and squared_norm is None
     fusion = None if plain else Fusion.of(x, wire_dtype, scale, squared_norm)

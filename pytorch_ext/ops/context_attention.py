@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.kernels.attention import Rules
@@ -176,7 +177,7 @@ def _by_heads(q, k, v, sinks, call: Call, rules: Rules, outer, inner, documents)
         sinks = split(sinks, 0, sharing, [count for _, count in heads.queries])
     rules = replace(rules, head_start=first)
     if ring is None:
-        ring = Alone()
+        ring = _NoRing()
     if count:
         out = RingAttentionFunction.apply(q_mine, k_mine, v_mine, sinks, _schedule(call, rules, ring, documents))
     else:  # no head, but a part in every exchange of backward
@@ -198,8 +199,8 @@ def _schedule(call: Call, rules: Rules, ring, documents) -> Schedule:
     if documents is not None:
         of_groups = tuple(group.join([documents[rank] for rank in group.ranks], 1) for group in queries)
     sees = sees_of(queries, keys, rules, of_groups)
-    positions = (tuple(part.positions for part in parts) for parts in (queries, keys))
-    return Schedule(ring, rules, *positions, of_groups, of_groups, sees)
+    of_queries, of_keys = (tuple(part.positions for part in parts) for parts in (queries, keys))
+    return Schedule(ring, rules, of_queries, of_keys, of_groups, of_groups, sees)
 
 
 def _groups(group) -> tuple[Communicator, Communicator | None]:
@@ -223,10 +224,8 @@ def _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, metho
         raise ValueError(f"{op}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not go together")
     if k.size(1) == 0 or q.size(1) % k.size(1):
         raise ValueError(f"{op}: {q.size(1)} query heads are no multiple of {k.size(1)} KV heads")
-    if method not in METHODS:
-        raise ValueError(f"{op}: method={method!r} is not one of {', '.join(map(repr, METHODS))}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"{op}: layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
+    check_choice(f"{op}: method", method, METHODS)
+    check_choice(f"{op}: layout", layout, LAYOUTS)
     if inner is not None and method != "auto":
         raise ValueError(f'{op}: method={method!r} with a mesh of two dimensions, which fixes it; pass "auto"')
     if window is not None and (window < 1 or not causal):
@@ -334,10 +333,10 @@ def sees_of(queries: list[Layout], keys: list[Layout], rules: Rules, documents) 
     )
 
 
-class Alone:
-    """The communicator of who has nobody to talk to."""
+class _NoRing:
+    """In the place of a ring's communicator, where each rank has the whole sequence."""
 
-    rank, world = 0, 1
+    rank, world_size = 0, 1
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -26,9 +26,9 @@ class Geometry:
         groups: of this rank's channels.
     """
 
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    padding: tuple[int, int] | str
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...] | str
     pads: Sequence[int] | None
     mode: str
     groups: int

@@ -2,6 +2,7 @@
 
 import torch
 
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.ops import kernel_choice
@@ -61,8 +62,7 @@ def fused_cross_entropy(
 
 
 def _check(logits, target, label_smoothing, reduction) -> None:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}")
+    check_choice("reduction", reduction, _REDUCTIONS)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
     if not logits.is_floating_point():

@@ -29,10 +29,10 @@ class GatheredAttentionFunction(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, schedule: Schedule, layout: Layout):
         outs, lses = [], []
         for queries, keys in head_groups(q, k, v, layout.length):
-            whole = [_gather(x[:, keys], schedule, layout) for x in (k, v)]
+            k_whole, v_whole = (_gather(x[:, keys], schedule, layout) for x in (k, v))
             state = attention_chunk.beginning(q, None if sinks is None else sinks[queries])
             chunk = _chunk(schedule.from_head(queries.start), layout)
-            out, lse = attention_chunk.forward(q[:, queries], *whole, chunk, state, last=True)
+            out, lse = attention_chunk.forward(q[:, queries], k_whole, v_whole, chunk, state, last=True)
             outs.append(out)
             lses.append(lse)
         out, lse = joined(outs), joined(lses)
@@ -50,13 +50,14 @@ class GatheredAttentionFunction(torch.autograd.Function):
         delta = attention_chunk.row_sums(out, dout)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for queries, keys in head_groups(q, k, v, layout.length):
-            whole = [_gather(x[:, keys], schedule, layout) for x in (k, v)]
-            rows, *sums = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q[:, queries], *whole))
-            of_heads = (x[:, queries] for x in (dout, out, lse, delta))
+            k_whole, v_whole = (_gather(x[:, keys], schedule, layout) for x in (k, v))
+            sums = [torch.zeros_like(x, dtype=torch.float32) for x in (k_whole, v_whole)]
+            q_part, *of_rows = (x[:, queries] for x in (q, dout, out, lse, delta))
+            rows = torch.zeros(q_part.shape, dtype=torch.float32, device=q.device)
             chunk = _chunk(schedule.from_head(queries.start), layout)
-            attention_chunk.backward(q[:, queries], *whole, *of_heads, chunk, rows, *sums)
+            attention_chunk.backward([q_part, *of_rows], [k_whole, v_whole], chunk, [rows, *sums])
             dq[:, queries] = rows
-            del whole
+            del k_whole, v_whole
             for gradient in (dk, dv):
                 by_rank = torch.cat(layout.cut(sums.pop(0), 2), 2)
                 gradient[:, keys] = ranks.reduce_scatter(by_rank, 2, layout.sizes)

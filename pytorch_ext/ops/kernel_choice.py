@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.arguments import check_choice
+
 if TYPE_CHECKING:
     from weft.kernels.launch import Origin
     from weft.kernels.matmul_tiles import Problem
@@ -40,8 +42,7 @@ _UNWANTED = Algorithm(False, "preferred by the caller")
 
 
 def _checked(preference: str) -> str:
-    if preference not in _PREFERENCES:
-        raise ValueError(f"WEFT_KERNELS={preference!r} is not one of {', '.join(_PREFERENCES)}")
+    check_choice("WEFT_KERNELS", preference, _PREFERENCES)
     return preference
 
 

@@ -144,7 +144,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
             if place.sequence_dim is not None:
                 place.ranks.all_reduce_(db)
         if place.sequence_dim is None:
-            dx = matmul.dgrad(dz, weight) if needs_x else None
+            dx = matmul.multiply(dz, weight) if needs_x else None
         elif needs_x:
             dx, _, dz = products.gathered(place, dz, ctx.sizes, weight)
         elif needs_weight:

@@ -36,22 +36,25 @@ def product(
     return (z, z) if activation is None else (activation.apply(z), z)
 
 
-def dgrad(
-    dy: torch.Tensor, weight: torch.Tensor, activation: Activation | None = None, z: torch.Tensor | None = None
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """dx = dz @ weight, with dz = act'(z) dy where there is an activation.
+    """a @ b, a [..., K], b [K, N]; with an activation, (act'(z) a) @ b, as the gradient of a linear layer's input has it.
 
-    The kernel forms dz as it loads dy. That pays only where nobody else needs dz, which is where the weight and the
-    bias get no gradient: the caller's to know.
+    The kernel forms act'(z) a as it loads a. That pays only where nobody else needs it, which is where the weight and
+    the bias get no gradient: the caller's to know.
     """
-    if kernel_choice.on_kernel(dy.device):
-        a = as_matrix(dy)
-        z_matrix = as_matrix(z) if activation else None
-        if _takes_kernel(a, weight, prologue_z=z_matrix, activation=activation.name if activation else None):
+    if kernel_choice.on_kernel(a.device):
+        matrix = as_matrix(a)
+        z_matrix = as_matrix(z) if z is not None and activation else None
+        if _takes_kernel(matrix, b, prologue_z=z_matrix, activation=activation.name if activation else None):
             prologue = _kernel().Prologue(z_matrix, activation.name) if activation else None
-            dx, _ = _kernel().matmul(a, weight, prologue=prologue)
-            return dx.view(*dy.shape[:-1], weight.size(1))
-    return (activation.backward(dy, z) if activation else dy) @ weight
+            product, _ = _kernel().matmul(matrix, b, prologue=prologue)
+            return product.view(*a.shape[:-1], b.size(1))
+    if activation is not None:
+        assert z is not None  # what an activation was of
+        a = activation.backward(a, z)
+    return a @ b
 
 
 def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -202,7 +205,7 @@ def _linear_fake(x, weight, bias, activation):
 
 
 def _dgrad_operator(dy, weight, activation, z):
-    return dgrad(dy, weight, activation_of(activation), z)
+    return multiply(dy, weight, activation_of(activation), z)
 
 
 def _new_wgrad(dz, x):
@@ -235,7 +238,7 @@ def _gated_backward_operator(dy, z, activation):
 def _gated_dgrad_operator(dz, gate, up):
     whole = _halves_of(gate, up)
     if whole is not None:
-        return dgrad(dz, whole)
+        return multiply(dz, whole)
     dz_gate, dz_up = as_matrix(dz).chunk(2, -1)
     if kernel_choice.on_kernel(dz.device) and _takes_kernel(dz_gate, gate):
         wide, _ = _kernel().matmul(dz_gate, gate, out_dtype=torch.float32)

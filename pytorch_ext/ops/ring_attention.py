@@ -120,7 +120,7 @@ def _round(q, k, v, state, schedule: Schedule) -> tuple[torch.Tensor, torch.Tens
         source = (ranks.rank - step) % ranks.world_size
         coming, passing = _pass_keys(schedule, step, held, (k, v))
         if step in used:
-            state = attention_chunk.forward(q, *held, schedule.chunk(source), state, step == used[-1])
+            state = attention_chunk.forward(q, held[0], held[1], schedule.chunk(source), state, step == used[-1])
         passing.wait()
         held = coming
     if used:
@@ -131,8 +131,7 @@ def _round(q, k, v, state, schedule: Schedule) -> tuple[torch.Tensor, torch.Tens
 
 def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], schedule: Schedule) -> list[torch.Tensor]:
     """dq, dk and dv, fp32, of some heads, from their q, dout, out, lse and delta, and their k and v."""
-    q, *others = of_queries
-    k, v = of_keys
+    q, (k, v) = of_queries[0], of_keys
     ranks = schedule.ranks
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
@@ -149,7 +148,7 @@ def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], sch
         # 2. This rank's part.
         if sees:
             own = [_zeros(part) for part in held] if step else sums
-            attention_chunk.backward(q, *held, *others, schedule.chunk(source), dq, *own)
+            attention_chunk.backward(of_queries, held, schedule.chunk(source), [dq, *own])
         # 3. In the order of the ring.
         if arriving:
             arriving.wait()

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.kernels.attention import Positions
@@ -35,8 +36,7 @@ class Layout:
     members: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.kind not in LAYOUTS:
-            raise ValueError(f"layout={self.kind!r} is not one of {', '.join(map(repr, LAYOUTS))}")
+        check_choice("layout", self.kind, LAYOUTS)
 
     def among(self, members: Sequence[int]) -> "Layout":
         return replace(self, members=tuple(members))

@@ -156,8 +156,8 @@ def whole_norms(rows: Sequence[Sequence[torch.Tensor]], parameters: Sequence[nn.
     shards = [
         shard_of(one if piece is None else piece.parameter) for one, piece in zip(parameters, pieces, strict=True)
     ]
-    _sum_over_ranks(squares, [piece and piece.ranks for piece in pieces])
-    _sum_over_ranks(squares, [shard and shard.communicator for shard in shards])
+    _sum_over_ranks(squares, [None if piece is None else piece.ranks for piece in pieces])
+    _sum_over_ranks(squares, [None if shard is None else shard.communicator for shard in shards])
     return squares.sqrt()
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft._C import CommError
 from weft.activation_checkpoint import recomputes
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import share_in_stages, sharing_in
@@ -100,8 +101,7 @@ class Pipeline(nn.Module):
                 'or dp: call weft.parallelize(model, mesh["cp", "tp"]), and give the whole mesh to Pipeline'
             )
         along = _along(mesh)
-        if schedule not in SCHEDULES:
-            raise ValueError(f"Pipeline: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+        check_choice("Pipeline: schedule", schedule, SCHEDULES)
         if reduction not in ("mean", "sum"):
             raise ValueError(f'Pipeline: reduction={reduction!r} is not "mean" or "sum"')
         self._ranks: Communicator = communicator(along["pp"])
@@ -337,7 +337,8 @@ class Pipeline(nn.Module):
 
     def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
         """One micro-batch through all stages, without a schedule: the output where the last stage is, else None."""
-        output, marks = None, ()
+        output = None
+        marks: Marks = ()
         for number, stage in self._stages.items():
             if number > 0 and self._owner(number - 1) != self._ranks.rank:
                 values, marks = _receive(self._owner(number - 1), self._ranks, self._device)

@@ -93,8 +93,9 @@ def _check_state(optimizer: Optimizer, group: dict, mine: str) -> None:
     for parameter in group["params"]:
         shard = shard_of(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
-            whole = shard is not None and isinstance(value, torch.Tensor) and value.shape == shard.global_shape
-            if whole and shard.shape != shard.global_shape:
+            if shard is None or shard.shape == shard.global_shape:
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == shard.global_shape:
                 raise ValueError(
                     f"{name}: its state {key!r} is of the whole parameter {shard.global_shape}, of which this rank has "
                     f"{shard.shape}: step after weft.parallelize only, or load the state with weft.load_checkpoint"

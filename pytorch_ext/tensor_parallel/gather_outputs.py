@@ -45,9 +45,9 @@ def _parts_in(tree) -> list[torch.Tensor]:
 
 def _whole(tree, objects: int = _OBJECTS):
     if isinstance(tree, torch.Tensor):
-        dim, sizes, ranks = getattr(tree, PART, (0, None, None))
-        if ranks is None:
+        if not hasattr(tree, PART):
             return tree
+        dim, sizes, ranks = getattr(tree, PART)
         if isinstance(tree, SharedSequence):
             return tree.like(gather(tree.local, dim, ranks, sizes))
         return gather(tree, dim, ranks, sizes)

@@ -39,7 +39,7 @@ def with_numbers(
         own_random_numbers: what its own code drops at random, not through an nn.Dropout, is this rank's part.
         summed: its gradients are sums over the ranks, as with the style "sequence"; parallelize sees to it.
         results: of the tuple or list that it returns, what is this rank's part and only handed on (attention weights):
-            the place to the dimension and every rank's size. Models return the whole of it (results.py).
+            the place to the dimension and every rank's size. Models return the whole of it (gather_outputs.py).
         numbers: attribute ("num_heads", or "config.num_heads" of what it holds as `config`) to its number on each rank.
             "x.shape[-1]" is the width that its own code reads of the tensor that it is called with as x; the modules
             that it calls read the true one.

@@ -174,7 +174,11 @@ def own_plan(
         summed: modules with the style "sequence".
     """
     linear = {name: layer for name, layer in replacements.items() if isinstance(layer, ParallelLinear)}
-    columns = {name: one.parts for name, one in linear.items() if one.style == "column" and not one.gather_output}
+    columns = {
+        name: None if one.parts is None else tuple(one.parts)
+        for name, one in linear.items()
+        if one.style == "column" and not one.gather_output
+    }
     first = {id(module): name for name, module in model.named_modules()}
     everywhere = all(first[id(model.get_submodule(name))] in replacements for name in replacements)
     followed = all(isinstance(layer, _FOLLOWED) or has_numbers(layer) for layer in replacements.values())

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -65,7 +64,7 @@ class _Rows(TorchFunctionMode):
         if func is not F.embedding:
             return func(*args, **kwargs)
         named = dict(zip(("input", "weight", "padding_idx"), args, strict=False), **kwargs)
-        weight: torch.Tensor = self.module._parameters["weight"]
+        weight = self.module.get_parameter("weight")
         if named["weight"] is not weight:
             return func(*args, **kwargs)
         tokens, of_shard = named["input"], (self.module.shards["weight"], named.get("padding_idx"))

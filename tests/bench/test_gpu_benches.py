@@ -352,7 +352,7 @@ def refuse_to_overlap(rank):
             raise ValueError("they do not reach each other")
         return original(place, x, sizes, b)
 
-    original, several_gpus_rank.overlap.gathered = several_gpus_rank.overlap.gathered, decline
+    original, several_gpus_rank.products.gathered = several_gpus_rank.products.gathered, decline
     gloo = torch.distributed.new_group(backend="gloo")
     work = several_gpus.Product("gathered", "label", 8, 8, 8)
     return several_gpus_rank.product_calls(work, communicator(None), gloo, torch.device("cpu"))[1]

@@ -164,7 +164,7 @@ def in_a_ring(world, whole, merge):
             source = (rank - step) % world
             chunk = attention_chunk.Chunk(rules, positions[rank], positions[source])
             sums = [torch.zeros_like(t, dtype=torch.float32) for t in (mine, *parts[source][1:3])]
-            attention_chunk.backward(mine, *parts[source][1:3], dmine, out, state[1], delta, chunk, *sums)
+            attention_chunk.backward([mine, dmine, out, state[1], delta], parts[source][1:3], chunk, sums)
             dks[source] += sums[1].to(merge)
     results = layout.join(outs, 2), layout.join([dk.to(q.dtype) for dk in dks], 2)
     return [relative_error(result, right) for result, right in zip(results, (exact[0], exact[2]), strict=True)]

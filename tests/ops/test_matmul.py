@@ -162,7 +162,7 @@ def test_bad_input_is_refused(device):
     with pytest.raises(ValueError, match="no gate"):
         gated_linear(x, w, w, activation=None)
     with (
-        pytest.raises(ValueError, match="WEFT_KERNELS='fast' is not one of auto, kernel, library"),
+        pytest.raises(ValueError, match="WEFT_KERNELS='fast' is not one of 'auto', 'kernel', 'library'"),
         kernel_choice.prefer("fast"),
     ):
         pass

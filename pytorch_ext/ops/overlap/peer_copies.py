@@ -130,6 +130,7 @@ class _StreamCopies(_Copies):
         for tensor in (whole, flags):  # were nobody to join
             tensor.record_stream(self.stream)
         start, first_flag = whole.data_ptr(), flags.data_ptr()
+        assert _C.cuda is not None
         _C.cuda.copy_and_mark(
             [start + offset for offset in plan.offsets],
             plan.sources,

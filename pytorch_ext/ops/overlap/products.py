@@ -128,7 +128,7 @@ def scattered(
     """
     ranks, dim = place.ranks, _dim(place, a)
     if not _fuses(place, a, a.numel() // a.size(-1), b, "scattered"):
-        return ranks.reduce_scatter(matmul.dgrad(a, b, activation, z), dim, sizes)
+        return ranks.reduce_scatter(matmul.multiply(a, b, activation, z), dim, sizes)
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
     from weft.ops.overlap.workspace import workspace
@@ -146,7 +146,7 @@ def reduced(
     """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; activation and z as in `scattered`."""
     ranks = place.ranks
     if not _fuses(place, a, a.numel() // a.size(-1), b, "reduced"):
-        return ranks.all_reduce_(matmul.dgrad(a, b, activation, z))
+        return ranks.all_reduce_(matmul.multiply(a, b, activation, z))
     from weft.kernels.all_reduce import matmul_all_reduce
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox

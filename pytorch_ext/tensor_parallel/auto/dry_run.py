@@ -49,13 +49,13 @@ class Rehearsal(Run):
                 raise MismatchError(step, f"{node.op} in {node.where} takes another tensor")
             if mine.content != value.content:
                 raise MismatchError(step, f"{node.op} in {node.where} takes another constant")
-        for mine, value in zip(node.outputs, expected.outputs, strict=True):
-            if mine is None or value is None:
+        for made, whole in zip(node.outputs, expected.outputs, strict=True):
+            if made is None or whole is None:
                 continue
-            shape = self.found.local_shapes(value)[self.rank]
-            if mine.shape != shape:
-                raise MismatchError(step, f"{node.op} in {node.where} gives {mine.shape}, where {shape} is its part")
-            mine.twin = value
+            shape = self.found.local_shapes(whole)[self.rank]
+            if made.shape != shape:
+                raise MismatchError(step, f"{node.op} in {node.where} gives {made.shape}, where {shape} is its part")
+            made.twin = whole
         self._check_numbers(step, node, expected)
 
     def _next(self, node: Node) -> Node:
@@ -78,7 +78,7 @@ class Rehearsal(Run):
 
     def _starts(self, node: Node, expected: Node):
         """Of a slice that takes a piece of a fused layer: where it begins on this rank."""
-        layout, piece = self.found.layouts[expected.inputs[0]], self.found.layouts[expected.outputs[0]].axis
+        layout, piece = self.found.layouts[expected.inputs[0]], self.found.layouts[expected.output].axis
         axis = layout.axis
         if axis is piece:
             return [], []
@@ -107,11 +107,11 @@ def _repetitions(whole: Trace, found: Found, rank: int) -> dict[int, tuple[int, 
             continue
         first, once = step, node.inputs[0]
         while once in made and whole.nodes[made[once]].op in _REPEATING and made[once] == first - 1:
-            if len(once.shape) == len(node.outputs[0].shape) and whole.nodes[made[once]].op != "slice":
+            if len(once.shape) == len(node.output.shape) and whole.nodes[made[once]].op != "slice":
                 break
             first, once = first - 1, whole.nodes[first - 1].inputs[0]
         if found.layouts[once].copies == 1:
-            skips[first] = (step + 1, once, node.outputs[0])
+            skips[first] = (step + 1, once, node.output)
     return skips
 
 

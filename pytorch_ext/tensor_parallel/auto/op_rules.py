@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import gcd
+from operator import add
 
 from weft.tensor_parallel.auto.axis_layout import Axis, ConflictError, Layout, viewed
 from weft.tensor_parallel.auto.trace import ACTIVATION, Node, Value
@@ -68,7 +69,7 @@ def pointwise(node: Node, layouts: Layouts, meeting: Meeting) -> list[Layout | N
     for value in node.inputs:
         if value in layouts:
             shift = len(out.shape) - len(value.shape)
-            joined = meeting.join(joined, layouts[value].moved(lambda dim, by=shift: dim + by), _told(node))
+            joined = meeting.join(joined, layouts[value].moved(partial(add, shift)), _told(node))
     assert joined is not None
     if out.shape[joined.dim] != joined.before * joined.extent:
         raise ConflictError(f"{_told(node)} joins them with a tensor that is whole")
@@ -338,6 +339,7 @@ def _attention(node, layouts, meeting):
         joined = meeting.join(joined, replace(layout, minor=(), constant=frozenset()), _told(node))
     mask = named.get("attn_mask")
     if mask is not None:
+        assert joined is not None  # no mask alone is split
         if mask in layouts:
             joined = meeting.join(joined, layouts[mask], _told(node))
         else:

@@ -1,9 +1,9 @@
 """Finds which layers of a model can be split, and how.
 
 The model is called without values, and what becomes of each layer's output is followed, operation by operation
-(flow.py): a layer is split by columns where everything up to the layers that take its features, which are then split by
-rows, works on each unit of them alone. Nothing goes by names. Then every rank's part is rehearsed (rehearsal.py). What
-cannot be shown to be right stays whole, with the reason. See docs/automatic_plans.md.
+(propagation.py): a layer is split by columns where everything up to the layers that take its features, which are then
+split by rows, works on each unit of them alone. Nothing goes by names. Then every rank's part is rehearsed
+(dry_run.py). What cannot be shown to be right stays whole, with the reason. See docs/automatic_plans.md.
 """
 
 from collections.abc import Callable, Mapping

@@ -268,10 +268,10 @@ class Flow:
                     failed.setdefault(axis.layer, str(conflict))
                 continue
             for value, layout in zip(node.outputs, layouts, strict=False):
-                if layout is not None:
+                if value is not None and layout is not None:
                     found.layouts[value] = layout
                     axes.add(layout.axis)
-        made_whole = is_transformers(self.modules[""])  # by results.py; another model may be cut into stages
+        made_whole = is_transformers(self.modules[""])  # by gather_outputs.py; another model may be cut into stages
         for value in self.trace.outputs:
             layout = found.layouts.get(value)
             if layout is None or (made_whole and value in self.trace.aside and _stretches(layout)):
@@ -295,8 +295,11 @@ class Flow:
         return rule_of(node)(node, layouts, meeting)
 
     def _layer(self, node: Node, found: Found, meeting: Meeting) -> list[Layout | None]:
-        name, value, output = node.layer, node.inputs[0], node.outputs[0]
-        layer, dim = self.modules[name], known(self.modules[name]).features
+        name, value = node.layer, node.inputs[0]
+        layer = self.modules[name]
+        kind = known(layer)
+        assert kind is not None  # or the trace would have gone into it
+        dim = kind.features
         layout = found.layouts.get(value)
         if getattr(layer, "groups", 1) != 1:
             if layout is not None:
@@ -310,7 +313,7 @@ class Flow:
                 found.whole.add(name)
                 return []
             axis = found.columns.setdefault(name, Axis(name, 0, sizes_of(layer)[1]))
-            return [Layout(dim % len(output.shape), 1, axis.size, axis, axis.size)]
+            return [Layout(dim % len(node.output.shape), 1, axis.size, axis, axis.size)]
         if name in found.columns:
             raise ConflictError(f"{name} is called with split and with whole features", [found.columns[name]])
         if name in found.whole:
@@ -322,7 +325,8 @@ class Flow:
         layout.use()
         before = found.rows.setdefault(name, layout)
         if before is not layout:
-            meeting.join(*(Layout(0, 1, one.extent, one.axis, one.units, one.copies) for one in (before, layout)), name)
+            first, second = (Layout(0, 1, x.extent, x.axis, x.units, x.copies) for x in (before, layout))
+            meeting.join(first, second, name)
         return []
 
     def _norm(self, node: Node, found: Found) -> list[Layout | None]:

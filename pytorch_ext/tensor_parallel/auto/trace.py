@@ -71,6 +71,12 @@ class Node:
     inputs: list[Value] = field(default_factory=list)
 
     @property
+    def output(self) -> Value:
+        """The first output, of an operation that gives a tensor."""
+        assert self.outputs[0] is not None
+        return self.outputs[0]
+
+    @property
     def mutates(self) -> bool:
         return self.op.endswith("_") and bool(self.inputs) and self.outputs[:1] == self.inputs[:1]
 
@@ -161,7 +167,7 @@ class MismatchError(Exception):
 
 
 class Run:
-    """The state of one recording. A rehearsal of it (see rehearsal.py) takes the nodes, and sets the widths."""
+    """The state of one recording. A rehearsal of it (see dry_run.py) takes the nodes, and sets the widths."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
