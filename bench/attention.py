@@ -26,7 +26,7 @@ BATCH, HEADS, KV_HEADS, HEAD_DIM = 1, 8, 8, 64
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionRow:
     """One method at one length; causal, zigzag, fp32. Peaks are of memory that the call takes beyond what was there."""
 
     length: int
@@ -65,7 +65,7 @@ def columns() -> list[str]:
     ]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: AttentionRow) -> list[str]:
     return [
         f"{row.method} W={row.world}",
         str(row.length),
@@ -80,7 +80,7 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def run(options: argparse.Namespace) -> list[Row]:
+def run(options: argparse.Namespace) -> list[AttentionRow]:
     rows = []
     for length in options.length or (2048, 4096, 8192, 16384):
         rounds = max(3, min(options.rounds, 8192 * 21 // length))
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> list[Row]:
             sent = max(of_rank[2][method] for of_rank in told)
             peak = max(of_rank[method] for of_rank in peaks_of)
             rows.append(
-                Row(length, options.world, method, times[method], times[ALONE], times.get(TORCH), why, peak,
+                AttentionRow(length, options.world, method, times[method], times[ALONE], times.get(TORCH), why, peak,
                     peaks_of[0][ALONE], sent, error)
             )  # fmt: skip
     return rows

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
-from weft.kernels.attention import Positions, Rules, attention_forward
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
+from weft.kernels.attention import attention_forward
+from weft.kernels.attention_rules import Positions, Rules
 from weft.ops.attention import attention
 from weft.ops.attention_chunk import merge_attention
 from weft.testing import cases
@@ -29,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, choices=(64, 128), help="both by default")
 
 
-def run(options) -> list[Row]:
+def run(options) -> list[ContestRow]:
     limits = ceilings()
     chosen = [case for case in cases.ATTENTIONS if options.head_dim in (None, case.head_dim)]
     return measure(contests(chosen), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
+def rows(limits: Ceilings) -> list[ContestRow]:
     return measure(contests(cases.ATTENTIONS), limits)
 
 

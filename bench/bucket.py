@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
 from weft.bench.suites import positive
-from weft.kernels.bucket import Bucket, Statistics, reduce
+from weft.kernels.bucket import PackedBucket, Statistics, reduce
 from weft.testing import cases, reference
 
 __all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, default=4, help="decoder layers of Llama 3 8B (default 4)")
 
 
-def run(options) -> list[Row]:
+def run(options) -> list[ContestRow]:
     limits = ceilings()
     return measure(contests(torch.device("cuda"), gradient_shapes(options.layers)), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
+def rows(limits: Ceilings) -> list[ContestRow]:
     return measure(contests(torch.device("cuda"), gradient_shapes(layers=4)), limits)
 
 
@@ -38,7 +38,7 @@ def gradient_shapes(layers: int) -> list[tuple[int, ...]]:
 def contests(device: torch.device, shapes: list[tuple[int, ...]], worlds=(2, 8)) -> Iterator[Contest]:
     """bf16 gradients into an fp32 and a bf16 buffer, averaged, with and without the norm; back; sums of W buffers."""
     gradients = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
-    bucket, statistics = Bucket(gradients), Statistics(device)
+    bucket, statistics = PackedBucket(gradients), Statistics(device)
     count = sum(gradient.numel() for gradient in gradients)
     for dtype in (torch.float32, torch.bfloat16):
         flat = bucket.empty(dtype)

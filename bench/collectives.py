@@ -33,7 +33,7 @@ LIMIT = "W ranks that each copy that many bytes at the same time (y.copy_(x)); o
 
 
 @dataclass(frozen=True)
-class Line:
+class SizeRow:
     """One size of one operation. Times in microseconds; `wrong` counts elements."""
 
     operation: str
@@ -111,7 +111,7 @@ def sizes(options: argparse.Namespace) -> list[int]:
     return found
 
 
-def run(options: argparse.Namespace) -> Iterator[Line]:
+def run(options: argparse.Namespace) -> Iterator[SizeRow]:
     dtype = getattr(torch, options.datatype)
     for operation in options.op:
         if operation == DDP_STEP:
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> Iterator[Line]:
             yield _line(operation, count, dtype, options, _measure, calls, operation, count, dtype)
 
 
-def _line(operation: str, count: int, dtype: torch.dtype, options, measure, calls: int, *arguments) -> Line:
+def _line(operation: str, count: int, dtype: torch.dtype, options, measure, calls: int, *arguments) -> SizeRow:
     world = len(options.machines or "") or options.world
     before = on_machines(options.machines) if options.machines else None
     per_rank = run_ranks(
@@ -133,7 +133,7 @@ def _line(operation: str, count: int, dtype: torch.dtype, options, measure, call
     wrong = sum(wrong for _, wrong in per_rank)
     if wrong:
         raise AssertionError(f"{operation} of {count} elements: {wrong} are wrong; not measured")
-    return Line(
+    return SizeRow(
         operation,
         count * dtype.itemsize,
         count,
@@ -216,7 +216,7 @@ def columns() -> list[str]:
     ]
 
 
-def cells(line: Line) -> list[str]:
+def cells(line: SizeRow) -> list[str]:
     symmetric = line.symmetric
     return [
         line.operation,
@@ -235,7 +235,7 @@ def cells(line: Line) -> list[str]:
     ]
 
 
-def _rates(line: Line, times: Quantiles | None) -> list[str]:
+def _rates(line: SizeRow, times: Quantiles | None) -> list[str]:
     if times is None:
         return ["-"] * 4
     return [
@@ -246,7 +246,7 @@ def _rates(line: Line, times: Quantiles | None) -> list[str]:
     ]
 
 
-def plot(lines: list[Line], path: str) -> None:
+def plot(lines: list[SizeRow], path: str) -> None:
     """Time against size, one panel an operation."""
     import matplotlib
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
 from weft.bench.suites import positive
 from weft.ops.cross_entropy import fused_cross_entropy
 from weft.testing import cases
@@ -19,12 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=8192)
 
 
-def run(options) -> list[Row]:
+def run(options) -> list[ContestRow]:
     limits = ceilings()
     return measure(contests(options.tokens), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
+def rows(limits: Ceilings) -> list[ContestRow]:
     return measure(contests(tokens=8192), limits)
 
 

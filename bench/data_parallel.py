@@ -28,7 +28,7 @@ LIMIT = "the same step without a wrapper and without communication"
 
 
 @dataclass(frozen=True)
-class Row:
+class DataParallelRow:
     """One model: microseconds a step, and the peak of each rank's memory in such steps, without what was there before.
 
     Attributes:
@@ -126,7 +126,7 @@ def linear_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Of the demo's GPT: attention and a perceptron, each behind a norm."""
 
     def __init__(self, width: int, heads: int):
@@ -146,7 +146,10 @@ class Block(nn.Module):
 def demo_gpt() -> nn.Module:
     """The sizes of examples/train_lm.py: 256 wide, 6 layers, bytes as tokens."""
     return nn.Sequential(
-        nn.Embedding(256, 256), *(Block(256, 4) for _ in range(6)), nn.LayerNorm(256), nn.Linear(256, 256, bias=False)
+        nn.Embedding(256, 256),
+        *(ResidualBlock(256, 4) for _ in range(6)),
+        nn.LayerNorm(256),
+        nn.Linear(256, 256, bias=False),
     )
 
 
@@ -180,20 +183,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="models to run")
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[DataParallelRow]:
     for name in options.only:
         yield _row(SUBJECTS[name], options)
     states = run_ranks(_optimizer_state, options.world, timeout_s=300)
     state_mb = {name: [state[name] for state in states] for name in states[0]}
-    yield Row("Adam's state", options.world, _count(linear_layers()), state_mb=state_mb)
+    yield DataParallelRow("Adam's state", options.world, _count(linear_layers()), state_mb=state_mb)
 
 
-def _row(subject: Subject, options: argparse.Namespace) -> Row:
+def _row(subject: Subject, options: argparse.Namespace) -> DataParallelRow:
     per_rank = run_ranks(_measure, options.world, subject, options.rounds, timeout_s=600, group_timeout_s=120)
     peaks = {}
     for name in (OURS, DDP_WEFT, DDP_GLOO):
         peaks[name] = max(run_ranks(_peak_mb, options.world, subject, name, timeout_s=300))
-    return Row(subject.name, options.world, _count(subject.model()), slowest_rank(per_rank), peaks)
+    return DataParallelRow(subject.name, options.world, _count(subject.model()), slowest_rank(per_rank), peaks)
 
 
 def _count(model: nn.Module) -> int:
@@ -286,7 +289,7 @@ def columns() -> list[str]:
     return ["step of", *times, "peak MB: ours", "DDP's"]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: DataParallelRow) -> list[str]:
     if not row.times:
         state = ", ".join(f"{name} {max(mb):.2f}" for name, mb in row.state_mb.items())
         return [f"{row.name}, MB a rank: {state}", *[""] * 10]

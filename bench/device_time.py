@@ -41,7 +41,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Row:
+class ContestRow:
     """The outcome. Times in us: eager with their spread, and as replays of a CUDA graph (None: not capturable)."""
 
     op: str
@@ -93,12 +93,12 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     }
 
 
-def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:
+def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[ContestRow]:
     """A row for each contest, once our call's result has been checked."""
     return [_measure(contest, limits, rounds) for contest in contests]
 
 
-def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
+def _measure(contest: Contest, limits: Ceilings, rounds: int) -> ContestRow:
     contest.check()
     calls = {"ours": contest.ours, **contest.peers}
     eager = alternate(calls, rounds)
@@ -106,7 +106,7 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
     replayed = alternate({name: graph.replay for name, graph in graphs.items()}, rounds)
     best = min(contest.peers, key=lambda name: eager[name].p50_us)
     floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
-    return Row(
+    return ContestRow(
         contest.op,
         contest.shape,
         eager["ours"],
@@ -149,7 +149,7 @@ def columns() -> list[str]:
     return ["op", "shape", "ours us", "p20-p80", "graph us", "best peer", "its us", "ratio", "of ceiling"]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: ContestRow) -> list[str]:
     graph = row.graph_us["ours"]
     return [
         row.op,

@@ -5,7 +5,7 @@ import argparse
 import importlib
 
 from weft.bench import line
-from weft.bench.device_time import LIMIT, Row
+from weft.bench.device_time import LIMIT, ContestRow
 from weft.bench.line import Line, columns
 
 __all__ = ["LIMIT", "SUITES", "add_arguments", "cells", "columns", "run"]
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--communicating", action="store_true", help="the kernels that cross ranks, on one GPU")
 
 
-def run(options) -> list[Row | Line]:
-    found: list[Row | Line] = []
+def run(options) -> list[ContestRow | Line]:
+    found: list[ContestRow | Line] = []
     for name, arguments in (COMMUNICATING if options.communicating else SUITES).items():
         suite = importlib.import_module(f"weft.bench.{name}")
         parser = argparse.ArgumentParser()
@@ -35,5 +35,5 @@ def run(options) -> list[Row | Line]:
     return found
 
 
-def cells(row: Row | Line) -> list[str]:
-    return line.cells(line.line_of(row) if isinstance(row, Row) else row)
+def cells(row: ContestRow | Line) -> list[str]:
+    return line.cells(line.line_of(row) if isinstance(row, ContestRow) else row)

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 
-from weft.bench.device_time import Row
+from weft.bench.device_time import ContestRow
 from weft.bench.measure import Quantiles
 
 
@@ -38,7 +38,7 @@ class Line:
         return {**asdict(self), "ratio": self.ratio}
 
 
-def line_of(row: Row, peer: str | None = None, untaxed: str | None = None, remark: str = "") -> Line:
+def line_of(row: ContestRow, peer: str | None = None, untaxed: str | None = None, remark: str = "") -> Line:
     """A row of the other GPU benches as a line.
 
     Args:

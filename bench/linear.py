@@ -22,7 +22,7 @@ LIMIT = "the same shards' arithmetic in nn.Linear, without any communication"
 
 
 @dataclass(frozen=True)
-class Row:
+class LinearRow:
     """One shape: ours beside the peer, with the limit that this machine sets."""
 
     shape: str
@@ -45,7 +45,7 @@ def columns() -> list[str]:
     return ["mlp step", "ours us", "p20-p80", "peer us", "p20-p80", "(which)", "ratio", "limit us", "of limit"]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: LinearRow) -> list[str]:
     peer = row.peer
     return [
         f"{row.shape} fp32 W={row.world}",
@@ -60,14 +60,14 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[LinearRow]:
     for case in MLPS:
         per_rank = run_ranks(_measure, options.world, case, options.rounds, backend="gloo", timeout_s=300)
         times = slowest_rank([samples for samples, _ in per_rank])
         error = max(error for _, error in per_rank)
         if error > 1:
             raise AssertionError(f"{case}: the result is off by {error:.1f} tolerances; not measured")
-        yield Row(str(case), options.world, times["weft"], times.get(PEER), times["limit"], error)
+        yield LinearRow(str(case), options.world, times["weft"], times.get(PEER), times["limit"], error)
 
 
 def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]], float]:

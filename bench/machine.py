@@ -241,7 +241,7 @@ def _between(generator: torch.Generator) -> dict[str, Callable[[], object]]:
     }
 
 
-class _Layer(nn.Module):
+class _MeasuredLayer(nn.Module):
     """A transformer layer, pre-norm, with attention and an MLP; so narrow that its operators' start is all it costs."""
 
     def __init__(self, width: int = 8):
@@ -258,7 +258,7 @@ class _Layer(nn.Module):
 
 def _shared_layer(rank: int) -> dict[str, list[float]]:
     """Microseconds of such a layer whose sequence two ranks share."""
-    layer = weft.parallelize(_Layer(), weft.init_mesh(cp=2, device_type="cpu")["cp"], context={"parts": True})
+    layer = weft.parallelize(_MeasuredLayer(), weft.init_mesh(cp=2, device_type="cpu")["cp"], context={"parts": True})
     x, gradient = torch.ones(1, 4, 8, requires_grad=True), torch.ones(1, 4, 8)
     return _timed({"layer": lambda: layer(x).backward(gradient)})
 
@@ -290,7 +290,7 @@ def turn(of_ranks: Sequence[Mapping[str, list[float]]]) -> float:
 
 
 def _small_layer() -> Callable[[], object]:
-    layer, x = _Layer(), torch.ones(1, 2, 8, requires_grad=True)
+    layer, x = _MeasuredLayer(), torch.ones(1, 2, 8, requires_grad=True)
     leaves, gradient = (x, *layer.parameters()), torch.ones(1, 2, 8)
     return lambda: torch.autograd.grad(layer(x), leaves, gradient)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
 from weft.bench.suites import positive
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import matmul
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", action="append", type=positive, help="1024 to 16384 by default")
 
 
-def run(options) -> list[Row]:
+def run(options) -> list[ContestRow]:
     limits = ceilings()
     return measure(contests(options.model, options.tp, options.tokens), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
+def rows(limits: Ceilings) -> list[ContestRow]:
     """What `make gpu` takes: every layer at the ends of the splits and of the tokens."""
     return measure(contests(None, (1, 8), (1024, 16384)), limits)
 
@@ -50,7 +50,7 @@ def shards(models, tensor_parallel, tokens) -> Iterator[tuple[str, cases.LinearL
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductShape:
     """One of a layer's three products.
 
     Attributes:
@@ -80,7 +80,7 @@ class Product:
         )
 
 
-def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torch.dtype) -> list[Product]:
+def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torch.dtype) -> list[ProductShape]:
     """Forward with its epilogue, dgrad, and wgrad added to an fp32 main_grad, of one layer on m tokens."""
     k = layer.k
     weight = (torch.randn((1 + layer.gated) * layer.n, k, device=device) / k**0.5).to(dtype)
@@ -133,7 +133,7 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
     forward_problem = problem_of(x, gate.t(), up.t() if up is not None else None, activation=activation)
     epilogue = f" + {layer.activation}" if layer.activation else ""
     return [
-        Product(
+        ProductShape(
             "forward",
             forward_problem,
             forward,
@@ -143,7 +143,7 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
             operations,
             size * (operands + m * layer.n),
         ),
-        Product(
+        ProductShape(
             "dgrad",
             problem_of(dz, weight),
             dgrad,
@@ -153,7 +153,7 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
             operations,
             size * (operands + dz.numel()),
         ),
-        Product(
+        ProductShape(
             "wgrad",
             problem_of(dz.t(), x),
             wgrad,

@@ -26,7 +26,7 @@ ALONE = "one process"
 _TOLERANCE = 1e-3  # relative, of the loss after two steps in fp32; a lost gradient or a mask that came loose shows
 
 
-class Model(Llama):
+class SmallModel(Llama):
     """6.4 million parameters: 8 blocks, 256 wide, 8 heads of queries and 4 of keys, bytes as words."""
 
     HEAD, KV_HEADS, HIDDEN, WORDS = 32, 4, 768, 256
@@ -76,7 +76,7 @@ PARADIGMS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ParadigmRow:
     """One paradigm.
 
     Attributes:
@@ -110,7 +110,7 @@ def columns() -> list[str]:
     return ["paradigm", "mesh", "step ms", "p20-p80", "alone ms", "speedup", "peak MB", "alone MB", "sent MB", "bubble"]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: ParadigmRow) -> list[str]:
     return [
         row.paradigm,
         row.mesh,
@@ -125,7 +125,7 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ParadigmRow]:
     if options.world != 2:
         raise RefusedError("weft bench paradigms runs on two and on four ranks; it takes no --world")
     (alone_peak,) = run_ranks(_peak, 1, Paradigm(ALONE), timeout_s=600)
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             peak = max(run_ranks(_peak, world, paradigm, timeout_s=600, group_timeout_s=120))
             sent = max(one.sent_bytes for one in figures)
             mesh = " ".join(f"{name}={size}" for name, size in paradigm.sizes.items())
-            yield Row(
+            yield ParadigmRow(
                 paradigm.name, world, mesh, times[paradigm.name], times[ALONE], peak, alone_peak, sent,
                 figures[0].bubble, figures[0].formula, error,
             )  # fmt: skip
@@ -190,9 +190,9 @@ def _peak(rank: int, paradigm: Paradigm) -> float:
 def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
     """A training step, which gives the whole batch's loss; and a pipeline's timeline."""
     torch.manual_seed(0)
-    model: nn.Module = Model(BLOCKS)
+    model: nn.Module = SmallModel(BLOCKS)
     generator = torch.Generator().manual_seed(1)
-    tokens, targets = torch.randint(Model.WORDS, (2, BATCH, SEQUENCE), generator=generator)
+    tokens, targets = torch.randint(SmallModel.WORDS, (2, BATCH, SEQUENCE), generator=generator)
     if not paradigm.sizes:
         return _plain_step(model, torch.optim.AdamW(model.parameters()), tokens, targets, None), None
     mesh = weft.init_mesh(**paradigm.sizes, device_type="cpu")

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from weft import _C
-from weft.bench.device_time import LIMIT, Ceilings, Contest, Row, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
 from weft.testing import reference
 
 __all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
@@ -17,11 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """None but those that every bench has."""
 
 
-def run(options: argparse.Namespace) -> list[Row]:
+def run(options: argparse.Namespace) -> list[ContestRow]:
     return measure(contests(), ceilings(), options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
+def rows(limits: Ceilings) -> list[ContestRow]:
     return measure(contests(), limits)
 
 

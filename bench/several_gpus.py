@@ -21,9 +21,9 @@ from weft.bench.several_gpus_rank import (
     LIBRARY,
     OVERLAPPED,
     Collective,
-    Found,
     Product,
-    Report,
+    RankReport,
+    RankResult,
     measure_rank,
 )
 from weft.bench.spawned import run_spawned
@@ -93,9 +93,9 @@ def works(world: int, only: str | None = None) -> list[Collective | Product]:
     return [*(collectives if only != "products" else []), *(products if only != "collectives" else [])]
 
 
-def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[Report]) -> list[Line]:
+def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[RankReport]) -> list[Line]:
     """The lines of one work, of what every rank found."""
-    found: list[Found] = [rank.found[number] for rank in per_rank]
+    found: list[RankResult] = [rank.found[number] for rank in per_rank]
     eager = slowest_rank([one.eager for one in found])
     graphs = {name: times.p50_us for name, times in slowest_rank([one.graph for one in found]).items()}
     missing = found[0].missing

@@ -82,7 +82,7 @@ class Product:
 
 
 @dataclass
-class Found:
+class RankResult:
     """Of one work on one rank: microseconds a call in each round, by name; and why a call was not measured."""
 
     eager: dict[str, list[float]] = field(default_factory=dict)
@@ -91,11 +91,11 @@ class Found:
 
 
 @dataclass
-class Report:
+class RankReport:
     """Of one rank."""
 
     transport: str
-    found: list[Found]
+    found: list[RankResult]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Buffers:
         return Buffers(self.whole[:count], self.shard[: count // world])
 
 
-def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) -> Report:
+def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) -> RankReport:
     """On the GPU of the rank's number, the default group being one of weft's with NCCL for CUDA tensors."""
     warnings.simplefilter("ignore", FutureWarning)  # torch is renaming what it had renamed
     device = torch.device("cuda", rank)
@@ -128,7 +128,7 @@ def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) 
             else:
                 product, without = product_calls(work, ranks, nccl, device)
                 found.append(_timed(product, ranks, rounds, 5, without))
-    return Report(ranks.transport, found)
+    return RankReport(ranks.transport, found)
 
 
 @contextmanager
@@ -252,7 +252,7 @@ def product_calls(
     dim = None if work.how == "reduced" else 0
 
     def ours(mode: str) -> torch.Tensor:
-        place = products.Place(ranks, dim, overlap=mode)
+        place = products.ParallelContext(ranks, dim, overlap=mode)
         if work.how == "gathered":
             return products.gathered(place, a, sizes, b)[0]
         return products.scattered(place, a, b, sizes) if work.how == "scattered" else products.reduced(place, a, b)
@@ -301,12 +301,12 @@ def _exact(work: Product, ranks: Communicator, other: dist.ProcessGroup, a, b) -
     return owned[ranks.rank if work.how == "scattered" else 0]
 
 
-def _timed(calls: Calls, ranks: Communicator, rounds: int, repeats: int, missing: dict[str, str]) -> Found:
+def _timed(calls: Calls, ranks: Communicator, rounds: int, repeats: int, missing: dict[str, str]) -> RankResult:
     eager = device_us({name: _repeated(call, repeats) for name, call in calls.items()}, rounds, repeats)
     graphs = {name: graph for name, call in calls.items() if (graph := _captured(call, ranks, repeats)) is not None}
     replayed = device_us({name: graph.replay for name, graph in graphs.items()}, rounds, repeats)
     weft.check_waits()
-    return Found(eager, replayed, missing)
+    return RankResult(eager, replayed, missing)
 
 
 def _repeated(call: Callable[[], object], repeats: int) -> Callable[[], None]:

@@ -27,7 +27,7 @@ _STEPS = 3  # on end
 
 
 @dataclass(frozen=True)
-class Row:
+class OptimizerRow:
     """One model, and the size of our buckets: microseconds a step."""
 
     name: str
@@ -42,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mb", nargs="+", type=float, default=[4.0, 25.0], help="MiB of a bucket")
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[OptimizerRow]:
     for name in ("12 linear layers", "demo GPT"):
         for bucket_mb in options.bucket_mb:
             arguments = options.world, SUBJECTS[name], bucket_mb, options.rounds
             per_rank = run_ranks(_measure, *arguments, timeout_s=600, group_timeout_s=120)
-            yield Row(f"{name}, buckets of {bucket_mb:g} MiB", options.world, slowest_rank(per_rank))
+            yield OptimizerRow(f"{name}, buckets of {bucket_mb:g} MiB", options.world, slowest_rank(per_rank))
 
 
 def _measure(rank: int, subject: Subject, bucket_mb: float, rounds: int) -> dict[str, list[float]]:
@@ -119,7 +119,7 @@ def columns() -> list[str]:
     return ["training step of", *named, "overlapped to not, ours to the peer's", "limit us"]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: OptimizerRow) -> list[str]:
     times = [row.times[name] for name in (OURS, OVERLAPPED, PEER)]
     ours, late, peer = (each.p50_us for each in times)
     return [

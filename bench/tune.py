@@ -12,7 +12,7 @@ import torch
 
 from weft.bench.device_time import alternate
 from weft.bench.environment import environment
-from weft.bench.matmul import Product, products, shards
+from weft.bench.matmul import ProductShape, products, shards
 from weft.kernels import config as configs
 from weft.kernels import launch, matmul_tiles
 from weft.testing import cases
@@ -50,7 +50,7 @@ def tune(shards, device: torch.device, dtype: torch.dtype) -> list[configs.Entry
     return [entry for entry in found if entry is not None]
 
 
-def winner(product: Product, device: torch.device) -> configs.Entry | None:
+def winner(product: ProductShape, device: torch.device) -> configs.Entry | None:
     """The fastest of the configurations whose result is right."""
     problem = product.problem
     listed = matmul_tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)

@@ -31,14 +31,14 @@ times from L2. Saved for backward: q, k, v, out, lse. Held by tests/kernels/test
 """
 
 import math
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from weft.kernels import launch
 from weft.kernels.attention_backward import delta_kernel, dkdv_kernel, dq_kernel
+from weft.kernels.attention_rules import Positions, Rules
 from weft.kernels.attention_scores import (
     LOG2E,
     NUMBERS,
@@ -61,37 +61,6 @@ _DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float1
 _UNBOUNDED = 1 << 30  # a bound that hides nothing, since
 _LAST_POSITION = 1 << 29  # is the farthest; sums of the two fit 32 bits
 _DELTA_ROWS = 32
-
-
-class Positions(NamedTuple):
-    """Where the rows of a chunk stand in the sequence: `length` consecutive positions, then `second_length` more."""
-
-    start: int
-    length: int
-    second_start: int = 0
-    second_length: int = 0
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Who sees whom, and what becomes of a score.
-
-    Attributes:
-        left, right: how far behind and ahead of its own position a query sees; None is without bound. causal is
-            right=0, a window of w positions left=w-1.
-        scale: 1 / sqrt(D) where None.
-        softcap: c of c tanh(score / c).
-        dropout: the share of probabilities that are dropped; seed, head_start: of its random numbers (the number of the
-            first head, where heads are split over ranks).
-    """
-
-    left: int | None = None
-    right: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    seed: int = 0
-    head_start: int = 0
 
 
 def attention_forward(

@@ -69,7 +69,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Slot:
+class PackedSlot:
     """A tensor's place: elements offset to offset + count of the flat buffer."""
 
     offset: int
@@ -80,7 +80,7 @@ class Slot:
     contiguous: bool
 
 
-class Bucket:
+class PackedBucket:
     """The places of a list of tensors in a flat buffer, and the two ways between them.
 
     A dense tensor that is not contiguous (a channels_last weight, say) is copied in the order of its memory.
@@ -91,7 +91,7 @@ class Bucket:
 
     Attributes:
         elements: the size of the flat buffer.
-        slots: a Slot for each tensor.
+        slots: a PackedSlot for each tensor.
 
     Raises:
         TypeError, ValueError: a tensor of another type, or whose memory has holes or is shared by its elements.
@@ -99,12 +99,12 @@ class Bucket:
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | str | None = None):
         if device is None and not tensors:
-            raise ValueError("Bucket: of no tensors the device must be given: Bucket([], device=...)")
+            raise ValueError("PackedBucket: of no tensors the device must be given: PackedBucket([], device=...)")
         self.device = torch.empty(0, device=device if device is not None else tensors[0].device).device
-        slots: list[Slot] = []
+        slots: list[PackedSlot] = []
         self.elements = 0
         for number, tensor in enumerate(tensors):
-            launch.check_dtype("Bucket", **{f"tensors[{number}]": tensor})
+            launch.check_dtype("PackedBucket", **{f"tensors[{number}]": tensor})
             slots.append(_slot(number, tensor, self.elements))
             self.elements += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
         self.slots = tuple(slots)
@@ -158,7 +158,7 @@ class Bucket:
         self._launch("unpack", _unpack_kernel, tensors, flat, scale, statistics)
 
     def _launch(self, op, kernel, tensors, flat, scale, statistics) -> None:
-        op = f"Bucket.{op}"
+        op = f"PackedBucket.{op}"
         self._check_flat(op, flat)
         addresses = self._addresses(op, tensors, flat)
         _check_scale(op, scale)
@@ -202,13 +202,14 @@ class Bucket:
             if tensor.dtype != slot.dtype or tensor.numel() != slot.count or tensor.device != self.device:
                 raise ValueError(
                     f"{op}: tensors[{number}] is {tensor.dtype}, {tensor.numel()} elements, on {tensor.device}; the "
-                    f"bucket was made for {slot.dtype}, {slot.count} elements, on {self.device}. Make another Bucket"
+                    f"bucket was made for {slot.dtype}, {slot.count} elements, on {self.device}. "
+                    "Make another PackedBucket"
                 )
             if not (tensor.is_contiguous() if slot.contiguous else _order(tensor) == slot.order):
                 raise ValueError(
                     f"{op}: tensors[{number}] of shape {tuple(tensor.shape)} has strides {tensor.stride()}; the bucket "
                     f"was made for {'a contiguous one' if slot.contiguous else f'sizes and strides {slot.order}'}. "
-                    "Lay it out so, or make another Bucket"
+                    "Lay it out so, or make another PackedBucket"
                 )
             address = tensor.data_ptr()
             overlaps = address < end and address + slot.count * slot.dtype.itemsize > begin
@@ -293,17 +294,17 @@ def _arguments_of(op: str, statistics: Statistics | None, device: torch.device, 
     return statistics.arguments(programs)
 
 
-def _slot(number: int, tensor: torch.Tensor, offset: int) -> Slot:
+def _slot(number: int, tensor: torch.Tensor, offset: int) -> PackedSlot:
     order = _order(tensor)
     expected = 1
     for size, stride in sorted(order, key=lambda pair: pair[1]):
         if stride != expected and tensor.numel():
             raise ValueError(
-                f"Bucket: tensors[{number}] of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its elements "
-                "must fill their memory, each in its own place; give a contiguous tensor"
+                f"PackedBucket: tensors[{number}] of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its "
+                "elements must fill their memory, each in its own place; give a contiguous tensor"
             )
         expected *= size
-    return Slot(offset, tensor.numel(), tensor.dtype, tuple(tensor.shape), order, tensor.is_contiguous())
+    return PackedSlot(offset, tensor.numel(), tensor.dtype, tuple(tensor.shape), order, tensor.is_contiguous())
 
 
 def _order(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -553,7 +554,7 @@ def variants(architecture: str) -> None:
 
     statistics = Statistics("meta")
     tensors = [vector(10_000, dtype) for dtype in launch.DTYPES]
-    bucket = Bucket(tensors)
+    bucket = PackedBucket(tensors)
     for dtype in launch.DTYPES:
         for asked in (None, statistics):
             bucket.pack(tensors, bucket.empty(dtype), statistics=asked)

@@ -26,7 +26,7 @@ TENSOR_CORE_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckedVariant:
     """One variant's machine code."""
 
     kernel: str
@@ -45,7 +45,7 @@ def check(
     architectures: Sequence[str] = launch.ARCHITECTURES,
     every: int = 1,
     cache: Path | None = None,
-) -> list[Row]:
+) -> list[CheckedVariant]:
     """A row for each variant of the ops, or for each `every`-th of them. An op is a module with a function
     `variants(architecture)`, by name; "memory_orders" stands for the flag functions of `signal`, each alone. What `aot`
     compiled before into the cache is not compiled again."""
@@ -57,9 +57,9 @@ def check(
     return rows
 
 
-def check_one(cache: Path, op: str, architecture: str, number: int) -> Row:
+def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVariant:
     recorded = record(op, architecture)[number]
-    row = partial(Row, recorded.kernel.__name__, architecture, str(recorded))
+    row = partial(CheckedVariant, recorded.kernel.__name__, architecture, str(recorded))
     try:
         compiled, _ = machine_code.cached(recorded, architecture, cache)
     except Exception as error:  # whatever the compiler raises is the verdict on this variant, not on the gate
@@ -80,13 +80,13 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> Row:
     return row(*numbers, found, len(machine.cubin), fault="; ".join(faults))
 
 
-def check_order(op: str, architecture: str, number: int) -> Row:
+def check_order(op: str, architecture: str, number: int) -> CheckedVariant:
     recorded = record(op, architecture)[number]
     function = recorded.kernel.__name__
     built = machine_code.assemble(recorded, architecture)
     sass = machine_code.disassembled(built.asm["cubin"], "nvdisasm", "-c")
     fault = memory_orders.fault(function, built.asm["ptx"], sass)
-    return Row(function, architecture, "memory order", cubin_bytes=len(built.asm["cubin"]), fault=fault)
+    return CheckedVariant(function, architecture, "memory order", cubin_bytes=len(built.asm["cubin"]), fault=fault)
 
 
 def main(arguments: list[str] | None = None) -> int:

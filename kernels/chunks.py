@@ -14,7 +14,7 @@ from weft.kernels.signal import FLAGS
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Rows start .. start + rows of the product: rows local_start .. of what rank `rank` has."""
 
     start: int
@@ -62,7 +62,7 @@ class Rows:
         return self.batch * max(self.sizes)
 
     @property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[RowChunk, ...]:
         """In the order of rows, without gaps."""
         return _chunks(self)
 
@@ -99,13 +99,13 @@ def _product(sizes) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _chunks(rows: Rows) -> tuple[Chunk, ...]:
+def _chunks(rows: Rows) -> tuple[RowChunk, ...]:
     chunks, start = [], 0
     for block in range(rows.batch):
         for rank, size in enumerate(rows.sizes):
             for offset in range(0, size, rows.most):
                 count = min(rows.most, size - offset)
-                chunks.append(Chunk(start, count, rank, block * size + offset))
+                chunks.append(RowChunk(start, count, rank, block * size + offset))
                 start += count
     return tuple(chunks)
 

@@ -16,7 +16,7 @@ _launcher: Any = None
 _folder = archive.COMPILED
 _archives: dict[str, Archive | str] = {}  # by architecture; or why there is none
 # By the kernel's identity and architecture; the kernel is kept, so that no other takes its place.
-_found: dict[tuple[int, str], tuple[Any, "Compiled | str"]] = {}
+_found: dict[tuple[int, str], tuple[Any, "CompiledKernels | str"]] = {}
 _lock = threading.Lock()
 
 
@@ -44,7 +44,7 @@ def archive_of(architecture: str) -> Archive | str:
     return known
 
 
-class Compiled:
+class CompiledKernels:
     """A kernel's compiled variants for one architecture. Each is unpacked at its first launch."""
 
     def __init__(self, kernel, name: str, stored: Archive) -> None:
@@ -76,7 +76,7 @@ class Compiled:
         return f"{self._archive.path.name} has {len(self._variants)} variants of it, none for these arguments"
 
 
-def find(kernel, architecture: str) -> Compiled | str:
+def find(kernel, architecture: str) -> CompiledKernels | str:
     """The kernel's compiled variants, or why none may be launched."""
     place = (id(kernel), architecture)
     known = _found.get(place)
@@ -101,14 +101,14 @@ def constants_of(constants: dict[str, Any], warps: int, stages: int) -> tuple[tu
     return (*constants.items(), ("warps", warps), ("stages", stages))
 
 
-def _look_for(kernel, architecture: str) -> Compiled | str:
+def _look_for(kernel, architecture: str) -> CompiledKernels | str:
     if _launcher is None:
         return "nothing was given to launch compiled kernels with; `import weft.ops` gives it"
     stored = archive_of(architecture)
     if isinstance(stored, str):
         return stored
     name = full_name(kernel)
-    return stored.drift(name) or Compiled(kernel, name, stored)
+    return stored.drift(name) or CompiledKernels(kernel, name, stored)
 
 
 def _loadable(machine: archive.Machine):

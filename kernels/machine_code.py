@@ -30,7 +30,7 @@ from weft.kernels.archive import Machine
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledVariant:
     """A variant's machine code, and what the compiler and the disassembler said about it."""
 
     machine: Machine
@@ -38,7 +38,7 @@ class Compiled:
     needs_tensor_cores: bool
 
 
-def compile_launch(recorded: launch.Launch, architecture: str) -> Compiled:
+def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVariant:
     """The variant that the launch would run on that architecture ("sm_90", say).
 
     Raises:
@@ -61,7 +61,7 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> Compiled:
         profile_scratch_bytes=said.profile_scratch_size,
         cubin=built.asm["cubin"],
     )
-    return Compiled(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]))
+    return CompiledVariant(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]))
 
 
 def assemble(recorded: launch.Launch, architecture: str) -> CompiledKernel:
@@ -71,13 +71,13 @@ def assemble(recorded: launch.Launch, architecture: str) -> CompiledKernel:
         return triton.compile(source, target=target, options=options)
 
 
-def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[Compiled, bool]:
+def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[CompiledVariant, bool]:
     """`compile_launch` of what the folder does not hold from a time before; and whether it had to be compiled now."""
     stem = cache / _cache_key(recorded, architecture)
     try:
         fields = json.loads(stem.with_suffix(".json").read_text())
         machine = archive.unpacked(fields["machine"], stem.with_suffix(".cubin").read_bytes())
-        return Compiled(machine, fields["spilled_bytes"], fields["needs_tensor_cores"]), False
+        return CompiledVariant(machine, fields["spilled_bytes"], fields["needs_tensor_cores"]), False
     except FileNotFoundError:
         pass
     if not fix_addresses():

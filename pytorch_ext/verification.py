@@ -143,7 +143,7 @@ def verify(
             _nudge(plain_model)
         outputs.append(step(plain_model, batch if plain_type is None else _as_type(batch, plain_type)))
         gradients.append({name: _gradient(one).clone() for name, one in plain_model.named_parameters()})
-    scale = _Scale.of(whole, gradients)
+    scale = _RoundingScale.of(whole, gradients)
     pieces = _pieces(model)
     with _left_as_it_was(model, [piece for piece, _ in pieces.values()]):
         output = step(model, batch)
@@ -171,7 +171,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _Scale:
+class _RoundingScale:
     """The whole model's gradient: what the gradient of one parameter is measured by where it has no scale of its own.
 
     Attributes:
@@ -185,7 +185,7 @@ class _Scale:
     rounding: float
 
     @classmethod
-    def of(cls, whole: dict[str, torch.Tensor], runs: list[dict[str, torch.Tensor]]) -> "_Scale":
+    def of(cls, whole: dict[str, torch.Tensor], runs: list[dict[str, torch.Tensor]]) -> "_RoundingScale":
         norm = sum(g.square().sum().item() for g in whole.values()) ** 0.5
         errors = [
             sum((in_type[name].double() - g).square().sum().item() for name, g in whole.items()) ** 0.5
@@ -280,7 +280,7 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
     return batch.to(dtype) if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
 
 
-def _difference(name: str, result, plain: list, exact, scale: _Scale | None = None) -> Difference:
+def _difference(name: str, result, plain: list, exact, scale: _RoundingScale | None = None) -> Difference:
     """The error of all elements together or of the largest, whichever is the larger part of what is allowed."""
     if result.shape != exact.shape:
         return Difference(f"{name}: shape {tuple(result.shape)} instead of {tuple(exact.shape)}", float("inf"), 0.0)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -101,6 +102,14 @@ def test_no_modules_import_each_other():
     for module, path in paths.items():
         needs[module] = set(modules_named(path, paths)) - {"weft", module}
     assert list(TopologicalSorter(needs).static_order())
+
+
+def test_no_two_classes_have_one_name():
+    names = Counter()
+    for _, path in modules():
+        tree = ast.parse(path.read_text())
+        names.update(node.name.lstrip("_") for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_extension_includes_no_torch_header():

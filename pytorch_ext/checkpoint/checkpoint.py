@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import contents, safetensors_io, save_plan, validation
-from weft.checkpoint.chunks import Part
-from weft.checkpoint.contents import Held, Tensors
+from weft.checkpoint.chunks import TensorPart
+from weft.checkpoint.contents import HeldTensor, Tensors
 from weft.checkpoint.on_all_ranks import CheckpointError, ranks_of, together
 from weft.checkpoint.safetensors_io import Files, Source
 from weft.rng import restore_rng_state, rng_states
@@ -81,7 +81,7 @@ def save_checkpoint(
         same text on every rank. RankLostError: a rank was lost; what was stored before, or all of this, can be loaded.
     """
     ranks, folder = ranks_of(group), Path(path)
-    here: dict[str, dict[str, Held]] = {}
+    here: dict[str, dict[str, HeldTensor]] = {}
 
     def describe():
         tensors = contents.of_model(model)
@@ -236,7 +236,7 @@ def export_safetensors(path: str | Path, file: str | Path) -> None:
         def whole(name: str) -> torch.Tensor:
             entry = source.model[name]
             tensor = torch.empty(entry.shape, dtype=safetensors_io.dtype_of(entry.code))
-            opened.fill(Part((0,) * tensor.dim(), tensor), entry)
+            opened.fill(TensorPart((0,) * tensor.dim(), tensor), entry)
             return tensor
 
         kinds = {name: (safetensors_io.dtype_of(entry.code), entry.shape) for name, entry in source.model.items()}

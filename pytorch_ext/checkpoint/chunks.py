@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a whole tensor, from `offset` on, and this rank's memory of it (a view, shaped as in the whole)."""
 
     offset: Extent
@@ -31,7 +31,7 @@ def whole_shape(parameter: torch.Tensor) -> Extent:
 
 def parts_of(
     tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece | None = None, *, counted: bool = False
-) -> list[Part]:
+) -> list[TensorPart]:
     """Where a tensor stands in the whole of a parameter that it is shaped like, as is the parameter itself.
 
     Args:
@@ -39,7 +39,7 @@ def parts_of(
         counted: without what a rank before has as well. Pieces are cut anywhere, and not alike on these ranks; of
             whole tensors replicas are parts too, the same on all ranks.
     """
-    local = [Part((0,) * parameter.dim(), tensor)] if piece is None else _parts_of_piece(tensor, parameter, piece)
+    local = [TensorPart((0,) * parameter.dim(), tensor)] if piece is None else _parts_of_piece(tensor, parameter, piece)
     shard = shard_of(parameter)
     if shard is None:
         return local
@@ -55,7 +55,7 @@ def parts_of(
     ]
 
 
-def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece) -> list[Part]:
+def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece) -> list[TensorPart]:
     """Where a stretch of a parameter's memory stands in the parameter."""
     # The stretch is in the order of memory: row-major over the dimensions from the slowest to the fastest.
     strides = torch.empty_like(parameter, device="meta").stride()
@@ -64,18 +64,18 @@ def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece)
     parts, begin = [], 0
     for offset, size in boxes_of_stretch([parameter.size(dim) for dim in order], piece.start, piece.stop):
         view = tensor[begin : begin + prod(size)].view(size).permute(back)
-        parts.append(Part(tuple(offset[dim] for dim in back), view))
+        parts.append(TensorPart(tuple(offset[dim] for dim in back), view))
         begin += prod(size)
     return parts
 
 
-def _moved(part: Part, dim: int, start: int, stop: int, begin: int) -> Part | None:
+def _moved(part: TensorPart, dim: int, start: int, stop: int, begin: int) -> TensorPart | None:
     """What a part of a shard has between start and stop of it, which lie from `begin` on in the whole."""
     first, last = max(part.offset[dim], start), min(part.offset[dim] + part.tensor.size(dim), stop)
     if first >= last:
         return None
     tensor = part.tensor.narrow(dim, first - part.offset[dim], last - first)
-    return Part((*part.offset[:dim], begin + first - start, *part.offset[dim + 1 :]), tensor)
+    return TensorPart((*part.offset[:dim], begin + first - start, *part.offset[dim + 1 :]), tensor)
 
 
 def boxes_of_stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Extent, Extent]]:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from weft.checkpoint.chunks import Extent, Part, parts_of, whole_shape
+from weft.checkpoint.chunks import Extent, TensorPart, parts_of, whole_shape
 from weft.checkpoint.on_all_ranks import CheckpointError
-from weft.checkpoint.safetensors_io import Entry, dtype_of
+from weft.checkpoint.safetensors_io import StoredTensor, dtype_of
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.optimizer_check import SAVED_BY
@@ -30,7 +30,7 @@ _INNER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A tensor of which this rank has some parts.
 
     Attributes:
@@ -43,7 +43,7 @@ class Held:
     names: tuple[str, ...]
     shape: Extent
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     own: bool = False
 
 
@@ -51,7 +51,7 @@ class Held:
 class Tensors:
     """A model's tensors by their first name, and that name by the identity of the tensor."""
 
-    held: dict[str, Held]
+    held: dict[str, HeldTensor]
     name_of: dict[int, str]
 
 
@@ -94,7 +94,7 @@ def of_model(model: nn.Module) -> Tensors:
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     held = {
-        names[key][0]: Held(
+        names[key][0]: HeldTensor(
             tuple(names[key]), whole_shape(tensor), tensor.dtype, tuple(parts_of(tensor, tensor)), key not in parameters
         )
         for key, tensor in tensors.items()
@@ -127,7 +127,7 @@ class State:
 
     groups: list[dict]
     values: dict[str, dict[str, Any]]
-    tensors: dict[str, Held]
+    tensors: dict[str, HeldTensor]
 
     def without_tensors(self) -> "State":
         return State(self.groups, self.values, {})
@@ -174,16 +174,16 @@ def _named(parameters: Iterable[torch.Tensor], name_of: Mapping[int, str]) -> It
         yield name, parameter
 
 
-def whole(name: str, tensor: torch.Tensor) -> Held:
+def whole(name: str, tensor: torch.Tensor) -> HeldTensor:
     """A tensor that is no part of another."""
-    return Held((name,), tuple(tensor.shape), tensor.dtype, (Part((0,) * tensor.dim(), tensor),))
+    return HeldTensor((name,), tuple(tensor.shape), tensor.dtype, (TensorPart((0,) * tensor.dim(), tensor),))
 
 
-def _state_tensor(name: str, value: torch.Tensor, parameter: torch.Tensor) -> Held:
+def _state_tensor(name: str, value: torch.Tensor, parameter: torch.Tensor) -> HeldTensor:
     if value.shape == parameter.shape:
         base = _base(parameter)
         parts = parts_of(value, base, piece_of(parameter), counted=True)
-        return Held((name,), whole_shape(base), value.dtype, tuple(parts))
+        return HeldTensor((name,), whole_shape(base), value.dtype, tuple(parts))
     if value.dim() == 0 or _is_whole(parameter):
         return whole(name, value)
     raise ValueError(f"{name} has shape {tuple(value.shape)}{_UNKNOWN_CUT}")
@@ -247,15 +247,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], na
 
 
 def restored(
-    optimizer: Optimizer, values: Mapping[str, Mapping], entries: Mapping[str, Entry], name_of: Mapping[int, str]
-) -> tuple[dict[torch.Tensor, dict], list[tuple[Part, Entry]]]:
+    optimizer: Optimizer, values: Mapping[str, Mapping], entries: Mapping[str, StoredTensor], name_of: Mapping[int, str]
+) -> tuple[dict[torch.Tensor, dict], list[tuple[TensorPart, StoredTensor]]]:
     """The state that this rank's parameters shall have, and the parts of it that are to be filled.
 
     Raises:
         CheckpointError: a state of which it is not known how it is cut.
     """
     state: dict[torch.Tensor, dict] = {}
-    fills: list[tuple[Part, Entry]] = []
+    fills: list[tuple[TensorPart, StoredTensor]] = []
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")  # torch then keeps counts of steps there
         for name, parameter in _named(group["params"], name_of):
@@ -278,7 +278,7 @@ def restored(
                 else:
                     device = parameter.device if entry.shape or on_device else "cpu"
                     tensor = torch.empty(entry.shape, dtype=dtype, device=device)
-                    parts = [Part((0,) * tensor.dim(), tensor)]
+                    parts = [TensorPart((0,) * tensor.dim(), tensor)]
                 state.setdefault(parameter, {})[key] = tensor
                 fills += [(part, entry) for part in parts]
     return state, fills

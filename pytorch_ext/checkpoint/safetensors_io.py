@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weft.checkpoint.chunks import Extent, Part, overlap, seen_from
+from weft.checkpoint.chunks import Extent, TensorPart, overlap, seen_from
 from weft.checkpoint.on_all_ranks import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -72,7 +72,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A stored tensor: its type (in the format's name), its whole shape, and the boxes that it is made of."""
 
     code: str
@@ -84,7 +84,7 @@ class Entry:
         return {"dtype": self.code, "shape": self.shape, "boxes": boxes}
 
     @classmethod
-    def from_json(cls, told: dict) -> "Entry":
+    def from_json(cls, told: dict) -> "StoredTensor":
         boxes = (Box(file, key, tuple(at), tuple(size), crc) for file, key, at, size, crc in told["boxes"])
         return cls(told["dtype"], tuple(told["shape"]), tuple(boxes))
 
@@ -102,8 +102,8 @@ class Source:
     """
 
     folder: Path
-    model: Mapping[str, Entry]
-    training: Mapping[str, Entry] = field(default_factory=dict)
+    model: Mapping[str, StoredTensor]
+    training: Mapping[str, StoredTensor] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     identity: str = ""
@@ -167,7 +167,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_manifest(folder: Path, content: dict) -> None:
     """The moment at which what it names becomes the checkpoint."""
-    text = json.dumps({"format": _FORMAT, **content}, default=Entry.as_json)
+    text = json.dumps({"format": _FORMAT, **content}, default=StoredTensor.as_json)
     temporary = folder / f"{MANIFEST}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -223,7 +223,9 @@ def _ours(folder: Path) -> Source:
     told = json.loads(text)
     if told["format"] != _FORMAT:
         raise CheckpointError(f"{path} is of the format {told['format']!r}; this version reads {_FORMAT!r}")
-    model, training = ({name: Entry.from_json(one) for name, one in told[key].items()} for key in ("model", "training"))
+    model, training = (
+        {name: StoredTensor.from_json(one) for name, one in told[key].items()} for key in ("model", "training")
+    )
     return Source(folder, model, training, told["files"], told["about"], f"{told['id']} {zlib.crc32(text)}")
 
 
@@ -239,7 +241,7 @@ def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) ->
                 tensor = handle.get_slice(key)
                 shape = tuple(tensor.get_shape())
                 box = Box(file, key, (0,) * len(shape), shape)
-                model[key] = Entry(tensor.get_dtype(), shape, (box,))
+                model[key] = StoredTensor(tensor.get_dtype(), shape, (box,))
     lacking = sorted(set(file_of or {}) - set(model))
     if lacking:
         raise CheckpointError(f"{folder / _INDEX} names tensors that its files do not have: {', '.join(lacking)}")
@@ -296,7 +298,7 @@ class Files:
                 "differs)"
             )
 
-    def fill(self, part: Part, entry: Entry) -> None:
+    def fill(self, part: TensorPart, entry: StoredTensor) -> None:
         """Copies what the entry has of a part into it."""
         covered = 0
         for box in entry.boxes:

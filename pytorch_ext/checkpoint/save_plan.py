@@ -10,10 +10,10 @@ from zlib import crc32
 import torch
 
 from weft.checkpoint import safetensors_io
-from weft.checkpoint.chunks import Extent, Part
-from weft.checkpoint.contents import Held
+from weft.checkpoint.chunks import Extent, TensorPart
+from weft.checkpoint.contents import HeldTensor
 from weft.checkpoint.on_all_ranks import CheckpointError
-from weft.checkpoint.safetensors_io import Box, Entry
+from weft.checkpoint.safetensors_io import Box, StoredTensor
 from weft.data_parallel.consensus import ranks_text
 
 SECTIONS = ("model", "training")
@@ -39,10 +39,10 @@ class Outline:
     code: str
 
 
-Sections = Mapping[str, Mapping[str, Held]]
+Sections = Mapping[str, Mapping[str, HeldTensor]]
 
 
-def places_in(sections: Sections) -> Iterator[tuple[Place, Held, Part]]:
+def places_in(sections: Sections) -> Iterator[tuple[Place, HeldTensor, TensorPart]]:
     for section in SECTIONS:
         for name, held in sections[section].items():
             for part in held.parts:
@@ -118,7 +118,7 @@ def write_share(
 ) -> Written:
     """Writes this rank's places to files in folder/data, which are on the disk when this returns."""
     written = Written()
-    mine: dict[str, dict[str, tuple[Place, Part]]] = {section: {} for section in SECTIONS}
+    mine: dict[str, dict[str, tuple[Place, TensorPart]]] = {section: {} for section in SECTIONS}
     for place, held, part in places_in(sections):
         if owner[place] == rank:
             whole = place.shape == held.shape
@@ -140,7 +140,7 @@ def write_share(
     return written
 
 
-def _tensor_of(by_key: Mapping[str, tuple[Place, Part]], key: str) -> torch.Tensor:
+def _tensor_of(by_key: Mapping[str, tuple[Place, TensorPart]], key: str) -> torch.Tensor:
     return by_key[key][1].tensor
 
 
@@ -168,15 +168,17 @@ def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
     return sizes
 
 
-def entries(written: Sequence[Written], outlines: Mapping[tuple[str, str], Outline]) -> dict[str, dict[str, Entry]]:
+def entries(
+    written: Sequence[Written], outlines: Mapping[tuple[str, str], Outline]
+) -> dict[str, dict[str, StoredTensor]]:
     """What is stored then, by section and every name that a tensor has."""
     boxes: dict[tuple[str, str], list[Box]] = {key: [] for key in outlines}
     for one in written:
         for place, box in one.boxes.items():
             boxes[place.section, place.name].append(box)
-    found: dict[str, dict[str, Entry]] = {section: {} for section in SECTIONS}
+    found: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
     for (section, name), outline in outlines.items():
-        entry = Entry(outline.code, outline.shape, tuple(boxes[section, name]))
+        entry = StoredTensor(outline.code, outline.shape, tuple(boxes[section, name]))
         found[section] |= dict.fromkeys(outline.names, entry)
     return found
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from weft.checkpoint import safetensors_io
-from weft.checkpoint.chunks import Part
-from weft.checkpoint.contents import Held
+from weft.checkpoint.chunks import TensorPart
+from weft.checkpoint.contents import HeldTensor
 from weft.checkpoint.on_all_ranks import CheckpointError
-from weft.checkpoint.safetensors_io import Box, Entry, Files, Source
+from weft.checkpoint.safetensors_io import Box, Files, Source, StoredTensor
 
 
-def differences(tensors: Mapping[str, Held], source: Source, cast: bool) -> tuple[list[str], list[str]]:
+def differences(tensors: Mapping[str, HeldTensor], source: Source, cast: bool) -> tuple[list[str], list[str]]:
     """What is stored with another shape or type than the model has it, and which names are not stored."""
     misfits, missing = [], []
     for one in tensors.values():
@@ -27,19 +27,19 @@ def differences(tensors: Mapping[str, Held], source: Source, cast: bool) -> tupl
     return misfits, missing
 
 
-def entries_of(one: Held, source: Source) -> list[Entry]:
+def entries_of(one: HeldTensor, source: Source) -> list[StoredTensor]:
     """What is stored under any of the tensor's names, each thing once."""
     return list(dict.fromkeys(source.model[name] for name in one.names if name in source.model))
 
 
-def check_tied(one: Held, source: Source, opened: Files) -> None:
+def check_tied(one: HeldTensor, source: Source, opened: Files) -> None:
     """Parameters that are one here may be stored as several, of the same values."""
     entries = entries_of(one, source)
     for other in entries[1:]:
         for part in one.parts:
             values = [torch.empty_like(part.tensor) for _ in range(2)]
             for value, entry in zip(values, (entries[0], other), strict=True):
-                opened.fill(Part(part.offset, value), entry)
+                opened.fill(TensorPart(part.offset, value), entry)
             if not torch.equal(*values):
                 raise CheckpointError(
                     f"{', '.join(one.names)} are one parameter of the model, and are stored with different values"

@@ -25,7 +25,7 @@ _LOOKS_EVERY_S = 0.1  # whether the group has failed
 _ANOTHER_KNOWS_WITHIN_S = 1.5  # a rank's neighbours see it die; who only loses a connection asks them first
 
 
-class Between:
+class InterHost:
     """One rank's connections: to its lane (None: it is in none), and to everyone."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Message(Later):
     not say whether one has come: who only asks, or waits for a while, asks a thread that waits until the end."""
 
     def __init__(
-        self, between: Between, what: str, start: Callable[[], dist.Work], finish: Callable[[], object] = lambda: None
+        self, between: InterHost, what: str, start: Callable[[], dist.Work], finish: Callable[[], object] = lambda: None
     ):
         super().__init__(Future())
         self._between, self._what, self._start, self._finish = between, what, start, finish  # they keep its memory

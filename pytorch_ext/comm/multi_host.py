@@ -28,7 +28,7 @@ from weft import _C
 from weft.comm.dtypes import OP_NAMES, SUM, dtype_code
 from weft.comm.engine import Engine, check, check_same_dtype, contiguous_outputs, copy_back
 from weft.comm.fusion import Fusion
-from weft.comm.inter_host import Between, Later, Message
+from weft.comm.inter_host import InterHost, Later, Message
 
 AVERAGE = _C.reduce_ops["avg"]
 _HEADER_BYTES = 192
@@ -50,7 +50,7 @@ class SpanningEngine:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future | None = None
         lane = self._lane if self._in_lane else None
-        self.between = Between(
+        self.between = InterHost(
             hosts, rank, lane, store, lambda: self._name, timeout, on_failure=local.abort, lost_ranks=self.lost_ranks
         )
         self._run("join()", lambda: None, wait=True)

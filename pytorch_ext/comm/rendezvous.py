@@ -40,7 +40,7 @@ def join(
         ValueError: the ranks run different versions. OSError: the memory could not be had.
         RankLostError: a rank died after it announced itself. CollectiveTimeoutError: a rank did not come.
     """
-    meeting = _Meeting(store, name, rank, timeout, lost_ranks, labels=list(range(world)))
+    meeting = _Rendezvous(store, name, rank, timeout, lost_ranks, labels=list(range(world)))
     meeting.announce(f"process/{rank}", _describe_process())
     processes = [meeting.read(f"process/{peer}", peer) for peer in range(world)]
     _check_one_version(name, processes)
@@ -50,7 +50,7 @@ def join(
         engine: Engine | SpanningEngine = Engine(_share_memory(meeting, ranks_on_machine))
     else:
         neighbours = next(host for host in hosts if rank in host)
-        inside = _Meeting(
+        inside = _Rendezvous(
             dist.PrefixStore(f"host of {neighbours[0]}", store),
             name,
             neighbours.index(rank),
@@ -69,7 +69,7 @@ def join(
     return engine
 
 
-def _share_memory(meeting: "_Meeting", ranks_on_machine: int) -> _C.Group:
+def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
     """The group of the ranks of one machine, whose processes the meeting knows."""
     rank, processes = meeting.rank, meeting.processes
     world = len(processes)
@@ -123,7 +123,7 @@ def _hosts(processes: list[dict]) -> list[list[int]]:
     return [[rank for rank, process in enumerate(processes) if process["machine"] == machine] for machine in machines]
 
 
-class _Meeting:
+class _Rendezvous:
     """The exchange of a few notes through the store, with an eye on who is still there."""
 
     def __init__(

@@ -9,11 +9,18 @@ import torch.nn.functional as F
 
 from weft.context_parallel.function_rules import own_random_numbers, plain, used
 from weft.context_parallel.notes import note
-from weft.context_parallel.shared_sequence import Cut, SharedSequence, note_gathering, rule_for, shared_in, wholes
-from weft.kernels.attention import Rules
+from weft.context_parallel.shared_sequence import (
+    SequenceCut,
+    SharedSequence,
+    note_gathering,
+    rule_for,
+    shared_in,
+    wholes,
+)
+from weft.kernels.attention_rules import Rules
 from weft.ops.autocast import cast_operands
-from weft.ops.context_attention import Call, choose, context_attention
-from weft.ops.sequence_layout import Layout
+from weft.ops.context_attention import AttentionCall, choose, context_attention
+from weft.ops.sequence_layout import SequenceLayout
 
 
 @rule_for(F.scaled_dot_product_attention)
@@ -84,14 +91,15 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     """weft.context_attention; plain keys and values are shared first."""
     cut = query.cut
     sharing = cut.sharing
-    key_layout = Layout(key.size(2), sharing.ranks.world_size, sharing.layout)
+    key_layout = SequenceLayout(key.size(2), sharing.ranks.world_size, sharing.layout)
     parts = [
-        x.local if isinstance(x, SharedSequence) else Cut(sharing, key_layout).pick(x, 2) for x in (query, key, value)
+        x.local if isinstance(x, SharedSequence) else SequenceCut(sharing, key_layout).pick(x, 2)
+        for x in (query, key, value)
     ]
     q, k, v = cast_operands(*parts)
     assert q is not None and k is not None and v is not None
     sizes = (q.size(0), q.size(1), k.size(1), q.size(3), v.size(3), q.element_size())
-    call = Call(cut.layout, key_layout, *sizes, sharing.ranks.world_size, 1)
+    call = AttentionCall(cut.layout, key_layout, *sizes, sharing.ranks.world_size, 1)
     window = mask.get("window")
     rules = Rules(left=None if window is None else window - 1, right=0 if mask.get("causal") else None)
     note("attention", f"{sharing.layout}, {choose(call, rules, False, sharing.method)}")

@@ -15,7 +15,7 @@ from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
 from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
 from weft.context_parallel.shared_sequence import (
-    Cut,
+    SequenceCut,
     SharedSequence,
     Sharing,
     localized,
@@ -28,7 +28,7 @@ from weft.context_parallel.shared_sequence import (
 from weft.nn import Branches, ParallelConv2d, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
-from weft.ops.sequence_layout import LAYOUTS, Layout
+from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 
 _OPTIONS = {"method": METHODS, "layout": LAYOUTS, "dim": None, "parts": (True, False), "strict": (True, False)}
 
@@ -65,7 +65,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
         elif isinstance(module, Branches | ParallelConv2d):
             module.forward = _OfWhole(module)  # type: ignore[method-assign]
     use_context_attention(model)
-    entry = _Entry(sharing)
+    entry = _RegionEntry(sharing)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     model.register_forward_hook(entry.leave, always_call=True)
 
@@ -77,7 +77,7 @@ def sharing_in(model: nn.Module) -> dict[str, Sharing]:
         name: hook.sharing
         for name, module in model.named_modules()
         for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, _Entry)
+        if isinstance(hook, _RegionEntry)
     }
 
 
@@ -88,7 +88,7 @@ def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
 
 
 @dataclass
-class _Forward:
+class _SharedForward:
     """One that is under way.
 
     Attributes:
@@ -100,20 +100,20 @@ class _Forward:
     within: bool
 
 
-class _Entry:
+class _RegionEntry:
     """A model's forward pre-hook, and, as `leave`, its forward hook."""
 
     at_edge = True
 
     def __init__(self, sharing: Sharing):
         self.sharing = sharing
-        self.under_way: list[_Forward] = []
+        self.under_way: list[_SharedForward] = []
 
     def __deepcopy__(self, memo):
-        return _Entry(self.sharing)
+        return _RegionEntry(self.sharing)
 
     def __call__(self, module: nn.Module, args, kwargs):
-        forward = _Forward(ExitStack(), within=bool(shared_in((args, kwargs))))
+        forward = _SharedForward(ExitStack(), within=bool(shared_in((args, kwargs))))
         self.under_way.append(forward)
         if forward.within:
             return args, kwargs
@@ -146,7 +146,7 @@ def is_edge(hook) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class SharedCall:
     """What the ranks agreed upon for one forward of a model that shares its sequence.
 
     Attributes:
@@ -157,14 +157,14 @@ class Call:
     """
 
     sharing: Sharing
-    layout: Layout
+    layout: SequenceLayout
     length: int
     seed: int
     device: torch.device
 
     def enter(self, tree):
         """Arguments, shared where they are along the sequence."""
-        sharing, dim, cut = self.sharing, self.sharing.dim, Cut(self.sharing, self.layout)
+        sharing, dim, cut = self.sharing, self.sharing.dim, SequenceCut(self.sharing, self.layout)
 
         def shared(x):
             if x.ndim <= dim or x.size(dim) != self.length:
@@ -174,7 +174,7 @@ class Call:
         return tree_map_only(torch.Tensor, shared, tree)
 
 
-def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> Call:
+def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> SharedCall:
     """How the sequence of this call is shared. A collective call of the ranks that share it.
 
     Args:
@@ -212,19 +212,20 @@ def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | Non
             "of data-parallel ranks must not count them)"
         )
     if not sharing.parts:
-        return Call(sharing, Layout(length, ranks.world_size, sharing.layout), length, seeds[0], along[0].device)
+        layout = SequenceLayout(length, ranks.world_size, sharing.layout)
+        return SharedCall(sharing, layout, length, seeds[0], along[0].device)
     if any(odds):
         raise ValueError(
             f'context={{"parts": True}}: every argument must be this rank\'s part along dimension {dim}, of {length} '
             f"positions here; got {odd or 'others on another rank'}"
         )
-    layout = Layout(sum(lengths), ranks.world_size, sharing.layout)
+    layout = SequenceLayout(sum(lengths), ranks.world_size, sharing.layout)
     if layout.sizes != list(lengths):
         raise ValueError(
             f'context={{"parts": True}}: the ranks have {list(lengths)} positions; {layout.kind} parts of '
             f"{layout.length} have {layout.sizes}: cut the sequence with weft.shard_sequence"
         )
-    return Call(sharing, layout, length, seeds[0], along[0].device)
+    return SharedCall(sharing, layout, length, seeds[0], along[0].device)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
@@ -326,7 +327,7 @@ def _parts(tree, ranks: Communicator):
     return tree_map_only(torch.Tensor, lambda x: x.local if isinstance(x, SharedSequence) else used(x, ranks), tree)
 
 
-def _cut_after(module: nn.Module, x: SharedSequence) -> Cut:
+def _cut_after(module: nn.Module, x: SharedSequence) -> SequenceCut:
     """A column layer with sequence_parallel leaves a sequence-parallel region, a row layer begins one."""
     if not isinstance(module, ParallelLinear) or not module.sequence_parallel or module.communicator.world_size == 1:
         return x.cut

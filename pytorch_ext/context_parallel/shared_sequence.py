@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from weft.comm.communicator import Communicator
 from weft.context_parallel.notes import note
 from weft.context_parallel.pytree import leaves, mapped
-from weft.ops.sequence_layout import Layout, shard_sequence, unshard_sequence
+from weft.ops.sequence_layout import SequenceLayout, shard_sequence, unshard_sequence
 from weft.sharding.sizes import split_sizes
 
 
@@ -36,7 +36,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceCut:
     """How one dimension is shared.
 
     Attributes:
@@ -46,7 +46,7 @@ class Cut:
     """
 
     sharing: Sharing
-    layout: Layout
+    layout: SequenceLayout
     blocks: int = 1
     region: tuple[int, int] | None = None
 
@@ -92,10 +92,10 @@ class SharedSequence(torch.Tensor):
 
     local: torch.Tensor
     axis: int
-    cut: Cut
+    cut: SequenceCut
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, axis: int, cut: Cut):
+    def __new__(cls, local: torch.Tensor, axis: int, cut: SequenceCut):
         shape = list(local.shape)
         assert shape[axis] == cut.blocks * cut.mine, (shape, axis, cut)
         shape[axis] = cut.blocks * cut.length

@@ -26,7 +26,7 @@ class Wrapped:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class BackwardErrors:
     """What went wrong in one rank's backward."""
 
     unused: list[str]
@@ -107,7 +107,7 @@ def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
     return [by_number[number] for number in told[0]]
 
 
-class Verdict:
+class ErrorConsensus:
     """The end of each backward: whether any rank has met with trouble."""
 
     def __init__(self, ranks: Communicator, device: torch.device):
@@ -119,9 +119,9 @@ class Verdict:
         self._troubled.fill_(troubled)
         return bool(self._ranks.all_reduce_(self._troubled, dist.ReduceOp.MAX))
 
-    def explain(self, backward: int, trouble: Trouble) -> str:
+    def explain(self, backward: int, trouble: BackwardErrors) -> str:
         """What every rank's trouble was, as one text, the same on every rank."""
-        told: list[Trouble] = self._ranks.all_gather_object(trouble)
+        told: list[BackwardErrors] = self._ranks.all_gather_object(trouble)
         unused: dict[str, list[int]] = {}
         for rank, one in enumerate(told):
             for name in one.unused:

@@ -11,7 +11,7 @@ from weft.comm.communicator import Communicator
 from weft.data_parallel.reducer import Reducer
 
 
-class Model(Protocol):
+class JoinedModel(Protocol):
     """What is asked of a DataParallel."""
 
     ranks: Communicator
@@ -26,7 +26,7 @@ class Model(Protocol):
 class Shadow(JoinHook):
     """Takes part in each collective of the others' iterations, with gradients of zero."""
 
-    def __init__(self, model: Model, divide_by_initial_world_size: bool):
+    def __init__(self, model: JoinedModel, divide_by_initial_world_size: bool):
         self._model, self._by_all = model, divide_by_initial_world_size
 
     def main_hook(self) -> None:
@@ -58,7 +58,7 @@ class Told:
     root: int | None
 
 
-def tell(model: Model, takes_part: bool, reduces: bool = False, shares: bool = False) -> Told:
+def tell(model: JoinedModel, takes_part: bool, reduces: bool = False, shares: bool = False) -> Told:
     """What the ranks say at the start of a forward; those without inputs answer from `main_hook`."""
     ranks = model.ranks
     said = torch.zeros(ranks.world_size, 3, dtype=torch.int64, device=model.join_device)

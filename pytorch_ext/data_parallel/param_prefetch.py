@@ -67,13 +67,13 @@ class FirstUse:
     def _watch(self) -> Iterator[None]:
         self._watches = True
         try:
-            with _Functions(self._shards):
+            with _FirstUses(self._shards):
                 yield
         finally:
             self._watches = False
 
 
-class _Functions(TorchFunctionMode):
+class _FirstUses(TorchFunctionMode):
     def __init__(self, shards: Shards):
         super().__init__()
         self._shards = shards

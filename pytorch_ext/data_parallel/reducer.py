@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from weft.data_parallel import consensus
 from weft.data_parallel.bucket_comm import BLOCK, Transport, Wait, measure
 from weft.data_parallel.buckets import Bucket, Slot, lay_out, plan, put
-from weft.data_parallel.consensus import Trouble, Verdict
+from weft.data_parallel.consensus import BackwardErrors, ErrorConsensus
 from weft.data_parallel.grad_norm import counted, powers
 from weft.sharding.owners import owners_of
 from weft.sharding.sharded_grad import GradientElsewhere, gradient_like, over_ranks
@@ -66,7 +66,7 @@ class Reducer:
         self.nonfinite_here: list[str] = []  # this rank's own gradients, of the last reduction
         self._bucket_bytes, self._overlap, self._unused = bucket_bytes, overlap, unused
         self._check_gradients = check_gradients
-        self._verdict = Verdict(self.ranks, self.slots[0].parameter.device)
+        self._verdict = ErrorConsensus(self.ranks, self.slots[0].parameter.device)
         self._task: int | None = None  # autograd's number of the backward under way
         self._outputs_tell = False  # the module's outputs call `begin`
         self._learning = True  # this backward shows the order of gradients and how often each comes
@@ -279,7 +279,7 @@ class Reducer:
         for wait in self._waits:
             wait()
         unused_names = [slot.name for slot in unused] if self._unused == "error" else []
-        trouble = Trouble(unused_names, self._problems)
+        trouble = BackwardErrors(unused_names, self._problems)
         if self._verdict.ask(bool(trouble.unused or trouble.problems)):
             raise RuntimeError(self._verdict.explain(self.backwards, trouble))
         for slot in trained:

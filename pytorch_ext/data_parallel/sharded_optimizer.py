@@ -40,7 +40,7 @@ def piece_of(parameter: torch.Tensor) -> Piece | None:
     return getattr(parameter, "_weft_piece", None)
 
 
-class _Place(NamedTuple):
+class _PartPlace(NamedTuple):
     """A piece, its gradient after a reduction, and what the optimizer and the module's parameter get as `.grad`."""
 
     piece: nn.Parameter
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Part:
+class _BucketPart:
     """A bucket's parameters, and what this rank holds of them.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Part:
     mine: torch.Tensor
     stepped: torch.Tensor
     gradients: torch.Tensor
-    places: dict[Slot, _Place] = field(default_factory=dict)
+    places: dict[Slot, _PartPlace] = field(default_factory=dict)
     known: dict[Slot, int] = field(default_factory=dict)
 
     def add(self, reduced: torch.Tensor) -> bool:
@@ -92,7 +92,7 @@ class Shards:
         self._transport, self._ranks, self._gathers_late = transport, transport.ranks, gathers_late
         self._parts = {bucket: self._share(bucket) for bucket in buckets}
         self._part_of = {id(slot.parameter): part for part in self._parts.values() for slot in part.places}
-        self.under_way: dict[_Part, Wait] = {}
+        self.under_way: dict[_BucketPart, Wait] = {}
 
     def optimizer(self, kind, parameters: Iterable | None, elementwise: bool | None, options: dict):
         """An optimizer of that class over this rank's pieces; see `DataParallel.optimizer`."""
@@ -217,7 +217,7 @@ class Shards:
         return [part.gradients for part in self._parts.values()]
 
     @torch.no_grad()
-    def _share(self, bucket: Bucket) -> _Part:
+    def _share(self, bucket: Bucket) -> _BucketPart:
         """Moves the bucket's parameters to where they can be cut like their gradients, and cuts this rank's pieces."""
         first = bucket.slots[0].parameter
         count = bucket.flat.numel()
@@ -228,7 +228,7 @@ class Shards:
             slot.parameter.data = place
         mine = flat.chunk(self._ranks.world_size)[self._ranks.rank]
         stepped = mine.to(bucket.flat.dtype)
-        part = _Part(bucket, flat, mine, stepped, torch.zeros_like(stepped))
+        part = _BucketPart(bucket, flat, mine, stepped, torch.zeros_like(stepped))
         begin = self._ranks.rank * mine.numel()
         for slot in bucket.slots:
             elements = slot.parameter.numel()
@@ -238,6 +238,6 @@ class Shards:
             piece._weft_piece = Piece(slot.name, slot.parameter, start, stop, self._ranks)  # type: ignore[attr-defined]
             gradient = part.gradients[here]
             shown = gradient_like(piece, gradient), gradient_elsewhere(slot.parameter, piece)
-            part.places[slot] = _Place(piece, gradient, *shown)
+            part.places[slot] = _PartPlace(piece, gradient, *shown)
             part.known[slot] = slot.parameter.data_ptr()
         return part

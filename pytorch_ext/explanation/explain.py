@@ -15,7 +15,7 @@ from weft.explanation.reports import (
     Communication,
     Explanation,
     LayerReport,
-    Product,
+    ProductReport,
     SequenceReport,
     Traffic,
 )
@@ -193,7 +193,7 @@ def _embedding(name: str, layer: ParallelEmbedding, tokens: int) -> LayerReport:
         type(layer).__name__,
         _shard(layer),
         layer.communicator.transport,
-        {"forward": Product(ATEN, why), "wgrad": Product(ATEN, why)},
+        {"forward": ProductReport(ATEN, why), "wgrad": ProductReport(ATEN, why)},
         {},
         (_traffic("forward", "all_reduce", "y", whole_bytes, layer.communicator.world_size),),
     )
@@ -203,7 +203,9 @@ def _other(name: str, layer: ShardHolder) -> LayerReport:
     """A layer of which nothing is known but that it is split."""
     ranks = next(iter(layer.shards.values())).communicator
     kind = f"{type(layer).__name__} {getattr(layer, 'style', '')}".rstrip()
-    computed = {product: Product(ATEN, "weft has no kernel for this layer") for product in ("forward", "backward")}
+    computed = {
+        product: ProductReport(ATEN, "weft has no kernel for this layer") for product in ("forward", "backward")
+    }
     return LayerReport(name, kind, _shard(layer), ranks.transport, computed, {}, None)
 
 
@@ -215,9 +217,9 @@ def _communication(layer: ParallelLinear, tokens: int, b: torch.Tensor, how: str
     return Communication(_NAMES[how], OVERLAPPED if decided.fused else _APART, decided.reason)
 
 
-def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: str | None = None) -> Product:
+def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: str | None = None) -> ProductReport:
     if not kernel_choice.on_kernel(weight.device):
-        return Product(ATEN, kernel_choice.excluded(weight.device).reason)
+        return ProductReport(ATEN, kernel_choice.excluded(weight.device).reason)
     from weft.kernels import launch
     from weft.kernels.matmul_tiles import Problem, choose_tile
 
@@ -227,8 +229,8 @@ def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: s
     problem = Problem(m, n, k, layout, aligned, weight.dtype, fused or "none")
     algorithm = kernel_choice.algorithm(problem, weight.device)
     if not algorithm.kernel:
-        return Product(ATEN, algorithm.reason)
+        return ProductReport(ATEN, algorithm.reason)
     variant, origin = str(choose_tile(problem, weight.device).config), ""
     if weight.device.type == "cuda":
         origin = str(kernel_choice.origin(problem, launch.code_architecture(weight.device)))
-    return Product("weft kernel", algorithm.reason, variant, origin)
+    return ProductReport("weft kernel", algorithm.reason, variant, origin)

@@ -13,7 +13,7 @@ NO_NEWS = "the kernels run on CUDA devices"  # why everything on a CPU is ATen's
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductReport:
     """What computes one of a layer's products.
 
     Attributes:
@@ -84,7 +84,7 @@ class LayerReport:
     layer: str
     shard: str
     transport: str
-    computed: dict[str, Product]
+    computed: dict[str, ProductReport]
     communicated: dict[str, Communication]
     traffic: tuple[Traffic, ...] | None
 

@@ -6,7 +6,7 @@ from torch import nn
 from weft.comm.registry import communicator
 from weft.nn.linear import ParallelLinear
 from weft.nn.sharded import ShardHolder
-from weft.ops import Place, column_parallel_linear
+from weft.ops import ParallelContext, column_parallel_linear
 from weft.ops.multihead import attend, mask_of, over_heads
 from weft.sharding.shard import Shard
 from weft.sharding.sizes import Cut
@@ -119,7 +119,7 @@ class ParallelMultiheadAttention(ShardHolder):
 
     def _linear(self, x, weight, bias) -> torch.Tensor:
         fused = weight.size(0) // self._width
-        return column_parallel_linear(x, weight, bias, Place(self.communicator, share=fused * self._largest))
+        return column_parallel_linear(x, weight, bias, ParallelContext(self.communicator, share=fused * self._largest))
 
     def _over_heads(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
         return over_heads(weights, average, self.communicator, self._heads)

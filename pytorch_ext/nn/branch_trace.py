@@ -10,14 +10,14 @@ from torch import fx, nn
 
 
 @dataclass(frozen=True)
-class Value:
+class BranchValue:
     """What a step has given, or, by the name "", the block's input."""
 
     name: str = ""
 
 
 @dataclass(frozen=True)
-class Step:
+class BranchStep:
     """A call in a branch: of a module of the block by its name, of a method, or of a function."""
 
     name: str
@@ -39,7 +39,7 @@ class Step:
 class Branch:
     """Steps in order, the last of which gives the output; without any it is the input."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[BranchStep, ...]
 
     @property
     def modules(self) -> set[str]:
@@ -63,7 +63,7 @@ class SideBySide:
 
 def of_modules(names: Sequence[str], dim: int | None) -> SideBySide:
     """Each named module is a branch."""
-    calls = (Step(name, name, True, (Value(),), {}) for name in names)
+    calls = (BranchStep(name, name, True, (BranchValue(),), {}) for name in names)
     return SideBySide(tuple(Branch((call,)) for call in calls), dim)
 
 
@@ -152,16 +152,16 @@ def _branch(block: nn.Module, output: Any, x: fx.Node, nodes: list[fx.Node]) -> 
     return Branch(tuple(_step(node, x) for node in nodes if node in needed))
 
 
-def _step(node: fx.Node, x: fx.Node) -> Step:
+def _step(node: fx.Node, x: fx.Node) -> BranchStep:
     def value(other: fx.Node) -> Any:
-        return Value("" if other is x else other.name)
+        return BranchValue("" if other is x else other.name)
 
     args, kwargs = (cast(Any, fx.map_arg(given, value)) for given in (node.args, node.kwargs))
-    return Step(node.name, node.target, node.op == "call_module", args, dict(kwargs))
+    return BranchStep(node.name, node.target, node.op == "call_module", args, dict(kwargs))
 
 
 def _filled(given: Any, values: dict[str, torch.Tensor]) -> Any:
-    if isinstance(given, Value):
+    if isinstance(given, BranchValue):
         return values[given.name]
     if isinstance(given, dict):
         return {key: _filled(value, values) for key, value in given.items()}

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from weft.arguments import check_choice
 from weft.comm.registry import communicator
 from weft.nn.sharded import ShardedModule
-from weft.ops import Place, column_parallel_linear, gather, row_parallel_linear, split
+from weft.ops import ParallelContext, column_parallel_linear, gather, row_parallel_linear, split
 from weft.ops.activation import activation_of
 from weft.ops.overlap.products import MODES
 from weft.sharding.shard import Shard
@@ -97,7 +97,7 @@ class ParallelLinear(ShardedModule):
         self._split = self._shard_of_weight()
         region = sequence_dim if sequence_parallel else None
         share = max(self._split.sizes)
-        self.place = Place(self.communicator, region, activation_of(activation), overlap, share)
+        self.place = ParallelContext(self.communicator, region, activation_of(activation), overlap, share)
         self._hold(self._whole(bias, device, dtype))
 
     @classmethod

@@ -25,7 +25,7 @@ def sum_gradients(module: nn.Module, group=None) -> nn.Module:
     hook(module)
     module.register_forward_pre_hook(hook)
     if any(_draws(part) for part in module.modules()):
-        own = _OwnRandomNumbers(ranks)
+        own = _SequenceRandomNumbers(ranks)
         module.register_forward_pre_hook(own)
         module.register_forward_hook(own.leave, always_call=True)
     return module
@@ -51,7 +51,7 @@ class _SumGradients:
             parameter.register_hook(lambda gradient: self.ranks.all_reduce_(gradient.clone()))
 
 
-class _OwnRandomNumbers:
+class _SequenceRandomNumbers:
     """A module's forward pre-hook, and, as `leave`, its forward hook, also after an error."""
 
     def __init__(self, ranks: Communicator):
@@ -59,7 +59,7 @@ class _OwnRandomNumbers:
         self.under_way: list[ExitStack] = []
 
     def __deepcopy__(self, memo):
-        return _OwnRandomNumbers(self.ranks)
+        return _SequenceRandomNumbers(self.ranks)
 
     def __call__(self, module: nn.Module, inputs) -> None:
         frame = ExitStack()

@@ -4,13 +4,13 @@ from weft import _C
 from weft.kernels import dispatch
 from weft.ops.cross_entropy import parallel_cross_entropy
 from weft.ops.embedding import parallel_embedding
-from weft.ops.linear import Place, column_parallel_linear, row_parallel_linear
+from weft.ops.linear import ParallelContext, column_parallel_linear, row_parallel_linear
 from weft.ops.mappings import gather, split
 
 dispatch.use(_C.launch)  # kernels that were compiled ahead of time are launched by it
 
 __all__ = [
-    "Place",
+    "ParallelContext",
     "column_parallel_linear",
     "gather",
     "parallel_cross_entropy",

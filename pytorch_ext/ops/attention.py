@@ -83,7 +83,8 @@ class AttentionFunction(torch.autograd.Function):
 
 
 def _forward_operator(q, k, v, sinks, documents, *rules):
-    from weft.kernels.attention import Rules, attention_forward
+    from weft.kernels.attention import attention_forward
+    from weft.kernels.attention_rules import Rules
 
     previous = None
     if sinks is not None:
@@ -96,7 +97,8 @@ def _forward_operator(q, k, v, sinks, documents, *rules):
 
 
 def _backward_operator(dout, q, k, v, documents, out, lse, *rules):
-    from weft.kernels.attention import Rules, attention_backward, attention_delta
+    from weft.kernels.attention import attention_backward, attention_delta
+    from weft.kernels.attention_rules import Rules
 
     delta = attention_delta(out, dout)
     documents_of = {"query_documents": documents, "key_documents": documents}

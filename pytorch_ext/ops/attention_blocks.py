@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from weft.kernels.attention import Positions, Rules
+from weft.kernels.attention_rules import Positions, Rules
 from weft.ops.dropout import dropout_mask
 
 _ROWS = 256  # of queries whose scores stand in memory at a time
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Chunk:
+class AttentionChunk:
     """Which queries meet which keys. documents: [B, Sq] and [B, Sk] integers, or None."""
 
     rules: Rules
@@ -33,7 +33,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoreBlock:
     """Consecutive positions of queries against consecutive positions of keys; at most some of them hidden."""
 
     rows: slice
@@ -43,7 +43,7 @@ class Block:
     kind: str  # "full", "causal" or "masked"
 
 
-def blocks_of(chunk: Chunk) -> Iterator[Block]:
+def blocks_of(chunk: AttentionChunk) -> Iterator[ScoreBlock]:
     """The blocks of a chunk in the order of keys' and then queries' positions; hidden ones are left out."""
     rules = chunk.rules
     plain = chunk.query_documents is None and rules.softcap is None and not rules.dropout
@@ -67,11 +67,11 @@ def blocks_of(chunk: Chunk) -> Iterator[Block]:
                 kind = "masked" if not plain else "full" if full else "causal" if causal else "masked"
                 keys = slice(first_key + start - key_start, first_key + end - key_start)
                 if kind != "masked":
-                    yield Block(slice(first_row, first_row + query_count), keys, query_start, start, kind)
+                    yield ScoreBlock(slice(first_row, first_row + query_count), keys, query_start, start, kind)
                     continue
                 for row in range(0, query_count, _ROWS):
                     rows = slice(first_row + row, first_row + min(row + _ROWS, query_count))
-                    yield Block(rows, keys, query_start + row, start, kind)
+                    yield ScoreBlock(rows, keys, query_start + row, start, kind)
 
 
 def _runs(positions: Positions) -> list[tuple[int, int, int]]:
@@ -80,7 +80,7 @@ def _runs(positions: Positions) -> list[tuple[int, int, int]]:
     return [run for run in ((start, count, 0), (second_start, second_count, count)) if run[1]]
 
 
-def forward_block(q, k, v, chunk: Chunk, block: Block):
+def forward_block(q, k, v, chunk: AttentionChunk, block: ScoreBlock):
     if block.kind == "masked":
         scores, weights, lse = _scores(q, k, chunk, block)
         weights = weights * _kept(scores, q, chunk, block)
@@ -96,7 +96,9 @@ def forward_block(q, k, v, chunk: Chunk, block: Block):
     return _ungrouped(outs)[..., :width], _ungrouped(lses)
 
 
-def backward_block(of_rows: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], chunk: Chunk, block: Block):
+def backward_block(
+    of_rows: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], chunk: AttentionChunk, block: ScoreBlock
+):
     """dq, dk and dv of one block, from its q, dout, out, lse and delta, and its k and v."""
     (q, dout, out, lse, delta), (k, v) = of_rows, of_keys
     if block.kind == "masked":
@@ -130,7 +132,7 @@ def _as_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [torch.nn.functional.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in tensors]
 
 
-def _scale(q, chunk: Chunk) -> float:
+def _scale(q, chunk: AttentionChunk) -> float:
     return q.size(-1) ** -0.5 if chunk.rules.scale is None else chunk.rules.scale
 
 
@@ -155,7 +157,7 @@ def _over_group(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (like.size(1), x.size(1) // like.size(1))).sum(2)
 
 
-def _scores(q, k, chunk: Chunk, block: Block, lse=None):
+def _scores(q, k, chunk: AttentionChunk, block: ScoreBlock, lse=None):
     """Scores (-inf where hidden), exp(scores - lse), lse; of the block alone where none is given."""
     rules = chunk.rules
     scores = _by_kv_head(torch.matmul, q, k.transpose(-1, -2)) * _scale(q, chunk)
@@ -178,12 +180,12 @@ def _scores(q, k, chunk: Chunk, block: Block, lse=None):
     return scores, weights, lse
 
 
-def _positions(q, k, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(q, k, block: ScoreBlock) -> tuple[torch.Tensor, torch.Tensor]:
     query = torch.arange(block.query_start, block.query_start + q.size(2), device=q.device)
     return query, torch.arange(block.key_start, block.key_start + k.size(2), device=k.device)
 
 
-def _kept(scores, q, chunk: Chunk, block: Block) -> torch.Tensor | float:
+def _kept(scores, q, chunk: AttentionChunk, block: ScoreBlock) -> torch.Tensor | float:
     """What each probability is multiplied with: 0, or 1 / (1 - dropout)."""
     if not chunk.rules.dropout:
         return 1.0

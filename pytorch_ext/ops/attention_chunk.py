@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.ops import attention_blocks, kernel_choice
-from weft.ops.attention_blocks import Chunk
+from weft.ops.attention_blocks import AttentionChunk
 
 
 def merge_attention(
@@ -32,7 +32,7 @@ def merge_attention(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, state: tuple | None, last: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: AttentionChunk, state: tuple | None, last: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state after these keys too.
 
@@ -70,7 +70,7 @@ def beginning(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple | None:
 def backward(
     of_queries: Sequence[torch.Tensor],
     of_keys: Sequence[torch.Tensor],
-    chunk: Chunk,
+    chunk: AttentionChunk,
     gradients: Sequence[torch.Tensor],
 ) -> None:
     """Add what this chunk contributes to the gradients dq, dk and dv, fp32.

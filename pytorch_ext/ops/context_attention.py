@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
-from weft.kernels.attention import Rules
+from weft.kernels.attention_rules import Rules
 from weft.ops.gathered_attention import GatheredAttentionFunction
 from weft.ops.head_exchange import to_heads, to_sequence
 from weft.ops.mappings import split
-from weft.ops.ring_attention import RingAttentionFunction, Schedule, last_step
-from weft.ops.sequence_layout import LAYOUTS, Layout
+from weft.ops.ring_attention import RingAttentionFunction, RingSchedule, last_step
+from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 from weft.sharding.sizes import Heads
 
 METHODS = ("ring", "all_gather", "ulysses", "auto")
@@ -99,7 +99,7 @@ def context_attention(
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What the ranks have agreed on.
 
     Attributes:
@@ -107,8 +107,8 @@ class Call:
         outer, inner: ranks along the ring, and ranks that share heads.
     """
 
-    queries: Layout
-    keys: Layout
+    queries: SequenceLayout
+    keys: SequenceLayout
     batch: int
     heads: int
     kv_heads: int
@@ -131,7 +131,7 @@ class Method:
         return f"{self.method}: {self.reason}"
 
 
-def choose(call: Call, rules: Rules, packed: bool, method: str = "auto") -> Method:
+def choose(call: AttentionCall, rules: Rules, packed: bool, method: str = "auto") -> Method:
     """The method that moves the fewest bytes, forward, per rank on average; the ring where it moves as many as
     all_gather, since it computes meanwhile, but not for packed documents: a ring waits in every step for the rank with
     the longest document."""
@@ -161,7 +161,7 @@ def choose(call: Call, rules: Rules, packed: bool, method: str = "auto") -> Meth
     return Method(best, f"MiB that a rank sends forward: {text}" + (" (packed documents: no ring)" if packed else ""))
 
 
-def _by_heads(q, k, v, sinks, call: Call, rules: Rules, outer, inner, documents) -> torch.Tensor:
+def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, documents) -> torch.Tensor:
     """Ulysses, alone or inside of a ring."""
     sharing, ring = (inner, outer) if inner is not None else (outer, None)
     heads = Heads.over(call.heads, call.kv_heads, sharing.world_size)
@@ -186,12 +186,12 @@ def _by_heads(q, k, v, sinks, call: Call, rules: Rules, outer, inner, documents)
     return to_sequence(out, heads.queries, sharing, query_layout)
 
 
-def _parts(layout: Layout, inner: int) -> list[Layout]:
+def _parts(layout: SequenceLayout, inner: int) -> list[SequenceLayout]:
     """The layout among each group of `inner` consecutive ranks."""
     return [layout.among(range(first, first + inner)) for first in range(0, layout.world_size, inner)]
 
 
-def _schedule(call: Call, rules: Rules, ring, documents) -> Schedule:
+def _schedule(call: AttentionCall, rules: Rules, ring, documents) -> RingSchedule:
     """Over the ranks of the ring, each with what its inner group has together."""
     inner = call.queries.world_size // ring.world_size
     queries, keys = _parts(call.queries, inner), _parts(call.keys, inner)
@@ -200,7 +200,7 @@ def _schedule(call: Call, rules: Rules, ring, documents) -> Schedule:
         of_groups = tuple(group.join([documents[rank] for rank in group.ranks], 1) for group in queries)
     sees = sees_of(queries, keys, rules, of_groups)
     of_queries, of_keys = (tuple(part.positions for part in parts) for parts in (queries, keys))
-    return Schedule(ring, rules, of_queries, of_keys, of_groups, of_groups, sees)
+    return RingSchedule(ring, rules, of_queries, of_keys, of_groups, of_groups, sees)
 
 
 def _groups(group) -> tuple[Communicator, Communicator | None]:
@@ -251,7 +251,7 @@ def _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, metho
 _AGREED = ["queries", "keys", "batch", "heads", "KV heads", "head_dim", "head_dim of v", "type and options"]
 
 
-def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tuple, seed: int | None) -> Call:
+def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tuple, seed: int | None) -> AttentionCall:
     """What every rank brings, compared by every rank."""
     mark = zlib.crc32(repr((q.dtype, q.device.type, options, seed)).encode())
     drawn = int(torch.randint(2**62, (1,))) if seed is None and options[4] else seed or 0
@@ -265,7 +265,7 @@ def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tu
     layouts = []
     for column in range(2):
         sizes = [row[column] for row in rows]
-        layout = Layout(sum(sizes), len(sizes), options[6])
+        layout = SequenceLayout(sum(sizes), len(sizes), options[6])
         if layout.sizes != sizes:
             raise ValueError(
                 f"context_attention: the ranks bring {sizes} {_AGREED[column]}; {layout.kind} shards of "
@@ -275,7 +275,9 @@ def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tu
     worlds = outer.world_size, inner.world_size if inner is not None else 1
     batch, heads, kv_heads, head_dim, value_dim = rows[0][2:7]
     queries, keys = layouts
-    return Call(queries, keys, batch, heads, kv_heads, head_dim, value_dim, q.element_size(), *worlds, seed=rows[0][8])
+    return AttentionCall(
+        queries, keys, batch, heads, kv_heads, head_dim, value_dim, q.element_size(), *worlds, seed=rows[0][8]
+    )
 
 
 def _told(mine: list[int], outer: Communicator, inner: Communicator | None, device) -> list[list[int]]:
@@ -288,7 +290,7 @@ def _told(mine: list[int], outer: Communicator, inner: Communicator | None, devi
     return table.tolist()
 
 
-def _gather_documents(ids, q, call: Call, outer: Communicator, inner: Communicator | None):
+def _gather_documents(ids, q, call: AttentionCall, outer: Communicator, inner: Communicator | None):
     """[B, positions] of each rank. ValueError on every rank where they decrease."""
     if ids is None:
         return None
@@ -304,13 +306,15 @@ def _gather_documents(ids, q, call: Call, outer: Communicator, inner: Communicat
     return of_ranks
 
 
-def sees_of(queries: list[Layout], keys: list[Layout], rules: Rules, documents) -> tuple[tuple[bool, ...], ...]:
+def sees_of(
+    queries: list[SequenceLayout], keys: list[SequenceLayout], rules: Rules, documents
+) -> tuple[tuple[bool, ...], ...]:
     """sees[r][s]: whether some query of r's runs may see some key of s's."""
     spans: list | None = None
     if documents is not None:
         spans = [(ids.amin(1), ids.amax(1)) if ids.size(1) else None for ids in documents]
 
-    def positions_meet(mine: Layout, theirs: Layout) -> bool:
+    def positions_meet(mine: SequenceLayout, theirs: SequenceLayout) -> bool:
         for start, length in mine.runs:
             for key_start, key_length in theirs.runs:
                 ahead = rules.right is not None and key_start > start + length - 1 + rules.right

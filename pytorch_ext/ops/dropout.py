@@ -2,7 +2,7 @@
 
 import torch
 
-from weft.kernels.attention import Rules
+from weft.kernels.attention_rules import Rules
 
 
 def dropout_mask(rules: Rules, batch: int, heads: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 import torch
 
-from weft.kernels.attention import Positions
+from weft.kernels.attention_rules import Positions
 from weft.ops import attention_chunk
-from weft.ops.attention_blocks import Chunk
+from weft.ops.attention_blocks import AttentionChunk
 from weft.ops.backward import first_order
 from weft.ops.head_groups import head_groups, joined
-from weft.ops.ring_attention import Schedule, sinks_gradient
-from weft.ops.sequence_layout import Layout, gather_parts
+from weft.ops.ring_attention import RingSchedule, sinks_gradient
+from weft.ops.sequence_layout import SequenceLayout, gather_parts
 
 
 class GatheredAttentionFunction(torch.autograd.Function):
@@ -26,7 +26,7 @@ class GatheredAttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, schedule: Schedule, layout: Layout):
+    def forward(ctx, q, k, v, sinks, schedule: RingSchedule, layout: SequenceLayout):
         outs, lses = [], []
         for queries, keys in head_groups(q, k, v, layout.length):
             k_whole, v_whole = (_gather(x[:, keys], schedule, layout) for x in (k, v))
@@ -65,14 +65,14 @@ class GatheredAttentionFunction(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None
 
 
-def _gather(x: torch.Tensor, schedule: Schedule, layout: Layout) -> torch.Tensor:
+def _gather(x: torch.Tensor, schedule: RingSchedule, layout: SequenceLayout) -> torch.Tensor:
     return gather_parts(x.contiguous(), 2, schedule.ranks, layout)
 
 
-def _chunk(schedule: Schedule, layout: Layout) -> Chunk:
+def _chunk(schedule: RingSchedule, layout: SequenceLayout) -> AttentionChunk:
     """This rank's queries against all keys."""
     rank = schedule.ranks.rank
     documents: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
     if schedule.query_documents is not None and schedule.key_documents is not None:
         documents = schedule.query_documents[rank], layout.join(schedule.key_documents, 1)
-    return Chunk(schedule.rules, schedule.query_positions[rank], Positions(0, layout.length), *documents)
+    return AttentionChunk(schedule.rules, schedule.query_positions[rank], Positions(0, layout.length), *documents)

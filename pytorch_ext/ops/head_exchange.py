@@ -7,16 +7,20 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.backward import first_order
-from weft.ops.sequence_layout import Layout
+from weft.ops.sequence_layout import SequenceLayout
 
 
-def to_heads(x: torch.Tensor, heads: Sequence[Sequence[int]], ranks: Communicator, layout: Layout) -> torch.Tensor:
+def to_heads(
+    x: torch.Tensor, heads: Sequence[Sequence[int]], ranks: Communicator, layout: SequenceLayout
+) -> torch.Tensor:
     """[B, H, S_r, D] to [B, this rank's heads, S, D], positions in order. Backward goes back, and sums in fp32, in the
     order of ranks, what several ranks have of one head."""
     return _ToHeads.apply(x, tuple(map(tuple, heads)), ranks, layout)
 
 
-def to_sequence(x: torch.Tensor, heads: Sequence[tuple[int, int]], ranks: Communicator, layout: Layout) -> torch.Tensor:
+def to_sequence(
+    x: torch.Tensor, heads: Sequence[tuple[int, int]], ranks: Communicator, layout: SequenceLayout
+) -> torch.Tensor:
     """[B, this rank's heads, S, D] to [B, H, S_r, D]; heads: (first, count) of each rank, each head with one rank."""
     return _ToSequence.apply(x, tuple(tuple(range(first, first + count)) for first, count in heads), ranks, layout)
 
@@ -46,7 +50,7 @@ class _ToSequence(torch.autograd.Function):
         return _gather_sequence(dy, *ctx.arguments), None, None, None
 
 
-def _gather_sequence(x, heads, ranks: Communicator, layout: Layout) -> torch.Tensor:
+def _gather_sequence(x, heads, ranks: Communicator, layout: SequenceLayout) -> torch.Tensor:
     parts = [x[:, list(of_rank)].contiguous() for of_rank in heads]
     mine = len(heads[ranks.rank])
     arrived = [x.new_empty((x.size(0), mine, size, x.size(3))) for size in layout.sizes]
@@ -54,7 +58,7 @@ def _gather_sequence(x, heads, ranks: Communicator, layout: Layout) -> torch.Ten
     return layout.join(arrived, 2)
 
 
-def _gather_heads(x, count: int, heads, ranks: Communicator, layout: Layout) -> torch.Tensor:
+def _gather_heads(x, count: int, heads, ranks: Communicator, layout: SequenceLayout) -> torch.Tensor:
     parts = [part.contiguous() for part in layout.cut(x, 2)]
     rows = layout.sizes[ranks.rank]
     arrived = [x.new_empty((x.size(0), len(of_rank), rows, x.size(3))) for of_rank in heads]

@@ -7,12 +7,12 @@ from weft.ops import matmul
 from weft.ops.autocast import autocasts, cast_operands
 from weft.ops.backward import as_matrix, first_order
 from weft.ops.overlap import products
-from weft.ops.overlap.products import Place
+from weft.ops.overlap.products import ParallelContext
 from weft.sharding.sizes import split_sizes
 
 
 def column_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: ParallelContext
 ) -> torch.Tensor:
     """activation(x @ weight.T + bias) for one rank's shard of the output features.
 
@@ -26,7 +26,9 @@ def column_parallel_linear(
     return _apply(ColumnParallelLinearFunction, x, weight, bias, place)
 
 
-def row_parallel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Place) -> torch.Tensor:
+def row_parallel_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: ParallelContext
+) -> torch.Tensor:
     """activation(sum over ranks of x @ weight.T + bias) from one rank's shard of the input features.
 
     Args:
@@ -73,7 +75,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        place: Place = ctx.place
+        place: ParallelContext = ctx.place
         split = place.sequence_dim is not None
         x, weight, z = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -134,7 +136,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        place: Place = ctx.place
+        place: ParallelContext = ctx.place
         x, weight, *z = ctx.saved_tensors
         dz = dy if place.activation is None else place.activation.backward(dy, *z)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad

@@ -39,7 +39,7 @@ def product(
 def multiply(
     a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a @ b, a [..., K], b [K, N]; with an activation, (act'(z) a) @ b, as the gradient of a linear layer's input has it.
+    """a @ b, a [..., K], b [K, N]; with an activation, (act'(z) a) @ b: the gradient of a linear layer's input.
 
     The kernel forms act'(z) a as it loads a. That pays only where nobody else needs it, which is where the weight and
     the bias get no gradient: the caller's to know.

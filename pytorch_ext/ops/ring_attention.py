@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.comm.communicator import Communicator
-from weft.comm.p2p import Passing, pass_on
-from weft.kernels.attention import Positions, Rules
+from weft.comm.p2p import PendingTransfer, send_recv
+from weft.kernels.attention_rules import Positions, Rules
 from weft.ops import attention_chunk
-from weft.ops.attention_blocks import Chunk
+from weft.ops.attention_blocks import AttentionChunk
 from weft.ops.backward import first_order
 from weft.ops.head_groups import head_groups, joined
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RingSchedule:
     """Who meets whose keys, the same on every rank.
 
     Attributes:
@@ -31,20 +31,20 @@ class Schedule:
     key_documents: tuple[torch.Tensor, ...] | None
     sees: tuple[tuple[bool, ...], ...]
 
-    def chunk(self, source: int) -> Chunk:
+    def chunk(self, source: int) -> AttentionChunk:
         """This rank's queries against that rank's keys."""
         rank = self.ranks.rank
         documents: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         if self.query_documents is not None and self.key_documents is not None:
             documents = self.query_documents[rank], self.key_documents[source]
-        return Chunk(self.rules, self.query_positions[rank], self.key_positions[source], *documents)
+        return AttentionChunk(self.rules, self.query_positions[rank], self.key_positions[source], *documents)
 
     @property
     def longest(self) -> int:
         """The most positions of keys that a rank has."""
         return max(positions.length + positions.second_length for positions in self.key_positions)
 
-    def from_head(self, first: int) -> "Schedule":
+    def from_head(self, first: int) -> "RingSchedule":
         """For heads from that one on."""
         return replace(self, rules=replace(self.rules, head_start=self.rules.head_start + first))
 
@@ -79,7 +79,7 @@ class RingAttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, schedule: Schedule):
+    def forward(ctx, q, k, v, sinks, schedule: RingSchedule):
         outs, lses = [], []
         for queries, keys in head_groups(q, k, v, schedule.longest):
             state = attention_chunk.beginning(q, None if sinks is None else sinks[queries])
@@ -94,7 +94,7 @@ class RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        schedule: Schedule = ctx.schedule
+        schedule: RingSchedule = ctx.schedule
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
         delta = attention_chunk.row_sums(out, dout)
@@ -111,7 +111,7 @@ class RingAttentionFunction(torch.autograd.Function):
         return dq, dk, dv, dsinks, None
 
 
-def _round(q, k, v, state, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
+def _round(q, k, v, state, schedule: RingSchedule) -> tuple[torch.Tensor, torch.Tensor]:
     """out, in q's type, and lse of some heads."""
     ranks = schedule.ranks
     used = [t for t in range(ranks.world_size) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world_size]]
@@ -129,13 +129,15 @@ def _round(q, k, v, state, schedule: Schedule) -> tuple[torch.Tensor, torch.Tens
     return q.new_zeros((*q.shape[:3], v.size(3))), lse
 
 
-def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], schedule: Schedule) -> list[torch.Tensor]:
+def _round_back(
+    of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], schedule: RingSchedule
+) -> list[torch.Tensor]:
     """dq, dk and dv, fp32, of some heads, from their q, dout, out, lse and delta, and their k and v."""
     q, (k, v) = of_queries[0], of_keys
     ranks = schedule.ranks
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
-    leaving, going_home = Passing([]), []  # the second are received when their owners' rounds are over
+    leaving, going_home = PendingTransfer([]), []  # the second are received when their owners' rounds are over
     for step in range(ranks.world_size):
         source = (ranks.rank - step) % ranks.world_size
         last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
@@ -143,7 +145,7 @@ def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], sch
         arriving = None
         if 0 < step <= last:
             sums = [_zeros(part) for part in held]
-            arriving = pass_on(ranks, [], None, sums, (ranks.rank - 1) % ranks.world_size)
+            arriving = send_recv(ranks, [], None, sums, (ranks.rank - 1) % ranks.world_size)
         coming, passing = _pass_keys(schedule, step, held, (k, v))
         # 2. This rank's part.
         if sees:
@@ -159,9 +161,9 @@ def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], sch
         # 4. On, or home.
         leaving.wait()
         if step < last:
-            leaving = pass_on(ranks, sums, (ranks.rank + 1) % ranks.world_size, [], None)
+            leaving = send_recv(ranks, sums, (ranks.rank + 1) % ranks.world_size, [], None)
         elif 0 < step == last:
-            going_home.append(pass_on(ranks, sums, source, [], None))
+            going_home.append(send_recv(ranks, sums, source, [], None))
         elif step == 0:
             home = sums
         passing.wait()
@@ -169,7 +171,7 @@ def _round_back(of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], sch
     travelled = schedule.last_step(ranks.rank)
     if travelled:
         home = [_zeros(k), _zeros(v)]
-        pass_on(ranks, [], None, home, (ranks.rank + travelled) % ranks.world_size).wait()
+        send_recv(ranks, [], None, home, (ranks.rank + travelled) % ranks.world_size).wait()
     for passing in (leaving, *going_home):
         passing.wait()
     return [dq, *home]
@@ -181,7 +183,7 @@ def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
     return ranks.all_reduce_(gradient).to(sinks.dtype)
 
 
-def _pass_keys(schedule: Schedule, step: int, held, like):
+def _pass_keys(schedule: RingSchedule, step: int, held, like):
     """Begins to send on the chunk in hand, and to receive the next, each where somebody still uses it; the buffers."""
     ranks = schedule.ranks
     source, following = (ranks.rank - step) % ranks.world_size, (ranks.rank - step - 1) % ranks.world_size
@@ -192,7 +194,7 @@ def _pass_keys(schedule: Schedule, step: int, held, like):
         positions = schedule.key_positions[following]
         rows = positions.length + positions.second_length
         coming = [x.new_empty((*x.shape[:2], rows, x.size(3))) for x in like]
-    passing = pass_on(
+    passing = send_recv(
         ranks,
         held if sends else [],
         (ranks.rank + 1) % ranks.world_size if sends else None,

@@ -16,14 +16,14 @@ import torch
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
-from weft.kernels.attention import Positions
+from weft.kernels.attention_rules import Positions
 from weft.ops.backward import first_order
 
 LAYOUTS = ("zigzag", "contiguous")
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """A sequence of `length` positions over `world` ranks. ValueError for a kind that does not exist.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout:
     def __post_init__(self):
         check_choice("layout", self.kind, LAYOUTS)
 
-    def among(self, members: Sequence[int]) -> "Layout":
+    def among(self, members: Sequence[int]) -> "SequenceLayout":
         return replace(self, members=tuple(members))
 
     @property
@@ -94,7 +94,7 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def _runs(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+def _runs(layout: SequenceLayout, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     count = layout.world_size * (2 if layout.kind == "zigzag" else 1)
     share, more = divmod(layout.length, count)
     sizes = [share + (piece < more) for piece in range(count)]
@@ -118,7 +118,7 @@ def shard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigz
         ValueError: a layout that does not exist.
     """
     ranks = communicator(group)
-    return _Shard.apply(x, dim % x.dim(), ranks, Layout(x.size(dim), ranks.world_size, layout))
+    return _ShardSequence.apply(x, dim % x.dim(), ranks, SequenceLayout(x.size(dim), ranks.world_size, layout))
 
 
 def unshard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigzag") -> torch.Tensor:
@@ -132,10 +132,10 @@ def unshard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zi
     return _Unshard.apply(x, dim % x.dim(), ranks, layout_of(ranks, x.size(dim), layout))
 
 
-def layout_of(ranks: Communicator, size: int, kind: str) -> Layout:
+def layout_of(ranks: Communicator, size: int, kind: str) -> SequenceLayout:
     """The layout of a sequence of which each rank has `size` positions, its own number. A collective call."""
     sizes = ranks.all_sizes(torch.empty(size, 0), 0)
-    layout = Layout(sum(sizes), ranks.world_size, kind)
+    layout = SequenceLayout(sum(sizes), ranks.world_size, kind)
     if sizes != layout.sizes:
         raise ValueError(
             f"the ranks have {sizes} positions; {kind} shards of {layout.length} have {layout.sizes}: "
@@ -144,13 +144,13 @@ def layout_of(ranks: Communicator, size: int, kind: str) -> Layout:
     return layout
 
 
-def gather_parts(x: torch.Tensor, dim: int, ranks: Communicator, layout: Layout) -> torch.Tensor:
+def gather_parts(x: torch.Tensor, dim: int, ranks: Communicator, layout: SequenceLayout) -> torch.Tensor:
     """Every rank's part, with positions in order; not differentiable."""
     whole = ranks.all_gather(x, dim, layout.sizes)
     return layout.join(whole.split(layout.sizes, dim), dim)
 
 
-class _Shard(torch.autograd.Function):
+class _ShardSequence(torch.autograd.Function):
     """x_r = this rank's positions of x; backward  dx = all_gather(dx_r), positions in order."""
 
     @staticmethod

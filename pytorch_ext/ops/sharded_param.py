@@ -20,10 +20,10 @@ def held(parameter: torch.Tensor, shard: Shard, transposed: bool = False, *, who
     if as_it_is and whole_use:
         return parameter
     main_grad = getattr(parameter, "main_grad", None)
-    return parameter if as_it_is and main_grad is None else _Held.apply(parameter, shard, transposed, main_grad)
+    return parameter if as_it_is and main_grad is None else _ShardedParam.apply(parameter, shard, transposed, main_grad)
 
 
-class _Held(torch.autograd.Function):
+class _ShardedParam(torch.autograd.Function):
     """w = p or p.T.
 
     forward   nothing travels

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from weft.optim.layerwise import Layerwise, Step
+from weft.optim.layerwise import Layerwise, LayerwiseStep
 
 
 class LAMB(Layerwise):
@@ -70,6 +70,6 @@ class LAMB(Layerwise):
     def _ratio(self, group, weight_norms, measured_norms):
         return weight_norms.clamp(*group["bounds"]) / measured_norms
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: LayerwiseStep) -> None:
         if step.parameters:
             torch._foreach_add_(step.weights, step.updates, alpha=-float(step.group["lr"]))

@@ -2,7 +2,7 @@
 
 import torch
 
-from weft.optim.layerwise import Layerwise, Step
+from weft.optim.layerwise import Layerwise, LayerwiseStep
 
 
 class LARS(Layerwise):
@@ -53,7 +53,7 @@ class LARS(Layerwise):
     def _ratio(self, group, weight_norms, measured_norms):
         return group["trust"] * weight_norms / (measured_norms + group["weight_decay"] * weight_norms + group["eps"])
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: LayerwiseStep) -> None:
         if step.parameters:
             momenta = [self.state[parameter]["momentum_buffer"] for parameter in step.parameters]
             torch._foreach_mul_(momenta, step.group["momentum"])

@@ -30,7 +30,7 @@ def layerwise_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 @dataclass
-class Step:
+class LayerwiseStep:
     """A parameter group's step. Lists have an element for each parameter that has a gradient.
 
     Attributes:
@@ -86,7 +86,7 @@ class Layerwise(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         keep_types(self, state_dict)
 
-    def _prepare(self, group: dict) -> Step:
+    def _prepare(self, group: dict) -> LayerwiseStep:
         found = {parameter: gradient_of(parameter) for parameter in group["params"]}
         given = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
         if any(gradient.is_sparse for gradient in given.values()):
@@ -101,9 +101,9 @@ class Layerwise(torch.optim.Optimizer):
                 self.state[parameter].update(self._first_state(weight))
         states = [self.state[parameter] for parameter in parameters]
         updates, measured = self._direct(group, weights, gradients, states) if parameters else ([], [])
-        return Step(group, parameters, weights, updates, measured)
+        return LayerwiseStep(group, parameters, weights, updates, measured)
 
-    def _scale(self, steps: list[Step]) -> None:
+    def _scale(self, steps: list[LayerwiseStep]) -> None:
         parameters = [parameter for step in steps for parameter in step.parameters]
         if not parameters:
             return
@@ -143,7 +143,7 @@ class Layerwise(torch.optim.Optimizer):
     def _ratio(self, group: dict, weight_norms: torch.Tensor, measured_norms: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: LayerwiseStep) -> None:
         """Takes the scaled updates from the weights, in place."""
         raise NotImplementedError
 

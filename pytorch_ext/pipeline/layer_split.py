@@ -21,7 +21,7 @@ from weft.pipeline.layer_split_broadcast import Relay
 from weft.pipeline.layer_split_p2p import run
 from weft.pipeline.placement import placed
 from weft.pipeline.stage import Stage, begin
-from weft.pipeline.stage_params import Held, hold
+from weft.pipeline.stage_params import StageParams, hold
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
 from weft.sharding.owners import mark
 
@@ -174,7 +174,7 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
     hold(split, model, mine)
     mark({parameter: {ranks.rank} for segment in mine for parameter in segment.parameters()}, ranks)
     taken = [str(node.target) for node in chain.inputs]
-    held = Held(split, (segment.stage for segment in mine))
+    held = StageParams(split, (segment.stage for segment in mine))
     settings = chain.settings  # not the chain, which has all layers
 
     def call(*inputs, **named):
@@ -205,7 +205,7 @@ def _relayed(split: LayerSplit, model: nn.Module, ranks: Communicator, device: t
     relay = Relay(ranks, device)
     relay.take(model, owners)
     split._whole = (model,)
-    held = Held(split, [model])
+    held = StageParams(split, [model])
 
     def call(*inputs, **named):
         held.renew(split)

@@ -25,7 +25,7 @@ from weft.context_parallel.pytree import leaves as leaves_of
 from weft.context_parallel.region import random_numbers_of
 from weft.context_parallel.shared_sequence import (
     NATIVE,
-    Cut,
+    SequenceCut,
     SharedSequence,
     localized,
     refuse_results_of_custom_functions,
@@ -93,7 +93,7 @@ class _Outside(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _OutputKind:
     """Of a tensor that a layer returned."""
 
     shape: torch.Size
@@ -160,13 +160,13 @@ class Relayed:
         kinds, structure = box[0]
         if kinds is None:
             raise structure
-        expected = [(kind.shape, kind.dtype) for kind in kinds if isinstance(kind, _Kind)]
+        expected = [(kind.shape, kind.dtype) for kind in kinds if isinstance(kind, _OutputKind)]
         token, *got = Elsewhere.apply(
             self.relay.token, self.owner, ranks, self.relay.device, expected, *_tensors(arguments)
         )
         self.relay.follow(token)
         cuts, values = [x.cut for x in shared_in(arguments)], iter(got)
-        leaves = [_again(next(values), kind, cuts) if isinstance(kind, _Kind) else kind for kind in kinds]
+        leaves = [_again(next(values), kind, cuts) if isinstance(kind, _OutputKind) else kind for kind in kinds]
         return tree_unflatten(leaves, structure)
 
 
@@ -188,13 +188,13 @@ def _with(leaves: list, tensors: Sequence[torch.Tensor]) -> list:
     ]
 
 
-def _kind_of(x: torch.Tensor) -> _Kind:
+def _kind_of(x: torch.Tensor) -> _OutputKind:
     if isinstance(x, SharedSequence):
-        return _Kind(x.local.shape, x.dtype, Mark(x.axis, x.cut.blocks, x.cut.region))
-    return _Kind(x.shape, x.dtype, None)
+        return _OutputKind(x.local.shape, x.dtype, Mark(x.axis, x.cut.blocks, x.cut.region))
+    return _OutputKind(x.shape, x.dtype, None)
 
 
-def _again(x: torch.Tensor, kind: _Kind, cuts: Sequence[Cut]) -> torch.Tensor:
+def _again(x: torch.Tensor, kind: _OutputKind, cuts: Sequence[SequenceCut]) -> torch.Tensor:
     if kind.mark is None:
         return x
     return SharedSequence(x, kind.mark.axis, replace(cuts[0], blocks=kind.mark.blocks, region=kind.mark.region))

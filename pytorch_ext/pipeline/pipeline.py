@@ -25,10 +25,10 @@ from weft.pipeline.layer_split import LayerSplit
 from weft.pipeline.schedules import SCHEDULES, Schedule
 from weft.pipeline.stage import Marks, Stage, begin
 from weft.pipeline.stage_boundary import differentiable
-from weft.pipeline.stage_params import Held, hold
+from weft.pipeline.stage_params import StageParams, hold
 from weft.pipeline.tied_params import Ties, holders_of
 from weft.pipeline.timeline import Timeline, timeline_of
-from weft.pipeline.timing import Clock, ClockedStage
+from weft.pipeline.timing import ClockedStage, StageClock
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
@@ -150,8 +150,8 @@ class Pipeline(nn.Module):
         share_in_stages(self, self._sharing)
         self._ties = Ties(holders, self._ranks)
         self._ties.align()
-        self._held = Held(self, (stage.stage for stage in self._stages.values()))
-        self._clock = Clock(self._device)
+        self._held = StageParams(self, (stage.stage for stage in self._stages.values()))
+        self._clock = StageClock(self._device)
         self._schedule = None
         self._built_for: tuple | None = None
         splitters = {shard.communicator for shard in map(shard_of, self.parameters()) if shard is not None}

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from weft.context_parallel.region import Call, agreed, leave, random_numbers_of
+from weft.context_parallel.region import SharedCall, agreed, leave, random_numbers_of
 from weft.context_parallel.shared_sequence import (
-    Cut,
+    SequenceCut,
     SharedSequence,
     Sharing,
     refuse_results_of_custom_functions,
@@ -24,7 +24,7 @@ _PRIME = 1_000_003  # so that seeds of stages and of calls do not meet
 
 @dataclass(frozen=True)
 class Mark:
-    """Of a value that crosses: this rank's part along `axis`; the rest as of a Cut."""
+    """Of a value that crosses: this rank's part along `axis`; the rest as of a SequenceCut."""
 
     axis: int
     blocks: int
@@ -49,10 +49,10 @@ class Stage(nn.Module):
         # Not registered again; the containers around them are the trace's, and do not know whether the model trains.
         names = [str(node.target) for node in stage.graph.nodes if node.op == "call_module"]
         self._called = tuple(stage.get_submodule(name) for name in names)
-        self._begun: tuple[Call | None, int] = (None, 0)
+        self._begun: tuple[SharedCall | None, int] = (None, 0)
         self._trains, self._runs = False, 0
 
-    def begin(self, call: Call | None, seed: int) -> None:
+    def begin(self, call: SharedCall | None, seed: int) -> None:
         """Before the forwards of a batch."""
         self._begun, self._runs = (call, seed), 0
         self._trains = any(part.training for module in self._called for part in module.modules())
@@ -68,8 +68,8 @@ class Stage(nn.Module):
             output = self.stage(*(call.enter(values) if self.number == 0 else self._shared(values, call)))
         return leave(output, call.sharing) if self.last else self._parts(output)
 
-    def _shared(self, values, call: Call):
-        cut = Cut(call.sharing, call.layout)
+    def _shared(self, values, call: SharedCall):
+        cut = SequenceCut(call.sharing, call.layout)
         return [
             x if mark is None else SharedSequence(x, mark.axis, replace(cut, blocks=mark.blocks, region=mark.region))
             for x, mark in zip(values, self.arriving, strict=True)
@@ -83,7 +83,7 @@ class Stage(nn.Module):
         return without_guards(tuple(x.local if isinstance(x, SharedSequence) else x for x in output))
 
 
-def begin(who: str, sharing: Sharing | None, inputs, alike=None) -> tuple[Call | None, int]:
+def begin(who: str, sharing: Sharing | None, inputs, alike=None) -> tuple[SharedCall | None, int]:
     """What `Stage.begin` takes, for a batch. A collective call where the sequence is shared."""
     if sharing is None:
         return None, int(torch.randint(2**62, (1,)))

@@ -49,7 +49,7 @@ def _free(part: nn.Module, name: str) -> None:
         )
 
 
-class Held:
+class StageParams:
     """What a module holds of a model, for when its parameters become others: a model is built on the meta device, cut,
     and given memory or values afterwards.
 

@@ -25,7 +25,7 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-class Clock:
+class StageClock:
     """Marks of the host's time, or on CUDA of the device's (events, which are read only when asked for)."""
 
     def __init__(self, device: torch.device):
@@ -65,7 +65,7 @@ class Clock:
 class ClockedStage(PipelineStage):
     """PipelineStage that leaves marks on a clock."""
 
-    clock: Clock
+    clock: StageClock
 
     def forward_one_chunk(self, fwd_chunk_id, *arguments, **options):
         start = self.clock.now()

@@ -6,14 +6,14 @@ from weft.planner.hardware import Hardware
 from weft.planner.job import Job, Layout
 from weft.planner.memory import Memory, Scale
 from weft.planner.model import Model
-from weft.planner.search import Found, Plan, Rejection, search, too_big
+from weft.planner.search import Candidates, Plan, Rejection, search, too_big
 from weft.planner.step import Clock, Step
 from weft.planner.validate import Comparison, mean_error, validate
 
 __all__ = [
+    "Candidates",
     "Clock",
     "Comparison",
-    "Found",
     "Hardware",
     "Job",
     "Layout",

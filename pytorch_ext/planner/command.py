@@ -9,7 +9,7 @@ from weft.planner.hardware import Hardware, presets
 from weft.planner.job import OPTIMIZERS, OVERLAP, PRECISIONS, RECOMPUTE, Job
 from weft.planner.model import Model
 from weft.planner.model import presets as models
-from weft.planner.search import Found, Plan, search, too_big
+from weft.planner.search import Candidates, Plan, search, too_big
 from weft.planner.validate import Comparison, mean_error, validate
 
 USAGE_ERROR = 2
@@ -92,7 +92,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plans(job: Job, gpus: int, found: Found, plans: list[Plan]) -> None:
+def _print_plans(job: Job, gpus: int, found: Candidates, plans: list[Plan]) -> None:
     model = job.model
     console = _console()
     print(

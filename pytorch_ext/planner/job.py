@@ -115,7 +115,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Shard:
+class LayerShare:
     """The largest share that a rank has of a layer, its products and its tokens."""
 
     tokens: int
@@ -126,10 +126,10 @@ class Shard:
     vocab: int
 
     @staticmethod
-    def of(job: Job, cp: int, tp: int, micro_batch: int) -> "Shard":
+    def of(job: Job, cp: int, tp: int, micro_batch: int) -> "LayerShare":
         """What does not divide is split as weft.split_sizes does it; a key-value head is replicated, never cut."""
         model = job.model
-        return Shard(
+        return LayerShare(
             tokens=micro_batch * -(-job.sequence_length // cp),
             sequences=micro_batch,
             heads=-(-model.heads // tp),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 
-from weft.planner.job import GRADIENT_BYTES, Job, Layout, Shard
+from weft.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scale:
     def __init__(self, job: Job):
         self.job = job
         self._layer = lru_cache(maxsize=None)(partial(layer_of, job))
-        self._shard = lru_cache(maxsize=None)(partial(Shard.of, job))
+        self._shard = lru_cache(maxsize=None)(partial(LayerShare.of, job))
 
     def memory(self, layout: Layout) -> Memory:
         """Of the fullest rank: one of the first stage (most micro-batches in flight), of the second (it receives from
@@ -76,7 +76,7 @@ class Scale:
         lost = hardware.reserved_bytes + hardware.fragmentation * moving
         return Memory(weights, gradients, optimizer, activations, logits, buffers, workspace, lost)
 
-    def _ends(self, layout: Layout, stage: int, shard: Shard) -> int:
+    def _ends(self, layout: Layout, stage: int, shard: LayerShare) -> int:
         """Parameters of the embeddings and of the output layer on this stage; tied ones stand on both ends."""
         model = self.job.model
         first, last = stage == 0, stage == layout.pp - 1
@@ -111,7 +111,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerMemory:
     """Bytes of one micro-batch in one layer on a rank.
 
     boundary: its input. outer: what norms and dropout keep, the residual stream included. attention: query, key, value
@@ -164,7 +164,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return min(micro_batches, behind)
 
 
-def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> Layer:
+def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> LayerMemory:
     """What one layer keeps of one micro-batch on a rank.
 
     What PyTorch saves: the inputs of both norms (of RMSNorm, the scaled input too) and of the four linear layers,
@@ -174,7 +174,7 @@ def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> Layer:
     parallelism everything (equations 2 to 4). Context parallelism gives its result head by head, so that the output
     layer has a copy of its own.
     """
-    model, shard = job.model, Shard.of(job, cp, tp, micro_batch)
+    model, shard = job.model, LayerShare.of(job, cp, tp, micro_batch)
     bytes_ = job.element_bytes
     region = -(-shard.tokens // tp) if job.sequence_parallel else shard.tokens
     outer = region * model.hidden * ((4 if model.bias else 6) * bytes_ + (2 if model.dropout else 0))
@@ -189,4 +189,4 @@ def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> Layer:
         scores = shard.tokens * job.sequence_length * shard.heads
         core = scores * (bytes_ * 2 + 1 if model.dropout else bytes_)
         selective = (core,)
-    return Layer(region * model.hidden * bytes_, outer, attention, core, inner, selective)
+    return LayerMemory(region * model.hidden * bytes_, outer, attention, core, inner, selective)

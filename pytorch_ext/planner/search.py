@@ -87,7 +87,7 @@ class Rejection:
 
 
 @dataclass
-class Found:
+class Candidates:
     """What a search found: plans, the best first; rejections; leanest: the layout that takes the least memory."""
 
     plans: list[Plan]
@@ -95,7 +95,7 @@ class Found:
     leanest: tuple[Layout, Memory] | None
 
 
-def search(job: Job, gpus: int, recompute: str | None = None) -> Found:
+def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
     """Compares all meshes of so many devices.
 
     Raises:
@@ -130,7 +130,7 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Found:
             best[name] = plan
     plans.sort(key=_cost)
     rejected = _rejected(job, gpus, plans[0], best, lean, scale, clock) if plans else []
-    return Found(plans, rejected, min(lean.values(), key=lambda pair: pair[1].total, default=None))
+    return Candidates(plans, rejected, min(lean.values(), key=lambda pair: pair[1].total, default=None))
 
 
 def meshes(job: Job, gpus: int) -> Iterator[Layout]:
@@ -315,7 +315,7 @@ def _limits(job: Job, gpus: int, names: tuple[str, ...]) -> str:
     return f"no such mesh of {gpus}: {', '.join(limits[name] for name in names)}"
 
 
-def too_big(job: Job, gpus: int, recompute: str | None, found: Found) -> str:
+def too_big(job: Job, gpus: int, recompute: str | None, found: Candidates) -> str:
     """Why nothing fits: by how much, and what would make it fit."""
     if found.leanest is None:
         return (

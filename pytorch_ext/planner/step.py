@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log, log2, sqrt
 
-from weft.planner.job import GRADIENT_BYTES, Job, Layout, Shard
+from weft.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
 from weft.planner.passes import passes_of, update_bytes
 from weft.planner.rates import attention_s, elementwise_s, gather_s, matmul_s, memory_s, send_s
 
@@ -142,7 +142,7 @@ class Clock:
 
     def _block(self, cp: int, tp: int, micro_batch: int, recompute: str) -> Block:
         job, model, hardware = self.job, self.job.model, self.job.hardware
-        shard = Shard.of(job, cp, tp, micro_batch)
+        shard = LayerShare.of(job, cp, tp, micro_batch)
         tokens, bytes_ = shard.tokens, job.element_bytes
         qkv = (shard.heads + 2 * shard.kv_heads) * model.head_dim
         up = shard.intermediate * (2 if model.gated_mlp else 1)
@@ -180,7 +180,7 @@ class Clock:
             recomputed = attention_forward
         return Block(forward_s, backward_s, recomputed, weight, forward_exposed, backward_exposed)
 
-    def _between(self, shard: Shard, region: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    def _between(self, shard: LayerShare, region: int) -> tuple[tuple[float, float], tuple[float, float]]:
         """Seconds of what stands between the products: norms, residual sums and rotations, and the MLP's activation and
         gate; forward, and backward."""
         job, model, hardware, bytes_ = self.job, self.job.model, self.job.hardware, self.job.element_bytes
@@ -202,7 +202,7 @@ class Clock:
         launches = kernels * (hardware.context_launch_s if cp > 1 and hardware.context_launch_s else hardware.launch_s)
         return seconds + launches if self.job.eager else max(seconds, launches)
 
-    def _attention(self, shard: Shard) -> tuple[float, float]:
+    def _attention(self, shard: LayerShare) -> tuple[float, float]:
         """Seconds of attention's core, forward and backward."""
         job, model, hardware = self.job, self.job.model, self.job.hardware
         rows = shard.tokens * shard.heads
@@ -236,7 +236,7 @@ class Clock:
             return 4 * once, 2 * once + beside(gathered_again, data) + beside(2 * once, weight)
         return beside(4 * once, forward), beside(4 * once + gathered_again, data + weight)
 
-    def _context_exposed(self, shard: Shard, cp: int, tp: int, attention: float) -> float:
+    def _context_exposed(self, shard: LayerShare, cp: int, tp: int, attention: float) -> float:
         """Seconds that a ring waits for keys and values beyond the attention that hides them."""
         if cp == 1:
             return 0.0
@@ -247,7 +247,7 @@ class Clock:
     def _head(self, cp: int, tp: int, micro_batch: int) -> Block:
         """The output layer and the loss; the embedding is a lookup and takes no time worth counting."""
         job, model = self.job, self.job.model
-        shard = Shard.of(job, cp, tp, micro_batch)
+        shard = LayerShare.of(job, cp, tp, micro_batch)
         forward = self._matmul(shard.tokens, shard.vocab, model.hidden)
         data = self._matmul(shard.tokens, model.hidden, shard.vocab)
         weight = self._matmul(shard.vocab, model.hidden, shard.tokens)
@@ -258,7 +258,7 @@ class Clock:
     def _transfers(self, layout: Layout) -> float:
         """Seconds a micro-batch waits for activations from, and gradients for, the neighbouring stages."""
         job = self.job
-        shard = Shard.of(job, layout.cp, layout.tp, layout.micro_batch)
+        shard = LayerShare.of(job, layout.cp, layout.tp, layout.micro_batch)
         whole = shard.tokens * job.model.hidden * job.element_bytes
         stride = layout.dp * layout.cp * layout.tp
         # Each tensor-parallel rank sends its part; without sequence parallelism it is gathered on arrival
@@ -270,7 +270,7 @@ class Clock:
 
     def _stage_parameters(self, pp: int, tp: int) -> int:
         """Of a rank's part of the largest stage."""
-        model, shard = self.job.model, Shard.of(self.job, 1, tp, 1)
+        model, shard = self.job.model, LayerShare.of(self.job, 1, tp, 1)
         embedding = shard.vocab * model.hidden
         ends = embedding * (1 if model.tied_embeddings or pp > 1 else 2)
         return -(-model.layers // pp) * shard.layer_parameters(model) + ends
@@ -293,7 +293,7 @@ class Clock:
     def _weights_gathered(self, layout: Layout, block: Block) -> float:
         """Seconds a layer waits under ZeRO stage 3: its weights gathered twice and its gradients scattered."""
         job, hardware = self.job, self.job.hardware
-        parameters = Shard.of(job, 1, layout.tp, 1).layer_parameters(job.model)
+        parameters = LayerShare.of(job, 1, layout.tp, 1).layer_parameters(job.model)
         weights = gather_s(hardware, job.element_bytes * parameters, layout.data_ranks, layout.tp)
         gradients = gather_s(hardware, GRADIENT_BYTES * parameters, layout.data_ranks, layout.tp)
         forward, backward = block.forward, block.backward + block.recomputed

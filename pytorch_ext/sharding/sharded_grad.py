@@ -53,7 +53,7 @@ def gradient_elsewhere(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Te
     return made
 
 
-class Place(NamedTuple):
+class GradientPlace(NamedTuple):
     """Where a gradient stands in the whole model's.
 
     Attributes:
@@ -95,19 +95,19 @@ class Place(NamedTuple):
         return gradient[in_memory[self.piece.start : self.piece.stop]]
 
 
-WHOLE = Place(None, None, None)
+WHOLE = GradientPlace(None, None, None)
 
 
-def place_for(parameter: torch.Tensor) -> Place:
+def place_for(parameter: torch.Tensor) -> GradientPlace:
     """Where the parameter's gradient stands, or that of a piece of one."""
     known = vars(parameter)
     piece = known.get("_weft_piece")
     if piece is not None:
         known = vars(piece.parameter)
-    return Place(known.get("_weft_shard"), piece, known.get("_weft_owners"))
+    return GradientPlace(known.get("_weft_shard"), piece, known.get("_weft_owners"))
 
 
-def place_of(gradient: torch.Tensor) -> Place:
+def place_of(gradient: torch.Tensor) -> GradientPlace:
     """Where a gradient that knows its place stands; WHOLE for a plain tensor."""
     return gradient.place if isinstance(gradient, ShardedGradient) else WHOLE
 
@@ -127,7 +127,7 @@ class ShardedGradient(torch.Tensor):
         place: in the whole model's gradient.
     """
 
-    place: Place
+    place: GradientPlace
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
@@ -162,7 +162,7 @@ class ShardedGradient(torch.Tensor):
         return _sharded(local(self).clone(), self.place)
 
 
-def _sharded(gradient: torch.Tensor, place: Place) -> ShardedGradient:
+def _sharded(gradient: torch.Tensor, place: GradientPlace) -> ShardedGradient:
     made = gradient.as_subclass(ShardedGradient)
     made.place = place
     return made
@@ -216,7 +216,7 @@ class _Norms(torch.Tensor):
         p: of the norm.
     """
 
-    places: list[Place]
+    places: list[GradientPlace]
     p: float
 
     @classmethod
@@ -269,7 +269,7 @@ class _Norms(torch.Tensor):
         return (total if largest else total.pow(1 / self.p)).to(self.dtype)
 
 
-def _norms(values: torch.Tensor, places: list[Place], p: float) -> _Norms:
+def _norms(values: torch.Tensor, places: list[GradientPlace], p: float) -> _Norms:
     made = values.as_subclass(_Norms)
     made.places, made.p = places, p
     return made

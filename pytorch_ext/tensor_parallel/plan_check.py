@@ -10,7 +10,7 @@ from torch import nn
 from weft.nn import OwnDropout, OwnDropout2d, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.sharded import ShardedModule
 from weft.tensor_parallel.auto.example_inputs import calls
-from weft.tensor_parallel.auto.propagation import Flow, Found
+from weft.tensor_parallel.auto.propagation import Flow, Propagation
 from weft.tensor_parallel.auto.trace import trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.local_sizes import has_numbers
@@ -128,11 +128,13 @@ class OwnPlan:
             except Exception as error:  # what a model's code raises, and operations called as no rule expects
                 _log.debug("the plan is not followed in a call: %s", error)
                 continue
-            misuse = self._of_pieces(found) or self._of_sums(twin, flow, found) if isinstance(found, Found) else found
+            misuse = (
+                self._of_pieces(found) or self._of_sums(twin, flow, found) if isinstance(found, Propagation) else found
+            )
             return misuse and self._told(*misuse)
         return None
 
-    def _of_pieces(self, found: Found) -> tuple[str, str] | None:
+    def _of_pieces(self, found: Propagation) -> tuple[str, str] | None:
         for layer, axis in found.columns.items():
             try:
                 sizes = [leaf.size for leaf in axis.leaves()]
@@ -145,7 +147,7 @@ class OwnPlan:
                 return layer, f'the model takes pieces of {sizes} features of it: say "parts": {tuple(sizes)}'
         return None
 
-    def _of_sums(self, twin: nn.Module, flow: Flow, found: Found) -> tuple[str, str] | None:
+    def _of_sums(self, twin: nn.Module, flow: Flow, found: Propagation) -> tuple[str, str] | None:
         for layout in found.layouts.values():
             for name in layout.axis.summed:
                 owners = [f"{owner}." for owner in flow.owners[name]]

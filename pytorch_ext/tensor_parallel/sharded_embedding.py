@@ -48,11 +48,11 @@ _DERIVED: dict[type, type] = {}
 
 class _SplitLookup(ShardHolder):
     def forward(self, *args, **kwargs):
-        with _Rows(self):
+        with _LookupMode(self):
             return super().forward(*args, **kwargs)
 
 
-class _Rows(TorchFunctionMode):
+class _LookupMode(TorchFunctionMode):
     """Looks up of all ranks' rows where the module's own weight is looked up."""
 
     def __init__(self, module: _SplitLookup):

@@ -2,7 +2,7 @@
 
 import torch
 
-from weft.kernels.attention import Positions, Rules
+from weft.kernels.attention_rules import Positions, Rules
 from weft.ops.dropout import dropout_mask
 
 

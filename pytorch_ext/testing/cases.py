@@ -37,7 +37,7 @@ COMMUNICATING = [(2, 1, 64, 32, 32), (2, 3, 7, 24, 16), (3, 1, 100, 33, 21), (4,
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """The sizes of a published decoder."""
 
     hidden: int
@@ -51,10 +51,10 @@ class Model:
 
 # From the models' own config.json files and, for GPT-3, Brown et al. 2020, table 2.1.
 MODELS = {
-    "llama-3-8b": Model(4096, 14336, 32, 8, 128, 128256, gated=True),
-    "llama-3-70b": Model(8192, 28672, 64, 8, 128, 128256, gated=True),
-    "qwen3-32b": Model(5120, 25600, 64, 8, 128, 151936, gated=True),
-    "gpt-3-175b": Model(12288, 49152, 96, 96, 128, 51200, gated=False),
+    "llama-3-8b": ModelShape(4096, 14336, 32, 8, 128, 128256, gated=True),
+    "llama-3-70b": ModelShape(8192, 28672, 64, 8, 128, 128256, gated=True),
+    "qwen3-32b": ModelShape(5120, 25600, 64, 8, 128, 151936, gated=True),
+    "gpt-3-175b": ModelShape(12288, 49152, 96, 96, 128, 51200, gated=False),
 }
 TENSOR_PARALLEL = [1, 2, 4, 8]
 TOKENS = [1024, 2048, 4096, 8192, 16384]
@@ -71,7 +71,7 @@ class LinearLayer:
     gated: bool = False
 
 
-def linear_layers(model: Model, tp: int) -> list[LinearLayer]:
+def linear_layers(model: ModelShape, tp: int) -> list[LinearLayer]:
     """The four products of a decoder block, as `tp` ranks split them."""
     attention, mlp = model.heads * model.head_dim // tp, model.intermediate // tp
     keys = 2 * model.kv_heads * model.head_dim // tp

@@ -7,7 +7,7 @@ from torch import nn
 BATCH, WIDTH, VOCABULARY = 8, 12, 17
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -23,7 +23,7 @@ class TiedModel(nn.Module):
         super().__init__()
         self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(9, WIDTH)
         self.gate = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(blocks))
         self.norm, self.logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.logits.weight = self.embedding.weight
 

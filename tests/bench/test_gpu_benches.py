@@ -29,7 +29,7 @@ from weft.bench import (
     spawned,
     tune,
 )
-from weft.bench.device_time import Row
+from weft.bench.device_time import ContestRow
 from weft.bench.matmul import products, shards
 from weft.bench.measure import Quantiles
 from weft.comm.registry import communicator
@@ -161,7 +161,7 @@ def quantiles(us):
 def row(ours_us, graph_us, **peers_us):
     peers = {name: quantiles(us) for name, us in peers_us.items()}
     best = min(peers_us, key=peers_us.get)
-    return Row("op", "shape", quantiles(ours_us), peers, graph_us, {}, best, peers_us[best] / ours_us, 0.5)
+    return ContestRow("op", "shape", quantiles(ours_us), peers, graph_us, {}, best, peers_us[best] / ours_us, 0.5)
 
 
 def test_the_tax_is_of_graphs_and_of_eager_calls_where_there_are_none():

@@ -15,7 +15,7 @@ from weft.testing.models import Llama
 @pytest.fixture
 def small(monkeypatch):
     for name in ("HEAD", "KV_HEADS", "HIDDEN", "WORDS"):
-        monkeypatch.setattr(paradigms.Model, name, 2 * Llama.HEAD if name == "HEAD" else getattr(Llama, name) + 1)
+        monkeypatch.setattr(paradigms.SmallModel, name, 2 * Llama.HEAD if name == "HEAD" else getattr(Llama, name) + 1)
     monkeypatch.setattr(paradigms, "SEQUENCE", 16)
     chosen = {2: ("data", "pipeline, 1f1b"), 4: ("data x tensor",)}
     kept = {world: [one for one in ones if one.name in chosen[world]] for world, ones in paradigms.PARADIGMS.items()}
@@ -30,7 +30,7 @@ def test_paradigms_take_the_steps_of_one_process(small):
         (world, one.name) for world, ones in paradigms.PARADIGMS.items() for one in ones
     ]
     by_name = {(row.world, row.paradigm): row for row in rows}
-    parameters = sum(parameter.numel() for parameter in paradigms.Model(paradigms.BLOCKS).parameters())
+    parameters = sum(parameter.numel() for parameter in paradigms.SmallModel(paradigms.BLOCKS).parameters())
     sent = by_name[2, "data"].sent_bytes
     assert 4 * parameters <= sent < 4.1 * parameters
     for row in rows:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.checkpoint.chunks import Part, boxes_of_stretch
-from weft.checkpoint.safetensors_io import Box, Entry, Files, dtype_of, source_at
+from weft.checkpoint.chunks import TensorPart, boxes_of_stretch
+from weft.checkpoint.safetensors_io import Box, Files, StoredTensor, dtype_of, source_at
 from weft.checkpoint.save_plan import Written, check_seen
 from weft.testing.ranks import run_ranks, try_ranks
 
@@ -265,7 +265,7 @@ def stored(path):
         for name, entry in {**source.model, **source.training}.items():
             if not name.startswith("random/"):
                 found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.code))
-                opened.fill(Part((0,) * len(entry.shape), found[name]), entry)
+                opened.fill(TensorPart((0,) * len(entry.shape), found[name]), entry)
     return found
 
 
@@ -321,9 +321,9 @@ def test_a_file_that_rank_0_does_not_see_whole_is_named(tmp_path):
 
 def test_a_tensor_of_which_a_part_is_not_stored_is_refused(tmp_path):
     safetensors.torch.save_file({"half": torch.ones(2, 3)}, tmp_path / "file")
-    entry = Entry("F32", (4, 3), (Box("file", "half", (0, 0), (2, 3)),))
+    entry = StoredTensor("F32", (4, 3), (Box("file", "half", (0, 0), (2, 3)),))
     with Files(tmp_path) as opened, pytest.raises(weft.CheckpointError, match="half have 6 of the 12 elements"):
-        opened.fill(Part((0, 0), torch.empty(4, 3)), entry)
+        opened.fill(TensorPart((0, 0), torch.empty(4, 3)), entry)
 
 
 def test_every_flipped_bit_of_the_data_is_noticed(saved, tmp_path):

@@ -282,7 +282,7 @@ def test_a_rank_lost_before_a_new_group_is_made_does_not_hang_it():
 def die_while_the_default_group_forms(rank, last_words, late):
     """Rank 1 dies after those words. Rank 2 reads a note, and then does nothing until the others are no more."""
     store = dist.FileStore(os.environ["WEFT_TEST_STORE"], 3)
-    announce, read = rendezvous._Meeting.announce, rendezvous._Meeting.read
+    announce, read = rendezvous._Rendezvous.announce, rendezvous._Rendezvous.read
 
     def die(self, key, note):
         announce(self, key, note)
@@ -298,9 +298,9 @@ def die_while_the_default_group_forms(rank, last_words, late):
         return note
 
     if rank == 1:
-        rendezvous._Meeting.announce = die
+        rendezvous._Rendezvous.announce = die
     if rank == 2:
-        rendezvous._Meeting.read = wait
+        rendezvous._Rendezvous.read = wait
     dist.init_process_group("weft", store=store, rank=rank, world_size=3)
 
 

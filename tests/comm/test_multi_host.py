@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import weft
 from weft.comm import multi_host
-from weft.comm.inter_host import Between
+from weft.comm.inter_host import InterHost
 from weft.sharding.sizes import split_sizes
 from weft.testing import reference
 from weft.testing.ranks import on_machines, run_ranks, try_ranks
@@ -183,7 +183,7 @@ def fail_before_machines_meet(rank, how):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("no descriptor is left")
 
-        Between._connect = fail
+        InterHost._connect = fail
     try:
         dist.new_group([0, 1, 2])
     finally:

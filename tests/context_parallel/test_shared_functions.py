@@ -10,8 +10,8 @@ from shared_calls import CASES, Draw, RefusedError, outcomes
 
 import weft.context_parallel.attention  # noqa: F401
 from weft.comm.registry import communicator
-from weft.context_parallel.shared_sequence import RULES, Cut, SharedSequence, Sharing, name_of
-from weft.ops.sequence_layout import Layout
+from weft.context_parallel.shared_sequence import RULES, SequenceCut, SharedSequence, Sharing, name_of
+from weft.ops.sequence_layout import SequenceLayout
 from weft.testing.ranks import run_ranks
 
 # Of one tensor of three dimensions; (0, 1) are two dimensions to a sum, and a dimension and a flag to nothing.
@@ -46,7 +46,7 @@ def reduces(rank):
         shape = [3, 4, 5]
         shape[axis] = 7
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(axis))
-        cut = Cut(Sharing(ranks), Layout(7, ranks.world_size))
+        cut = SequenceCut(Sharing(ranks), SequenceLayout(7, ranks.world_size))
         shared = SharedSequence(cut.pick(whole, axis), axis, cut)
         for name in ("sum", "mean"):
             for args, named in REDUCTIONS:
@@ -109,7 +109,7 @@ def shifts(rank):
     ranks = communicator(None)
     whole = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
     for strict in (False, True):
-        cut = Cut(Sharing(ranks, strict=strict), Layout(5, ranks.world_size))
+        cut = SequenceCut(Sharing(ranks, strict=strict), SequenceLayout(5, ranks.world_size))
         shared = SharedSequence(cut.pick(whole, 1), 1, cut)
         for pad in ((0, 0, 1, -1), (0, 0, -2, 2), [1, 1, 1, -1]):
             if strict:

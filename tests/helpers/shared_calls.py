@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weft.context_parallel.shared_sequence import Cut, SharedSequence, Sharing
-from weft.ops.sequence_layout import LAYOUTS, Layout
+from weft.context_parallel.shared_sequence import SequenceCut, SharedSequence, Sharing
+from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 
 Arguments = tuple[tuple, dict]
 
@@ -19,7 +19,7 @@ class Operand:
 
     leaf: torch.Tensor
     axis: int = 0
-    cut: Cut | None = None
+    cut: SequenceCut | None = None
 
     def tensor(self, shared: bool) -> torch.Tensor:
         """What the function is called with: a new tensor, which in-place functions may write to."""
@@ -46,9 +46,9 @@ class Draw(random.Random):
         self.function, self.owner = function, owner
         self.numbers = torch.Generator().manual_seed(self.randrange(2**31))
         length = self.choice([1, 2, 3, 4, 5, 7])
-        layout = Layout(length, ranks.world_size, self.choice(LAYOUTS))
+        layout = SequenceLayout(length, ranks.world_size, self.choice(LAYOUTS))
         sharing = Sharing(ranks, layout=layout.kind, strict=self.often(0.2))
-        self.cut = Cut(sharing, layout, self.choice([1, 1, 1, 2]))
+        self.cut = SequenceCut(sharing, layout, self.choice([1, 1, 1, 2]))
         self.sized(self.choice([1, 2, 3, 3, 3, 4]), length)
 
     def sized(self, dims: int, length: int | None = None) -> "Draw":

@@ -12,14 +12,14 @@ from weft.kernels import attention, dispatch, launch, signal, variants
 from weft.kernels.activation import gated_backward
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.all_reduce import matmul_all_reduce
-from weft.kernels.attention import Positions, Rules
-from weft.kernels.bucket import Bucket, Statistics, reduce
+from weft.kernels.attention_rules import Positions, Rules
+from weft.kernels.bucket import PackedBucket, Statistics, reduce
 from weft.kernels.chunks import Rows
 from weft.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
 from weft.kernels.matmul import Arrivals, matmul
 from weft.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.sharding.sizes import split_sizes
-from weft.testing.cases import MODELS, Model
+from weft.testing.cases import MODELS, ModelShape
 
 TOKENS = (1, 17, 1000, 4096, 16384)
 WORLDS = (1, 2, 3, 8)
@@ -29,7 +29,7 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def layers(model: Model, world: int) -> Iterator[tuple[str, int, int, str | None]]:
+def layers(model: ModelShape, world: int) -> Iterator[tuple[str, int, int, str | None]]:
     """The smallest and the largest shard of each layer: name, outputs, inputs, activation ("gated": two products)."""
     for place in {0, world - 1}:
         inner = split_sizes(model.intermediate, world)[place]
@@ -42,7 +42,7 @@ def layers(model: Model, world: int) -> Iterator[tuple[str, int, int, str | None
         yield "head", split_sizes(model.vocabulary, world)[place], model.hidden, None
 
 
-def linear(model: Model, world: int, tokens: int) -> None:
+def linear(model: ModelShape, world: int, tokens: int) -> None:
     for name, n, k, activation in layers(model, world):
         x, w, dy, main_grad = empty(tokens, k), empty(n, k), empty(tokens, n), empty(n, k, dtype=torch.float32)
         bias = None if model.gated or name == "head" else empty(n)
@@ -56,7 +56,7 @@ def linear(model: Model, world: int, tokens: int) -> None:
         matmul(dy.t(), x, addend=main_grad, out=main_grad)
 
 
-def communicating(model: Model, world: int, tokens: int) -> None:
+def communicating(model: ModelShape, world: int, tokens: int) -> None:
     if not 1 < world <= tokens:
         return
     peers = signal.unlaunched(0, world)
@@ -73,7 +73,7 @@ def communicating(model: Model, world: int, tokens: int) -> None:
             matmul_all_reduce(x, w.t(), peers, outgoing)
 
 
-def attention_chunks(model: Model, world: int, tokens: int) -> None:
+def attention_chunks(model: ModelShape, world: int, tokens: int) -> None:
     """A ring's steps, over an early and a late part of a sequence; batch first, heads or sequence next."""
     rules, early = Rules(right=0), tokens - tokens // 2
     positions = Positions(0, early, tokens, tokens - early)
@@ -100,7 +100,7 @@ def attention_chunks(model: Model, world: int, tokens: int) -> None:
         attention.attention_backward(q, k, v, q, lse, lse, rules, dq=dq, dk=dk, dv=dv, **options)
 
 
-def loss(model: Model, world: int, tokens: int) -> None:
+def loss(model: ModelShape, world: int, tokens: int) -> None:
     target, of_rows = empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.float32)
     for columns, smoothing in itertools.product(split_sizes(model.vocabulary, world), (0.0, 0.1)):
         logits = empty(tokens, columns)
@@ -111,11 +111,11 @@ def loss(model: Model, world: int, tokens: int) -> None:
         )
 
 
-def bucket(model: Model, world: int, tokens: int) -> None:
+def bucket(model: ModelShape, world: int, tokens: int) -> None:
     statistics = Statistics("meta")
     for dtype, wire in itertools.product((torch.bfloat16, torch.float32), repeat=2):
         tensors = [empty(*shape, dtype=dtype) for shape in ((3,), (64, 33), (tokens, model.hidden))]
-        places = Bucket(tensors)
+        places = PackedBucket(tensors)
         flat = places.empty(wire)
         for asked in (None, statistics):
             places.pack(tensors, flat, statistics=asked)

@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from weft.kernels import launch
-from weft.kernels.attention import (
-    Positions,
-    Rules,
-    attention_backward,
-    attention_delta,
-    attention_forward,
-)
+from weft.kernels.attention import attention_backward, attention_delta, attention_forward
+from weft.kernels.attention_rules import Positions, Rules
 from weft.kernels.attention_tiles import listed
 from weft.kernels.config import AttentionConfig
 from weft.ops.dropout import philox

@@ -7,7 +7,7 @@ import torch
 
 from weft.kernels import bucket as module
 from weft.kernels import launch
-from weft.kernels.bucket import ALIGNMENT, Bucket, Statistics, reduce
+from weft.kernels.bucket import ALIGNMENT, PackedBucket, Statistics, reduce
 from weft.testing import reference
 
 pytestmark = pytest.mark.kernel
@@ -80,7 +80,7 @@ def check_statistics(statistics, *results):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packing_writes_every_tensor_and_zeros_between(device, dtype, scale):
     tensors = gradients(device)
-    bucket, statistics = Bucket(tensors), Statistics(device)
+    bucket, statistics = PackedBucket(tensors), Statistics(device)
     flat, whole = poisoned(bucket.elements, dtype, device)
     bucket.pack(tensors, flat, scale, statistics)
     assert same_bits(flat, expected_flat(bucket, tensors, scale, dtype))
@@ -93,7 +93,7 @@ def test_packing_writes_every_tensor_and_zeros_between(device, dtype, scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unpacking_writes_every_tensor_and_nothing_besides(device, dtype, scale):
     like = gradients(device)
-    bucket, statistics = Bucket(like), Statistics(device)
+    bucket, statistics = PackedBucket(like), Statistics(device)
     flat = draw(device, bucket.elements, dtype=dtype, seed=9)
     before = flat.clone()
     for shift in (0, 1):  # aligned, and not
@@ -110,7 +110,7 @@ def test_unpacking_writes_every_tensor_and_nothing_besides(device, dtype, scale)
 
 def test_a_round_trip_through_fp32_changes_nothing(device):
     tensors = gradients(device)
-    bucket = Bucket(tensors)
+    bucket = PackedBucket(tensors)
     flat, results = bucket.empty(torch.float32), [torch.full_like(tensor, torch.nan) for tensor in tensors]
     bucket.pack(tensors, flat)
     bucket.unpack(flat, results)
@@ -119,7 +119,7 @@ def test_a_round_trip_through_fp32_changes_nothing(device):
 
 
 def test_tensors_start_at_multiples_of_the_alignment_in_their_order(device):
-    bucket = Bucket(gradients(device))
+    bucket = PackedBucket(gradients(device))
     ends = [0, *(slot.offset + slot.count for slot in bucket.slots)]
     for slot, end in zip(bucket.slots, ends, strict=False):
         assert slot.offset % ALIGNMENT == 0 and 0 <= slot.offset - end < ALIGNMENT
@@ -129,7 +129,7 @@ def test_tensors_start_at_multiples_of_the_alignment_in_their_order(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_that_are_not_aligned_are_packed_as_well(device, dtype):
     tensors = [misaligned(draw(device, 9000, dtype=of, seed=seed)) for seed, of in enumerate(DTYPES)]
-    bucket = Bucket(tensors)
+    bucket = PackedBucket(tensors)
     flat = bucket.empty(dtype).fill_(torch.nan)
     bucket.pack(tensors, flat)
     assert same_bits(flat, expected_flat(bucket, tensors, 1.0, dtype))
@@ -141,7 +141,7 @@ def test_memory_order_is_kept_where_a_tensor_is_dense_but_not_contiguous(device)
         draw(device, 31, 17).t(),
         draw(device, 5, 1, 4),
     ]
-    bucket = Bucket(tensors)
+    bucket = PackedBucket(tensors)
     flat = bucket.empty(torch.float32)
     bucket.pack(tensors, flat)
     in_memory = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
@@ -154,7 +154,7 @@ def test_memory_order_is_kept_where_a_tensor_is_dense_but_not_contiguous(device)
 
 def test_addresses_are_followed_and_uploaded_only_when_they_change(device):
     first, second = gradients(device), gradients(device, seed=50)
-    bucket = Bucket(first)
+    bucket = PackedBucket(first)
     flat = bucket.empty(torch.float32)
 
     def uploads(tensors):
@@ -173,7 +173,7 @@ def test_addresses_are_followed_and_uploaded_only_when_they_change(device):
 
 def test_a_missing_tensor_counts_as_zeros_and_is_passed_over(device):
     tensors = gradients(device)
-    bucket, statistics = Bucket(tensors), Statistics(device)
+    bucket, statistics = PackedBucket(tensors), Statistics(device)
     some = [None if number % 2 else tensor for number, tensor in enumerate(tensors)]
     flat = bucket.empty(torch.float32).fill_(torch.nan)
     bucket.pack(some, flat, statistics=statistics)
@@ -187,7 +187,7 @@ def test_a_missing_tensor_counts_as_zeros_and_is_passed_over(device):
 
 
 def test_tensors_that_are_views_of_the_flat_buffer_are_scaled_in_place(device):
-    bucket = Bucket([draw(device, 4097), draw(device, 9)])
+    bucket = PackedBucket([draw(device, 4097), draw(device, 9)])
     flat = draw(device, bucket.elements)
     views = [flat[slot.offset : slot.offset + slot.count] for slot in bucket.slots]
     expected = expected_flat(bucket, views, 0.25, torch.float32)
@@ -199,7 +199,7 @@ def test_empty_buckets_and_buffers_have_norm_zero(device):
     for tensors in ([], [draw(device, 0)]):
         statistics = Statistics(device)
         statistics.squared_norm.fill_(7.0)
-        bucket = Bucket(tensors, device=device)
+        bucket = PackedBucket(tensors, device=device)
         bucket.pack(tensors, bucket.empty(torch.float32), statistics=statistics)
         assert statistics.squared_norm.item() == statistics.nonfinite.item() == 0.0
     statistics.nonfinite.fill_(1.0)
@@ -211,7 +211,7 @@ def test_empty_buckets_and_buffers_have_norm_zero(device):
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_one_infinity_or_nan_anywhere_is_flagged(device, bad, place):
     tensor = draw(device, 10_000)
-    bucket, statistics = Bucket([tensor]), Statistics(device)
+    bucket, statistics = PackedBucket([tensor]), Statistics(device)
     flat = bucket.empty(torch.float32)
     tensor[place] = bad
     bucket.pack([tensor], flat, statistics=statistics)
@@ -225,7 +225,7 @@ def test_one_infinity_or_nan_anywhere_is_flagged(device, bad, place):
 
 def test_huge_numbers_are_finite_and_what_rounding_makes_infinite_is_not(device):
     tensor = torch.full((5000,), 1e30, device=device)
-    bucket, statistics = Bucket([tensor]), Statistics(device)
+    bucket, statistics = PackedBucket([tensor]), Statistics(device)
     bucket.pack([tensor], bucket.empty(torch.float32), statistics=statistics)
     assert statistics.squared_norm.item() == pytest.approx(5000 * tensor[0].double().item() ** 2, rel=1e-14)
     assert statistics.nonfinite.item() == 0.0
@@ -239,14 +239,14 @@ def test_huge_numbers_are_finite_and_what_rounding_makes_infinite_is_not(device)
 def test_the_norm_is_of_what_was_written_not_of_what_was_read(device):
     """256 + 1/2 becomes 256 in bf16."""
     tensor = torch.full((4097,), 256.5, device=device)
-    bucket, statistics = Bucket([tensor]), Statistics(device)
+    bucket, statistics = PackedBucket([tensor]), Statistics(device)
     bucket.pack([tensor], bucket.empty(torch.bfloat16), statistics=statistics)
     assert statistics.squared_norm.item() == 4097 * 256**2
 
 
 def test_the_norm_has_the_same_bits_each_time_and_the_ticket_returns_to_zero(device):
     tensors = gradients(device)
-    bucket, statistics = Bucket(tensors), Statistics(device)
+    bucket, statistics = PackedBucket(tensors), Statistics(device)
     flat = bucket.empty(torch.bfloat16)
     norms = []
     for _ in range(5):
@@ -255,7 +255,7 @@ def test_the_norm_has_the_same_bits_each_time_and_the_ticket_returns_to_zero(dev
         assert statistics._ticket.item() == 0
     assert all(same_bits(norm, norms[0]) for norm in norms)
     buffer = draw(device, 50_000)
-    bucket_of_one = Bucket([buffer])
+    bucket_of_one = PackedBucket([buffer])
     bucket_of_one.pack([buffer], bucket_of_one.empty(torch.float32), statistics=statistics)
     assert not same_bits(statistics.squared_norm, norms[0])
     packed = statistics.squared_norm.clone()
@@ -343,7 +343,7 @@ def test_the_sum_may_replace_a_buffer_and_buffers_need_no_alignment(device, dtyp
 
 def test_bad_tensors_are_refused_before_anything_is_written(device):
     tensors = [draw(device, 6, 4), draw(device, 10, dtype=torch.bfloat16)]
-    bucket = Bucket(tensors)
+    bucket = PackedBucket(tensors)
     flat = bucket.empty(torch.float32).fill_(7.0)
     a, b = tensors
     wide = draw(device, 6, 8)
@@ -351,7 +351,7 @@ def test_bad_tensors_are_refused_before_anything_is_written(device):
     for error, text, call in [
         (ValueError, "got 1 tensors for a bucket of 2", lambda: bucket.pack([a], flat)),
         (ValueError, r"tensors\[1\] is torch.float32, 10 elements.*made for torch.bfloat16, 10 elements", lambda: bucket.pack([a, b.float()], flat)),
-        (ValueError, r"tensors\[0\] is torch.float32, 20 elements.*Make another Bucket", lambda: bucket.pack([a[:5], b], flat)),
+        (ValueError, r"tensors\[0\] is torch.float32, 20 elements.*Make another PackedBucket", lambda: bucket.pack([a[:5], b], flat)),
         (ValueError, r"has strides \(8, 1\); the bucket was made for a contiguous one", lambda: bucket.pack([wide[:, :4], b], flat)),
         (ValueError, "has strides", lambda: bucket.unpack(flat, [draw(device, 4, 6).t(), b])),
         (ValueError, "on meta; the bucket was made for", lambda: bucket.pack([a.to("meta"), b], flat)),
@@ -364,10 +364,10 @@ def test_bad_tensors_are_refused_before_anything_is_written(device):
         (ValueError, "scale=1e.39 must be finite", lambda: bucket.unpack(flat, tensors, 1e39)),
         (ValueError, r"tensors\[0\] shares memory with flat at another place than its own", lambda: bucket.pack([own[8:32].view(6, 4), b], own[:40])),
         (ValueError, "statistics are on meta", lambda: bucket.pack(tensors, flat, statistics=Statistics("meta"))),
-        (TypeError, r"tensors\[0\] is torch.float64; it must be one of", lambda: Bucket([a.double()])),
-        (ValueError, "its elements must fill their memory", lambda: Bucket([wide[:, :4]])),
-        (ValueError, "its elements must fill their memory", lambda: Bucket([a[:, :1].expand(6, 4)])),
-        (ValueError, "the device must be given", lambda: Bucket([])),
+        (TypeError, r"tensors\[0\] is torch.float64; it must be one of", lambda: PackedBucket([a.double()])),
+        (ValueError, "its elements must fill their memory", lambda: PackedBucket([wide[:, :4]])),
+        (ValueError, "its elements must fill their memory", lambda: PackedBucket([a[:, :1].expand(6, 4)])),
+        (ValueError, "the device must be given", lambda: PackedBucket([])),
     ]:  # fmt: skip
         with pytest.raises(error, match=text):
             call()

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 import weft
 from weft.kernels import launch
-from weft.kernels.attention import Rules
+from weft.kernels.attention_rules import Rules
 from weft.ops import attention_chunk, head_groups, kernel_choice
 from weft.ops.context_attention import choose
-from weft.ops.sequence_layout import Layout
+from weft.ops.sequence_layout import SequenceLayout
 from weft.testing.attention import attention
 from weft.testing.ranks import run_ranks
 
@@ -144,7 +144,7 @@ def test_splitting_costs_no_accuracy(dtype):
 def in_a_ring(world, whole, merge):
     """Causal, all of a ring's ranks in this process, their chunks merged by `merge`; relative errors of out and dk."""
     q = whole[0]
-    layout = Layout(q.size(2), world)
+    layout = SequenceLayout(q.size(2), world)
     exact = unsplit(whole, MASKS["causal"])
     rules = Rules(right=0)
     parts = [[layout.pick(t, 2, rank) for t in whole] for rank in range(world)]
@@ -277,7 +277,7 @@ def test_chunks_out_of_the_window_do_not_travel():
 def test_causal_work_is_the_same_on_every_rank():
     for world in (2, 3, 4, 8):
         for length in (4096, 5001):
-            layout = Layout(length, world)
+            layout = SequenceLayout(length, world)
             runs = [layout.among([rank]).runs for rank in range(world)]
             work = [sum(start + i + 1 for start, count in of_rank for i in range(count)) for of_rank in runs]
             assert max(work) / (sum(work) / world) < 1.02, (world, length)
@@ -331,7 +331,7 @@ def test_auto_moves_the_fewest_bytes_and_says_so():
     from weft.ops.context_attention import Call
 
     def call(world, heads, kv_heads, length=4096):
-        layout = Layout(length, world)
+        layout = SequenceLayout(length, world)
         return Call(layout, layout, 1, heads, kv_heads, 64, 64, 2, world, 1)
 
     causal, windowed = Rules(right=0), Rules(left=63, right=0)

@@ -38,7 +38,7 @@ def test_every_mesh_of_four_ranks_is_measured():
 
 
 def test_the_chosen_plan_is_within_five_percent_of_the_best_measured(tmp_path):
-    model = paradigms.Model
+    model = paradigms.SmallModel
     width = 2 * model.KV_HEADS * model.HEAD
     config = {
         "model_type": "llama",

@@ -86,7 +86,7 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> Rows:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _CopyPlan:
     """Copies in their order: from an address, to an offset into the whole, so many bytes, for that chunk."""
 
     sources: list[int]
@@ -96,14 +96,14 @@ class _Plan:
 
 
 @lru_cache(maxsize=256)
-def _plan(rows: Rows, row_bytes: int, rank: int, at: tuple[int, ...]) -> _Plan:
+def _plan(rows: Rows, row_bytes: int, rank: int, at: tuple[int, ...]) -> _CopyPlan:
     world = len(at)
     order = sorted(
         (number for number, chunk in enumerate(rows.chunks) if chunk.rank != rank),
         key=lambda number: ((rows.chunks[number].rank - rank) % world, number),
     )
     chunks = [rows.chunks[number] for number in order]
-    return _Plan(
+    return _CopyPlan(
         [at[chunk.rank] + signal.DATA_OFFSET + chunk.local_start * row_bytes for chunk in chunks],
         [chunk.start * row_bytes for chunk in chunks],
         [chunk.rows * row_bytes for chunk in chunks],
@@ -124,7 +124,7 @@ class _Copies:
 
 
 class _StreamCopies(_Copies):
-    def __init__(self, plan: _Plan, whole: torch.Tensor, flags: torch.Tensor):
+    def __init__(self, plan: _CopyPlan, whole: torch.Tensor, flags: torch.Tensor):
         self.stream = _copy_stream(whole.device)
         self.stream.wait_stream(torch.cuda.current_stream(whole.device))
         for tensor in (whole, flags):  # were nobody to join
@@ -144,13 +144,13 @@ class _StreamCopies(_Copies):
 
 
 class _ThreadCopies(_Copies):
-    def __init__(self, plan: _Plan, whole: torch.Tensor, flags: torch.Tensor):
+    def __init__(self, plan: _CopyPlan, whole: torch.Tensor, flags: torch.Tensor):
         self.kept = whole, flags
         self.thread = threading.Thread(target=self._run, args=(plan, whole.data_ptr(), flags), daemon=True)
         self.thread.start()
 
     @staticmethod
-    def _run(plan: _Plan, start: int, flags: torch.Tensor) -> None:
+    def _run(plan: _CopyPlan, start: int, flags: torch.Tensor) -> None:
         for source, offset, count, chunk in zip(plan.sources, plan.offsets, plan.bytes, plan.chunks, strict=True):
             interpreted.at_meeting()
             ctypes.memmove(start + offset, source, count)

@@ -29,7 +29,7 @@ CROSSOVER_BYTES = 8 << 20
 _FIRST_WINDOW_BYTES = 1 << 20
 
 
-class Place(NamedTuple):
+class ParallelContext(NamedTuple):
     """Where a layer stands.
 
     Attributes:
@@ -58,7 +58,7 @@ class Overlap:
 
 
 def gathered(
-    place: Place, x: torch.Tensor, sizes, b: torch.Tensor, bias=None, activation: Activation | None = None
+    place: ParallelContext, x: torch.Tensor, sizes, b: torch.Tensor, bias=None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, z, whole): y = act(z), z = whole @ b + bias, whole = the ranks' x along the sequence.
 
@@ -86,7 +86,7 @@ def gathered(
     return y, (y if z is None else z.view(y.shape)), whole
 
 
-def gather_meanwhile(place: Place, x: torch.Tensor, sizes, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+def gather_meanwhile(place: ParallelContext, x: torch.Tensor, sizes, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begins to gather x along the sequence while a product with b runs that `scattered` computes; call the result to
     have the whole. Where that product does not overlap, nothing begins before the call."""
     ranks, dim = place.ranks, _dim(place, x)
@@ -96,7 +96,7 @@ def gather_meanwhile(place: Place, x: torch.Tensor, sizes, b: torch.Tensor) -> C
     return _start(place, x, sizes).finish
 
 
-def _start(place: Place, x: torch.Tensor, sizes):
+def _start(place: ParallelContext, x: torch.Tensor, sizes):
     from weft.ops.overlap.peer_copies import start_gathering, window_bytes
     from weft.ops.overlap.workspace import workspace
 
@@ -104,7 +104,7 @@ def _start(place: Place, x: torch.Tensor, sizes):
     return start_gathering(workspace(place.ranks, "gather", window_bytes(x, dim, sizes), x.device), x, dim, sizes)
 
 
-def _dim(place: Place, x: torch.Tensor) -> int:
+def _dim(place: ParallelContext, x: torch.Tensor) -> int:
     assert place.sequence_dim is not None
     return place.sequence_dim % x.dim()
 
@@ -118,7 +118,7 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> int:
 
 
 def scattered(
-    place: Place, a: torch.Tensor, b: torch.Tensor, sizes, activation: Activation | None = None, z=None
+    place: ParallelContext, a: torch.Tensor, b: torch.Tensor, sizes, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
     """This rank's shard along the sequence of the sum over ranks of a @ b.
 
@@ -141,7 +141,7 @@ def scattered(
 
 
 def reduced(
-    place: Place, a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z=None
+    place: ParallelContext, a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
     """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; activation and z as in `scattered`."""
     ranks = place.ranks
@@ -159,7 +159,7 @@ def reduced(
     return matmul_all_reduce(matrix, b, peers, rows).view(*a.shape[:-1], b.size(1))
 
 
-def decide(place: Place, m: int, b: torch.Tensor, how: str, activation: Activation | None = None) -> Overlap:
+def decide(place: ParallelContext, m: int, b: torch.Tensor, how: str, activation: Activation | None = None) -> Overlap:
     """What a product of m rows with b [K, N] does. The same on every rank, without asking the others.
 
     Args:
@@ -199,7 +199,7 @@ def decide(place: Place, m: int, b: torch.Tensor, how: str, activation: Activati
     return Overlap(travelling >= CROSSOVER_BYTES, size)
 
 
-def _fuses(place: Place, x, rows: int, b, how: str, activation=None) -> bool:
+def _fuses(place: ParallelContext, x, rows: int, b, how: str, activation=None) -> bool:
     if place.ranks.world_size == 1 or place.overlap == "never" or rows == 0:
         return False
     if place.overlap == "auto" and not kernel_choice.on_kernel(x.device):  # the usual case on a CPU, told quickly
@@ -219,7 +219,7 @@ def _why_not(ranks: Communicator, device: torch.device, dtype: torch.dtype) -> s
     return None if dtype in COMMUNICATING_DTYPES else f"the communicating kernels do not take {dtype}"
 
 
-def _reach(place: Place, device: torch.device) -> bool:
+def _reach(place: ParallelContext, device: torch.device) -> bool:
     """Whether the ranks reach each other's memory. Found out once, by all of them together."""
     unreached = place.ranks.unreached
     if device not in unreached:

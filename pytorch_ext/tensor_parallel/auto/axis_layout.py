@@ -71,7 +71,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """Of a tensor: dimension `dim`, of size before x extent, whose second factor runs along the units of an axis.
 
     Attributes:
@@ -90,7 +90,7 @@ class Layout:
     minor: tuple[tuple[int, int], ...] = ()
     constant: frozenset[int] = frozenset()
 
-    def moved(self, to: Callable[[int], int]) -> "Layout":
+    def moved(self, to: Callable[[int], int]) -> "AxisLayout":
         """With dimensions renumbered."""
         minor = tuple((to(dim), size) for dim, size in self.minor)
         return replace(self, dim=to(self.dim), minor=minor, constant=frozenset(map(to, self.constant)))
@@ -100,14 +100,14 @@ class Layout:
         """Whether the dimension is the axis as it left the layer."""
         return self.before == 1 and self.extent == self.axis.size and not self.minor and self.copies == 1
 
-    def use(self) -> "Layout":
+    def use(self) -> "AxisLayout":
         """The axis as one is what is computed with."""
         self.axis.used = True
         self.axis.units = gcd(self.axis.units, self.units)
         return self
 
 
-def viewed(layout: Layout, old: tuple[int, ...], new: tuple[int, ...], lone: bool) -> Layout:
+def viewed(layout: AxisLayout, old: tuple[int, ...], new: tuple[int, ...], lone: bool) -> AxisLayout:
     """After a view of a tensor of shape `old` as `new`.
 
     Args:
@@ -130,7 +130,7 @@ def viewed(layout: Layout, old: tuple[int, ...], new: tuple[int, ...], lone: boo
         raise ConflictError("a view cuts through copies of its features")
     units = gcd(layout.units, extent // copies)
     minor = _minor(new, dim, whole) if together and before == 1 else ()
-    return Layout(dim, before, extent, layout.axis, units, copies, minor)
+    return AxisLayout(dim, before, extent, layout.axis, units, copies, minor)
 
 
 def _boundary(new, prefix: int, lone: bool, axis: Axis) -> tuple[int, int, int]:
@@ -156,7 +156,7 @@ def _ends_here(new, dim: int) -> bool:
     return all(size == 1 for size in new[dim:])
 
 
-def _consecutive(layout: Layout) -> bool:
+def _consecutive(layout: AxisLayout) -> bool:
     return [dim for dim, _ in layout.minor] == [layout.dim + 1 + i for i in range(len(layout.minor))]
 
 

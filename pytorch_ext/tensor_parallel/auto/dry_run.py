@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.tensor_parallel.auto.propagation import Found
-from weft.tensor_parallel.auto.trace import MismatchError, Node, Run, Trace, UntraceableError, Value, trace
+from weft.tensor_parallel.auto.propagation import Propagation
+from weft.tensor_parallel.auto.trace import MismatchError, Node, Trace, TraceRun, UntraceableError, Value, trace
 from weft.tensor_parallel.local_sizes import argument_of, set_number, width_of
 
 Numbers = dict[tuple[str, str], tuple[int, ...]]  # (module, attribute) to its number on each rank
@@ -23,10 +23,10 @@ _REPEATING = ("slice", "unsqueeze", "expand", "view")
 _BY_SHAPE = {"view", "expand", "split", "split_with_sizes", "layer", "closed"}
 
 
-class Rehearsal(Run):
+class Rehearsal(TraceRun):
     """A run with one rank's widths that is held against the whole model's."""
 
-    def __init__(self, whole: Trace, found: Found, rank: int):
+    def __init__(self, whole: Trace, found: Propagation, rank: int):
         super().__init__()
         self.whole, self.found, self.rank, self.step = whole, found, rank, 0
         self.skips = _repetitions(whole, found, rank)
@@ -90,7 +90,7 @@ class Rehearsal(Run):
         return [start if start >= 0 else size + start], [expected_start]
 
 
-def _repetitions(whole: Trace, found: Found, rank: int) -> dict[int, tuple[int, Value, Value]]:
+def _repetitions(whole: Trace, found: Propagation, rank: int) -> dict[int, tuple[int, Value, Value]]:
     """Where a KV head is repeated for its query heads, and this rank has one for each, so that code may leave it out:
     the first operation to (the one after the last, the tensor once, the tensor repeated)."""
     made = {output: step for step, node in enumerate(whole.nodes) for output in node.outputs if output is not None}
@@ -132,7 +132,7 @@ def _numbers(tree) -> Iterator[Any]:
 
 
 def rehearse(
-    twin: nn.Module, call: Callable, whole: Trace, found: Found, known: Numbers | None = None
+    twin: nn.Module, call: Callable, whole: Trace, found: Propagation, known: Numbers | None = None
 ) -> tuple[Numbers, MismatchError | None]:
     """Every rank's part, and the numbers that modules must have; or what stays wrong.
 
@@ -165,7 +165,7 @@ def rehearse(
 
 
 def _help(
-    twin, whole: Trace, found: Found, mismatch: MismatchError, numbers: Numbers, reached: Callable
+    twin, whole: Trace, found: Propagation, mismatch: MismatchError, numbers: Numbers, reached: Callable
 ) -> Numbers | None:
     """Of the numbers that might be needed, those with which the rehearsals get furthest; the first with which they get
     out of the module; None where they get no further."""
@@ -199,7 +199,7 @@ def _wrong(twin, call, whole, found, rank, numbers) -> MismatchError | None:
     return None
 
 
-def _unlike_ranks(found: Found) -> list[int]:
+def _unlike_ranks(found: Propagation) -> list[int]:
     """One rank of each kind: those with the same shares do the same."""
     systems = list({id(system): system for system in found.systems.values()}.values())
     first: dict[tuple, int] = {}
@@ -208,7 +208,7 @@ def _unlike_ranks(found: Found) -> list[int]:
     return list(first.values())
 
 
-def _candidates(twin: nn.Module, whole: Trace, found: Found, where: str, numbers: Numbers) -> Iterator[Numbers]:
+def _candidates(twin: nn.Module, whole: Trace, found: Propagation, where: str, numbers: Numbers) -> Iterator[Numbers]:
     """Numbers that the modules around might need, the same in all modules of a class: their attributes, those of their
     configurations, the widths of what they are called with."""
     parts = where.split(".")
@@ -241,7 +241,7 @@ def _of_config(name: str, module: nn.Module) -> dict[str, int]:
     return {f"config.{key}": value for key, value in _attributes(name, vars(module).get("config")).items()}
 
 
-def _widths(whole: Trace, found: Found, name: str, module: nn.Module) -> dict[str, int]:
+def _widths(whole: Trace, found: Propagation, name: str, module: nn.Module) -> dict[str, int]:
     """Those that its code may read as the last size of a whole tensor that it is called with."""
     widths = {}
     for (owner, argument), values in whole.arguments.items():
@@ -251,7 +251,7 @@ def _widths(whole: Trace, found: Found, name: str, module: nn.Module) -> dict[st
     return widths
 
 
-def _sizes_within(name: str, whole: Trace, found: Found, known: dict[str, dict[int, set]]) -> dict[int, set]:
+def _sizes_within(name: str, whole: Trace, found: Propagation, known: dict[str, dict[int, set]]) -> dict[int, set]:
     """Sizes of split dimensions in a module, and how many query heads use a KV head: whole to each rank's."""
     if name in known:
         return known[name]

@@ -11,7 +11,7 @@ from weft.tensor_parallel.styles import kind_of
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerSpec:
     """One kind of layer.
 
     Attributes:
@@ -26,7 +26,7 @@ class Kind:
     sizes: Callable[[nn.Module], tuple[int, int]]
 
 
-def known(module: nn.Module) -> Kind | None:
+def known(module: nn.Module) -> LayerSpec | None:
     return LAYERS.get(kind_of(module))
 
 
@@ -68,10 +68,10 @@ def _named(*names: str) -> Callable[[Any], tuple[int, int]]:
 
 
 LAYERS = {
-    "nn.Linear": Kind(_linear, -1, _named("in_features", "out_features")),
-    "transformers.Conv1D": Kind(_linear, -1, _named("nx", "nf")),
-    "nn.Conv2d": Kind(_conv2d, -3, _named("in_channels", "out_channels")),
-    "nn.Embedding": Kind(_embedding, -1, _named("num_embeddings", "embedding_dim")),
-    "nn.BatchNorm2d": Kind(_batch_norm, -3, _named("num_features")),
-    "nn.MultiheadAttention": Kind(_attention, -1, _named("embed_dim")),
+    "nn.Linear": LayerSpec(_linear, -1, _named("in_features", "out_features")),
+    "transformers.Conv1D": LayerSpec(_linear, -1, _named("nx", "nf")),
+    "nn.Conv2d": LayerSpec(_conv2d, -3, _named("in_channels", "out_channels")),
+    "nn.Embedding": LayerSpec(_embedding, -1, _named("num_embeddings", "embedding_dim")),
+    "nn.BatchNorm2d": LayerSpec(_batch_norm, -3, _named("num_features")),
+    "nn.MultiheadAttention": LayerSpec(_attention, -1, _named("embed_dim")),
 }

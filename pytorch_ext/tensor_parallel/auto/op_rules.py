@@ -6,14 +6,14 @@ from functools import partial
 from math import gcd
 from operator import add
 
-from weft.tensor_parallel.auto.axis_layout import Axis, ConflictError, Layout, viewed
+from weft.tensor_parallel.auto.axis_layout import Axis, AxisLayout, ConflictError, viewed
 from weft.tensor_parallel.auto.trace import ACTIVATION, Node, Value
 
-Layouts = dict[Value, Layout]
-Rule = Callable[[Node, Layouts, "Meeting"], list[Layout | None]]
+Layouts = dict[Value, AxisLayout]
+Rule = Callable[[Node, Layouts, "AxisJoin"], list[AxisLayout | None]]
 
 
-class Meeting:
+class AxisJoin:
     """Which axes are computed with together, and so are cut alike.
 
     Attributes:
@@ -27,7 +27,7 @@ class Meeting:
         self.copied: list[tuple[Axis, Axis, int]] = []
         self.lone = lone
 
-    def join(self, one: Layout | None, other: Layout, what: str) -> Layout:
+    def join(self, one: AxisLayout | None, other: AxisLayout, what: str) -> AxisLayout:
         """Of two tensors that are computed with element by element."""
         if one is None:
             return other
@@ -63,7 +63,7 @@ def rule_of(node: Node) -> Rule:
 # Element by element
 
 
-def pointwise(node: Node, layouts: Layouts, meeting: Meeting) -> list[Layout | None]:
+def pointwise(node: Node, layouts: Layouts, meeting: AxisJoin) -> list[AxisLayout | None]:
     out = next(value for value in node.outputs if value is not None)
     joined = None
     for value in node.inputs:
@@ -81,7 +81,7 @@ def pointwise(node: Node, layouts: Layouts, meeting: Meeting) -> list[Layout | N
     return [joined if value is not None and value.shape == out.shape else None for value in node.outputs]
 
 
-def check_whole(node: Node, value: Value, layout: Layout, dims: int) -> None:
+def check_whole(node: Node, value: Value, layout: AxisLayout, dims: int) -> None:
     """A tensor that every rank has whole meets one with split features, of so many dimensions: its own size there must
     be 1, and its gradient must be a sum that somebody takes."""
     own = layout.dim - (dims - len(value.shape))
@@ -141,7 +141,7 @@ def _squeeze(node, layouts, meeting):
     return [_without(layout, gone)]
 
 
-def _without(layout: Layout, gone) -> Layout:
+def _without(layout: AxisLayout, gone) -> AxisLayout:
     kept = replace(
         layout,
         minor=() if {dim for dim, _ in layout.minor} & set(gone) else layout.minor,
@@ -174,7 +174,7 @@ def _slice(node, layouts, meeting):
     return [_piece(node, layout, start, start + out.shape[dim])]
 
 
-def _cut_elsewhere(layout: Layout, dim: int) -> Layout:
+def _cut_elsewhere(layout: AxisLayout, dim: int) -> AxisLayout:
     """What follows along a dimension of its own within the units is no longer all of them: they stay together."""
     if dim in dict(layout.minor):
         layout.axis.units = gcd(layout.axis.units, layout.units)
@@ -182,7 +182,7 @@ def _cut_elsewhere(layout: Layout, dim: int) -> Layout:
     return layout
 
 
-def _piece(node: Node, layout: Layout, start: int, stop: int) -> Layout:
+def _piece(node: Node, layout: AxisLayout, start: int, stop: int) -> AxisLayout:
     """From start to stop along the dimension: of features, or of heads that they were viewed as."""
     if layout.before != 1 or layout.copies != 1 or not (layout.raw or layout.minor):
         raise ConflictError(f"{_told(node)} takes some of its features")
@@ -216,7 +216,7 @@ def _unbind(node, layouts, meeting):
     return [_selected(node, layouts[value], dim, index) for index in range(value.shape[dim])]
 
 
-def _selected(node: Node, layout: Layout, dim: int, index: int) -> Layout:
+def _selected(node: Node, layout: AxisLayout, dim: int, index: int) -> AxisLayout:
     if dim != layout.dim:
         return _without(_cut_elsewhere(layout, dim), [dim])
     if layout.before != 1 or not layout.minor or layout.copies != 1:
@@ -224,7 +224,7 @@ def _selected(node: Node, layout: Layout, dim: int, index: int) -> Layout:
     size = layout.axis.size // layout.extent
     axis = layout.axis.piece(index * size, (index + 1) * size, apart=True)
     (first, extent), *rest = layout.minor
-    found = Layout(first, 1, extent, axis, extent, 1, tuple(rest), layout.constant)
+    found = AxisLayout(first, 1, extent, axis, extent, 1, tuple(rest), layout.constant)
     return _without(found, [dim])
 
 
@@ -246,8 +246,8 @@ def _stack(node, layouts, meeting):
     return [_joined_along(node, layouts, meeting, None).moved(lambda dim: dim + (dim >= new))]
 
 
-def _joined_along(node: Node, layouts: Layouts, meeting: Meeting, dim: int | None) -> Layout:
-    joined: Layout | None = None
+def _joined_along(node: Node, layouts: Layouts, meeting: AxisJoin, dim: int | None) -> AxisLayout:
+    joined: AxisLayout | None = None
     for value in node.inputs:
         if value not in layouts:
             if len(value.shape) == 1 and value.shape[0] == 0:

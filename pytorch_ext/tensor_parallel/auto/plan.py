@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.tensor_parallel.auto.axis_layout import Axis
 from weft.tensor_parallel.auto.layer_specs import known
-from weft.tensor_parallel.auto.propagation import Found
+from weft.tensor_parallel.auto.propagation import Propagation
 from weft.tensor_parallel.auto.search import GATHERED, Search, Structure, runs_of, structures
 from weft.tensor_parallel.styles import kind_of
 
@@ -147,7 +147,7 @@ def _short(entry: str | Mapping) -> str | Mapping:
     return options["style"] if list(options) == ["style"] else options
 
 
-def _column(found: Found, axis: Axis) -> Mapping:
+def _column(found: Propagation, axis: Axis) -> Mapping:
     leaves = axis.leaves()
     cuts = [found.systems[leaf].cut(leaf, leaf.size) for leaf in leaves]
     if len(leaves) == 1:

@@ -9,9 +9,9 @@ from torch import nn
 
 from weft.nn.sharded import lost_with
 from weft.sharding.sizes import Heads, split_sizes
-from weft.tensor_parallel.auto.axis_layout import Axis, ConflictError, Layout
+from weft.tensor_parallel.auto.axis_layout import Axis, AxisLayout, ConflictError
 from weft.tensor_parallel.auto.layer_specs import known, sizes_of
-from weft.tensor_parallel.auto.op_rules import Layouts, Meeting, UnknownOperationError, rule_of
+from weft.tensor_parallel.auto.op_rules import AxisJoin, Layouts, UnknownOperationError, rule_of
 from weft.tensor_parallel.auto.trace import ACTIVATION, Node, Trace, Value
 from weft.tensor_parallel.hugging_face import is_transformers
 from weft.tensor_parallel.styles import kind_of
@@ -41,7 +41,7 @@ class System:
         heads = Heads.held(self.units, self.kv_units, world)
         return [(count, len(keys)) for (_, count), keys in zip(heads.queries, heads.keys, strict=True)]
 
-    def local(self, layout: Layout, world: int) -> list[int]:
+    def local(self, layout: AxisLayout, world: int) -> list[int]:
         """Of each rank, its part of the layout's extent."""
         of_keys = layout.axis in self.coarse and layout.copies == 1
         units = self.kv_units if of_keys else self.units
@@ -56,7 +56,7 @@ class System:
 
 
 @dataclass
-class Found:
+class Propagation:
     """What one pass over a trace found.
 
     Attributes:
@@ -70,7 +70,7 @@ class Found:
     world_size: int
     layouts: Layouts = field(default_factory=dict)
     columns: dict[str, Axis] = field(default_factory=dict)
-    rows: dict[str, Layout] = field(default_factory=dict)
+    rows: dict[str, AxisLayout] = field(default_factory=dict)
     norms: dict[str, Axis] = field(default_factory=dict)
     systems: dict[Axis, System] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
@@ -80,10 +80,10 @@ class Found:
     def local_size(self, axis: Axis) -> list[int]:
         """Of each rank, its features of the axis."""
         if not axis.pieces:
-            return self.systems[axis].local(Layout(0, 1, axis.size, axis, 1), self.world_size)
+            return self.systems[axis].local(AxisLayout(0, 1, axis.size, axis, 1), self.world_size)
         return [sum(sizes) for sizes in zip(*map(self.local_size, axis.leaves()), strict=True)]
 
-    def unlike(self, other: "Found") -> set[str]:
+    def unlike(self, other: "Propagation") -> set[str]:
         """Layers of the other that are not split here, or not so."""
         mine, theirs = self._cuts(), other._cuts()
         return {layer for layer, cut in theirs.items() if mine.get(layer) != cut}
@@ -104,7 +104,7 @@ class Found:
             leaf = layout.axis.leaves()[0]
             if layout.minor:
                 dim = layout.minor[0][0]
-                sizes = self.systems[leaf].local(Layout(0, 1, value.shape[dim], leaf, 1), self.world_size)
+                sizes = self.systems[leaf].local(AxisLayout(0, 1, value.shape[dim], leaf, 1), self.world_size)
             else:
                 sizes = [layout.extent // layout.axis.size * size for size in self.local_size(layout.axis)]
         else:
@@ -125,7 +125,7 @@ class Found:
                     found.setdefault(name, {})[place] = (layout.dim, *sizes)
         return found
 
-    def _repeated(self, layout: Layout, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def _repeated(self, layout: AxisLayout, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Where each KV head was expanded for its query heads, a rank has its query heads of one."""
         system, next_to = self.systems.get(layout.axis), layout.dim + 1
         if system is None or layout.axis not in system.coarse or next_to not in layout.constant:
@@ -172,7 +172,7 @@ class Flow:
         for layer in layers:
             self.refused.pop(layer, None)
 
-    def find(self) -> Found:
+    def find(self) -> Propagation:
         while True:
             self.refused |= self.fixed
             found, failed, axes = self._pass()
@@ -185,7 +185,7 @@ class Flow:
             else:
                 self.refused |= {layer: reason for layer, reason in failed.items() if layer not in self.refused}
 
-    def misuse(self, columns: Collection[str], rows: Collection[str]) -> tuple[str, str] | Found:
+    def misuse(self, columns: Collection[str], rows: Collection[str]) -> tuple[str, str] | Propagation:
         """Follow a plan that is given: what its columns give must reach its rows feature by feature.
 
         What follows from an operation that has no rule is not judged.
@@ -195,7 +195,7 @@ class Flow:
         """
         self.fixed = {name: "the plan leaves it whole" for name in self.modules if name not in {*columns, *rows}}
         self.refused = {**self.fixed, **dict.fromkeys(rows, "it is split by rows")}
-        found, meeting, unknown = Found(self.world_size), Meeting(self.lone), set[Value]()
+        found, meeting, unknown = Propagation(self.world_size), AxisJoin(self.lone), set[Value]()
         for node in self.trace.nodes:
             outputs = {value for value in node.outputs if value is not None}
             if any(value in unknown for value in node.inputs):
@@ -249,8 +249,8 @@ class Flow:
             return False
         return any(node.where in self.owners[name] for name in node.inputs[0].origin or ())
 
-    def _pass(self) -> tuple[Found, dict[str, str], set[Axis]]:
-        found, meeting = Found(self.world_size), Meeting(self.lone)
+    def _pass(self) -> tuple[Propagation, dict[str, str], set[Axis]]:
+        found, meeting = Propagation(self.world_size), AxisJoin(self.lone)
         failed: dict[str, str] = {}
         axes: set[Axis] = set()
 
@@ -281,7 +281,7 @@ class Flow:
         self._solve(found, meeting, axes, failed)
         return found, failed, axes
 
-    def _after(self, node: Node, found: Found, meeting: Meeting) -> list[Layout | None]:
+    def _after(self, node: Node, found: Propagation, meeting: AxisJoin) -> list[AxisLayout | None]:
         """Layouts of what a node returns."""
         layouts = found.layouts
         if node.op == "layer" and kind_of(self.modules[node.layer]) in SPLIT:
@@ -294,7 +294,7 @@ class Flow:
             raise ConflictError(f"{node.layer} takes them whole")
         return rule_of(node)(node, layouts, meeting)
 
-    def _layer(self, node: Node, found: Found, meeting: Meeting) -> list[Layout | None]:
+    def _layer(self, node: Node, found: Propagation, meeting: AxisJoin) -> list[AxisLayout | None]:
         name, value = node.layer, node.inputs[0]
         layer = self.modules[name]
         kind = known(layer)
@@ -313,7 +313,7 @@ class Flow:
                 found.whole.add(name)
                 return []
             axis = found.columns.setdefault(name, Axis(name, 0, sizes_of(layer)[1]))
-            return [Layout(dim % len(node.output.shape), 1, axis.size, axis, axis.size)]
+            return [AxisLayout(dim % len(node.output.shape), 1, axis.size, axis, axis.size)]
         if name in found.columns:
             raise ConflictError(f"{name} is called with split and with whole features", [found.columns[name]])
         if name in found.whole:
@@ -325,11 +325,11 @@ class Flow:
         layout.use()
         before = found.rows.setdefault(name, layout)
         if before is not layout:
-            first, second = (Layout(0, 1, x.extent, x.axis, x.units, x.copies) for x in (before, layout))
+            first, second = (AxisLayout(0, 1, x.extent, x.axis, x.units, x.copies) for x in (before, layout))
             meeting.join(first, second, name)
         return []
 
-    def _norm(self, node: Node, found: Found) -> list[Layout | None]:
+    def _norm(self, node: Node, found: Propagation) -> list[AxisLayout | None]:
         value = node.inputs[0]
         layout = found.layouts.get(value)
         if layout is None:
@@ -347,7 +347,7 @@ class Flow:
         layout.use()
         return [layout]
 
-    def _solve(self, found: Found, meeting: Meeting, axes: set[Axis], failed: dict[str, str]) -> None:
+    def _solve(self, found: Propagation, meeting: AxisJoin, axes: set[Axis], failed: dict[str, str]) -> None:
         """Units of all that meet."""
         leaves: dict[str, list[Axis]] = {}
         for layer, axis in found.columns.items():
@@ -382,7 +382,7 @@ class Flow:
         """Of the axis, and of what it was taken from."""
         return {name for other in axes if other.layer == axis.layer for name in other.summed}
 
-    def _units(self, found: Found, group: set[Axis], meeting: Meeting) -> str | None:
+    def _units(self, found: Propagation, group: set[Axis], meeting: AxisJoin) -> str | None:
         """Gives the group its System, or says why it has none."""
         units = gcd(*(axis.units for axis in group))
         system = System(units)
@@ -404,14 +404,14 @@ class Flow:
     def _is_convolution(self, layer: str) -> bool:
         return kind_of(self.modules[layer]) == "nn.Conv2d"
 
-    def _check_pieces(self, found: Found, leaves: Mapping[str, list[Axis]], failed: dict[str, str]) -> None:
+    def _check_pieces(self, found: Propagation, leaves: Mapping[str, list[Axis]], failed: dict[str, str]) -> None:
         """Of a fused layer, all pieces are heads or none is."""
         for layer, pieces in leaves.items():
             kinds = {(found.systems[piece].kv_units, found.systems[piece].units) for piece in pieces}
             if len(kinds) > 1 and any(kv_units for kv_units, _ in kinds):
                 failed[layer] = "its pieces are of attentions with different heads"
 
-    def _check_summed(self, found: Found, failed: dict[str, str]) -> None:
+    def _check_summed(self, found: Propagation, failed: dict[str, str]) -> None:
         """A parameter whose gradient is summed over the ranks has no other use, and is summed with all its module."""
         for name in found.summed:
             reason = None
@@ -431,11 +431,11 @@ class Flow:
                     if any(name in other.summed for other in self._related(found, axis)):
                         failed.setdefault(axis.layer, reason)
 
-    def _related(self, found: Found, axis: Axis) -> set[Axis]:
+    def _related(self, found: Propagation, axis: Axis) -> set[Axis]:
         return {layout.axis for layout in found.layouts.values() if layout.axis.layer == axis.layer}
 
 
-def _stretches(layout: Layout) -> bool:
+def _stretches(layout: AxisLayout) -> bool:
     """Whether the ranks' parts, one after another, are the whole."""
     return layout.before == 1 and not layout.axis.pieces
 
@@ -456,7 +456,7 @@ def _joined(pairs, members) -> list[set[Axis]]:
     return distinct
 
 
-def _heads(group: set[Axis], meeting: Meeting) -> System | None:
+def _heads(group: set[Axis], meeting: AxisJoin) -> System | None:
     """Query heads over ranks that outnumber the KV heads, where the coarse axes are used in no other way."""
     links = [link for link in meeting.copied if link[0] in group]
     each = {n for *_, n in links}

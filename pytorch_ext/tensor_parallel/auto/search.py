@@ -9,7 +9,7 @@ from torch import nn
 from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
 from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.layer_specs import known, sizes_of
-from weft.tensor_parallel.auto.propagation import RETURNED, Flow, Found
+from weft.tensor_parallel.auto.propagation import RETURNED, Flow, Propagation
 from weft.tensor_parallel.auto.source import reached_into
 from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
@@ -35,7 +35,7 @@ class Structure:
     """
 
     prefix: str
-    found: Found
+    found: Propagation
     numbers: Numbers
     alone: dict[str, str | Mapping] = field(default_factory=dict)
     summed: list[str] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Search:
                 summed = sorted({owner for name in found.summed for owner in self.flow.owners[name]})
                 return Structure(self.prefix, found, numbers, alone, summed, reasons)
 
-    def _returned_in_parts(self, found: Found) -> set[str]:
+    def _returned_in_parts(self, found: Propagation) -> set[str]:
         """Layers whose features the model returns so that ranks' parts are not the whole, one after another."""
         aside = found.asides(self.whole)
         partial = set()
@@ -173,12 +173,12 @@ class Search:
                 partial.add(found.layouts[value].axis.layer)
         return partial
 
-    def _dropped(self, found: Found) -> set[str]:
+    def _dropped(self, found: Propagation) -> set[str]:
         """Modules that drop, at random, of what is split."""
         random = (node for node in self.whole.nodes if _drops(node))
         return {node.where for node in random if any(value in found.layouts for value in node.inputs)}
 
-    def _dropped_unlike(self, found: Found) -> set[str]:
+    def _dropped_unlike(self, found: Propagation) -> set[str]:
         """Layers whose features are dropped by a module in which other things, that are whole, are dropped as well,
         without an nn.Dropout of their own."""
         layers = set()
@@ -192,12 +192,12 @@ class Search:
                     layers |= {found.layouts[v].axis.layer for v in node.inputs if v in found.layouts}
         return layers
 
-    def _only_split(self, found: Found, name: str) -> bool:
+    def _only_split(self, found: Propagation, name: str) -> bool:
         inside = (node for node in self.whole.nodes if _drops(node) and f"{node.where}.".startswith(f"{name}."))
         own = (node for node in inside if node.where == name or not isinstance(self.modules[node.where], nn.Dropout))
         return all(any(value in found.layouts for value in node.inputs) for node in own)
 
-    def _rehearsed(self, found: Found) -> tuple[Numbers, dict[str, str]]:
+    def _rehearsed(self, found: Propagation) -> tuple[Numbers, dict[str, str]]:
         """The numbers that modules must have; and the layers with which that does not help, and why."""
         numbers: Numbers = {}
         for run in self.runs:
@@ -217,7 +217,7 @@ class Search:
                 return {}, dict.fromkeys(layers, f"its code counts all of the features: {mismatch}{way_out}")
         return numbers, {}
 
-    def _alone(self, found: Found) -> dict[str, str | Mapping]:
+    def _alone(self, found: Propagation) -> dict[str, str | Mapping]:
         entries: dict[str, str | Mapping] = {}
         for layer, node in {**self.called, **self.flow.lookups}.items():
             module = self.modules[layer]
@@ -243,7 +243,7 @@ class Search:
                 self.kept[layer] = reason
         return entries
 
-    def _scores(self, found: Found, layer: str) -> bool:
+    def _scores(self, found: Propagation, layer: str) -> bool:
         """Whether a layer that is not split otherwise gives what the model returns, or is tied to an embedding."""
         tied = {owner for owners in self.flow.owners.values() if layer in owners for owner in owners}
         embedded = any(isinstance(self.modules[owner], nn.Embedding) for owner in tied)
@@ -271,7 +271,7 @@ class Search:
             return "it adds keys of its own (add_bias_kv, add_zero_attn)"
         return None
 
-    def _ties_hold(self, found: Found, alone: dict) -> bool:
+    def _ties_hold(self, found: Propagation, alone: dict) -> bool:
         """Whether weights that layers share are split alike; where they are not, says so for the next search."""
         hold = True
         for name, owners in self.flow.owners.items():
@@ -308,16 +308,16 @@ class Search:
         kept = {*self.kept, *self.flow.fixed}
         return {layer: self._rows_of(self.modules[layer]) for layer in idle if layer not in kept}
 
-    def _is_split(self, found: Found, alone: dict, owner: str) -> bool:
+    def _is_split(self, found: Propagation, alone: dict, owner: str) -> bool:
         return owner in alone or owner in found.rows or (owner in found.columns and owner not in found.refused)
 
-    def _by_rows(self, found: Found, alone: dict, owner: str) -> bool:
+    def _by_rows(self, found: Propagation, alone: dict, owner: str) -> bool:
         if owner in alone:
             return alone[owner] in ("vocabulary", "lookup", GATHERED)
         return owner in self.flow.returned and owner not in found.refused
 
 
-def _layers_at(whole: Trace, found: Found, step: int) -> set[str]:
+def _layers_at(whole: Trace, found: Propagation, step: int) -> set[str]:
     """The layers whose features the operation at this step works on; if there are none, all."""
     node = whole.nodes[min(step, len(whole.nodes) - 1)]
     values = [*node.inputs, *(value for value in node.outputs if value is not None)]
@@ -325,7 +325,7 @@ def _layers_at(whole: Trace, found: Found, step: int) -> set[str]:
     return layers or set(found.columns)
 
 
-def _way_out(whole: Trace, found: Found, step: int) -> str:
+def _way_out(whole: Trace, found: Propagation, step: int) -> str:
     """How to write a view so that it counts nothing."""
     node = whole.nodes[min(step, len(whole.nodes) - 1)]
     layout = found.layouts.get(node.outputs[0]) if node.op == "view" and node.outputs[0] is not None else None

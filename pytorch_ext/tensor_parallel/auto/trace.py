@@ -124,7 +124,9 @@ def without_values(model: nn.Module, training: bool = True) -> nn.Module:
     return twin
 
 
-def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, str], run: "Run | None" = None) -> Trace:
+def trace(
+    twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, str], run: "TraceRun | None" = None
+) -> Trace:
     """Runs call(twin), where twin is a model `without_values`, and records.
 
     Args:
@@ -133,7 +135,7 @@ def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, s
     Raises:
         UntraceableError: what the model raised.
     """
-    run = run or Run()
+    run = run or TraceRun()
     run.name_parameters(twin)
     with contextlib.ExitStack() as stack:
         for name, module in twin.named_modules():
@@ -144,7 +146,7 @@ def trace(twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, s
         stack.callback(random.setstate, random.getstate())
         torch.default_generator.manual_seed(0)  # layers that are left out at random are the same ones each time
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_Functions(run))
+        stack.enter_context(_FunctionMode(run))
         stack.enter_context(_Recorder(run))
         try:
             outputs = call(twin)
@@ -166,7 +168,7 @@ class MismatchError(Exception):
         self.step = step
 
 
-class Run:
+class TraceRun:
     """The state of one recording. A rehearsal of it (see dry_run.py) takes the nodes, and sets the widths."""
 
     def __init__(self) -> None:
@@ -309,7 +311,7 @@ def tensors_in(tree, objects: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(part, objects - 1)
 
 
-def _with_values(tree, run: Run):
+def _with_values(tree, run: TraceRun):
     if isinstance(tree, torch.Tensor):
         return run.value(tree)
     if isinstance(tree, dict):
@@ -340,7 +342,7 @@ def _together(origins: Iterable[frozenset[str] | None]) -> frozenset[str] | None
 class _Recorder(TorchDispatchMode):
     """What has values (positions, masks of them) keeps them; what meets a tensor without values has none."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: TraceRun):
         super().__init__()
         self.run = run
 
@@ -390,10 +392,10 @@ def _same_objects(result, given, args):
     return result
 
 
-class _Functions(TorchFunctionMode):
+class _FunctionMode(TorchFunctionMode):
     """Records attention, and dropout where it drops, as one operation each; and notes whose sizes are read."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: TraceRun):
         super().__init__()
         self.run = run
 
@@ -438,7 +440,7 @@ def _unrecorded():
 
 
 @contextlib.contextmanager
-def _watched(module: nn.Module, name: str, closed: dict[str, str], run: Run):
+def _watched(module: nn.Module, name: str, closed: dict[str, str], run: TraceRun):
     """While this lasts the run knows when the module is running, and a layer records itself alone."""
     own = module.__dict__.get("forward")
     plain = module.forward
