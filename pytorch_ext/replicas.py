@@ -5,11 +5,9 @@ each of them its own batch, where weights are drawn again after the split or all
 is right and the model is not.
 """
 
-import sys
 import zlib
 from collections.abc import Mapping
 from itertools import combinations
-from types import FrameType
 from typing import Any
 
 import torch
@@ -253,20 +251,18 @@ class SameCalls:
 
     def _refuse_ddp(self) -> None:
         """torch's DistributedDataParallel knows nothing of shards and stages, and makes all of them rank 0's."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            wrapper = frame.f_locals.get("self")
-            if isinstance(wrapper, DistributedDataParallel):
-                replicas = set(dist.get_process_group_ranks(wrapper.process_group))
-                for ranks in self.groups:
-                    common = sorted(replicas & set(dist.get_process_group_ranks(ranks.group)))
-                    if len(common) > 1:
-                        raise ValueError(
-                            f"DistributedDataParallel over ranks {common}, which have different parts of the model: it "
-                            "made them all the first one's. Build the model again, and wrap it by process_group="
-                            'mesh["dp"].get_group() or by weft.DataParallel(model, group=mesh["dp"])'
-                        )
-            frame = frame.f_back
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is None:
+            return
+        replicas = set(dist.get_process_group_ranks(wrapper.process_group))
+        for ranks in self.groups:
+            common = sorted(replicas & set(dist.get_process_group_ranks(ranks.group)))
+            if len(common) > 1:
+                raise ValueError(
+                    f"DistributedDataParallel over ranks {common}, which have different parts of the model: it made "
+                    "them all the first one's. Build the model again, and wrap it by "
+                    'process_group=mesh["dp"].get_group() or by weft.DataParallel(model, group=mesh["dp"])'
+                )
 
 
 def _kind(x: Any) -> Any:
