@@ -16,7 +16,7 @@ FOLDERS = {"weft": ROOT / "pytorch_ext", "weft.kernels": ROOT / "kernels", "weft
 LAYERS = [
     {"weft._C", "weft.kernels", "weft.planner"},
     {"weft.build", "weft.arguments", "weft.comm"},
-    {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists"},
+    {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists", "weft.running"},
     {"weft.ops"},
     {"weft.nn"},
     {"weft.context_parallel"},

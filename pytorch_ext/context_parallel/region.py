@@ -29,6 +29,7 @@ from weft.nn import Branches, ParallelConv2d, ParallelLinear, ParallelMultiheadA
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
+from weft.running import followed
 
 _OPTIONS = {"method": METHODS, "layout": LAYOUTS, "dim": None, "parts": (True, False), "strict": (True, False)}
 
@@ -118,6 +119,7 @@ class _RegionEntry:
         if forward.within:
             return args, kwargs
         call = agreed(type(module).__name__, self.sharing, (args, kwargs))
+        forward.frame.enter_context(followed(module))
         if any(part.training for part in module.modules()):
             forward.frame.enter_context(random_numbers_of(call.seed, call.device))
         return call.enter((args, kwargs))

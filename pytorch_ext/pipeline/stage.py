@@ -18,6 +18,7 @@ from weft.context_parallel.shared_sequence import (
     refuse_results_of_custom_functions,
     without_guards,
 )
+from weft.running import followed
 
 _PRIME = 1_000_003  # so that seeds of stages and of calls do not meet
 
@@ -65,7 +66,8 @@ class Stage(nn.Module):
         with own if self._trains else nullcontext():
             if call is None:
                 return self.stage(*values)
-            output = self.stage(*(call.enter(values) if self.number == 0 else self._shared(values, call)))
+            with followed(self.stage):
+                output = self.stage(*(call.enter(values) if self.number == 0 else self._shared(values, call)))
         return leave(output, call.sharing) if self.last else self._parts(output)
 
     def _shared(self, values, call: SharedCall):

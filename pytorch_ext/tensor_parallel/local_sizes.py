@@ -4,10 +4,8 @@ import contextlib
 import copy
 import inspect
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from types import FrameType
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.communicator import Communicator
+from weft.nn import OwnDropout
 from weft.rng import own_random_numbers as random_numbers_of
+from weft.running import followed, running
 
 PART = "_weft_part"  # of a tensor: (dimension, every rank's size, the ranks)
 _WIDTH = re.compile(r"(\w+)\.shape\[-1\]")
@@ -158,6 +158,7 @@ class Forward:
 
     def __call__(self, *args, **kwargs):
         with contextlib.ExitStack() as stack:
+            stack.enter_context(followed(self.module))
             if self.ranks is not None and self.module.training:
                 stack.enter_context(_OwnDrops(self.ranks))
             if self.widths:
@@ -179,24 +180,12 @@ class _OwnWidths(TorchFunctionMode):
         if func not in SIZES or not args:
             return result
         width = next((width for tensor, width in self.widths if tensor is args[0]), None)
-        if width is None or _running() is not self.module:
+        if width is None or running() is not self.module:
             return result
         if isinstance(result, tuple):
             return torch.Size((*result[:-1], width))
         dim = args[1] if len(args) > 1 else (kwargs or {})["dim"]
         return width if dim in (-1, args[0].dim() - 1) else result
-
-
-def _running() -> nn.Module | None:
-    """The innermost module that runs: the first argument of its method is the module."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, nn.Module):
-            return first
-        frame = frame.f_back
-    return None
 
 
 class _OwnDrops(TorchFunctionMode):
@@ -206,18 +195,13 @@ class _OwnDrops(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        drops = func is F.scaled_dot_product_attention or (func is F.dropout and not _called_by_module())
+        drops = func is F.scaled_dot_product_attention or (func is F.dropout and not _drops_a_part(running()))
         if not drops:
             return func(*args, **kwargs)
         with random_numbers_of(self.ranks, args[0].device if args else next(iter(kwargs.values())).device):
             return func(*args, **kwargs)
 
 
-def _called_by_module() -> bool:
-    """Whether an nn.Dropout called F.dropout: it knows by itself whether it drops a part."""
-    frame: FrameType | None = sys._getframe()
-    for _ in range(8):
-        if frame is None or frame.f_code is nn.Dropout.forward.__code__:
-            return frame is not None
-        frame = frame.f_back
-    return False
+def _drops_a_part(module: nn.Module | None) -> bool:
+    """Whether it is an nn.Dropout, which knows by itself whether it drops a part."""
+    return isinstance(module, OwnDropout) or getattr(type(module), "forward", None) is nn.Dropout.forward

@@ -1,0 +1,54 @@
+"""Which module of a model runs: kept by torch's hooks of all modules, for as long as somebody follows one."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+
+_stack = _Stack()
+_lock = threading.Lock()
+_followers = 0
+_hooks: list = []
+
+
+@contextmanager
+def followed(module: nn.Module) -> Iterator[None]:
+    """Inside, `running()` is the innermost module that is being called: this one at first."""
+    global _followers
+    with _lock:
+        _followers += 1
+        if _followers == 1:
+            _hooks.append(register_module_forward_pre_hook(_enter))
+            _hooks.append(register_module_forward_hook(_leave, always_call=True))
+    _stack.modules.append(module)
+    try:
+        yield
+    finally:
+        _stack.modules.pop()
+        with _lock:
+            _followers -= 1
+            while not _followers and _hooks:
+                _hooks.pop().remove()
+
+
+def running() -> nn.Module | None:
+    """The innermost module that is being called, or None where none is followed."""
+    return _stack.modules[-1] if _stack.modules else None
+
+
+def _enter(module: nn.Module, args) -> None:
+    if _stack.modules:
+        _stack.modules.append(module)
+
+
+def _leave(module: nn.Module, args, output) -> None:
+    if len(_stack.modules) > 1 and _stack.modules[-1] is module:
+        _stack.modules.pop()
