@@ -22,7 +22,7 @@ demo: $(VENV)/built
 
 # One worker a core; the tests of a file share what they set up.
 test: $(VENV)/built
-	$(BIN)/pytest -m "not gpu" --numprocesses auto --dist loadfile --slow $(SLOW)
+	$(BIN)/pytest -m "not gpu" --numprocesses auto --dist loadfile --no-loadscope-reorder --slow $(SLOW)
 
 test-all:
 	$(MAKE) test SLOW=all

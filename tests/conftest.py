@@ -83,6 +83,8 @@ def pytest_collection_modifyitems(config, items):
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    with_slow_ones = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in with_slow_ones)  # first, or one worker ends long after the other
     for item in items:
         if "kernel" in item.keywords and not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
