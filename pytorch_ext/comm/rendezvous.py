@@ -96,7 +96,6 @@ def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
     meeting.announce(f"ready/{rank}", {"error": str(error), "lost": lost} if error else {})
     if error:
         raise error
-    assert segment is not None
     for peer in range(world):
         state = meeting.read(f"ready/{peer}", peer)
         if "error" in state:
@@ -104,6 +103,7 @@ def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
                 raise _C.RankLostError(state["error"])
             raise OSError(f'rank {meeting.labels[peer]} could not join group "{meeting.name}": {state["error"]}')
 
+    assert segment is not None  # every rank is ready
     with meeting.losing_ranks():
         return _C.Group(
             name=meeting.name,

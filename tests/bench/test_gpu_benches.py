@@ -366,8 +366,13 @@ def test_the_slowest_rank_counts_and_what_is_missing_is_said():
     work = several_gpus.Collective("all_reduce", 4096, 2)
     missing = {"NCCL symmetric": "it is too old"}
     ranks = [
-        several_gpus_rank.Report(
-            "", [several_gpus_rank.Found({"ordinary": [a], "symmetric": [4.0], "NCCL": [12.0]}, {"NCCL": [b]}, missing)]
+        several_gpus_rank.RankReport(
+            "",
+            [
+                several_gpus_rank.RankResult(
+                    {"ordinary": [a], "symmetric": [4.0], "NCCL": [12.0]}, {"NCCL": [b]}, missing
+                )
+            ],
         )
         for a, b in [(3.0, 8.0), (6.0, 7.0)]
     ]
@@ -375,8 +380,8 @@ def test_the_slowest_rank_counts_and_what_is_missing_is_said():
     assert (ordinary.ours.p50_us, ordinary.ratio, symmetric.ratio) == (6.0, 2.0, 3.0)
     assert ordinary.graph_us == {"ours": None, "NCCL": 8.0}
     assert ordinary.remark == "NCCL symmetric not measured: it is too old"
-    lacking = several_gpus_rank.Found({"ordinary": [1.0], "NCCL": [2.0]}, {}, {"symmetric": "no peer access"})
-    _, symmetric = several_gpus.of_ranks(work, 0, [several_gpus_rank.Report("", [lacking])] * 2)
+    lacking = several_gpus_rank.RankResult({"ordinary": [1.0], "NCCL": [2.0]}, {}, {"symmetric": "no peer access"})
+    _, symmetric = several_gpus.of_ranks(work, 0, [several_gpus_rank.RankReport("", [lacking])] * 2)
     assert symmetric.ours is None and symmetric.remark == "not measured: no peer access"
 
 

@@ -154,7 +154,7 @@ def in_a_ring(world, whole, merge):
         state = None
         for step in range(world):
             source = (rank - step) % world
-            chunk = attention_chunk.Chunk(rules, positions[rank], positions[source])
+            chunk = attention_chunk.AttentionChunk(rules, positions[rank], positions[source])
             state = attention_chunk.forward(mine, *parts[source][1:3], chunk, state, last=False)
             state = state[0].to(merge).float(), state[1]
         out = state[0].to(q.dtype)
@@ -162,7 +162,7 @@ def in_a_ring(world, whole, merge):
         delta = attention_chunk.row_sums(out, dmine)
         for step in range(world):
             source = (rank - step) % world
-            chunk = attention_chunk.Chunk(rules, positions[rank], positions[source])
+            chunk = attention_chunk.AttentionChunk(rules, positions[rank], positions[source])
             sums = [torch.zeros_like(t, dtype=torch.float32) for t in (mine, *parts[source][1:3])]
             attention_chunk.backward([mine, dmine, out, state[1], delta], parts[source][1:3], chunk, sums)
             dks[source] += sums[1].to(merge)
@@ -328,11 +328,11 @@ def test_what_cannot_be_done_is_refused_by_name_on_every_rank():
 
 
 def test_auto_moves_the_fewest_bytes_and_says_so():
-    from weft.ops.context_attention import Call
+    from weft.ops.context_attention import AttentionCall
 
     def call(world, heads, kv_heads, length=4096):
         layout = SequenceLayout(length, world)
-        return Call(layout, layout, 1, heads, kv_heads, 64, 64, 2, world, 1)
+        return AttentionCall(layout, layout, 1, heads, kv_heads, 64, 64, 2, world, 1)
 
     causal, windowed = Rules(right=0), Rules(left=63, right=0)
     assert choose(call(8, 32, 32), causal, False).method == "ulysses"
