@@ -3,16 +3,16 @@
 import argparse
 import ctypes
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import weft
-from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.measure import alternate, slowest_rank
 from weft.bench.sent import counted
 from weft.bench.suites import positive
+from weft.bench.table import Row
 from weft.testing.ranks import run_ranks
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -25,62 +25,11 @@ _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 1, 8, 8, 64
 
 
-@dataclass(frozen=True)
-class AttentionRow:
-    """One method at one length; causal, zigzag, fp32. Peaks are of memory that the call takes beyond what was there."""
-
-    length: int
-    world: int
-    method: str
-    ours: Quantiles
-    alone: Quantiles
-    peer: Quantiles | None  # torch's context_parallel, where it runs
-    why_no_peer: str
-    peak_bytes: int  # of the rank that takes most
-    alone_peak_bytes: int
-    sent_bytes: int  # by the rank that sends most
-    error: float  # relative, of out and gradients, against one process
-
-    def as_dict(self) -> dict:
-        share = self.ours.p50_us / self.alone.p50_us
-        return {**asdict(self), "time_share": share, "memory_share": self.peak_bytes / self.alone_peak_bytes}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", action="append", type=positive, help="2048, 4096, 8192 and 16384 by default")
 
 
-def columns() -> list[str]:
-    return [
-        "method",
-        "S",
-        "ours ms",
-        "p20-p80",
-        "alone ms",
-        "share",
-        "torch cp ms",
-        "peak MiB",
-        "alone MiB",
-        "sent MiB",
-    ]
-
-
-def cells(row: AttentionRow) -> list[str]:
-    return [
-        f"{row.method} W={row.world}",
-        str(row.length),
-        f"{row.ours.p50_us / 1e3:.0f}",
-        f"{row.ours.p20_us / 1e3:.0f}-{row.ours.p80_us / 1e3:.0f}",
-        f"{row.alone.p50_us / 1e3:.0f}",
-        f"{row.ours.p50_us / row.alone.p50_us:.2f}",
-        f"{row.peer.p50_us / 1e3:.0f}" if row.peer else row.why_no_peer,
-        f"{row.peak_bytes / 2**20:.1f}",
-        f"{row.alone_peak_bytes / 2**20:.1f}",
-        f"{row.sent_bytes / 2**20:.1f}",
-    ]
-
-
-def run(options: argparse.Namespace) -> list[AttentionRow]:
+def run(options: argparse.Namespace) -> list[Row]:
     rows = []
     for length in options.length or (2048, 4096, 8192, 16384):
         rounds = max(3, min(options.rounds, 8192 * 21 // length))
@@ -94,10 +43,17 @@ def run(options: argparse.Namespace) -> list[AttentionRow]:
                 raise AssertionError(f"{method} at {length}: the result is off by {error:.1e}; not measured")
             sent = max(of_rank[2][method] for of_rank in told)
             peak = max(of_rank[method] for of_rank in peaks_of)
-            rows.append(
-                AttentionRow(length, options.world, method, times[method], times[ALONE], times.get(TORCH), why, peak,
-                    peaks_of[0][ALONE], sent, error)
-            )  # fmt: skip
+            mine = {"ours": times[method], **{name: times[name] for name in (ALONE, TORCH) if name in times}}
+            facts = {
+                "share_of_time": times[method].p50_us / times[ALONE].p50_us,
+                "peak_bytes": peak,
+                "share_of_memory": peak / peaks_of[0][ALONE],
+                "alone_peak_bytes": peaks_of[0][ALONE],
+                "sent_bytes": sent,
+                "error": error,
+            }
+            of = {"method": method, "length": length, "world": options.world}
+            rows.append(Row(of, mine, ALONE, facts, why and f"{TORCH}: {why}"))
     return rows
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.table import Row
 from weft.kernels.attention import attention_forward
 from weft.kernels.attention_rules import Positions, Rules
 from weft.ops.attention import attention
@@ -19,7 +20,7 @@ from weft.ops.attention_chunk import merge_attention
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
 
 _TOKENS = 32768  # batch times sequence, so that every length fills the device
 _CHECKED = 2048  # positions
@@ -30,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, choices=(64, 128), help="both by default")
 
 
-def run(options) -> list[ContestRow]:
+def run(options) -> list[Row]:
     limits = ceilings()
     chosen = [case for case in cases.ATTENTIONS if options.head_dim in (None, case.head_dim)]
     return measure(contests(chosen), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[ContestRow]:
+def rows(limits: Ceilings) -> list[Row]:
     return measure(contests(cases.ATTENTIONS), limits)
 
 

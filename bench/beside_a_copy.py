@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from weft.bench.flag_tax import arrived, unsplit
-from weft.bench.line import Line
 from weft.bench.measure import Quantiles
+from weft.bench.table import Row
 from weft.kernels import launch
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.matmul import matmul
@@ -29,7 +29,7 @@ _MOST = 1 << 18  # steps after which a block ends by itself: 16 GiB
 _HEAD_START_CYCLES = 100_000  # some 50 us: by then the blocks run
 
 
-def lines(rounds: int) -> Iterator[Line]:
+def lines(rounds: int) -> Iterator[Row]:
     device = torch.device("cuda")
     m, n, k = PRODUCT
     x = torch.randn(m, k, device=device).bfloat16()
@@ -38,14 +38,9 @@ def lines(rounds: int) -> Iterator[Line]:
     for name, blocks in sorted(found, key=lambda key: (LIBRARY, FULL, LEAVING).index(key[0])):
         ours, rate = found[name, blocks]
         alone = found[(FULL if name == LEAVING else name), 0][0]
-        yield Line(
-            f"{name} beside a copy",
-            f"{m}x{n}x{k} k={blocks}",
-            ours,
-            {"alone": alone},
-            tax=ours.p50_us / alone.p50_us,
-            remark=f"{rate:.0f} GB/s copied" if blocks else "alone",
-        )
+        of = {"op": f"{name} beside a copy", "shape": f"{m}x{n}x{k} k={blocks}"}
+        remark = f"{rate:.0f} GB/s copied" if blocks else "alone"
+        yield Row(of, {"ours": ours, "alone": alone}, facts={"tax": ours.p50_us / alone.p50_us}, remark=remark)
 
 
 def products(x: torch.Tensor, w: torch.Tensor) -> dict[tuple[str, int], Callable[[], object]]:

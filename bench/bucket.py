@@ -6,24 +6,25 @@ from functools import partial
 
 import torch
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
 from weft.bench.suites import positive
+from weft.bench.table import Row
 from weft.kernels.bucket import PackedBucket, Statistics, reduce
 from weft.testing import cases, reference
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, default=4, help="decoder layers of Llama 3 8B (default 4)")
 
 
-def run(options) -> list[ContestRow]:
+def run(options) -> list[Row]:
     limits = ceilings()
     return measure(contests(torch.device("cuda"), gradient_shapes(options.layers)), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[ContestRow]:
+def rows(limits: Ceilings) -> list[Row]:
     return measure(contests(torch.device("cuda"), gradient_shapes(layers=4)), limits)
 
 

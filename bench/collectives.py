@@ -8,15 +8,15 @@ import argparse
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
 import weft
 from weft.bench import ddp
-from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.measure import alternate, slowest_rank
 from weft.bench.suites import RefusedError, positive
+from weft.bench.table import Row
 from weft.testing.ranks import on_machines, run_ranks
 
 DDP_STEP = "ddp_step"  # forward, backward and reduction of gradients; its bytes are the gradients'
@@ -30,40 +30,6 @@ OPERATIONS = {  # name: share of the bytes that cross a rank's link, for W ranks
 }
 DATATYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint8", "int32", "int64")
 LIMIT = "W ranks that each copy that many bytes at the same time (y.copy_(x)); of a ddp_step: the step by itself"
-
-
-@dataclass(frozen=True)
-class SizeRow:
-    """One size of one operation. Times in microseconds; `wrong` counts elements."""
-
-    operation: str
-    bytes: int
-    count: int
-    dtype: str
-    world: int
-    ordinary: Quantiles
-    symmetric: Quantiles | None
-    gloo: Quantiles
-    limit: Quantiles
-    wrong: int
-
-    @property
-    def best(self) -> Quantiles:
-        return self.symmetric or self.ordinary
-
-    def algbw_gb_s(self, times: Quantiles) -> float:
-        return self.bytes / times.p50_us / 1e3
-
-    def busbw_gb_s(self, times: Quantiles) -> float:
-        return self.algbw_gb_s(times) * OPERATIONS[self.operation](self.world)
-
-    def as_dict(self) -> dict:
-        return {
-            **asdict(self),
-            "ratio_to_gloo": self.gloo.p50_us / self.best.p50_us,
-            "ordinary_ratio_to_gloo": self.gloo.p50_us / self.ordinary.p50_us,
-            "share_of_limit": self.limit.p50_us / self.best.p50_us,
-        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +77,7 @@ def sizes(options: argparse.Namespace) -> list[int]:
     return found
 
 
-def run(options: argparse.Namespace) -> Iterator[SizeRow]:
+def run(options: argparse.Namespace) -> Iterator[Row]:
     dtype = getattr(torch, options.datatype)
     for operation in options.op:
         if operation == DDP_STEP:
@@ -123,7 +89,7 @@ def run(options: argparse.Namespace) -> Iterator[SizeRow]:
             yield _line(operation, count, dtype, options, _measure, calls, operation, count, dtype)
 
 
-def _line(operation: str, count: int, dtype: torch.dtype, options, measure, calls: int, *arguments) -> SizeRow:
+def _line(operation: str, count: int, dtype: torch.dtype, options, measure, calls: int, *arguments) -> Row:
     world = len(options.machines or "") or options.world
     before = on_machines(options.machines) if options.machines else None
     per_rank = run_ranks(
@@ -133,18 +99,23 @@ def _line(operation: str, count: int, dtype: torch.dtype, options, measure, call
     wrong = sum(wrong for _, wrong in per_rank)
     if wrong:
         raise AssertionError(f"{operation} of {count} elements: {wrong} are wrong; not measured")
-    return SizeRow(
-        operation,
-        count * dtype.itemsize,
-        count,
-        str(dtype).removeprefix("torch."),
-        world,
-        times["ordinary"],
-        times.get("symmetric"),
-        times["gloo"],
-        times["limit"],
-        wrong,
-    )
+    bytes = count * dtype.itemsize
+    best = times.get("symmetric", times["ordinary"])
+    algbw_gb_s = {name: bytes / times[name].p50_us / 1e3 for name in ("symmetric", "ordinary") if name in times}
+    facts = {
+        "algbw_gb_s": algbw_gb_s,
+        "busbw_gb_s": {name: rate * OPERATIONS[operation](world) for name, rate in algbw_gb_s.items()},
+        "ordinary_ratio": times["gloo"].p50_us / times["ordinary"].p50_us,
+        "of_limit": times["limit"].p50_us / best.p50_us,
+        "wrong": wrong,
+    }
+    of: dict[str, str | int] = {
+        "operation": operation,
+        "bytes": bytes,
+        "count": count,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    return Row({**of, "world": world}, times, "gloo", facts)
 
 
 def _measure(rank: int, rounds: int, calls: int, operation: str, count: int, dtype: torch.dtype):
@@ -202,66 +173,22 @@ def _wrong_elements(rank, operation, source, shard, whole, call) -> int:
     return wrong
 
 
-def columns() -> list[str]:
-    one = ["us", "p20-p80", "algbw GB/s", "busbw GB/s"]
-    return [
-        *("op", "size B", "count", "type"),
-        *("in place " + one[0], *one[1:]),
-        *("ordinary " + one[0], *one[1:]),
-        "#wrong",
-        *("gloo us", "p20-p80"),
-        "in place / ordinary to gloo",
-        "limit us",
-        "of limit",
-    ]
-
-
-def cells(line: SizeRow) -> list[str]:
-    symmetric = line.symmetric
-    return [
-        line.operation,
-        str(line.bytes),
-        str(line.count),
-        line.dtype,
-        *_rates(line, symmetric),
-        *_rates(line, line.ordinary),
-        str(line.wrong),
-        f"{line.gloo.p50_us:.0f}",
-        line.gloo.spread(),
-        (f"{line.gloo.p50_us / symmetric.p50_us:.0f}x / " if symmetric else "")
-        + f"{line.gloo.p50_us / line.ordinary.p50_us:.1f}x",
-        f"{line.limit.p50_us:.1f}",
-        f"{line.limit.p50_us / line.best.p50_us:.0%}",
-    ]
-
-
-def _rates(line: SizeRow, times: Quantiles | None) -> list[str]:
-    if times is None:
-        return ["-"] * 4
-    return [
-        f"{times.p50_us:.1f}",
-        times.spread(1),
-        f"{line.algbw_gb_s(times):.2f}",
-        f"{line.busbw_gb_s(times):.2f}",
-    ]
-
-
-def plot(lines: list[SizeRow], path: str) -> None:
+def plot(lines: list[Row], path: str) -> None:
     """Time against size, one panel an operation."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    operations = list(dict.fromkeys(line.operation for line in lines))
+    operations = list(dict.fromkeys(line.of["operation"] for line in lines))
     canvas, panels = pyplot.subplots(1, len(operations), figsize=(4 * len(operations), 4), layout="constrained")
     for panel, operation in zip([panels] if len(operations) == 1 else panels, operations, strict=True):
-        rows = [line for line in lines if line.operation == operation]
+        rows = [line for line in lines if line.of["operation"] == operation]
         for name in ("gloo", "ordinary", "symmetric", "limit"):
-            points = [(line.bytes, getattr(line, name).p50_us) for line in rows if getattr(line, name)]
+            points = [(line.of["bytes"], line.times[name].p50_us) for line in rows if name in line.times]
             if points:
                 panel.loglog(*zip(*points, strict=True), "o-", label=name)
-        panel.set(title=f"{operation}, {rows[0].world} ranks", xlabel="bytes", ylabel="us")
+        panel.set(title=f"{operation}, {rows[0].of['world']} ranks", xlabel="bytes", ylabel="us")
         panel.legend()
         panel.grid(alpha=0.3)
     canvas.savefig(path, dpi=110)

@@ -77,6 +77,7 @@ def _measure(name: str, arguments: list[str], command: str) -> int:
     suite, module = SUITES[name], importlib.import_module(f"weft.bench.{name}")
     options = _parser(name, module).parse_args(arguments)
     from weft.bench import page, plot, report
+    from weft.bench.table import table
 
     if options.plot or options.html:
         plot.check()
@@ -86,7 +87,7 @@ def _measure(name: str, arguments: list[str], command: str) -> int:
         _writable(path)  # before an hour of measuring, not after it
     rows = _rows(name, module, options, report.console())
     found = report.results(name, suite, module, rows, command, options.rounds)
-    columns, cells = module.columns(), [module.cells(row) for row in rows]
+    columns, cells = table(rows)
     if options.json:
         report.save_json(found, options.json)
     if options.csv:

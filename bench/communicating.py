@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from weft.bench import beside_a_copy, device_time, flag_tax, from_host_memory, host_time
 from weft.bench.device_time import LIMIT, Ceilings, ceilings
-from weft.bench.line import Line, cells, columns
 from weft.bench.measure import ROUNDS
+from weft.bench.table import Row
 
-__all__ = ["LIMIT", "PARTS", "add_arguments", "cells", "columns", "rows", "run", "tax_lines"]
+__all__ = ["LIMIT", "PARTS", "add_arguments", "rows", "run", "tax_rows"]
 
-PARTS: dict[str, Callable[[Ceilings, int], Iterable[Line]]] = {
+PARTS: dict[str, Callable[[Ceilings, int], Iterable[Row]]] = {
     "flags": lambda limits, rounds: flag_tax.lines(flag_tax.COLUMN, limits, rounds),
     "departures": lambda limits, rounds: flag_tax.lines(flag_tax.ROW, limits, rounds),
     "beside_a_copy": lambda limits, rounds: beside_a_copy.lines(rounds),
@@ -32,26 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="all by default")
 
 
-def run(options) -> list[Line]:
+def run(options) -> list[Row]:
     limits = ceilings()
-    return _lines(options.part or PARTS, limits, options.rounds)
+    return _rows(options.part or PARTS, limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Line]:
-    return _lines(PARTS, limits, rounds=ROUNDS)
+def rows(limits: Ceilings) -> list[Row]:
+    return _rows(PARTS, limits, rounds=ROUNDS)
 
 
-def _lines(parts: Iterable[str], limits: Ceilings, rounds: int) -> list[Line]:
-    found = [line for part in parts for line in PARTS[part](limits, rounds)]
-    return [*found, *tax_lines(found)]
+def _rows(parts: Iterable[str], limits: Ceilings, rounds: int) -> list[Row]:
+    found = [row for part in parts for row in PARTS[part](limits, rounds)]
+    return [*found, *tax_rows(found)]
 
 
-def tax_lines(lines: list[Line]) -> Iterator[Line]:
+def tax_rows(rows: list[Row]) -> Iterator[Row]:
     """The geometric means of what flags cost and of the ratio to the library, for each kernel that pays it."""
-    for op in dict.fromkeys(line.op for line in lines):
-        taxed = [line for line in lines if line.op == op and line.tax is not None and line.ratio is not None]
+    for op in dict.fromkeys(row.of["op"] for row in rows):
+        taxed = [row for row in rows if row.of["op"] == op and row.facts.get("tax") and row.ratio]
         if taxed:
-            tax = device_time.geometric_mean(line.tax for line in taxed if line.tax)
-            ratio = device_time.geometric_mean(line.ratio for line in taxed if line.ratio)
-            remark = f"{ratio:.2f}x {taxed[0].best_peer}; both are geometric means"
-            yield Line(op, f"all {len(taxed)} shapes", tax=tax, remark=remark)
+            tax = device_time.geometric_mean(row.facts["tax"] for row in taxed)
+            ratio = device_time.geometric_mean(row.ratio for row in taxed if row.ratio)
+            remark = f"{ratio:.2f}x {taxed[0].peer}; both are geometric means"
+            yield Row({"op": op, "shape": f"all {len(taxed)} shapes"}, facts={"tax": tax}, remark=remark)

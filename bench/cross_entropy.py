@@ -6,25 +6,26 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
 from weft.bench.suites import positive
+from weft.bench.table import Row
 from weft.ops.cross_entropy import fused_cross_entropy
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contest", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contest", "rows", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=8192)
 
 
-def run(options) -> list[ContestRow]:
+def run(options) -> list[Row]:
     limits = ceilings()
     return measure(contests(options.tokens), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[ContestRow]:
+def rows(limits: Ceilings) -> list[Row]:
     return measure(contests(tokens=8192), limits)
 
 

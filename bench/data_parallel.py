@@ -10,7 +10,7 @@ write out. The limit is the same step without any wrapper.
 import argparse
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,36 +18,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.measure import alternate, slowest_rank
 from weft.bench.memory import peak_mb
+from weft.bench.table import Row
 from weft.testing import reference
 from weft.testing.ranks import run_ranks
 
 OURS, DDP_WEFT, DDP_GLOO, ALONE = "weft", "DDP on weft", "DDP on gloo", "limit"
 LIMIT = "the same step without a wrapper and without communication"
-
-
-@dataclass(frozen=True)
-class DataParallelRow:
-    """One model: microseconds a step, and the peak of each rank's memory in such steps, without what was there before.
-
-    Attributes:
-        peak_mb: the proportional set size, which counts memory that W ranks share as a W-th of each; the worst rank's.
-        state_mb: of a row of optimizer state: what each rank keeps, by its name.
-    """
-
-    name: str
-    world: int
-    parameters: int
-    times: dict[str, Quantiles] = field(default_factory=dict)
-    peak_mb: dict[str, float] = field(default_factory=dict)
-    state_mb: dict[str, list[float]] = field(default_factory=dict)
-
-    def ratio(self, peer: str) -> float | None:
-        return self.times[peer].p50_us / self.times[OURS].p50_us if self.times else None
-
-    def as_dict(self) -> dict:
-        return {**asdict(self), "ratio_to_gloo": self.ratio(DDP_GLOO), "ratio_to_ddp_on_weft": self.ratio(DDP_WEFT)}
 
 
 @dataclass(frozen=True)
@@ -183,24 +161,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="models to run")
 
 
-def run(options: argparse.Namespace) -> Iterator[DataParallelRow]:
+def run(options: argparse.Namespace) -> Iterator[Row]:
     for name in options.only:
         yield _row(SUBJECTS[name], options)
     states = run_ranks(_optimizer_state, options.world, timeout_s=300)
     state_mb = {name: [state[name] for state in states] for name in states[0]}
-    yield DataParallelRow("Adam's state", options.world, _count(linear_layers()), state_mb=state_mb)
+    yield Row(_of("Adam's state", options, linear_layers()), facts={"state_mb": state_mb})
 
 
-def _row(subject: Subject, options: argparse.Namespace) -> DataParallelRow:
+def _row(subject: Subject, options: argparse.Namespace) -> Row:
     per_rank = run_ranks(_measure, options.world, subject, options.rounds, timeout_s=600, group_timeout_s=120)
     peaks = {}
     for name in (OURS, DDP_WEFT, DDP_GLOO):
         peaks[name] = max(run_ranks(_peak_mb, options.world, subject, name, timeout_s=300))
-    return DataParallelRow(subject.name, options.world, _count(subject.model()), slowest_rank(per_rank), peaks)
+    times = slowest_rank(per_rank)
+    facts = {"ratio_to_ddp_on_weft": times[DDP_WEFT].p50_us / times[OURS].p50_us, "peak_mb": peaks}
+    return Row(_of(subject.name, options, subject.model()), times, DDP_GLOO, facts)
 
 
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _of(name: str, options: argparse.Namespace, model: nn.Module) -> dict[str, str | int]:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return {"name": name, "world": options.world, "parameters": count}
 
 
 def _wrapped(name: str, model: nn.Module) -> nn.Module:
@@ -282,23 +263,3 @@ def _optimizer_state(rank: int) -> dict[str, float]:
         tensors = [value for state in optimizer.state.values() for value in state.values()]
         found[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
     return found
-
-
-def columns() -> list[str]:
-    times = ["ours us", "p20-p80", f"{DDP_WEFT} us", "p20-p80", f"{DDP_GLOO} us", "p20-p80", "ratios", "limit us"]
-    return ["step of", *times, "peak MB: ours", "DDP's"]
-
-
-def cells(row: DataParallelRow) -> list[str]:
-    if not row.times:
-        state = ", ".join(f"{name} {max(mb):.2f}" for name, mb in row.state_mb.items())
-        return [f"{row.name}, MB a rank: {state}", *[""] * 10]
-    three = [row.times[name] for name in (OURS, DDP_WEFT, DDP_GLOO)]
-    return [
-        f"{row.name}, {row.parameters / 1e6:.1f} M, W={row.world}",
-        *(text for each in three for text in (f"{each.p50_us:.0f}", each.spread())),
-        f"{row.ratio(DDP_WEFT):.2f}x, {row.ratio(DDP_GLOO):.2f}x",
-        f"{row.times[ALONE].p50_us:.0f}",
-        f"{row.peak_mb[OURS]:.0f}",
-        f"{row.peak_mb[DDP_WEFT]:.0f}, {row.peak_mb[DDP_GLOO]:.0f}",
-    ]

@@ -2,12 +2,13 @@
 ceilings of the device."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from weft.bench import progress
 from weft.bench.measure import ROUNDS, Quantiles
+from weft.bench.table import Row
 
 _FLUSH_BYTES = 256 << 20  # more than any L2: 50 MB on an H100 and an H200, 126 MB on a B200
 LIMIT = "a large bf16 product and a large copy, measured in the same run"
@@ -38,24 +39,6 @@ class Ceilings:
 
     tera_operations: float
     terabytes: float
-
-
-@dataclass(frozen=True)
-class ContestRow:
-    """The outcome. Times in us: eager with their spread, and as replays of a CUDA graph (None: not capturable)."""
-
-    op: str
-    shape: str
-    ours: Quantiles
-    peers: dict[str, Quantiles]
-    graph_us: dict[str, float | None]
-    peak_bytes: dict[str, int]  # allocated during a call beyond what was before it
-    best_peer: str
-    ratio: float  # of the best peer's median to ours
-    share_of_ceiling: float  # of the nearer of the two
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def ceilings() -> Ceilings:
@@ -93,12 +76,12 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     }
 
 
-def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[ContestRow]:
+def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:
     """A row for each contest, once our call's result has been checked."""
     return [_measure(contest, limits, rounds) for contest in contests]
 
 
-def _measure(contest: Contest, limits: Ceilings, rounds: int) -> ContestRow:
+def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
     contest.check()
     calls = {"ours": contest.ours, **contest.peers}
     eager = alternate(calls, rounds)
@@ -106,17 +89,13 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> ContestRow:
     replayed = alternate({name: graph.replay for name, graph in graphs.items()}, rounds)
     best = min(contest.peers, key=lambda name: eager[name].p50_us)
     floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
-    return ContestRow(
-        contest.op,
-        contest.shape,
-        eager["ours"],
-        {name: eager[name] for name in contest.peers},
-        {name: replayed[name].p50_us if name in replayed else None for name in calls},
-        {name: _peak_bytes(call) for name, call in calls.items()},
-        best,
-        eager[best].p50_us / eager["ours"].p50_us,
-        floor_us / eager["ours"].p50_us,
-    )
+    graph_us = {name: replayed[name].p50_us if name in replayed else None for name in calls}
+    facts = {
+        "graph_us": graph_us,  # as replays of a CUDA graph; None where that cannot be captured
+        "of_ceiling": floor_us / eager["ours"].p50_us,  # the nearer of the two
+        "peak_bytes": {name: _peak_bytes(call) for name, call in calls.items()},  # beyond what was there before a call
+    }
+    return Row({"op": contest.op, "shape": contest.shape}, eager, best, facts)
 
 
 def _peak_bytes(call) -> int:
@@ -143,25 +122,6 @@ def _captured(call) -> torch.cuda.CUDAGraph | None:
         torch.cuda.synchronize()
         return None
     return graph
-
-
-def columns() -> list[str]:
-    return ["op", "shape", "ours us", "p20-p80", "graph us", "best peer", "its us", "ratio", "of ceiling"]
-
-
-def cells(row: ContestRow) -> list[str]:
-    graph = row.graph_us["ours"]
-    return [
-        row.op,
-        row.shape,
-        f"{row.ours.p50_us:.1f}",
-        f"{row.ours.p20_us:.1f}-{row.ours.p80_us:.1f}",
-        f"{graph:.1f}" if graph is not None else "-",
-        row.best_peer,
-        f"{row.peers[row.best_peer].p50_us:.1f}",
-        f"{row.ratio:.2f}x",
-        f"{row.share_of_ceiling:.0%}",
-    ]
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:

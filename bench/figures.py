@@ -14,14 +14,8 @@ _TIMES = {"p20_us", "p50_us", "p80_us"}
 
 
 def times(row: Mapping[str, Any]) -> dict[str, Quantiles]:
-    """Every time of a row by its contender's name: of "peers" and "times", the name inside of it."""
-    found = {}
-    for name, value in row.items():
-        if _is_time(value):
-            found[name] = Quantiles(**value)
-        elif isinstance(value, Mapping):
-            found.update({inner: Quantiles(**each) for inner, each in value.items() if _is_time(each)})
-    return found
+    """The times of a row by contender, without what is no time."""
+    return {name: Quantiles(**value) for name, value in row.get("times", {}).items() if _is_time(value)}
 
 
 def _is_time(value: Any) -> bool:

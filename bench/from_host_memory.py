@@ -5,14 +5,14 @@ same time, at a size where both take equally long, which is where overlapping sa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft import _C
 from weft.bench.device_time import Ceilings, Contest, alternate, measure
 from weft.bench.flag_tax import everywhere, unsplit
-from weft.bench.line import Line, line_of, not_measured
+from weft.bench.table import Row, not_measured
 from weft.kernels import signal
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.chunks import Rows
@@ -26,7 +26,7 @@ ROWS, DEPTH = 8192, 4096
 _ROUNDS, _UNIT = 11, 256  # of the search for a width; widths are its multiples
 
 
-def line(limits: Ceilings, rounds: int, m: int = ROWS, k: int = DEPTH) -> Line:
+def line(limits: Ceilings, rounds: int, m: int = ROWS, k: int = DEPTH) -> Row:
     if _C.cuda is None:
         return not_measured(OP, f"{m}xNx{k}", "this weft was built without CUDA")
     x = torch.randn(m, k).bfloat16().pin_memory()
@@ -42,7 +42,7 @@ def line(limits: Ceilings, rounds: int, m: int = ROWS, k: int = DEPTH) -> Line:
         (m * k + n * k + m * n) * x.element_size(),
     )
     (row,) = measure([contest], limits, rounds)
-    return line_of(row, remark=f"copy {copy_us:.0f} us, torch.matmul {product_us:.0f} us")
+    return replace(row, remark=f"copy {copy_us:.0f} us, torch.matmul {product_us:.0f} us")
 
 
 def equally_long(x: torch.Tensor) -> tuple[int, float, float]:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from weft import _C
-from weft.bench.line import Line, not_measured
 from weft.bench.measure import Quantiles, slowest_rank
-from weft.bench.spawned import NotRunError, run_spawned
+from weft.bench.table import Row, not_measured
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.chunks import Rows
 from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
@@ -23,6 +22,7 @@ from weft.kernels.signal import Peers
 from weft.ops.overlap.peer_copies import start_gathering, window_bytes
 from weft.sharding.sizes import split_sizes
 from weft.testing.peers import virtual_peers
+from weft.testing.ranks import RanksFailedError, run_ranks
 
 WORLD = 2
 TOKENS, WIDTH, DEPTH = 1024, 2048, 2048
@@ -35,7 +35,7 @@ _TIMEOUT_S = 120.0
 Calls = dict[str, Callable[[], object]]
 
 
-def lines(rounds: int) -> Iterator[Line]:
+def lines(rounds: int) -> Iterator[Row]:
     shape = f"{TOKENS}x{WIDTH}x{DEPTH} W={WORLD}"
     if _C.cuda is None:
         yield from (not_measured(f"host: {name}", shape, "this weft was built without CUDA") for name in OURS)
@@ -44,7 +44,7 @@ def lines(rounds: int) -> Iterator[Line]:
     for name, times in ours(rounds).items():
         peers = {PEER: found[name]} if name in found else {}
         remark = "" if peers else f"{PEER} not measured: {reason}"
-        yield Line(f"host: {name}", shape, times, peers, best_peer=PEER if peers else None, remark=remark)
+        yield Row({"op": f"host: {name}", "shape": shape}, {"ours": times, **peers}, PEER, remark=remark)
 
 
 def ours(rounds: int) -> dict[str, Quantiles]:
@@ -108,10 +108,17 @@ def theirs(rounds: int) -> tuple[dict[str, Quantiles], str]:
         return {}, "there is no CUDA device here"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        per_rank = run_spawned(
-            _async_tp, WORLD, rounds, backend="gloo", environment=environment, timeout_s=2 * _TIMEOUT_S
+        per_rank = run_ranks(
+            _async_tp,
+            WORLD,
+            rounds,
+            backend="gloo",
+            timeout_s=2 * _TIMEOUT_S,
+            group_timeout_s=_TIMEOUT_S,
+            environment=environment,
+            start="spawn",
         )
-    except NotRunError as error:
+    except RanksFailedError as error:
         return {}, str(error).splitlines()[0]
     return slowest_rank(per_rank), ""
 

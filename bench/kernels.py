@@ -4,11 +4,10 @@ the kernels that cross ranks."""
 import argparse
 import importlib
 
-from weft.bench import line
-from weft.bench.device_time import LIMIT, ContestRow
-from weft.bench.line import Line, columns
+from weft.bench.device_time import LIMIT
+from weft.bench.table import Row
 
-__all__ = ["LIMIT", "SUITES", "add_arguments", "cells", "columns", "run"]
+__all__ = ["LIMIT", "SUITES", "add_arguments", "run"]
 
 # With the arguments that each gets: the ends of the splits and of the tokens tell what is between them.
 SUITES = {
@@ -24,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--communicating", action="store_true", help="the kernels that cross ranks, on one GPU")
 
 
-def run(options) -> list[ContestRow | Line]:
-    found: list[ContestRow | Line] = []
+def run(options) -> list[Row]:
+    found: list[Row] = []
     for name, arguments in (COMMUNICATING if options.communicating else SUITES).items():
         suite = importlib.import_module(f"weft.bench.{name}")
         parser = argparse.ArgumentParser()
@@ -33,7 +32,3 @@ def run(options) -> list[ContestRow | Line]:
         suite.add_arguments(parser)
         found += suite.run(parser.parse_args(arguments))
     return found
-
-
-def cells(row: ContestRow | Line) -> list[str]:
-    return line.cells(line.line_of(row) if isinstance(row, ContestRow) else row)

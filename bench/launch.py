@@ -21,13 +21,13 @@ import torch
 from weft.bench import device_time
 from weft.bench.device_time import Ceilings
 from weft.bench.flag_tax import unsplit
-from weft.bench.line import Line, cells, columns, not_measured
 from weft.bench.measure import ROUNDS, Quantiles, alternate
+from weft.bench.table import Row, not_measured
 from weft.kernels import bucket, dispatch, language, launch
 from weft.kernels.launch import Launch
 from weft.kernels.matmul import matmul
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "rows", "run"]
 LIMIT = "none: ratios to the peers of the same run"
 TRITON, ADD = "Triton's launcher", "torch.add"
 EMPTY, WARM = "Triton, empty cache", "Triton, warm cache"
@@ -40,15 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="all by default")
 
 
-def run(options) -> list[Line]:
+def run(options) -> list[Row]:
     return _lines(options.part or PARTS, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Line]:
+def rows(limits: Ceilings) -> list[Row]:
     return _lines(PARTS, rounds=ROUNDS)
 
 
-def _lines(parts: Iterable[str], rounds: int) -> list[Line]:
+def _lines(parts: Iterable[str], rounds: int) -> list[Row]:
     reason = _why_not()
     if reason:
         return [not_measured(part, "", reason) for part in parts]
@@ -64,7 +64,7 @@ def _why_not() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _host(rounds: int) -> Iterator[Line]:
+def _host(rounds: int) -> Iterator[Row]:
     x = torch.ones(64, device="cuda")
     out = torch.empty_like(x)
     for name, recorded in _recorded().items():
@@ -74,14 +74,11 @@ def _host(rounds: int) -> Iterator[Line]:
             ADD: partial(torch.add, x, x, out=out),
         }
         samples = alternate(contenders, meet=torch.cuda.synchronize, rounds=rounds, calls=_CALLS)
-        ours, *peers = (Quantiles.of(samples[contender]) for contender in contenders)
-        others = dict(zip((TRITON, ADD), peers, strict=True))
-        yield Line(
-            "host time of a launch", name, ours, others, best_peer=TRITON, remark=f"{ADD} {others[ADD].p50_us:.1f} us"
-        )
+        times = {contender: Quantiles.of(samples[contender]) for contender in contenders}
+        yield Row({"op": "host time of a launch", "shape": name}, times, TRITON)
 
 
-def _cold(rounds: int) -> Iterator[Line]:
+def _cold(rounds: int) -> Iterator[Row]:
     for name in _CALLS_OF:
         with tempfile.TemporaryDirectory() as warm:
             first_call_us(name, jit=True, cache=warm)
@@ -92,23 +89,20 @@ def _cold(rounds: int) -> Iterator[Line]:
                 with tempfile.TemporaryDirectory() as empty:
                     samples[EMPTY].append(first_call_us(name, jit=True, cache=empty))
         found = {contender: Quantiles.of(times) for contender, times in samples.items()}
-        ours = found.pop("ours")
-        ratio = found[EMPTY].p50_us / ours.p50_us
-        yield Line("first call of a process", name, ours, found, best_peer=WARM, remark=f"{ratio:.0f}x {EMPTY}")
+        facts = {"ratio_to_empty_cache": found[EMPTY].p50_us / found["ours"].p50_us}
+        yield Row({"op": "first call of a process", "shape": name}, found, WARM, facts)
 
 
-def _kernel(rounds: int) -> Iterator[Line]:
+def _kernel(rounds: int) -> Iterator[Row]:
     archive = dispatch.archive_of(launch.code_architecture(torch.device("cuda")))
     versions = f"ours by triton {getattr(archive, 'triton', '')}, the peer by {language.VERSION}"
     for name, recorded in _recorded(large=True).items():
         calls = {"ours": partial(by_us, recorded), TRITON: partial(by_triton, recorded)}
         times = device_time.alternate(calls, rounds)
-        yield Line(
-            "time of the kernel", name, times["ours"], {TRITON: times[TRITON]}, best_peer=TRITON, remark=versions
-        )
+        yield Row({"op": "time of the kernel", "shape": name}, times, TRITON, remark=versions)
 
 
-PARTS: dict[str, Callable[[int], Iterable[Line]]] = {"host": _host, "cold": _cold, "kernel": _kernel}
+PARTS: dict[str, Callable[[int], Iterable[Row]]] = {"host": _host, "cold": _cold, "kernel": _kernel}
 
 
 def by_us(recorded: Launch) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
-from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.measure import alternate, slowest_rank
+from weft.bench.table import Row
 from weft.testing.cases import MLPS, Mlp
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import error_in_tolerances
@@ -21,53 +21,20 @@ PEER = "DTensor over gloo"
 LIMIT = "the same shards' arithmetic in nn.Linear, without any communication"
 
 
-@dataclass(frozen=True)
-class LinearRow:
-    """One shape: ours beside the peer, with the limit that this machine sets."""
-
-    shape: str
-    world: int
-    ours: Quantiles
-    peer: Quantiles | None  # None where the peer does not take the shape
-    limit: Quantiles
-    error: float  # of ours against the reference, in tolerances; at most 1
-
-    def as_dict(self) -> dict:
-        ratio = self.peer.p50_us / self.ours.p50_us if self.peer else None
-        return {**asdict(self), "ratio": ratio, "share_of_limit": self.limit.p50_us / self.ours.p50_us}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """None but those that every bench has."""
 
 
-def columns() -> list[str]:
-    return ["mlp step", "ours us", "p20-p80", "peer us", "p20-p80", "(which)", "ratio", "limit us", "of limit"]
-
-
-def cells(row: LinearRow) -> list[str]:
-    peer = row.peer
-    return [
-        f"{row.shape} fp32 W={row.world}",
-        f"{row.ours.p50_us:.0f}",
-        row.ours.spread(),
-        f"{peer.p50_us:.0f}" if peer else "-",
-        peer.spread() if peer else "-",
-        PEER if peer else f"{PEER}: refuses uneven sizes",
-        f"{peer.p50_us / row.ours.p50_us:.1f}x" if peer else "-",
-        f"{row.limit.p50_us:.0f}",
-        f"{row.limit.p50_us / row.ours.p50_us:.0%}",
-    ]
-
-
-def run(options: argparse.Namespace) -> Iterator[LinearRow]:
+def run(options: argparse.Namespace) -> Iterator[Row]:
     for case in MLPS:
         per_rank = run_ranks(_measure, options.world, case, options.rounds, backend="gloo", timeout_s=300)
         times = slowest_rank([samples for samples, _ in per_rank])
         error = max(error for _, error in per_rank)
         if error > 1:
             raise AssertionError(f"{case}: the result is off by {error:.1f} tolerances; not measured")
-        yield LinearRow(str(case), options.world, times["weft"], times.get(PEER), times["limit"], error)
+        refused = "" if PEER in times else f"{PEER} refuses uneven sizes"
+        facts = {"of_limit": times["limit"].p50_us / times["weft"].p50_us, "error": error}
+        yield Row({"shape": f"{case} fp32", "world": options.world}, times, PEER, facts, refused)
 
 
 def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]], float]:

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
 from weft.bench.suites import positive
+from weft.bench.table import Row
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import matmul
 from weft.kernels.matmul_tiles import Problem, problem_of
 from weft.testing import cases, reference
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "products", "rows", "run", "shards"]
+__all__ = ["LIMIT", "add_arguments", "contests", "products", "rows", "run", "shards"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", action="append", type=positive, help="1024 to 16384 by default")
 
 
-def run(options) -> list[ContestRow]:
+def run(options) -> list[Row]:
     limits = ceilings()
     return measure(contests(options.model, options.tp, options.tokens), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[ContestRow]:
+def rows(limits: Ceilings) -> list[Row]:
     """What `make gpu` takes: every layer at the ends of the splits and of the tokens."""
     return measure(contests(None, (1, 8), (1024, 16384)), limits)
 

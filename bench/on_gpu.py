@@ -99,11 +99,11 @@ def means(rows: list[dict], figure: str) -> dict[str, float]:
 
 def figures(row: dict) -> str:
     """What a row says, as far as it was measured."""
-    said = [f"{row['ours']['p50_us']:>10.1f} us"] if row["ours"] else []
-    said += [f"{row['ratio']:.2f}x {row['best_peer']}"] if row["ratio"] is not None else []
+    said = [f"{row['times']['ours']['p50_us']:>10.1f} us"] if row["times"] else []
+    said += [f"{row['ratio']:.2f}x {row['peer']}"] if row["ratio"] is not None else []
     said += [f"tax {row['tax']:.3f}"] if row.get("tax") is not None else []
-    said += [f"{row['share_of_ceiling']:.0%} of ceiling"] if row["share_of_ceiling"] is not None else []
-    return "  ".join([*said, row.get("remark", "")]).rstrip()
+    said += [f"{row['of_ceiling']:.0%} of ceiling"] if row.get("of_ceiling") is not None else []
+    return "  ".join([*said, row["remark"]]).rstrip()
 
 
 def _logged(command: list[str], log: Path) -> int:

@@ -6,17 +6,18 @@ that there are: where these are two, their times say what a paradigm costs, not 
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.measure import alternate, slowest_rank
 from weft.bench.memory import peak_mb
 from weft.bench.sent import counted
 from weft.bench.suites import RefusedError
+from weft.bench.table import Row
 from weft.testing.models import Llama, loss_of
 from weft.testing.ranks import run_ranks
 
@@ -75,57 +76,11 @@ PARADIGMS = {
 }
 
 
-@dataclass(frozen=True)
-class ParadigmRow:
-    """One paradigm.
-
-    Attributes:
-        ours: a step of the slowest rank. alone: of one process, in the same run.
-        peak_mb: of the rank that takes most, in three steps, beyond what was there before the model was made.
-        sent_bytes: by the rank that sends most, in a step.
-        bubble: of a pipeline, as it ran; formula: were all stages equal and messages free.
-    """
-
-    paradigm: str
-    world: int
-    mesh: str
-    ours: Quantiles
-    alone: Quantiles
-    peak_mb: float
-    alone_peak_mb: float
-    sent_bytes: int
-    bubble: float | None
-    formula: float | None
-    error: float  # relative, of the loss after two steps, against one process
-
-    def as_dict(self) -> dict:
-        return {**asdict(self), "ratio": self.alone.p50_us / self.ours.p50_us}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", help="paradigms whose name contains this")
 
 
-def columns() -> list[str]:
-    return ["paradigm", "mesh", "step ms", "p20-p80", "alone ms", "speedup", "peak MB", "alone MB", "sent MB", "bubble"]
-
-
-def cells(row: ParadigmRow) -> list[str]:
-    return [
-        row.paradigm,
-        row.mesh,
-        f"{row.ours.p50_us / 1e3:.0f}",
-        f"{row.ours.p20_us / 1e3:.0f}-{row.ours.p80_us / 1e3:.0f}",
-        f"{row.alone.p50_us / 1e3:.0f}",
-        f"{row.alone.p50_us / row.ours.p50_us:.2f}x",
-        f"{row.peak_mb:.0f}",
-        f"{row.alone_peak_mb:.0f}",
-        f"{row.sent_bytes / 2**20:.1f}",
-        f"{row.bubble:.0%} ({row.formula:.0%})" if row.bubble is not None else "-",
-    ]
-
-
-def run(options: argparse.Namespace) -> Iterator[ParadigmRow]:
+def run(options: argparse.Namespace) -> Iterator[Row]:
     if options.world != 2:
         raise RefusedError("weft bench paradigms runs on two and on four ranks; it takes no --world")
     (alone_peak,) = run_ranks(_peak, 1, Paradigm(ALONE), timeout_s=600)
@@ -143,10 +98,16 @@ def run(options: argparse.Namespace) -> Iterator[ParadigmRow]:
             peak = max(run_ranks(_peak, world, paradigm, timeout_s=600, group_timeout_s=120))
             sent = max(one.sent_bytes for one in figures)
             mesh = " ".join(f"{name}={size}" for name, size in paradigm.sizes.items())
-            yield ParadigmRow(
-                paradigm.name, world, mesh, times[paradigm.name], times[ALONE], peak, alone_peak, sent,
-                figures[0].bubble, figures[0].formula, error,
-            )  # fmt: skip
+            facts = {
+                "peak_mb": peak,
+                "alone_peak_mb": alone_peak,
+                "sent_bytes": sent,
+                "bubble": figures[0].bubble,  # as it ran
+                "formula": figures[0].formula,  # were all stages equal and messages free
+                "error": error,
+            }
+            of: dict[str, str | int] = {"paradigm": paradigm.name, "world": world, "mesh": mesh}
+            yield Row(of, {"ours": times[paradigm.name], ALONE: times[ALONE]}, ALONE, facts)
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,22 @@ from functools import partial
 import torch
 
 from weft import _C
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ContestRow, ceilings, cells, columns, measure
+from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.table import Row
 from weft.testing import reference
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "contests", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """None but those that every bench has."""
 
 
-def run(options: argparse.Namespace) -> list[ContestRow]:
+def run(options: argparse.Namespace) -> list[Row]:
     return measure(contests(), ceilings(), options.rounds)
 
 
-def rows(limits: Ceilings) -> list[ContestRow]:
+def rows(limits: Ceilings) -> list[Row]:
     return measure(contests(), limits)
 
 

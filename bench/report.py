@@ -15,7 +15,7 @@ from weft.bench.environment import checkout, device, environment, folder_name
 from weft.bench.figures import flat
 from weft.bench.suites import RefusedError, Suite
 
-VERSION = 1  # of what is saved
+VERSION = 2  # of what is saved
 
 
 def results(name: str, suite: Suite, module, rows: Sequence, command: str, rounds: int) -> dict[str, Any]:

@@ -6,12 +6,11 @@ Where there are fewer than two GPUs, every row says that it was not measured.
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from weft.bench import line as whole_table
 from weft.bench.device_time import Ceilings
-from weft.bench.line import Line, not_measured
 from weft.bench.measure import ROUNDS, Quantiles, slowest_rank
 from weft.bench.several_gpus_rank import (
     APART,
@@ -26,13 +25,13 @@ from weft.bench.several_gpus_rank import (
     RankResult,
     measure_rank,
 )
-from weft.bench.spawned import run_spawned
+from weft.bench.table import Row, not_measured
 from weft.testing import cases
+from weft.testing.ranks import run_ranks
 
-__all__ = ["LIMIT", "add_arguments", "cells", "columns", "rows", "run", "works"]
+__all__ = ["LIMIT", "add_arguments", "rows", "run", "works"]
 
 LIMIT = "the links' rate, which is not measured; times are the slowest rank's of each round"
-_OF_ONE_GPU = ("tax", "of ceiling")  # columns that nothing here fills
 SIZES = [4096 << shift for shift in range(0, 17, 2)]  # 4 KiB to 256 MiB
 MODELS, TOKENS = ("llama-3-8b", "llama-3-70b"), (4096, 8192)
 
@@ -40,37 +39,29 @@ _BACKEND = "cpu:weft,cuda:nccl"
 _TIMEOUT_S = 1800.0
 
 
-def columns() -> list[str]:
-    return [name for name in whole_table.columns() if name not in _OF_ONE_GPU]
-
-
-def cells(line: Line) -> list[str]:
-    pairs = zip(whole_table.columns(), whole_table.cells(line), strict=True)
-    return [text for name, text in pairs if name not in _OF_ONE_GPU]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(world=None)
     parser.add_argument("--only", choices=("collectives", "products"), help="both by default")
 
 
-def run(options) -> list[Line]:
+def run(options) -> list[Row]:
     return lines(options.world, options.rounds, options.only)
 
 
-def rows(limits: Ceilings) -> list[Line]:
+def rows(limits: Ceilings) -> list[Row]:
     return lines(None, rounds=ROUNDS)
 
 
-def lines(world: int | None, rounds: int, only: str | None = None) -> list[Line]:
+def lines(world: int | None, rounds: int, only: str | None = None) -> list[Row]:
     """On `world` GPUs; on all that there are by default."""
     there = torch.cuda.device_count()
     wanted = works(world or max(there, 2), only)
     if reason := why_not(world, there):
         return [not_measured(work.op, shape, reason) for work in wanted for shape in work.shapes()]
     count = world or there
-    per_rank = run_spawned(measure_rank, count, wanted, rounds, backend=_BACKEND, timeout_s=_TIMEOUT_S)
-    transport = Line("transport", f"W={count}", remark=per_rank[0].transport)
+    options: dict[str, Any] = {"timeout_s": _TIMEOUT_S, "group_timeout_s": _TIMEOUT_S, "start": "spawn"}
+    per_rank = run_ranks(measure_rank, count, wanted, rounds, backend=_BACKEND, **options)
+    transport = Row({"op": "transport", "shape": f"W={count}"}, remark=per_rank[0].transport)
     return [transport, *(line for number, work in enumerate(wanted) for line in of_ranks(work, number, per_rank))]
 
 
@@ -93,7 +84,7 @@ def works(world: int, only: str | None = None) -> list[Collective | Product]:
     return [*(collectives if only != "products" else []), *(products if only != "collectives" else [])]
 
 
-def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[RankReport]) -> list[Line]:
+def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[RankReport]) -> list[Row]:
     """The lines of one work, of what every rank found."""
     found: list[RankResult] = [rank.found[number] for rank in per_rank]
     eager = slowest_rank([one.eager for one in found])
@@ -116,16 +107,11 @@ def _line(
     eager: dict[str, Quantiles],
     graphs: dict[str, float],
     missing: dict[str, str],
-) -> Line:
+) -> Row:
     if ours in missing:
         return not_measured(op, shape, missing[ours])
     there = {name: eager[name] for name in peers if name in eager}
-    return Line(
-        op,
-        shape,
-        eager[ours],
-        there,
-        {"ours": graphs.get(ours), **{name: graphs.get(name) for name in there}},
-        min(there, key=lambda name: there[name].p50_us),
-        remark="; ".join(f"{name} not measured: {missing[name]}" for name in peers if name in missing),
-    )
+    graph_us = {"ours": graphs.get(ours), **{name: graphs.get(name) for name in there}}
+    remark = "; ".join(f"{name} not measured: {missing[name]}" for name in peers if name in missing)
+    best = min(there, key=lambda name: there[name].p50_us)
+    return Row({"op": op, "shape": shape}, {"ours": eager[ours], **there}, best, {"graph_us": graph_us}, remark)

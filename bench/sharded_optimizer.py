@@ -8,7 +8,6 @@ communication, with an optimizer of a W-th of every parameter.
 import argparse
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.bench.data_parallel import SUBJECTS, Subject
-from weft.bench.measure import Quantiles, alternate, slowest_rank
+from weft.bench.measure import alternate, slowest_rank
+from weft.bench.table import Row
 from weft.testing.ranks import run_ranks
 
 OURS, OVERLAPPED, PEER, ALONE = "weft", "weft, overlap_param_gather", "ZeroRedundancyOptimizer", "limit"
@@ -26,28 +26,18 @@ LIMIT = "the same step without communication, with an optimizer of a W-th of eve
 _STEPS = 3  # on end
 
 
-@dataclass(frozen=True)
-class OptimizerRow:
-    """One model, and the size of our buckets: microseconds a step."""
-
-    name: str
-    world: int
-    times: dict[str, Quantiles]
-
-    def as_dict(self) -> dict:
-        return asdict(self)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mb", nargs="+", type=float, default=[4.0, 25.0], help="MiB of a bucket")
 
 
-def run(options: argparse.Namespace) -> Iterator[OptimizerRow]:
+def run(options: argparse.Namespace) -> Iterator[Row]:
     for name in ("12 linear layers", "demo GPT"):
         for bucket_mb in options.bucket_mb:
             arguments = options.world, SUBJECTS[name], bucket_mb, options.rounds
             per_rank = run_ranks(_measure, *arguments, timeout_s=600, group_timeout_s=120)
-            yield OptimizerRow(f"{name}, buckets of {bucket_mb:g} MiB", options.world, slowest_rank(per_rank))
+            of = {"name": f"{name}, buckets of {bucket_mb:g} MiB", "world": options.world}
+            times = slowest_rank(per_rank)
+            yield Row(of, times, PEER, {"overlapped_to_not": times[OURS].p50_us / times[OVERLAPPED].p50_us})
 
 
 def _measure(rank: int, subject: Subject, bucket_mb: float, rounds: int) -> dict[str, list[float]]:
@@ -112,19 +102,3 @@ def _of_a_part(model: nn.Module) -> torch.optim.Optimizer:
 
     optimizer.register_step_pre_hook(hand_gradients_over)
     return optimizer
-
-
-def columns() -> list[str]:
-    named = [cell for name in (OURS, OVERLAPPED, PEER) for cell in (f"{name} us", "p20-p80")]
-    return ["training step of", *named, "overlapped to not, ours to the peer's", "limit us"]
-
-
-def cells(row: OptimizerRow) -> list[str]:
-    times = [row.times[name] for name in (OURS, OVERLAPPED, PEER)]
-    ours, late, peer = (each.p50_us for each in times)
-    return [
-        f"{row.name}, W={row.world}",
-        *(text for each in times for text in (f"{each.p50_us:.0f}", each.spread())),
-        f"{ours / late:.2f}x, {peer / ours:.2f}x",
-        f"{row.times[ALONE].p50_us:.0f}",
-    ]

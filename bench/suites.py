@@ -22,10 +22,8 @@ def positive(text: str) -> int:
 class Suite:
     """A bench, which is the module `weft.bench.<name>`.
 
-    The module has `add_arguments(parser)`, `run(options)`, which gives the rows, `columns()` and `cells(row)` of its
-    table, and `LIMIT`, what no result can be better than. It may have `plot(rows, path)`, where times and ratios row by
-    row are not the best picture. A row has `as_dict()`, in which a time is {"p20_us", "p50_us", "p80_us"}; which of
-    them are ours, and what identifies a row, is in `figures`.
+    The module has `add_arguments(parser)`, `run(options)`, which gives rows (`table.Row`), and `LIMIT`, what no result
+    can be better than. It may have `plot(rows, path)`, where times and ratios row by row are not the best picture.
 
     Attributes:
         text: one line.

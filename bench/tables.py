@@ -46,11 +46,11 @@ def _short(us: float) -> str:
 def _linear(rows: list[Row]) -> list[list[str]]:
     return [["shape", "weft", "DTensor over gloo", "ratio", "limit"]] + [
         [
-            f"{row['shape']} fp32",
-            _ms(row["ours"], 2),
-            _ms(row["peer"], 2) or "refuses uneven sizes",
+            row["shape"],
+            _ms(row["times"]["weft"], 2),
+            _ms(row["times"].get("DTensor over gloo"), 2) or "refuses uneven sizes",
             f"{row['ratio']:.1f}x" if row["ratio"] else "",
-            _ms(row["limit"], 2),
+            _ms(row["times"]["limit"], 2),
         ]
         for row in rows
     ]
@@ -62,10 +62,10 @@ def _collectives(rows: list[Row]) -> list[list[str]]:
         bytes = row["bytes"]
         if row["operation"] != "all_reduce" or row["dtype"] != "float32" or bytes not in (4096, 1 << 20, 25 << 20):
             continue
-        times = [_short(row[name]["p50_us"]) for name in ("symmetric", "ordinary", "gloo")]
-        ratios = f"{row['ratio_to_gloo']:.0f}x / {row['ordinary_ratio_to_gloo']:.1f}x"
+        times = [_short(row["times"][name]["p50_us"]) for name in ("symmetric", "ordinary", "gloo")]
+        ratios = f"{row['ratio']:.0f}x / {row['ordinary_ratio']:.1f}x"
         size = f"{bytes >> 20} MiB" if bytes >= 1 << 20 else f"{bytes >> 10} KiB"
-        found.append([size, *times, ratios, _short(row["limit"]["p50_us"]), f"{row['share_of_limit']:.0%}"])
+        found.append([size, *times, ratios, _short(row["times"]["limit"]["p50_us"]), f"{row['of_limit']:.0%}"])
     return found
 
 
@@ -77,7 +77,7 @@ def _data_parallel(rows: list[Row]) -> list[list[str]]:
         [
             f"{row['name']} ({row['parameters'] / 1e6:.1f} M)",
             *(_ms(row["times"][name], 1) for name in _DDP),
-            f"{row['ratio_to_ddp_on_weft']:.1f}x, {row['ratio_to_gloo']:.1f}x",
+            f"{row['ratio_to_ddp_on_weft']:.1f}x, {row['ratio']:.1f}x",
             _ms(row["times"]["limit"], 1),
         ]
         for row in rows
@@ -99,13 +99,19 @@ def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
 
 
 def _attention(rows: list[Row]) -> list[list[str]]:
-    alone = rows[0]["alone"], rows[0]["alone_peak_bytes"]
+    alone = rows[0]["times"]["one process"], rows[0]["alone_peak_bytes"]
     found = [["", "time", "of one process's", "peak memory of a rank", "of one process's", "sent by a rank"]]
     found.append(["one process", _ms(alone[0]), "", f"{alone[1] / 2**20:.0f} MiB", "", ""])
     for row in rows:
-        memory = f"{row['peak_bytes'] / 2**20:.0f} MiB", f"{row['memory_share']:.2f}"
+        memory = f"{row['peak_bytes'] / 2**20:.0f} MiB", f"{row['share_of_memory']:.2f}"
         found.append(
-            [row["method"], _ms(row["ours"]), f"{row['time_share']:.2f}", *memory, f"{row['sent_bytes'] >> 20} MiB"]
+            [
+                row["method"],
+                _ms(row["times"]["ours"]),
+                f"{row['share_of_time']:.2f}",
+                *memory,
+                f"{row['sent_bytes'] >> 20} MiB",
+            ]
         )
     return found
 
@@ -119,7 +125,7 @@ def _paradigms(rows: list[Row]) -> list[list[str]]:
             [
                 f"one process, beside {world} ranks",
                 "",
-                _ms(alone["alone"]),
+                _ms(alone["times"]["one process"]),
                 "",
                 f"{alone['alone_peak_mb']:.0f} MB",
                 "",
@@ -133,7 +139,7 @@ def _paradigms(rows: list[Row]) -> list[list[str]]:
                 [
                     row["paradigm"],
                     f"`{row['mesh']}`",
-                    _ms(row["ours"]),
+                    _ms(row["times"]["ours"]),
                     f"{row['ratio']:.2f}x",
                     f"{row['peak_mb']:.0f} MB",
                     sent,

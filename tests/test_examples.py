@@ -80,5 +80,5 @@ def test_the_bench_prints_ours_beside_the_peer_and_saves_both(tmp_path):
     results = json.loads(out.read_text())
     assert results["environment"]["torch"] and results["command"].startswith("weft bench linear")
     for row in results["rows"]:
-        assert row["ours"]["p50_us"] > 0 and row["error"] <= 1
-        assert (row["peer"] is None) == (row["shape"] == "255/1021/63")
+        assert row["times"]["weft"]["p50_us"] > 0 and row["error"] <= 1
+        assert ("DTensor over gloo" not in row["times"]) == (row["shape"] == "255/1021/63 fp32")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
@@ -21,8 +21,8 @@ from rich.console import Console
 
 from weft.bench import command, compare, figures, machine, measure, on_gpu, page, progress, report, suites
 from weft.bench.device_time import Ceilings
-from weft.bench.line import Line
 from weft.bench.measure import Quantiles
+from weft.bench.table import Row
 from weft.cli import main
 from weft.planner.hardware import Hardware
 from weft.testing.ranks import run_ranks
@@ -30,23 +30,20 @@ from weft.testing.ranks import run_ranks
 SHAPES = ["8x8", "<script>alert('x')</script> & 4x4", "[bold]16x16[/bold]"]
 
 
-@dataclass(frozen=True)
-class Row:
-    shape: str
-    world: int
-    ours: Quantiles | None
-    peers: dict
-    limit: Quantiles
-
-    def as_dict(self):
-        return asdict(self)
-
-
 def rows_of(generator, shapes=SHAPES):
     def times(least):
         return Quantiles(*sorted(generator.uniform(least, 2 * least) for _ in range(3)))
 
-    return [Row(shape, 2, times(20), {"gloo": times(100), "DTensor": times(300)}, times(5)) for shape in shapes]
+    return [
+        Row(
+            {"shape": shape, "world": 2},
+            {"ours": times(20), "gloo": times(100), "DTensor": times(300), "limit": times(5)},
+            "gloo",
+            {"of_limit": 0.25},
+            "[2x]",
+        )
+        for shape in shapes
+    ]
 
 
 @pytest.fixture
@@ -54,8 +51,6 @@ def fake(monkeypatch):
     """A bench called fake-one of three rows; `calls` counts how often it ran."""
     module = types.ModuleType("weft.bench.fake_one")
     module.LIMIT, module.calls, module.rows = "the speed of light", 0, rows_of(random.Random(0))
-    module.columns = lambda: ["shape", "ours us", "p20-p80", "ratio"]
-    module.cells = lambda row: [row.shape, f"{row.ours.p50_us:.1f}", row.ours.spread(1), "[2x]"]
     module.add_arguments = lambda parser: parser.add_argument("--wrong", action="store_true")
 
     def run(options):
@@ -81,7 +76,7 @@ def refused(capsys, *arguments):
 def test_every_bench_has_what_the_common_code_asks_for():
     for name in suites.SUITES:
         module = importlib.import_module(f"weft.bench.{name}")
-        assert callable(module.run) and callable(module.cells) and module.LIMIT and module.columns()
+        assert callable(module.run) and module.LIMIT
         options = command._parser(name, module).parse_args(["--rounds", "3", "--csv", "x"])
         assert (options.rounds, options.csv, options.json, options.html, options.record) == (3, "x", None, None, None)
 
@@ -107,8 +102,8 @@ def test_all_outputs_hold_every_row_with_what_it_was_measured_on(fake, tmp_path,
     lines = list(csv.DictReader(io.StringIO(paths["csv"].read_text())))
     assert [line["shape"] for line in lines] == SHAPES and {line["bench"] for line in lines} == {"fake_one"}
     for line, row in zip(lines, fake.rows, strict=True):
-        assert float(line["peers.gloo.p50_us"]) == row.peers["gloo"].p50_us
-        assert float(line["limit.p80_us"]) == row.limit.p80_us
+        assert float(line["times.gloo.p50_us"]) == row.times["gloo"].p50_us
+        assert float(line["times.limit.p80_us"]) == row.times["limit"].p80_us
 
 
 @pytest.mark.parametrize(
@@ -316,12 +311,8 @@ def scaled(rows, ours=1.0, others=1.0):
         return Quantiles(*(value * by for value in asdict(each).values()))
 
     return [
-        Row(
-            row.shape,
-            row.world,
-            times(row.ours, ours),
-            {name: times(each, others) for name, each in row.peers.items()},
-            times(row.limit, others),
+        replace(
+            row, times={name: times(each, ours if name == "ours" else others) for name, each in row.times.items()}
         ).as_dict()
         for row in rows
     ]
@@ -329,10 +320,11 @@ def scaled(rows, ours=1.0, others=1.0):
 
 def tight(rows):
     """The same medians with a spread of 1% on either side."""
+    middles = [row.ours.p50_us for row in rows]
     return [
-        Row(row.shape, row.world, Quantiles(row.ours.p50_us * 0.99, row.ours.p50_us, row.ours.p50_us * 1.01), row.peers, row.limit)
-        for row in rows
-    ]  # fmt: skip
+        replace(row, times={**row.times, "ours": Quantiles(middle * 0.99, middle, middle * 1.01)})
+        for row, middle in zip(rows, middles, strict=True)
+    ]
 
 
 @pytest.fixture
@@ -355,9 +347,9 @@ def test_what_is_faster_in_one_direction_is_slower_in_the_other(rows):
 
 
 def test_medians_apart_are_noise_where_the_spreads_meet():
-    wide, within = ([{"shape": "a", "ours": asdict(Quantiles(10, middle, 20))}] for middle in (11, 19))
+    wide, within = ([{"shape": "a", "times": {"ours": asdict(Quantiles(10, middle, 20))}}] for middle in (11, 19))
     assert verdicts(wide, within) == verdicts(within, wide) == [compare.NOISE]
-    beyond = [{"shape": "a", "ours": asdict(Quantiles(20.1, 21, 22))}]
+    beyond = [{"shape": "a", "times": {"ours": asdict(Quantiles(20.1, 21, 22))}}]
     assert verdicts(wide, beyond) == [compare.SLOWER] and verdicts(beyond, wide) == [compare.FASTER]
 
 
@@ -373,9 +365,10 @@ def test_what_differs_no_more_than_what_runs_nothing_of_weft_is_noise(rows, ours
     first, second = scaled(tight(rows)), scaled(tight(rows), ours=ours, others=others)
     assert set(verdicts(first, second)) == {verdict}
     for row in second:  # a peer over our backend is slow because ours is
-        row["peers"] = {f"{name} on weft": each for name, each in row["peers"].items()}
+        for name in ("gloo", "DTensor"):
+            row["times"][f"{name} on weft"] = row["times"].pop(name)
     for row, before in zip(second, first, strict=True):
-        row["limit"] = before["limit"]
+        row["times"]["limit"] = before["times"]["limit"]
     assert set(verdicts(first, second)) == {compare.SLOWER if ours > 1 else compare.FASTER}
 
 
@@ -388,15 +381,16 @@ def test_rows_are_matched_by_what_they_are_of(rows):
     again = figures.identities([first[0], first[0], {**first[0], "world": 3}])
     assert again == ["8x8 W=2", "8x8 W=2 #2", "8x8 W=3"]
     for nothing in (None, 0, -1, "fast", True):
-        broken = {**first[0], "ours": {**first[0]["ours"], "p50_us": nothing}}
+        times = first[0]["times"]
+        broken = {**first[0], "times": {**times, "ours": {**times["ours"], "p50_us": nothing}}}
         assert verdicts(first[:1], [broken]) == ["only in the first"], "a time is a positive number"
-    unmeasured = [{**first[0], "ours": None}]
+    unmeasured = [{**first[0], "times": {}}]
     assert verdicts(first[:1], unmeasured) == ["only in the first"]
 
 
 def saved(folder, name, of, **changed):
     run = {
-        "weft_bench": 1,
+        "weft_bench": report.VERSION,
         "bench": "fake",
         "device": "this",
         "command": "weft bench fake",
@@ -436,7 +430,7 @@ def test_few_rounds_are_said_to_tell_little(rows, tmp_path, capsys):
 def test_files_that_cannot_be_compared_are_refused_in_a_line(rows, tmp_path, capsys):
     good = saved(tmp_path, "good.json", scaled(rows))
     bad = {
-        "other version": (dict(weft_bench=7), "weft_bench is 7, and this weft compares results of version 1"),
+        "other version": (dict(weft_bench=7), "weft_bench is 7, and this weft compares results of version 2"),
         "no version": (dict(weft_bench=None), "weft_bench is None"),
         "other bench": (dict(bench="linear"), "of bench 'fake', "),
         "other device": (dict(device="that"), "measure both on one machine"),
@@ -461,7 +455,7 @@ def test_files_that_cannot_be_compared_are_refused_in_a_line(rows, tmp_path, cap
 def test_make_gpu_keeps_what_can_be_compared(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "ceilings", lambda: Ceilings(1.0, 1.0))
     peers = {"library": Quantiles(2, 3, 4)}
-    fake.rows = lambda limits: [Line("op", "8x8", Quantiles(1, 1, 1), peers, best_peer="library")]
+    fake.rows = lambda limits: [Row({"op": "op", "shape": "8x8"}, {"ours": Quantiles(1, 1, 1), **peers}, "library")]
     assert on_gpu.bench("fake_one", tmp_path) == 0
     (kept,) = compare.read(str(tmp_path / "fake_one.json"))
     assert kept["geometric_mean_ratio"] == {"op": pytest.approx(3.0)} and kept["build"]["version"]

@@ -22,16 +22,14 @@ from weft.bench import (
     from_host_memory,
     host_time,
     kernels,
-    line,
     on_gpu,
     several_gpus,
     several_gpus_rank,
-    spawned,
     tune,
 )
-from weft.bench.device_time import ContestRow
 from weft.bench.matmul import products, shards
 from weft.bench.measure import Quantiles
+from weft.bench.table import Row, not_measured, table
 from weft.comm.registry import communicator
 from weft.kernels import config, launch, matmul_tiles
 from weft.testing import cases
@@ -161,27 +159,28 @@ def quantiles(us):
 def row(ours_us, graph_us, **peers_us):
     peers = {name: quantiles(us) for name, us in peers_us.items()}
     best = min(peers_us, key=peers_us.get)
-    return ContestRow("op", "shape", quantiles(ours_us), peers, graph_us, {}, best, peers_us[best] / ours_us, 0.5)
+    times = {"ours": quantiles(ours_us), **peers}
+    return Row({"op": "op", "shape": "shape"}, times, best, {"graph_us": graph_us, "of_ceiling": 0.5})
 
 
 def test_the_tax_is_of_graphs_and_of_eager_calls_where_there_are_none():
-    measured = row(10.0, {"ours": 6.0, "free": 5.0, "library": 9.0}, free=4.0, library=20.0)
-    found = line.line_of(measured, peer="library", untaxed="free")
-    assert found.tax == 6.0 / 5.0 and found.ratio == 2.0
-    eager = line.line_of(row(10.0, {"ours": 6.0, "free": None}, free=8.0), untaxed="free")
-    assert eager.tax == 10.0 / 8.0 and eager.ratio == 0.8
-    assert line.line_of(measured).tax is None and line.line_of(measured).best_peer == "free"
-    (mean,) = communicating.tax_lines([found, replace(found, tax=1.2 * 4), line.not_measured("other", "s", "why")])
-    assert mean.tax == pytest.approx(2.4) and mean.remark.startswith("2.00x library")
+    free = flag_tax.WITHOUT
+    measured = row(10.0, {"ours": 6.0, free: 5.0, "library": 9.0}, **{free: 4.0, "library": 20.0})
+    assert flag_tax.tax_of(measured) == 6.0 / 5.0 and measured.peer == free
+    assert flag_tax.tax_of(row(10.0, {"ours": 6.0, free: None}, **{free: 8.0})) == 10.0 / 8.0
+    one, other = (replace(measured, peer="library", facts={"tax": tax}) for tax in (1.2, 1.2 * 4))
+    (mean,) = communicating.tax_rows([one, other, not_measured("other", "s", "why")])
+    assert mean.facts["tax"] == pytest.approx(2.4) and mean.remark.startswith("2.00x library")
 
 
-def test_a_line_that_was_not_measured_says_so_and_is_in_no_mean():
-    one = line.line_of(row(10.0, {"ours": None}, library=20.0))
-    none = line.not_measured("op", "shape", "there is nothing")
-    assert dict(zip(line.columns(), line.cells(none), strict=True))["remark"] == "not measured: there is nothing"
-    assert dict(zip(line.columns(), line.cells(one), strict=True))["ratio"] == "2.00x"
-    assert set(line.cells(none)[2:-1]) == {"-"}
-    rows = [one.as_dict(), none.as_dict(), line.Line("op", "k=8", quantiles(9.0), tax=3.0).as_dict()]
+def test_a_row_that_was_not_measured_says_so_and_is_in_no_mean():
+    one = row(10.0, {"ours": None}, library=20.0)
+    none = not_measured("op", "shape", "there is nothing")
+    headings, (first, second) = table([one, none])
+    assert dict(zip(headings, first, strict=True))["ratio"] == "2.00x"
+    assert dict(zip(headings, second, strict=True))["remark"] == "not measured: there is nothing"
+    assert set(second[2:-1]) == {"-"}
+    rows = [each.as_dict() for each in (one, none, Row({"op": "op"}, {"ours": quantiles(9.0)}, facts={"tax": 3.0}))]
     assert on_gpu.means(rows, "ratio") == {"op": pytest.approx(2.0)} and on_gpu.means(rows, "tax") == {}
     assert on_gpu.figures(rows[0]) == "      10.0 us  2.00x library  50% of ceiling"
     assert on_gpu.figures(rows[1]) == "not measured: there is nothing"
@@ -225,58 +224,6 @@ for row in check.check(["weft.bench.beside_a_copy"]):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-RANKS = """
-import os, time
-import torch.distributed as dist
-
-def says(rank, what):
-    return f"{what} from {rank} of {dist.get_world_size()}, {os.environ['WEFT_TEST_WORD']}"
-
-def fails_on_one(rank):
-    if rank == 1:
-        raise ValueError("rank 1 does not like it")
-    dist.barrier()
-
-def dies_on_one(rank):
-    if rank == 1:
-        os._exit(7)
-    time.sleep(60)
-
-def never_returns(rank):
-    time.sleep(60)
-"""
-
-
-@pytest.fixture
-def ranks_module(tmp_path, monkeypatch):
-    """What new processes can import, unlike this file."""
-    (tmp_path / "weft_test_ranks.py").write_text(RANKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("weft_test_ranks")
-    sys.modules.pop("weft_test_ranks")
-
-
-def test_new_processes_run_as_ranks(ranks_module):
-    environment = {"WEFT_TEST_WORD": "word"}
-    values = spawned.run_spawned(ranks_module.says, 2, "hello", backend="weft", environment=environment)
-    assert values == ["hello from 0 of 2, word", "hello from 1 of 2, word"]
-
-
-@pytest.mark.parametrize(
-    ("function", "timeout_s", "text"),
-    [
-        ("fails_on_one", 60, "rank 1: ValueError: rank 1 does not like it"),
-        ("dies_on_one", 60, "rank 1 died with exit code 7"),
-        ("never_returns", 4, r"ranks \[0, 1\] of 2 were not done in 4 s"),
-    ],
-)
-def test_a_rank_that_fails_dies_or_hangs_is_told(ranks_module, function, timeout_s, text):
-    start = time.monotonic()
-    with pytest.raises(spawned.NotRunError, match=text):
-        spawned.run_spawned(getattr(ranks_module, function), 2, backend="weft", timeout_s=timeout_s)
-    assert time.monotonic() - start < 30
 
 
 def make_collectives(rank, sizes):
@@ -378,7 +325,7 @@ def test_the_slowest_rank_counts_and_what_is_missing_is_said():
     ]
     ordinary, symmetric = several_gpus.of_ranks(work, 0, ranks)
     assert (ordinary.ours.p50_us, ordinary.ratio, symmetric.ratio) == (6.0, 2.0, 3.0)
-    assert ordinary.graph_us == {"ours": None, "NCCL": 8.0}
+    assert ordinary.facts["graph_us"] == {"ours": None, "NCCL": 8.0}
     assert ordinary.remark == "NCCL symmetric not measured: it is too old"
     lacking = several_gpus_rank.RankResult({"ordinary": [1.0], "NCCL": [2.0]}, {}, {"symmetric": "no peer access"})
     _, symmetric = several_gpus.of_ranks(work, 0, [several_gpus_rank.RankReport("", [lacking])] * 2)
@@ -395,7 +342,7 @@ def test_without_several_gpus_every_row_says_that_it_was_not_measured(tmp_path, 
     rows = json.loads(file.read_text())["rows"]
     assert {row["op"] for row in rows} == {*several_gpus.COLLECTIVES, *several_gpus_rank._TITLES.values()}
     assert {row["remark"] for row in rows} == {"not measured: needs several GPUs"}
-    assert len(rows) == 3 * 9 * 2 + 3 * 2 * 2 * 2 and all(row["ours"] is None for row in rows)
+    assert len(rows) == 3 * 9 * 2 + 3 * 2 * 2 * 2 and not any(row["times"] for row in rows)
     shapes = [row["shape"] for row in rows if row["op"] == "all_gather"]
     assert shapes[0] == "4 KiB bfloat16 W=2 ordinary" and shapes[-1] == "256 MiB bfloat16 W=2 symmetric"
     assert main(["bench", "several_gpus", "--only", "products"]) == 0
@@ -425,9 +372,6 @@ def test_the_kernels_benches_are_run_with_arguments_that_they_take(monkeypatch):
         assert kernels.run(options) == names
     assert all(options["rounds"] == 5 for _, options in asked)
     assert asked[0] == ("matmul", {"rounds": 5, "model": None, "tp": [1, 8], "tokens": [1024, 16384]})
-    measured = row(10.0, {"ours": 9.0}, library=20.0)
-    assert kernels.cells(measured) == line.cells(line.line_of(measured))
-    assert len(kernels.cells(measured)) == len(kernels.columns())
 
 
 @pytest.mark.parametrize("name", host_time.OURS)
@@ -470,8 +414,7 @@ def test_a_tiny_tax_is_measured(device):
     for contest in (flag_tax.arriving, flag_tax.departing):
         made = contest("label", 512, 256, 256, 2, device, torch.bfloat16)
         (measured,) = device_time.measure([made], device_time.Ceilings(500.0, 2.0), rounds=3)
-        found = line.line_of(measured, flag_tax.LIBRARY, flag_tax.WITHOUT)
-        assert found.tax > 0 and found.ratio > 0 and None not in found.graph_us.values()
+        assert flag_tax.tax_of(measured) > 0 and measured.ratio > 0 and None not in measured.facts["graph_us"].values()
 
 
 @pytest.mark.gpu

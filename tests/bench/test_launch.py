@@ -21,5 +21,5 @@ def test_every_part_times_both_calls(part):
     if reason := bench._why_not():
         pytest.skip(reason)
     lines = list(bench.PARTS[part](3))
-    assert [line.shape for line in lines] == ["bucket.reduce", "matmul"]
+    assert [line.of["shape"] for line in lines] == ["bucket.reduce", "matmul"]
     assert all(line.ours.p50_us > 0 and line.ratio > 0 for line in lines)

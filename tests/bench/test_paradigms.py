@@ -26,16 +26,16 @@ def small(monkeypatch):
 def test_paradigms_take_the_steps_of_one_process(small):
     """`run` raises where a loss is off. Two ranks that share gradients alone send each of them once there and back."""
     rows = list(paradigms.run(argparse.Namespace(world=2, rounds=1, only=None)))
-    assert [(row.world, row.paradigm) for row in rows] == [
+    assert [(row.of["world"], row.of["paradigm"]) for row in rows] == [
         (world, one.name) for world, ones in paradigms.PARADIGMS.items() for one in ones
     ]
-    by_name = {(row.world, row.paradigm): row for row in rows}
+    by_name = {(row.of["world"], row.of["paradigm"]): row for row in rows}
     parameters = sum(parameter.numel() for parameter in paradigms.SmallModel(paradigms.BLOCKS).parameters())
-    sent = by_name[2, "data"].sent_bytes
+    sent = by_name[2, "data"].facts["sent_bytes"]
     assert 4 * parameters <= sent < 4.1 * parameters
     for row in rows:
-        assert row.error < 1e-4 and row.sent_bytes > 0 and row.peak_mb > 0
-        assert (row.bubble is not None) == row.paradigm.startswith("pipeline")
+        assert row.facts["error"] < 1e-4 and row.facts["sent_bytes"] > 0 and row.facts["peak_mb"] > 0
+        assert (row.facts["bubble"] is not None) == row.of["paradigm"].startswith("pipeline")
 
 
 def test_other_numbers_of_ranks_are_refused():

@@ -22,7 +22,7 @@ def measured():
         if row["world"] == 4 and row["paradigm"] != "layer-wise":
             sizes = dict(pair.split("=") for pair in row["mesh"].split())
             key = (tuple(int(sizes.get(name, 1)) for name in DIMENSIONS), "sharded" in row["paradigm"])
-            found[key] = row["ours"]["p50_us"] / 1e3
+            found[key] = row["times"]["ours"]["p50_us"] / 1e3
     return found
 
 
