@@ -1,4 +1,4 @@
-"""Runs a function as W ranks, each a forked process, and brings back what they returned or raised."""
+"""Runs a function as W ranks, each a process of its own, and brings back what they returned or raised."""
 
 import contextlib
 import faulthandler
@@ -9,9 +9,10 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,8 @@ def try_ranks(
     timeout_s: float = 60,
     group_timeout_s: float = 30,
     before: Callable[[int], object] | None = None,
+    environment: Mapping[str, str] | None = None,
+    start: str = "fork",
 ) -> list[Outcome]:
     """Like run_ranks, for ranks that are meant to fail: an Outcome of each, nothing raised.
 
@@ -66,17 +69,19 @@ def try_ranks(
         backend: None leaves torch.distributed uninitialised in the ranks.
         group_timeout_s: the process group's own timeout.
         before: before(rank) runs in each rank before it joins the process group.
+        environment: variables that are set in each rank.
+        start: "spawn" where this process has used CUDA, which cannot be forked. The function is then one of a module
+            that can be imported, and arguments and results can be pickled.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(start)
     store_folder = tempfile.mkdtemp(prefix="weft-ranks-")
     store_path = os.path.join(store_folder, "store")
     processes, receivers = [], []
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank_main,
-            args=(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, before, sender),
-        )
+        place = (rank, world, store_path, timeout_s, group_timeout_s)
+        options = (backend, before, environment)
+        process = context.Process(target=_rank_main, args=(function, args, place, options, sender))
         process.start()
         sender.close()
         processes.append(process)
@@ -112,13 +117,15 @@ def on_machines(names: str) -> Callable[[int], None]:
     return go_by
 
 
-def _rank_main(function, rank, world, args, backend, store_path, timeout_s, group_timeout_s, before, sender):
+def _rank_main(function, args, place, options, sender):
+    (rank, world, store_path, timeout_s, group_timeout_s), (backend, before, environment) = place, options
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     torch.set_num_threads(1)  # one rank a core; and the parent's OpenMP pool did not survive the fork
     gc.freeze()  # else a collection visits all that the parent had, a third of a second, and copies its pages
     start = time.monotonic()
     value, error, text = None, None, ""
+    os.environ.update(environment or {})
     try:
         if before is not None:
             before(rank)
