@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import weft
 from weft.bench.measure import alternate, slowest_rank
-from weft.bench.sent import counted
 from weft.bench.suites import positive
 from weft.bench.table import Row
+from weft.bench.traffic import counted
 from weft.testing.ranks import run_ranks
 
 METHODS = ("ring", "all_gather", "ulysses")

@@ -76,7 +76,7 @@ def _check(options: argparse.Namespace) -> None:
 def _measure(name: str, arguments: list[str], command: str) -> int:
     suite, module = SUITES[name], importlib.import_module(f"weft.bench.{name}")
     options = _parser(name, module).parse_args(arguments)
-    from weft.bench import page, plot, report
+    from weft.bench import html_report, plot, report
     from weft.bench.table import table
 
     if options.plot or options.html:
@@ -98,7 +98,7 @@ def _measure(name: str, arguments: list[str], command: str) -> int:
     if options.plot:
         Path(options.plot).write_bytes(pictures[0])
     if options.html:
-        Path(options.html).write_text(page.page(found, columns, cells, pictures))
+        Path(options.html).write_text(html_report.page(found, columns, cells, pictures))
     report.print_table(found, columns, cells)  # last: a reader who leaves (head) takes nothing of the rest along
     for path in written:
         print(f"saved to {path}")

@@ -12,7 +12,7 @@ The sum of W buffers in the order of ranks is measured by `bucket` and, in `make
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 
-from weft.bench import beside_a_copy, device_time, flag_tax, from_host_memory, host_time
+from weft.bench import copy_interference, device_time, flag_tax, from_host_memory, host_time
 from weft.bench.device_time import LIMIT, Ceilings, ceilings
 from weft.bench.measure import ROUNDS
 from weft.bench.table import Row
@@ -22,7 +22,7 @@ __all__ = ["LIMIT", "PARTS", "add_arguments", "rows", "run", "tax_rows"]
 PARTS: dict[str, Callable[[Ceilings, int], Iterable[Row]]] = {
     "flags": lambda limits, rounds: flag_tax.lines(flag_tax.COLUMN, limits, rounds),
     "departures": lambda limits, rounds: flag_tax.lines(flag_tax.ROW, limits, rounds),
-    "beside_a_copy": lambda limits, rounds: beside_a_copy.lines(rounds),
+    "beside_a_copy": lambda limits, rounds: copy_interference.lines(rounds),
     "host_memory": lambda limits, rounds: [from_host_memory.line(limits, rounds)],
     "host_time": lambda limits, rounds: host_time.lines(rounds),
 }

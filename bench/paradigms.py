@@ -15,9 +15,9 @@ from torch import nn
 import weft
 from weft.bench.measure import alternate, slowest_rank
 from weft.bench.memory import peak_mb
-from weft.bench.sent import counted
 from weft.bench.suites import RefusedError
 from weft.bench.table import Row
+from weft.bench.traffic import counted
 from weft.testing.models import Llama, loss_of
 from weft.testing.ranks import run_ranks
 

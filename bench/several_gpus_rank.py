@@ -27,14 +27,14 @@ KINDS = (ORDINARY, SYMMETRIC)
 NCCL, NCCL_SYMMETRIC = "NCCL", "NCCL symmetric"
 OVERLAPPED, APART, LIBRARY = "overlapped", 'overlap="never"', "torch.matmul, NCCL"
 LAYERS = {  # how the product communicates: the layers of which it is the forward
-    "gathered": ("qkv", "rise"),
-    "scattered": ("attention out", "fall"),
-    "reduced": ("attention out", "fall"),
+    "all_gather": ("qkv", "rise"),
+    "reduce_scatter": ("attention out", "fall"),
+    "all_reduce": ("attention out", "fall"),
 }
 _TITLES = {
-    "gathered": "all_gather + matmul",
-    "scattered": "matmul + reduce_scatter",
-    "reduced": "matmul + all_reduce",
+    "all_gather": "all_gather + matmul",
+    "reduce_scatter": "matmul + reduce_scatter",
+    "all_reduce": "matmul + all_reduce",
 }
 
 _DTYPE = torch.bfloat16
@@ -245,25 +245,27 @@ def product_calls(
     """
     generator = torch.Generator(device).manual_seed(ranks.rank)
     m, n, k, world = work.m, work.n, work.k, ranks.world_size
-    rows = m // world if work.how == "gathered" else m
+    rows = m // world if work.how == "all_gather" else m
     a = torch.randn(rows, k, generator=generator, device=device).to(_DTYPE)
     b = (torch.randn(n, k, generator=generator, device=device) / (k * world) ** 0.5).to(_DTYPE).t()
     sizes = split_sizes(m, world)
-    dim = None if work.how == "reduced" else 0
+    dim = None if work.how == "all_reduce" else 0
 
     def ours(mode: str) -> torch.Tensor:
         place = products.ParallelContext(ranks, dim, overlap=mode)
-        if work.how == "gathered":
-            return products.gathered(place, a, sizes, b)[0]
-        return products.scattered(place, a, b, sizes) if work.how == "scattered" else products.reduced(place, a, b)
+        if work.how == "all_gather":
+            return products.all_gather_matmul(place, a, sizes, b)[0]
+        if work.how == "reduce_scatter":
+            return products.matmul_reduce_scatter(place, a, b, sizes)
+        return products.matmul_all_reduce(place, a, b)
 
     def theirs() -> torch.Tensor:
-        if work.how == "gathered":
+        if work.how == "all_gather":
             whole = a.new_empty(m, k)
             dist.all_gather_into_tensor(whole, a, group=other)
             return whole @ b
         part = a @ b
-        if work.how == "reduced":
+        if work.how == "all_reduce":
             dist.all_reduce(part, group=other)
             return part
         shard = part.new_empty(m // world, n)
@@ -292,13 +294,13 @@ def product_calls(
 
 def _exact(work: Product, ranks: Communicator, other: dist.ProcessGroup, a, b) -> torch.Tensor:
     """The first rows of this rank's result, in fp64."""
-    if work.how == "gathered":
+    if work.how == "all_gather":
         whole = a.new_empty(ranks.world_size * a.size(0), a.size(1))
         dist.all_gather_into_tensor(whole, a, group=other)
         return whole[:_CHECKED].double() @ b.double()
     owned = a.view(ranks.world_size, -1, a.size(1))[:, :_CHECKED].double() @ b.double()  # of each rank's first rows
     dist.all_reduce(owned, group=other)
-    return owned[ranks.rank if work.how == "scattered" else 0]
+    return owned[ranks.rank if work.how == "reduce_scatter" else 0]
 
 
 def _timed(calls: Calls, ranks: Communicator, rounds: int, repeats: int, missing: dict[str, str]) -> RankResult:

@@ -12,7 +12,7 @@ from weft.checkpoint import load_safetensors as load_safetensors
 from weft.checkpoint import save_checkpoint as save_checkpoint
 from weft.clip_grad import clip_grad_norm_ as clip_grad_norm_
 from weft.comm.registry import check_waits as check_waits
-from weft.comm.symmetric import empty_symmetric as empty_symmetric
+from weft.comm.symmetric_tensor import empty_symmetric as empty_symmetric
 from weft.data_parallel import DataParallel as DataParallel
 from weft.data_parallel import FSDPAllGather as FSDPAllGather
 from weft.data_parallel import FSDPReduceScatter as FSDPReduceScatter

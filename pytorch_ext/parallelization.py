@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.activation_checkpoint import recompute as recompute_these
 from weft.activation_checkpoint import recomputed_in
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.context_parallel.region import share, sharing_in, sharing_of
 from weft.data_parallel.data_parallel import DataParallel
 from weft.explanation.summary import log_summary
+from weft.metadata import set_metadata
 from weft.nn import sum_gradients
 from weft.pipeline.layer_split import LayerSplit, check_layers
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
@@ -22,6 +23,7 @@ from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
 from weft.tensor_parallel.local_sizes import is_summed
+from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
 from weft.tensor_parallel.plan_check import check_flow, check_meeting, own_plan
 from weft.tensor_parallel.styles import KEPT, Plan, part_of
@@ -30,7 +32,7 @@ from weft.tensor_parallel.ties import keep_parameters, tie
 
 def parallelize(
     model: nn.Module,
-    mesh=None,
+    mesh: Group = None,
     *,
     plan: Plan | AutomaticPlan | str | None = "auto",
     sequence_parallel: bool = False,
@@ -155,6 +157,8 @@ def parallelize(
         recompute_these({name: model.get_submodule(name) for name in recomputed})
     if sharing is not None and sharing.ranks.world_size > 1:
         share(model, sharing, tokenwise)
+    if automatic is not None and automatic.plan and "" not in automatic.parts:
+        PartUses(automatic.parts).install(model)
     called = {name: model.get_submodule(name) for name in checks}
     if ranks.stages is not None:
         model = LayerSplit(model, ranks.stages, check_calls=check_calls)
@@ -170,7 +174,7 @@ def parallelize(
     alike = {} if ranks.tp is None or by_parts else {ranks.tp: True}
     SameCalls(alike, check_calls, check_replicas_every).install(wrapped, model)
     log_summary(model, ranks.sizes, parameters, automatic.whole if automatic else {})
-    model._weft_mesh = ranks.sizes  # type: ignore[assignment]
+    set_metadata(model, "mesh", ranks.sizes)
     return _noted(wrapped, automatic)
 
 
@@ -257,5 +261,5 @@ def _draw_alike(group: Communicator, model: nn.Module) -> None:
 def _noted(model: nn.Module, automatic: AutomaticPlan | None) -> nn.Module:
     """With what the automatic plan says, for `weft.explain`."""
     if automatic is not None:
-        model._weft_plan = automatic  # type: ignore[assignment]
+        set_metadata(model, "plan", automatic)
     return model

@@ -44,6 +44,11 @@ def running() -> nn.Module | None:
     return _stack.modules[-1] if _stack.modules else None
 
 
+def is_running(module: nn.Module) -> bool:
+    """Whether it is among the modules that are being called; False where none is followed."""
+    return any(one is module for one in _stack.modules)
+
+
 def _enter(module: nn.Module, args) -> None:
     if _stack.modules:
         _stack.modules.append(module)

@@ -1,6 +1,7 @@
 """Dependencies run one way, and importing weft imports nothing else."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections import Counter
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import weft
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"weft": ROOT / "pytorch_ext", "weft.kernels": ROOT / "kernels", "weft.bench": ROOT / "bench"}
 
 # From the bottom up: a part imports those of lines above its own, and itself. Imports inside of functions count.
 LAYERS = [
     {"weft._C", "weft.kernels", "weft.planner"},
-    {"weft.build", "weft.arguments", "weft.comm"},
+    {"weft.build", "weft.arguments", "weft.metadata", "weft.comm"},
     {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists", "weft.running"},
     {"weft.ops"},
     {"weft.nn"},
@@ -132,6 +135,23 @@ def test_importing_weft_imports_neither_torch_nor_triton():
         )
         == "[]\n"
     )
+
+
+def functions_of(name, public):
+    """Of a public name: itself, or the public methods that its own class defines."""
+    if inspect.isclass(public):
+        own = {f"{name}.{key}": getattr(public, key) for key in vars(public) if key[0] != "_" or key == "__init__"}
+        return {key: inspect.unwrap(method) for key, method in own.items() if inspect.isroutine(method)}
+    return {name: public} if inspect.isfunction(public) else {}
+
+
+@pytest.mark.parametrize("name", PUBLIC.split())
+def test_public_functions_are_annotated_in_full(name):
+    for full, function in functions_of(name, getattr(weft, name)).items():
+        signature = inspect.signature(function)
+        bare = [one.name for one in signature.parameters.values() if one.annotation is one.empty and one.name != "self"]
+        assert bare == [], full
+        assert full.endswith("__init__") or signature.return_annotation is not signature.empty, full
 
 
 def test_the_public_names_are_these_and_can_be_imported():

@@ -1,5 +1,6 @@
 """The documentation: its blocks of Python run, its commands can be given, its messages are the package's."""
 
+import ast
 import contextlib
 import importlib
 import re
@@ -8,9 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from weft import cli
 from weft.bench.tables import written
+from weft.tensor_parallel.auto.example_inputs import calls
+from weft.tensor_parallel.auto.plan import automatic_plan
+from weft.tensor_parallel.auto.propagation import Flow
+from weft.tensor_parallel.auto.search import runs_of
 from weft.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -165,6 +171,7 @@ fsdp_module = fully_shard(model)
     ("sequence_parallel.md", 2): (2, LLAMA + "mesh = weft.init_mesh(cp=2)\n", {}),
     ("tensor_parallel.md", 0): (2, PARTS, {}),
     ("tensor_parallel.md", 1): (1, "head_dim, n_heads, n_kv_heads = 4, 4, 2\n", {}),
+    ("automatic_planner.md", 0): (1, "", {}),
     ("automatic_plans.md", 0): (1, LLAMA, {}),
     ("automatic_plans.md", 1): (
         2,
@@ -281,6 +288,38 @@ def test_every_message_that_is_explained_is_one_of_the_package():
     ]
     assert len(explained) > 20
     assert [quoted for quoted in explained if quoted not in texts] == []
+
+
+def test_the_attention_block_that_is_followed_is_what_the_passes_find():
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaModel(config)
+    runs = runs_of(model, calls(model))
+    (run, _) = (run for run in runs if any(node.op == "attention" for node in run.whole.nodes))
+    found = Flow(run.twin, run.whole, 2).find()
+    block, rows = "layers.0.self_attn", []
+    for node in run.whole.nodes:
+        if not f"{node.where}.".startswith(f"{block}.") or node.op not in ("layer", "attention", "view", "transpose"):
+            continue
+        layout = found.layouts.get(node.output)
+        name = f"layer `{node.layer.rpartition('.')[2]}`" if node.layer else node.op
+        place = ("whole", "", "")
+        if layout is not None:
+            place = (f"`{layout.axis.layer.rpartition('.')[2]}`", str(layout.dim), str(layout.units))
+        rows.append((name, ", ".join(map(str, node.output.shape)), *place))
+    page = (ROOT / "docs" / "automatic_planner.md").read_text()
+    table = page.partition("<!-- trace: self_attn -->")[2].partition("\n\n")[0].strip().splitlines()[2:]
+    assert [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table] == rows
+
+    (said,) = blocks_of(ROOT / "docs" / "automatic_planner.md")
+    plan = automatic_plan(model, 2).plan
+    assert ast.literal_eval(said) == {name: entry for name, entry in plan.items() if name.startswith(block)}
 
 
 def is_there(name):

@@ -14,6 +14,7 @@ import weft
 from weft import clip_grad
 from weft.activation_checkpoint import Recomputed
 from weft.context_parallel import function_rules
+from weft.metadata import metadata
 from weft.pipeline import pipeline
 from weft.pipeline.schedules import SCHEDULES
 from weft.sharding.shard import shard_of
@@ -437,7 +438,7 @@ def kinds(rank):
         mesh = weft.init_mesh(**sizes, device_type="cpu")
         model = weft.parallelize(model_of(), mesh, plan=plan)
         assert type(model) is outer, sizes
-        assert hasattr(model, "_weft_plan") == ("tp" in sizes)
+        assert (metadata(model, "plan") is not None) == ("tp" in sizes)
         assert any(shard_of(parameter) for parameter in model.parameters()) == ("tp" in sizes)
         tokens, _ = batch_of(0, mesh["dp"].get_local_rank(), mesh["dp"].size())
         assert model(tokens).shape == (*tokens.shape, Llama.WORDS)

@@ -25,6 +25,7 @@ from weft.checkpoint.chunks import TensorPart
 from weft.checkpoint.contents import HeldTensor, Tensors
 from weft.checkpoint.on_all_ranks import CheckpointError, ranks_of, together
 from weft.checkpoint.safetensors_io import Files, Source
+from weft.comm.registry import Group
 from weft.rng import restore_rng_state, rng_states
 
 __all__ = ["CheckpointError", "Loaded", "export_safetensors", "load_checkpoint", "save_checkpoint"]
@@ -55,7 +56,7 @@ def save_checkpoint(
     *,
     step: int = 0,
     extras: Mapping[str, Any] | None = None,
-    group=None,
+    group: Group = None,
     check_replicas: bool = True,
 ) -> None:
     """Stores the model and its training under `path`, in the place of what was stored there. A collective call.
@@ -140,7 +141,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     cast: bool = False,
-    group=None,
+    group: Group = None,
 ) -> Loaded:
     """Gives the model, and its optimizer, the values stored under `path`. A collective call.
 

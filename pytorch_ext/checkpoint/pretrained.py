@@ -7,11 +7,18 @@ import torch
 from torch import nn
 
 from weft.checkpoint.checkpoint import load_checkpoint
+from weft.comm.registry import Group
 from weft.sharding.shard import shard_of
 
 
 def load_safetensors(
-    model: nn.Module, path: str | Path, *, device="cpu", strict: bool = True, cast: bool = False, group=None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    strict: bool = True,
+    cast: bool = False,
+    group: Group = None,
 ) -> nn.Module:
     """Fills a model with what safetensors files hold: a rank reads its own part of each tensor, and never has more.
 

@@ -19,7 +19,7 @@ from weft.comm.dtypes import SUM, op_code
 from weft.comm.engine_communicator import EngineCommunicator
 from weft.comm.fusion import Fusion
 from weft.comm.stream_order import StreamOrder
-from weft.comm.window import Window, open_window
+from weft.comm.symmetric_memory import SymmetricMemory, open_symmetric_memory
 
 _AVERAGE = _C.reduce_ops["avg"]
 _DEVICE_TYPE = "cuda"
@@ -148,7 +148,7 @@ class DeviceCommunicator(Communicator):
 
     # Symmetric memory.
 
-    def lend(self, window: Window) -> torch.Tensor:
+    def lend(self, window: SymmetricMemory) -> torch.Tensor:
         """This rank's part as a tensor; while it is in use, the window stays mapped, and known to all_reduce_."""
         self._lent_so_far += 1
         lent = Lent(window, self._lent_so_far)
@@ -218,7 +218,7 @@ class DeviceCommunicator(Communicator):
             kernels, self._why_not = None, self._first_of(self._obstacle())
             if not self._why_not:
                 try:
-                    window = open_window(self, _PADS_BYTES + _WORKSPACE_BYTES, device)
+                    window = open_symmetric_memory(self, _PADS_BYTES + _WORKSPACE_BYTES, device)
                     kernels, obstacle = _made(self, window, stream)
                     self._why_not = self._first_of(obstacle)
                 except (ValueError, OSError) as error:  # the same on every rank
@@ -243,7 +243,7 @@ class DeviceCommunicator(Communicator):
 class Lent:
     """A window's part of this rank, as torch takes memory over from elsewhere: whoever holds a tensor holds this."""
 
-    def __init__(self, window: Window, number: int):
+    def __init__(self, window: SymmetricMemory, number: int):
         self.window, self.number = window, number
         self.address, self.bytes = window.mine.data_ptr(), window.mine.numel()
 
@@ -255,7 +255,7 @@ class Lent:
 class _Kernels:
     """The extension's collectives on one group and device, with the memory that they meet in."""
 
-    def __init__(self, ranks: DeviceCommunicator, window: Window, stream: "StreamOrder"):
+    def __init__(self, ranks: DeviceCommunicator, window: SymmetricMemory, stream: "StreamOrder"):
         self._record, self._stream, self._window = ranks.record(stream.device), stream, window
         self._ranks = _ranks(
             ranks.rank,
@@ -285,7 +285,7 @@ def one_shot_below(world: int) -> int:
     return next(bytes for most, bytes in _ONE_SHOT_BELOW_BYTES.items() if world <= most)
 
 
-def _made(ranks: DeviceCommunicator, window: Window, stream: StreamOrder) -> tuple[_Kernels | None, str]:
+def _made(ranks: DeviceCommunicator, window: SymmetricMemory, stream: StreamOrder) -> tuple[_Kernels | None, str]:
     try:
         return _Kernels(ranks, window, stream), ""
     except (ValueError, RuntimeError) as error:  # of this rank's driver: the others must hear of it

@@ -8,10 +8,11 @@ from weft.comm.communicator import Communicator, backends_of
 from weft.comm.cuda import DeviceCommunicator
 from weft.comm.engine_communicator import EngineCommunicator
 
+Group = dist.ProcessGroup | DeviceMesh | Communicator | None  # None is the default group
 _of_group: dict[dist.ProcessGroup, Communicator] = {}  # of groups of torch's own, which cannot hold theirs
 
 
-def communicator(group=None) -> Communicator:
+def communicator(group: Group = None) -> Communicator:
     """The communicator of a ProcessGroup, a one-dimensional DeviceMesh, or the default group (None).
 
     Raises:
@@ -63,7 +64,7 @@ def _process_group(group) -> dist.ProcessGroup:
     raise TypeError(f"group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got {type(group).__name__}")
 
 
-def check_waits(group=None) -> None:
+def check_waits(group: Group = None) -> None:
     """Raises what kernels of the group that waited for other ranks, and gave up, left word of.
 
     Collectives of CUDA tensors look at it by themselves before they launch. A CUDA graph that is replayed does not:

@@ -25,6 +25,7 @@ from weft.context_parallel.shared_sequence import (
     wholes,
     without_guards,
 )
+from weft.metadata import metadata, set_metadata
 from weft.nn import Branches, ParallelConv2d, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
@@ -73,7 +74,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
 
 def sharing_in(model: nn.Module) -> dict[str, Sharing]:
     """By name, the modules that share a sequence, and how."""
-    found = {name: module._weft_sharing for name, module in model.named_modules() if hasattr(module, "_weft_sharing")}
+    found = {name: sharing for name, module in model.named_modules() if (sharing := metadata(module, "sharing"))}
     return found | {
         name: hook.sharing
         for name, module in model.named_modules()
@@ -85,7 +86,7 @@ def sharing_in(model: nn.Module) -> dict[str, Sharing]:
 def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
     """Says of a module that runs a model in stages that these share the model's sequence."""
     if sharing is not None:
-        module._weft_sharing = sharing  # type: ignore[assignment]
+        set_metadata(module, "sharing", sharing)
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 
 from weft import _C
 from weft.comm.communicator import Communicator
-from weft.comm.symmetric import empty_symmetric
+from weft.comm.symmetric_tensor import empty_symmetric
 from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import gradient_like

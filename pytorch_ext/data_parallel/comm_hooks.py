@@ -1,6 +1,6 @@
 """Communication hooks: DDP's on our buckets, and ours for those who keep DDP or FSDP2."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from weft.comm.dtypes import SUM, op_code
 from weft.comm.fusion import Fusion
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.data_parallel.bucket_comm import Transport, Wait, measure
 from weft.data_parallel.buckets import Bucket
 
@@ -122,10 +122,10 @@ class FSDPReduceScatter(ReduceScatter):
         group: whose ranks sum, the same ranks as the mesh's; None is the mesh's own group.
     """
 
-    def __init__(self, group=None):
+    def __init__(self, group: Group = None):
         self._group = group
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
@@ -145,10 +145,10 @@ class FSDPReduceScatter(ReduceScatter):
 class FSDPAllGather(AllGather):
     """For `FSDPModule.set_custom_all_gather`: parameters are gathered by weft's engine or kernels."""
 
-    def __init__(self, group=None):
+    def __init__(self, group: Group = None):
         self._group = group
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):

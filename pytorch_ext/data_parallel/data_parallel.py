@@ -4,33 +4,27 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot
 from weft.data_parallel.comm_hooks import ByHook, Hook
-from weft.data_parallel.consensus import check_same_module
 from weft.data_parallel.join import Shadow, tell
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast
-from weft.data_parallel.param_prefetch import FirstUse, obstacle_to_waiting
+from weft.data_parallel.param_prefetch import FirstUse
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.sharded_optimizer import Shards
+from weft.data_parallel.wrap_checks import check_wrap, mark_wrapped
 from weft.replicas import check_replicas
-from weft.sharding.owners import owners_of
-from weft.sharding.shard import shard_of
 
 _MIB = 1 << 20
-_WIRES = (None, torch.bfloat16, torch.float16)
-_SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_wrapper_of = WeakTensorKeyDictionary()  # by parameter, weakly; an attribute would keep the module from being pickled
 
 
 class DataParallel(nn.Module, Joinable):
@@ -80,7 +74,7 @@ class DataParallel(nn.Module, Joinable):
         self,
         module: nn.Module,
         *,
-        group=None,
+        group: Group = None,
         bucket_mb: float = 25,
         wire_dtype: torch.dtype | None = None,
         average: bool = True,
@@ -104,28 +98,18 @@ class DataParallel(nn.Module, Joinable):
             "main_grad": main_grad,
             "broadcast_buffers": broadcast_buffers,
         }
-        _check_options(options)
         self.ranks = communicator(group)
-        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        obstacle = _obstacle(module, self.ranks) or (obstacle_to_waiting(module) if overlap_param_gather else "")
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        others = {name: tensor for name, tensor in tensors if name not in parameters}
-        check_same_module(self.ranks, obstacle, parameters, others, options)
-        device = next(iter(parameters.values())).device
+        device = check_wrap(module, self.ranks, options)
         self.module = module
         self.require_backward_grad_sync = True  # DDP's name
         self._broadcasts = broadcast_buffers
         self._divides_by_all = True  # though some ranks have run out of inputs
         self._trained = Trained(module)
-        self._mark_wrapped()
+        mark_wrapped(module, self)
         broadcast([*module.parameters(), *module.buffers()], self.ranks)
 
-        slots = [
-            Slot(number, name, parameter, into_main_grad=main_grad)
-            for number, (name, parameter) in enumerate(module.named_parameters())
-        ]
-        self._shards: Shards | None = None
-        self._first_use: FirstUse | None = None
+        named = enumerate(module.named_parameters())
+        slots = [Slot(number, name, parameter, into_main_grad=main_grad) for number, (name, parameter) in named]
         self._fixed = shard_optimizer or main_grad  # the layout, which others than the reducer know
         self.reducer = Reducer(
             slots,
@@ -137,16 +121,18 @@ class DataParallel(nn.Module, Joinable):
         )
         if self._fixed:  # before any gradient has come: as backward gives them, were it to run the module in its order
             self.reducer.lay_out([slot for slot in reversed(slots) if slot.parameter.requires_grad])
-        if shard_optimizer:
-            shards = Shards(self.reducer.buckets, self.reducer.transport, overlap_param_gather)
-            self._shards = self.reducer.owner = shards
-            hook = module.register_load_state_dict_post_hook(OfWrapper(lambda *_: shards.reload()))
-            weakref.finalize(self, hook.remove)
-            self._first_use = FirstUse(module, shards) if overlap_param_gather else None
+        self._shards = self._sharded(overlap_param_gather) if shard_optimizer else None
+        self._first_use = FirstUse(module, self._shards) if self._shards and overlap_param_gather else None
+
+    def _sharded(self, overlap_param_gather: bool) -> Shards:
+        shards = self.reducer.owner = Shards(self.reducer.buckets, self.reducer.transport, overlap_param_gather)
+        hook = self.module.register_load_state_dict_post_hook(OfWrapper(lambda *_: shards.reload()))
+        weakref.finalize(self, hook.remove)
+        return shards
 
     # In each step.
 
-    def forward(self, *inputs, **options):
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         trains = torch.is_grad_enabled()
         if trains:
             self._prepare()
@@ -230,7 +216,9 @@ class DataParallel(nn.Module, Joinable):
     def shards_optimizer(self) -> bool:
         return self._shards is not None
 
-    def optimizer(self, kind, parameters: Iterable | None = None, *, elementwise: bool | None = None, **options):
+    def optimizer(
+        self, kind: type, parameters: Iterable | None = None, *, elementwise: bool | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
         """An optimizer of the class `kind` that steps this rank's part, whose step() ends with every parameter whole.
 
         It is an instance of that class: schedules, its state_dict (of this rank's part) and its hooks are as usual.
@@ -267,13 +255,13 @@ class DataParallel(nn.Module, Joinable):
     def replicas(self) -> Communicator:
         return self.ranks
 
-    def named_parameters(self, *options, **named):
+    def named_parameters(self, *options: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self.wait_for_parameters()
         return super().named_parameters(*options, **named)
 
     # Hooks and uneven inputs.
 
-    def register_comm_hook(self, state, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
         """DDP's interface: hook(state, bucket) -> Future of the reduced bucket, which is the hook's to average.
 
         Raises:
@@ -286,7 +274,9 @@ class DataParallel(nn.Module, Joinable):
             raise ValueError("register_comm_hook goes with shard_optimizer=False and wire_dtype=None: the hook decides")
         self.reducer.transport = ByHook(self.ranks, None, True, False, state, hook)
 
-    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination=False):
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
         """For ranks with different numbers of inputs, as DDP's:
 
             with model.join():
@@ -302,7 +292,7 @@ class DataParallel(nn.Module, Joinable):
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
-    def join_hook(self, **options) -> Shadow:
+    def join_hook(self, **options: Any) -> Shadow:
         return Shadow(self, options.get("divide_by_initial_world_size", True))
 
     @property
@@ -330,23 +320,6 @@ class DataParallel(nn.Module, Joinable):
             "a DataParallel cannot be pickled, since it is these ranks': save model.module, or a state_dict"
         )
 
-    def _mark_wrapped(self) -> None:
-        for parameter in self.module.parameters():
-            _wrapper_of[parameter] = weakref.ref(self)
-
-
-def _partners(parameter: torch.Tensor, ranks: Communicator) -> list[int]:
-    """The ranks of the group that have other parts of what a parameter is a part of: shards, or stages."""
-    shard, owners = shard_of(parameter), owners_of(parameter)
-    groups = [shard.communicator] if shard is not None else []
-    groups += [owners.ranks] if owners is not None else []
-    wrapped = set(dist.get_process_group_ranks(ranks.group))
-    for group in groups:
-        common = wrapped & set(dist.get_process_group_ranks(group.group))
-        if len(common) > 1:
-            return sorted(common)
-    return []
-
 
 def _tensors_in(output) -> list[torch.Tensor]:
     """The tensors that a module returned: in lists, dicts, dataclasses and what else torch takes for a tree."""
@@ -357,43 +330,3 @@ def _tensors_in(output) -> list[torch.Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             found += _tensors_in([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
     return found
-
-
-def _check_options(options: dict) -> None:
-    if options["unused_parameters"] not in ("error", "zero"):
-        raise ValueError(f'unused_parameters={options["unused_parameters"]!r} is not "error" or "zero"')
-    if not options["bucket_mb"] > 0:
-        raise ValueError(f"bucket_mb={options['bucket_mb']} must be more than 0")
-    if options["wire_dtype"] not in _WIRES:
-        raise ValueError(f"wire_dtype={options['wire_dtype']} must be None, torch.bfloat16 or torch.float16")
-    if options["overlap_param_gather"] and not options["shard_optimizer"]:
-        raise ValueError(
-            "overlap_param_gather=True goes with shard_optimizer=True: no parameter is gathered without it"
-        )
-    if options["main_grad"] and not options["average"]:
-        raise ValueError("main_grad=True needs average=True: a sum that is added to again would be counted W times")
-
-
-def _obstacle(module: nn.Module, ranks: Communicator) -> str:
-    """Why the module cannot be wrapped; "" where it can."""
-    devices: dict[torch.device, str] = {}
-    for name, parameter in module.named_parameters():
-        if _wrapper_of.get(parameter, lambda: None)() is not None:
-            return f"{name!r} is wrapped already: its gradient would be reduced twice. Wrap once"
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            return f"{name!r} has no shape yet: run the module once, then wrap it"
-        if parameter.requires_grad and parameter.dtype not in _SUMMED:
-            types = ", ".join(map(str, _SUMMED))
-            return f"{name!r} is {parameter.dtype}, and gradients are summed in {types}: hold it as torch.view_as_real"
-        if partners := _partners(parameter, ranks):
-            return (
-                f"{name!r} is split over ranks {partners} of this group, which have different parts of the model and "
-                'would all get rank 0\'s: pass group=mesh["dp"], or let weft.parallelize wrap it by a mesh with "dp"'
-            )
-        devices.setdefault(parameter.device, name)
-    if len(devices) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        return f"the module is on several devices ({places}); a rank has one"
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return "no parameter of the module requires a gradient: there is nothing to reduce"
-    return ""

@@ -19,6 +19,7 @@ from torch import nn
 from weft.comm.communicator import Communicator
 from weft.data_parallel.bucket_comm import Transport, Wait, measure
 from weft.data_parallel.buckets import Bucket, Slot, place_in, shared_memory
+from weft.metadata import metadata, set_metadata
 from weft.sharding.optimizer_check import ELEMENTWISE, is_elementwise
 from weft.sharding.sharded_grad import gradient_elsewhere, gradient_like
 
@@ -37,7 +38,7 @@ class Piece:
 
 def piece_of(parameter: torch.Tensor) -> Piece | None:
     """Of which parameter an optimizer's parameter is a piece; None for one that is no piece."""
-    return getattr(parameter, "_weft_piece", None)
+    return metadata(parameter, "piece")
 
 
 class _PartPlace(NamedTuple):
@@ -235,7 +236,7 @@ class Shards:
             start, stop = (min(max(end - slot.offset, 0), elements) for end in (begin, begin + mine.numel()))
             here = slice(slot.offset + start - begin, slot.offset + stop - begin) if start < stop else slice(0, 0)
             piece = nn.Parameter(stepped[here])
-            piece._weft_piece = Piece(slot.name, slot.parameter, start, stop, self._ranks)  # type: ignore[attr-defined]
+            set_metadata(piece, "piece", Piece(slot.name, slot.parameter, start, stop, self._ranks))
             gradient = part.gradients[here]
             shown = gradient_like(piece, gradient), gradient_elsewhere(slot.parameter, piece)
             part.places[slot] = _PartPlace(piece, gradient, *shown)

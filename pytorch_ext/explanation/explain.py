@@ -20,6 +20,7 @@ from weft.explanation.reports import (
     Traffic,
 )
 from weft.explanation.summary import share_held
+from weft.metadata import metadata
 from weft.nn import ParallelEmbedding, ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops import kernel_choice
@@ -73,7 +74,7 @@ _DOES = {
 
 def _ranks(model: nn.Module) -> Iterator[str]:
     """What each dimension of the mesh does."""
-    sizes: dict[str, int] = next((vars(one)["_weft_mesh"] for one in model.modules() if "_weft_mesh" in vars(one)), {})
+    sizes: dict[str, int] = next(filter(None, (metadata(module, "mesh") for module in model.modules())), {})
     for name, size in sizes.items():
         if size > 1:
             yield f"{name}: {size} ranks, {_DOES[name]}"
@@ -102,7 +103,7 @@ def _of_sequences(model: nn.Module) -> tuple[SequenceReport, ...]:
 
 
 def _whole(model: nn.Module) -> Mapping[str, str]:
-    plans = (getattr(module, "_weft_plan", None) for module in model.modules())  # a wrapper may stand around it
+    plans = (metadata(module, "plan") for module in model.modules())  # a wrapper may stand around it
     return next((plan.whole for plan in plans if plan is not None), {})
 
 
@@ -134,12 +135,11 @@ def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
 
 # By style and whether the layer is sequence-parallel: how the rows of each product travel.
 _COLLECTIVES = {
-    ("column", False): {"dgrad": "reduced"},
-    ("column", True): {"forward": "gathered", "dgrad": "scattered"},
-    ("row", False): {"forward": "reduced"},
-    ("row", True): {"forward": "scattered", "dgrad": "gathered"},
+    ("column", False): {"dgrad": "all_reduce"},
+    ("column", True): {"forward": "all_gather", "dgrad": "reduce_scatter"},
+    ("row", False): {"forward": "all_reduce"},
+    ("row", True): {"forward": "reduce_scatter", "dgrad": "all_gather"},
 }
-_NAMES = {"gathered": "all_gather", "scattered": "reduce_scatter", "reduced": "all_reduce"}
 _APART = "one after the other"
 
 
@@ -151,7 +151,7 @@ def _linear_traffic(layer: ParallelLinear, tokens: int) -> Iterator[Traffic]:
     travelling = inputs if column else outputs
     for product, how in _COLLECTIVES[layer.style, region].items():
         what = ("x" if column else "y") if product == "forward" else ("dx" if column else "dy")
-        yield _traffic(product, _NAMES[how], what, travelling, world)
+        yield _traffic(product, how, what, travelling, world)
     if column and region and layer.weight.requires_grad:
         yield _traffic("wgrad", "all_gather", "x", inputs, world)
     if not column and region and layer.bias is not None and layer.bias.requires_grad:
@@ -213,8 +213,8 @@ def _communication(layer: ParallelLinear, tokens: int, b: torch.Tensor, how: str
     try:
         decided = products.decide(layer.place, tokens, b, how)
     except ValueError as error:  # overlap="always" where it cannot be: what the layer will raise
-        return Communication(_NAMES[how], "", str(error))
-    return Communication(_NAMES[how], OVERLAPPED if decided.fused else _APART, decided.reason)
+        return Communication(how, "", str(error))
+    return Communication(how, OVERLAPPED if decided.fused else _APART, decided.reason)
 
 
 def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: str | None = None) -> ProductReport:

@@ -4,7 +4,7 @@ from weft.nn.attention import ParallelMultiheadAttention
 from weft.nn.branches import Branches
 from weft.nn.conv1d import ParallelConv1D
 from weft.nn.convolution import ParallelConv2d
-from weft.nn.dropout import OwnDropout, OwnDropout2d
+from weft.nn.dropout import OwnDropout2d, ShardedDropout
 from weft.nn.embedding import ParallelEmbedding
 from weft.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from weft.nn.norm import ChannelBatchNorm2d, ChannelGroupNorm
@@ -15,7 +15,6 @@ __all__ = [
     "ChannelBatchNorm2d",
     "ChannelGroupNorm",
     "ColumnParallelLinear",
-    "OwnDropout",
     "OwnDropout2d",
     "ParallelConv1D",
     "ParallelConv2d",
@@ -23,5 +22,6 @@ __all__ = [
     "ParallelLinear",
     "ParallelMultiheadAttention",
     "RowParallelLinear",
+    "ShardedDropout",
     "sum_gradients",
 ]

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.nn.linear import ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops import ParallelContext, column_parallel_linear
@@ -26,7 +26,7 @@ class ParallelMultiheadAttention(ShardHolder):
     Made by `from_attention`; in a plan, the style "heads".
     """
 
-    def __init__(self, whole: nn.MultiheadAttention, group=None):
+    def __init__(self, whole: nn.MultiheadAttention, group: Group = None):
         super().__init__()
         for option in ("bias_k", "bias_v"):
             if getattr(whole, option) is not None:
@@ -57,7 +57,7 @@ class ParallelMultiheadAttention(ShardHolder):
         self.train(whole.training)
 
     @classmethod
-    def from_attention(cls, attention: nn.MultiheadAttention, *, group=None) -> "ParallelMultiheadAttention":
+    def from_attention(cls, attention: nn.MultiheadAttention, *, group: Group = None) -> "ParallelMultiheadAttention":
         """This rank's heads of an existing nn.MultiheadAttention.
 
         Raises:

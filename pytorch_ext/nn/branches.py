@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.arguments import check_choice
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.nn.branch_trace import SideBySide, of_block, of_modules
 from weft.nn.sharded import ShardHolder, lost_with
 from weft.ops.empty_grad import with_absent
@@ -52,7 +52,7 @@ class Branches(ShardHolder):
         *,
         combine: str = "concat",
         dim: int = 1,
-        group=None,
+        group: Group = None,
         assignment: Sequence[int] | None = None,
     ):
         check_choice("Branches: combine", combine, _COMBINE)
@@ -61,7 +61,9 @@ class Branches(ShardHolder):
         self._place(of_modules(list(named), dim if combine == "concat" else None), named, group, assignment)
 
     @classmethod
-    def from_block(cls, block: nn.Module, *, group=None, assignment: Sequence[int] | None = None) -> "Branches":
+    def from_block(
+        cls, block: nn.Module, *, group: Group = None, assignment: Sequence[int] | None = None
+    ) -> "Branches":
         """The branches of a block whose forward is torch.cat([f(x), g(x), ...], dim) or f(x) + g(x) + ..., as torch.fx
         reads it. The block is left as it is; this rank's branches share its memory.
 

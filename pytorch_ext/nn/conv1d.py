@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from weft.comm.registry import Group
 from weft.nn.linear import ParallelLinear
 
 
@@ -15,7 +16,7 @@ class ParallelConv1D(ParallelLinear):
     transposed = True
 
     @classmethod
-    def from_conv1d(cls, layer, *, style: str, group=None, **options) -> "ParallelConv1D":
+    def from_conv1d(cls, layer, *, style: str, group: Group = None, **options) -> "ParallelConv1D":
         """This rank's part of an existing Conv1D."""
         in_features, out_features = layer.weight.shape
         like = {"device": "meta", "dtype": layer.weight.dtype}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from weft.arguments import check_choice
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.nn.sharded import ShardHolder
 from weft.ops.convolution import (
     CHANNELS,
@@ -70,12 +70,12 @@ class ParallelConv2d(ShardHolder):
         padding_mode: str = "zeros",
         *,
         style: str,
-        group=None,
+        group: Group = None,
         gather_output: bool = False,
         split_input: bool = False,
         unit: int | None = None,
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         _check_options(style, gather_output, split_input, groups)
@@ -85,7 +85,7 @@ class ParallelConv2d(ShardHolder):
             "dilation": dilation,
             "padding_mode": padding_mode,
         }
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         whole = nn.Conv2d(in_channels, out_channels, kernel_size, groups=groups, bias=bias, **where, **like)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, whole.kernel_size
         self.stride, self.padding, self.dilation = whole.stride, whole.padding, whole.dilation
@@ -97,7 +97,7 @@ class ParallelConv2d(ShardHolder):
         self._hold(whole)
 
     @classmethod
-    def from_conv2d(cls, conv: nn.Conv2d, *, style: str, group=None, **options) -> "ParallelConv2d":
+    def from_conv2d(cls, conv: nn.Conv2d, *, style: str, group: Group = None, **options: Any) -> "ParallelConv2d":
         """This rank's part of an existing nn.Conv2d; options: gather_output, split_input, unit."""
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(f"from_conv2d takes an nn.Conv2d, got {type(conv).__name__}")

@@ -3,17 +3,17 @@
 import torch
 from torch import nn
 
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.rng import own_random_numbers
 
 
 class _OwnRandomNumbers(nn.Module):
-    def __init__(self, p: float = 0.5, inplace: bool = False, *, group=None):
+    def __init__(self, p: float = 0.5, inplace: bool = False, *, group: Group = None):
         super().__init__(p, inplace)  # type: ignore[call-arg]
         self.communicator = communicator(group)
 
     @classmethod
-    def from_dropout(cls, dropout, *, group=None):
+    def from_dropout(cls, dropout, *, group: Group = None):
         """What stands where a dropout stood."""
         return cls(dropout.p, dropout.inplace, group=group).train(dropout.training)
 
@@ -24,7 +24,7 @@ class _OwnRandomNumbers(nn.Module):
             return super().forward(x)  # type: ignore[misc]
 
 
-class OwnDropout(_OwnRandomNumbers, nn.Dropout):
+class ShardedDropout(_OwnRandomNumbers, nn.Dropout):
     """nn.Dropout between a column and a row layer (of split features or heads), or in a sequence-parallel region.
 
     Elsewhere nn.Dropout itself is right: ranks that are seeded alike drop the same elements of what they all have.
@@ -34,4 +34,4 @@ class OwnDropout(_OwnRandomNumbers, nn.Dropout):
 
 
 class OwnDropout2d(_OwnRandomNumbers, nn.Dropout2d):
-    """OwnDropout of whole channels, between split convolutions."""
+    """ShardedDropout of whole channels, between split convolutions."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import parallel_embedding
 from weft.sharding.shard import Shard
@@ -33,9 +33,9 @@ class ParallelEmbedding(ShardedModule):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
-        group=None,
-        device=None,
-        dtype=None,
+        group: Group = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -46,7 +46,7 @@ class ParallelEmbedding(ShardedModule):
         self.adopt("weight", whole.weight, shard)
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, *, group=None) -> "ParallelEmbedding":
+    def from_embedding(cls, embedding: nn.Embedding, *, group: Group = None) -> "ParallelEmbedding":
         """This rank's part of an existing nn.Embedding."""
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from weft.arguments import check_choice
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import ParallelContext, column_parallel_linear, gather, row_parallel_linear, split
 from weft.ops.activation import activation_of
@@ -73,7 +74,7 @@ class ParallelLinear(ShardedModule):
         bias: bool = True,
         *,
         style: str,
-        group=None,
+        group: Group = None,
         gather_output: bool = False,
         split_input: bool = False,
         sequence_parallel: bool = False,
@@ -83,8 +84,8 @@ class ParallelLinear(ShardedModule):
         parts: Sequence[int] | None = None,
         heads: tuple[int, int] | None = None,
         overlap: str = "auto",
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         _check_options(style, gather_output, split_input, overlap, dtype)
@@ -101,7 +102,7 @@ class ParallelLinear(ShardedModule):
         self._hold(self._whole(bias, device, dtype))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, style: str, group=None, **options) -> "ParallelLinear":
+    def from_linear(cls, linear: nn.Linear, *, style: str, group: Group = None, **options: Any) -> "ParallelLinear":
         """This rank's part of an existing nn.Linear; options as in the constructor, but bias, device and dtype."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
@@ -176,24 +177,30 @@ class ParallelLinear(ShardedModule):
 class ColumnParallelLinear(ParallelLinear):
     """ParallelLinear with style="column"."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, style: str = "column", **options):
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, style: str = "column", **options: Any
+    ):
         _check_fixed_style(self, style, "column")
         super().__init__(in_features, out_features, bias, style=style, **options)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, style: str = "column", group=None, **options):
+    def from_linear(
+        cls, linear: nn.Linear, *, style: str = "column", group: Group = None, **options: Any
+    ) -> "ParallelLinear":
         return super().from_linear(linear, style=style, group=group, **options)
 
 
 class RowParallelLinear(ParallelLinear):
     """ParallelLinear with style="row"."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, style: str = "row", **options):
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, style: str = "row", **options: Any):
         _check_fixed_style(self, style, "row")
         super().__init__(in_features, out_features, bias, style=style, **options)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, style: str = "row", group=None, **options):
+    def from_linear(
+        cls, linear: nn.Linear, *, style: str = "row", group: Group = None, **options: Any
+    ) -> "ParallelLinear":
         return super().from_linear(linear, style=style, group=group, **options)
 
 

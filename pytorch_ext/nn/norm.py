@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.nn.sharded import ShardHolder
 from weft.sharding.shard import Shard
 
@@ -21,7 +21,7 @@ class ChannelBatchNorm2d(ShardHolder, nn.BatchNorm2d):
     whole_features: int
 
     @classmethod
-    def from_norm(cls, norm: nn.BatchNorm2d, *, group=None, unit: int = 1) -> "ChannelBatchNorm2d":
+    def from_norm(cls, norm: nn.BatchNorm2d, *, group: Group = None, unit: int = 1) -> "ChannelBatchNorm2d":
         """This rank's channels of an existing nn.BatchNorm2d; unit: they are cut at multiples of it.
 
         Raises:
@@ -59,7 +59,7 @@ class ChannelGroupNorm(ShardHolder, nn.GroupNorm):
     whole_features: int
 
     @classmethod
-    def from_norm(cls, norm: nn.GroupNorm, *, group=None, unit: int | None = None) -> "ChannelGroupNorm":
+    def from_norm(cls, norm: nn.GroupNorm, *, group: Group = None, unit: int | None = None) -> "ChannelGroupNorm":
         """This rank's groups of an existing nn.GroupNorm; unit: channels are cut at multiples of it; by default of a
         group's.
 

@@ -7,11 +7,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
+from weft.metadata import metadata, set_metadata
 from weft.rng import own_random_numbers
 
 
-def sum_gradients(module: nn.Module, group=None) -> nn.Module:
+def sum_gradients(module: nn.Module, group: Group = None) -> nn.Module:
     """Makes a module one of a sequence-parallel region: what it draws at random is this rank's own while it trains, and
     each backward sums the gradients of its parameters over the ranks of the group.
 
@@ -45,9 +46,9 @@ class _SumGradients:
 
     def __call__(self, module: nn.Module, *_) -> None:
         for parameter in module.parameters():
-            if not parameter.requires_grad or self.ranks.world_size == 1 or hasattr(parameter, "_weft_summed_over"):
+            if not parameter.requires_grad or self.ranks.world_size == 1 or metadata(parameter, "summed_over"):
                 continue
-            parameter._weft_summed_over = self.ranks  # type: ignore[attr-defined]
+            set_metadata(parameter, "summed_over", self.ranks)
             parameter.register_hook(lambda gradient: self.ranks.all_reduce_(gradient.clone()))
 
 

@@ -85,8 +85,10 @@ class ShardHolder(nn.Module):
 
     def _mark(self) -> None:
         for name, shard in self.shards.items():
-            tensor = self._parameters.get(name)
-            shard.mark(self._buffers[name] if tensor is None else tensor)
+            parameter = self._parameters.get(name)
+            tensor = self._buffers[name] if parameter is None else parameter
+            assert tensor is not None  # `adopt` notes shards of what is there
+            shard.mark(tensor)
 
     # What replaces a Parameter loses what it knew: copies, moves between devices, and assigning loads.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.fusion import Fusion
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.ops.backward import first_order
 from weft.sharding.sizes import split_sizes
 
@@ -21,7 +21,7 @@ def all_reduce(
     x: torch.Tensor,
     *,
     op: str = "sum",
-    group=None,
+    group: Group = None,
     wire_dtype: torch.dtype | None = None,
     scale: float = 1.0,
     squared_norm: torch.Tensor | None = None,
@@ -65,7 +65,7 @@ def all_reduce(
     return ranks.all_reduce_(x, _OPS[op], fusion, deterministic)
 
 
-def all_gather(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
+def all_gather(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> torch.Tensor:
     """The ranks' x one after another along `dim`; their sizes along it may differ. Backward is a reduce_scatter.
 
     Args:
@@ -78,7 +78,7 @@ def all_gather(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
     return _AllGather.apply(x, dim, ranks, ranks.all_sizes(x, dim))
 
 
-def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> torch.Tensor:
     """This rank's shard along `dim` (see `weft.split_sizes`) of the sum of the ranks' x. Backward is an all_gather.
 
     Args:
@@ -94,7 +94,7 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group=None) -> torch.Tensor
     return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world_size))
 
 
-def broadcast(x: torch.Tensor, *, src: int = 0, group=None) -> torch.Tensor:
+def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Tensor:
     """The x of rank `src` of the group. In place where nothing is differentiated; backward sums at `src`, for which the
     x of every rank must require a gradient, or of none."""
     ranks = communicator(group)
@@ -103,7 +103,7 @@ def broadcast(x: torch.Tensor, *, src: int = 0, group=None) -> torch.Tensor:
     return ranks.broadcast_(x, src)
 
 
-def all_to_all(parts: list[torch.Tensor], *, group=None) -> list[torch.Tensor]:
+def all_to_all(parts: list[torch.Tensor], *, group: Group = None) -> list[torch.Tensor]:
     """result[r] = rank r's parts[this rank]. Parts are alike but for their first dimension, any of whose sizes may
     differ. Backward sends the gradients back.
 
@@ -116,7 +116,7 @@ def all_to_all(parts: list[torch.Tensor], *, group=None) -> list[torch.Tensor]:
     return list(_AllToAll.apply(ranks, *parts))
 
 
-def barrier(*, group=None) -> None:
+def barrier(*, group: Group = None) -> None:
     """Returns once every rank of the group has called it."""
     dist.barrier(group=communicator(group).group)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.kernels.attention_rules import Rules
 from weft.ops.gathered_attention import GatheredAttentionFunction
 from weft.ops.head_exchange import to_heads, to_sequence
@@ -33,7 +33,7 @@ def context_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    group=None,
+    group: Group = None,
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,

@@ -4,7 +4,7 @@ import torch
 
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.ops import kernel_choice
 from weft.ops.backward import first_order
 from weft.ops.library import register
@@ -16,7 +16,7 @@ def parallel_cross_entropy(
     logits_shard: torch.Tensor,
     target: torch.Tensor,
     *,
-    group=None,
+    group: Group = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",

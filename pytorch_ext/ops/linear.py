@@ -68,7 +68,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             y, z = matmul.forward(x, weight, bias, activation)
         else:
             ctx.sizes = place.ranks.all_sizes(x, place.sequence_dim)
-            y, z, _ = products.gathered(place, x, ctx.sizes, weight.t(), bias, activation)
+            y, z, _ = products.all_gather_matmul(place, x, ctx.sizes, weight.t(), bias, activation)
         ctx.save_for_backward(x, weight, z if activation else None)
         return _writable(y)
 
@@ -85,11 +85,11 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         if activation and (needs_weight or needs_bias or place.ranks.world_size > 1):
             dy, activation = activation.backward(dy, z), None
         if needs_weight and split:
-            gather_x = products.gather_meanwhile(place, x, ctx.sizes, weight)
+            gather_x = products.start_all_gather(place, x, ctx.sizes, weight)
         if needs_x and split:
-            dx = products.scattered(place, dy, weight, ctx.sizes, activation, z)
+            dx = products.matmul_reduce_scatter(place, dy, weight, ctx.sizes, activation, z)
         elif needs_x:
-            dx = products.reduced(place, dy, weight, activation, z)
+            dx = products.matmul_all_reduce(place, dy, weight, activation, z)
         if needs_weight:
             dw = matmul.wgrad(dy, gather_x() if split else x, ctx.main_grad)
         if needs_bias:
@@ -124,7 +124,10 @@ class RowParallelLinearFunction(torch.autograd.Function):
             _, z = matmul.forward(x, weight, bias)
         else:
             b = weight.t()
-            z = products.reduced(place, x, b) if dim is None else products.scattered(place, x, b, ctx.sizes)
+            if dim is None:
+                z = products.matmul_all_reduce(place, x, b)
+            else:
+                z = products.matmul_reduce_scatter(place, x, b, ctx.sizes)
             if bias is not None:
                 z.add_(bias)
         if place.activation is None:
@@ -148,7 +151,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         if place.sequence_dim is None:
             dx = matmul.multiply(dz, weight) if needs_x else None
         elif needs_x:
-            dx, _, dz = products.gathered(place, dz, ctx.sizes, weight)
+            dx, _, dz = products.all_gather_matmul(place, dz, ctx.sizes, weight)
         elif needs_weight:
             dz = place.ranks.all_gather(dz, place.sequence_dim, ctx.sizes)
         if needs_weight:

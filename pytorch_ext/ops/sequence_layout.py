@@ -15,7 +15,7 @@ import torch
 
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.kernels.attention_rules import Positions
 from weft.ops.backward import first_order
 
@@ -109,7 +109,7 @@ def _runs(layout: SequenceLayout, ranks: tuple[int, ...]) -> list[tuple[int, int
     return runs
 
 
-def shard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigzag") -> torch.Tensor:
+def shard_sequence(x: torch.Tensor, *, dim: int, group: Group = None, layout: str = "zigzag") -> torch.Tensor:
     """This rank's part of a tensor that every rank has whole, along the sequence. Backward gathers.
 
     Shard the tokens, the labels and `torch.arange(length)` alike: the last is what rotary embeddings need.
@@ -121,7 +121,7 @@ def shard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigz
     return _ShardSequence.apply(x, dim % x.dim(), ranks, SequenceLayout(x.size(dim), ranks.world_size, layout))
 
 
-def unshard_sequence(x: torch.Tensor, *, dim: int, group=None, layout: str = "zigzag") -> torch.Tensor:
+def unshard_sequence(x: torch.Tensor, *, dim: int, group: Group = None, layout: str = "zigzag") -> torch.Tensor:
     """The whole, on every rank, of what `shard_sequence` cut. Backward takes this rank's part: every rank is taken to
     go on with the whole in the same way.
 

@@ -1,12 +1,13 @@
 """DiLoCo: many local steps, then one on the average (Douillard et al. 2023, arXiv:2311.08105, algorithm 1)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.comm.communicator import Communicator
-from weft.comm.registry import communicator
+from weft.comm.registry import Group, communicator
 from weft.data_parallel.buckets import shared_memory
 from weft.data_parallel.module_state import broadcast
 from weft.data_parallel.sharded_optimizer import piece_of
@@ -41,7 +42,7 @@ class DiLoCo(torch.optim.Optimizer):
         self,
         inner: torch.optim.Optimizer,
         *,
-        group=None,
+        group: Group = None,
         every: int = 500,
         lr: float = 0.7,
         momentum: float = 0.9,
@@ -67,7 +68,7 @@ class DiLoCo(torch.optim.Optimizer):
         largest_bytes = max(_bytes(bucket) for bucket in self._buckets)
         self._memory = shared_memory(largest_bytes, parameters[0].device, self.ranks)
 
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None) -> Any:
         """One local step; every `every` calls, also the outer one, which is a collective call."""
         loss = self.inner.step() if closure is None else self.inner.step(closure)
         outer = self.param_groups[0]

@@ -1,6 +1,7 @@
 """LAMB: layer-wise adaptive moments (You et al. 2019, arXiv:1904.00962, algorithm 2)."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -29,7 +30,7 @@ class LAMB(Layerwise):
 
     def __init__(
         self,
-        params,
+        params: Iterable,
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -1,5 +1,7 @@
 """LARS: layer-wise adaptive rate scaling (You, Gitman and Ginsburg 2017, arXiv:1708.03888, algorithm 1)."""
 
+from collections.abc import Iterable
+
 import torch
 
 from weft.optim.layerwise import Layerwise, LayerwiseStep
@@ -29,7 +31,7 @@ class LARS(Layerwise):
 
     def __init__(
         self,
-        params,
+        params: Iterable,
         lr: float,
         *,
         momentum: float = 0.9,

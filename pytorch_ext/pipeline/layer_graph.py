@@ -18,6 +18,7 @@ from torch import fx, nn
 from weft.context_parallel.region import Tokenwise, is_edge
 from weft.layer_lists import opened_in
 from weft.pipeline.stage_boundary import cross
+from weft.sharding.shard import shard_of
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,11 @@ def _parameters(model: nn.Module, run: Sequence[fx.Node]) -> list[nn.Parameter]:
             if used.op == "get_attr":
                 owner, _, name = str(used.target).rpartition(".")
                 value = getattr(model.get_submodule(owner), name)
+                if (shard := shard_of(value)) is not None and shard.communicator.world_size > 1:
+                    raise ValueError(
+                        f"{used.target} is used by {node.name} outside of its layer, and is split over ranks: make "
+                        "that use a module of its own that shares the parameter, and leave both whole"
+                    )
                 if isinstance(value, nn.Parameter):
                     found[id(value)] = value
     return list(found.values())

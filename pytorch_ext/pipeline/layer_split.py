@@ -6,6 +6,7 @@ and no loss of its own, and a model need not be written for it.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,14 +79,14 @@ class LayerSplit(nn.Module):
             self._whole = (model,)
             self._call = model.__call__
 
-    def forward(self, *inputs, **options):
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         return self._call(*inputs, **options)
 
     def check_replicas(self) -> None:
         """See `weft.check_replicas`."""
         check_replicas(self)
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> "LayerSplit":
         for whole in self._whole:  # whose own code may ask
             whole.train(mode)
         return super().train(mode)

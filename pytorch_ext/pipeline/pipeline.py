@@ -5,6 +5,7 @@ Schedules are those of torch.distributed.pipelining; weft cuts the model, sums w
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,17 +13,12 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft._C import CommError
-from weft.activation_checkpoint import recomputes
-from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
-from weft.context_parallel.region import share_in_stages, sharing_in
-from weft.context_parallel.shared_sequence import Sharing
-from weft.data_parallel.data_parallel import DataParallel
-from weft.pipeline.balance import balanced, times, undisturbed
-from weft.pipeline.layer_graph import Chain, chain_of
-from weft.pipeline.layer_split import LayerSplit
-from weft.pipeline.schedules import SCHEDULES, Schedule
+from weft.context_parallel.region import share_in_stages
+from weft.pipeline.balance import undisturbed
+from weft.pipeline.cut import check_arguments, cut_of, dimensions_of, sharing_of
+from weft.pipeline.schedules import SCHEDULES
 from weft.pipeline.stage import Marks, Stage, begin
 from weft.pipeline.stage_boundary import differentiable
 from weft.pipeline.stage_params import StageParams, hold
@@ -95,69 +91,26 @@ class Pipeline(nn.Module):
         check_replicas_every: int = 0,
     ):
         super().__init__()
-        if isinstance(model, LayerSplit | DataParallel):
-            raise ValueError(
-                f"Pipeline: the model is a {type(model).__name__}, as weft.parallelize returns it for a mesh with pp "
-                'or dp: call weft.parallelize(model, mesh["cp", "tp"]), and give the whole mesh to Pipeline'
-            )
-        along = _along(mesh)
-        check_choice("Pipeline: schedule", schedule, SCHEDULES)
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'Pipeline: reduction={reduction!r} is not "mean" or "sum"')
+        check_arguments(model, schedule, loss, reduction)
+        along = dimensions_of(mesh)
         self._ranks: Communicator = communicator(along["pp"])
         self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
-        if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
-            raise ValueError(
-                "Pipeline: the loss has parameters, which the last rank alone would train: make what they compute a "
-                "layer of the model"
-            )
-        self._name, self._plan = schedule, SCHEDULES[schedule]
-        self._microbatches, self._reduction = microbatches, reduction
-        self._loss = partial(loss)  # which may be a module, and is none of the model's
-        self._total = _number_of_stages(self._plan, schedule, self._ranks.world_size, stages_per_rank, microbatches)
-        self._sharing = _sharing_of(model, along)
-        if self._plan.halves and recomputes(model):
-            whole = ", ".join(repr(name) for name, plan in SCHEDULES.items() if not plan.halves)
-            raise ValueError(
-                f"Pipeline: schedule={schedule!r} takes each backward in parts, of which every one would compute the "
-                f'activations again: use {whole}, or recompute="none" in weft.parallelize'
-            )
-        chain = chain_of("Pipeline", model, layers, arguments)
-        sizes = _sizes(chain, self._total, schedule, balance, example)
-        for dimension in along.values():  # shards and times may differ, the cut must not
-            told = communicator(dimension).all_gather_object(
-                (schedule, microbatches, self._total, len(chain.layers), sizes)
-            )
-            if any(note[:4] != told[0][:4] for note in told):
-                raise ValueError(
-                    "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
-                    + "; ".join(f"rank {rank} has {note[:4]}" for rank, note in enumerate(told))
-                )
-            sizes = told[0][4]
-
-        self._taken = [str(node.target) for node in chain.inputs]
-        self._settings = chain.settings
-        stages = chain.stages(sizes)
-        _refuse_shared_means(stages, self._owner)
+        self._plan, self._microbatches, self._reduction = SCHEDULES[schedule], microbatches, reduction
+        self._name, self._loss = schedule, partial(loss)  # which may be a module, and is none of the model's
+        self._sharing = sharing_of(model, along)
+        cut = cut_of(model, along, schedule, microbatches, stages_per_rank, layers, arguments, balance, example)
+        self._total, self.layers_per_stage = len(cut.stages), cut.layers_per_stage
+        self._taken, self._settings = cut.inputs, cut.settings
         self._device = _device_of(mesh)
         fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # of all stages
         self._loss_type = torch.float64 if fp64 else torch.float32
-        mine = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
-        self._stages = {number: Stage(stages[number], number, self._total) for number in mine}
-        hold(self, model, self._stages.values())
-        holders = holders_of(stages, self._owner)
-        mark(holders, self._ranks)
-        share_in_stages(self, self._sharing)
-        self._ties = Ties(holders, self._ranks)
-        self._ties.align()
-        self._held = StageParams(self, (stage.stage for stage in self._stages.values()))
+        self._keep_own_stages(model, cut.stages)
         self._clock = StageClock(self._device)
         self._schedule = None
         self._built_for: tuple | None = None
+        self._arriving: dict[int, Marks] = {}  # of the shapes that it is built for
         splitters = {shard.communicator for shard in map(shard_of, self.parameters()) if shard is not None}
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
-        self._arriving: dict[int, Marks] = {}  # of the shapes that it is built for
-        self.layers_per_stage = tuple(sizes)
 
     def step(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
         """Forward and backward of a batch. A collective call.
@@ -227,12 +180,23 @@ class Pipeline(nn.Module):
     def __deepcopy__(self, memo):
         raise TypeError("a Pipeline cannot be copied: copy the model first, and cut both")
 
-    def forward(self, *inputs, **options):
+    def forward(self, *inputs: Any, **options: Any) -> NoReturn:
         raise TypeError(
             "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
         )
 
     # How it is done.
+
+    def _keep_own_stages(self, model: nn.Module, stages: Sequence[fx.GraphModule]) -> None:
+        mine = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
+        self._stages = {number: Stage(stages[number], number, self._total) for number in mine}
+        hold(self, model, self._stages.values())
+        holders = holders_of(stages, self._owner)
+        mark(holders, self._ranks)
+        share_in_stages(self, self._sharing)
+        self._ties = Ties(holders, self._ranks)
+        self._ties.align()
+        self._held = StageParams(self, (stage.stage for stage in self._stages.values()))
 
     def _owner(self, stage: int) -> int:
         return self._plan.rank_of(stage, self._ranks.world_size)
@@ -389,87 +353,6 @@ class Pipeline(nn.Module):
         assert self._replicas is not None
         self._replicas.all_reduce_(x)
         return x.div_(self._replicas.world_size) if self._reduction == "mean" else x
-
-
-def _along(mesh) -> dict[str, DeviceMesh]:
-    """The mesh's dimensions, "pp" among them."""
-    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else None
-    if names is None or "pp" not in names:
-        told = type(mesh).__name__ if names is None else f"one with the dimensions {names}"
-        raise ValueError(f'Pipeline: mesh must be a DeviceMesh with a dimension "pp", got {told}: weft.init_mesh(pp=2)')
-    return {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
-
-
-def _sharing_of(model: nn.Module, along: dict[str, DeviceMesh]) -> Sharing | None:
-    """How the model shares its sequence, which must be as the mesh says."""
-    sharing = sharing_in(model).get("")
-    ranks = communicator(along["cp"]) if "cp" in along else None
-    if ranks is not None and ranks.world_size > 1 and (sharing is None or sharing.ranks != ranks):
-        raise ValueError(
-            f'Pipeline: the mesh has "cp" of {ranks.world_size}, and the model does not share its sequence among these '
-            'ranks: call weft.parallelize(model, mesh["cp", "tp"]) first'
-        )
-    if sharing is not None and sharing.dim == 0:
-        raise ValueError(
-            "Pipeline: micro-batches are cut along dimension 0 of the arguments, and the model shares its sequence "
-            "along that: make the sequence another dimension"
-        )
-    return sharing
-
-
-def _refuse_shared_means(stages: Sequence[fx.GraphModule], owner: Callable[[int], int]) -> None:
-    """Parameters that several ranks use have their gradients summed; running means would follow each rank's own."""
-    users: dict[nn.Module, set[int]] = {}
-    for number, stage in enumerate(stages):
-        for name, module in stage.named_modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
-                users.setdefault(module, set()).add(owner(number))
-                if len(users[module]) > 1:
-                    raise ValueError(
-                        f"Pipeline: {name} keeps running means, and stages of several ranks use it, of which each "
-                        "would keep its own: give each use a norm of its own, or cut elsewhere (balance=[...])"
-                    )
-
-
-def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | None, microbatches: int) -> int:
-    per_rank = plan.stages_per_rank if per_rank is None else per_rank
-    if per_rank < 1 or (plan.fixed and per_rank != plan.stages_per_rank):
-        raise ValueError(
-            f"Pipeline: schedule {name!r} has {plan.stages_per_rank} stages on a rank, got stages_per_rank={per_rank}"
-        )
-    stages = ranks * per_rank
-    obstacle = "" if microbatches >= 1 else "it needs at least one: microbatches=1 or more"
-    obstacle = obstacle or plan.obstacle(ranks, stages, microbatches)
-    if obstacle:
-        raise ValueError(
-            f"Pipeline: schedule {name!r} cannot run {microbatches} micro-batches on {ranks} ranks: {obstacle}"
-        )
-    return stages
-
-
-def _sizes(chain: Chain, stages: int, name: str, balance, example: Inputs | None) -> list[int]:
-    """How many layers each stage has."""
-    layers = len(chain.layers)
-    if layers < stages:
-        raise ValueError(
-            f"Pipeline: schedule {name!r} needs {stages} stages, and the model has {layers} layers with parameters "
-            f'({", ".join(layer.name for layer in chain.layers)}). Use fewer ranks along "pp", a schedule with one '
-            'stage on a rank ("1f1b"), or split containers further with layers=[...]'
-        )
-    if not isinstance(balance, str):
-        sizes = list(balance)
-        if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers:
-            raise ValueError(
-                f"Pipeline: balance={sizes} must be {stages} numbers, 1 or more, that add up to {layers} layers"
-            )
-        return sizes
-    if balance == "parameters":
-        return balanced([layer.elements for layer in chain.layers], stages)
-    if balance != "time":
-        raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
-    if example is None:
-        raise ValueError('Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example=')
-    return balanced(times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example)), stages)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from weft.metadata import set_metadata
 from weft.sharding.owners import owners_of
 
 
@@ -76,7 +77,7 @@ class StageParams:
                 continue
             changed[old] = new
             if owners_of(old) is not None:
-                new._weft_owners = owners_of(old)  # type: ignore[attr-defined]
+                set_metadata(new, "owners", owners_of(old))
             for root in self._roots:
                 _replace(root, name, old, new)
         self._tensors = now

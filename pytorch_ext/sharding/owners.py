@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.communicator import Communicator
+from weft.metadata import metadata, set_metadata
 from weft.sharding.sharded_grad import watch_gradient
 
 
@@ -29,12 +30,12 @@ class Owners:
 
 def owners_of(parameter: torch.Tensor) -> Owners | None:
     """None for a parameter of a model that is in one piece."""
-    return getattr(parameter, "_weft_owners", None)
+    return metadata(parameter, "owners")
 
 
 def mark(holders: Mapping[torch.nn.Parameter, set[int]], ranks: Communicator) -> None:
     """Tells those parameters of which this rank is a holder."""
     for parameter, places in holders.items():
         if ranks.rank in places:
-            parameter._weft_owners = Owners(ranks, tuple(sorted(places)))  # type: ignore[attr-defined]
+            set_metadata(parameter, "owners", Owners(ranks, tuple(sorted(places))))
             watch_gradient(parameter)

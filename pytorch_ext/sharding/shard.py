@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from weft.comm.communicator import Communicator
+from weft.metadata import metadata, set_metadata
 from weft.sharding.sharded_grad import local, watch_gradient
 from weft.sharding.sizes import Cut, Stretch, cut_over
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Shard:
     @classmethod
     def of_shape(
         cls,
-        shape,
+        shape: Sequence[int],
         dim: int,
         communicator: Communicator,
         unit: int | Sequence[int] = 1,
@@ -45,7 +49,7 @@ class Shard:
         return cls(tuple(shape), dim, cut, communicator)
 
     @classmethod
-    def on_one_rank(cls, shape, rank: int, communicator: Communicator) -> "Shard":
+    def on_one_rank(cls, shape: Sequence[int], rank: int, communicator: Communicator) -> "Shard":
         """All of it is that rank's, and the others have nothing."""
         everything = ((0, shape[0]),)
         cut = Cut(tuple(everything if other == rank else () for other in range(communicator.world_size)))
@@ -101,16 +105,16 @@ class Shard:
         part = self.take(whole.detach()).clone(memory_format=_layout_of(whole))
         return self.mark(torch.nn.Parameter(part, requires_grad=whole.requires_grad))
 
-    def mark(self, tensor):
+    def mark(self, tensor: _Tensor) -> _Tensor:
         """The tensor, a parameter or a buffer, knows its place from now on."""
-        tensor._weft_shard = self
+        set_metadata(tensor, "shard", self)
         watch_gradient(tensor)
         return tensor
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
     """Where a parameter stands in the whole one: global shape, dimension, offset, group; None for a whole one."""
-    return getattr(parameter, "_weft_shard", None)
+    return metadata(parameter, "shard")
 
 
 def pick(x: torch.Tensor, dim: int, stretches: Sequence[Stretch]) -> torch.Tensor:

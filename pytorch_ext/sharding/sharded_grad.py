@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
+from weft.metadata import metadata, set_metadata
 
 _WAY_OUT = (
     "use gradient.as_subclass(torch.Tensor) for this rank's part, or weft.shard_of(parameter).gather(gradient) for the "
@@ -23,7 +24,7 @@ _WAY_OUT = (
 
 def watch_gradient(parameter: torch.Tensor) -> None:
     """Make every gradient that backward leaves in `.grad` a ShardedGradient. Call once the parameter is marked."""
-    if getattr(parameter, "_weft_watched", False) or not isinstance(parameter, torch.nn.Parameter):
+    if metadata(parameter, "watched") or not isinstance(parameter, torch.nn.Parameter):
         return
     trains = parameter.requires_grad
     if not trains and not parameter.is_floating_point():
@@ -31,7 +32,7 @@ def watch_gradient(parameter: torch.Tensor) -> None:
     parameter.requires_grad_()  # hooks are not taken by what is frozen, and may be unfrozen later
     parameter.register_post_accumulate_grad_hook(mark_gradient)
     parameter.requires_grad_(trains)
-    parameter._weft_watched = True  # type: ignore[attr-defined]
+    set_metadata(parameter, "watched", True)
 
 
 def mark_gradient(parameter: torch.Tensor) -> None:
@@ -100,11 +101,9 @@ WHOLE = GradientPlace(None, None, None)
 
 def place_for(parameter: torch.Tensor) -> GradientPlace:
     """Where the parameter's gradient stands, or that of a piece of one."""
-    known = vars(parameter)
-    piece = known.get("_weft_piece")
-    if piece is not None:
-        known = vars(piece.parameter)
-    return GradientPlace(known.get("_weft_shard"), piece, known.get("_weft_owners"))
+    piece = metadata(parameter, "piece")
+    whole = parameter if piece is None else piece.parameter
+    return GradientPlace(metadata(whole, "shard"), piece, metadata(whole, "owners"))
 
 
 def place_of(gradient: torch.Tensor) -> GradientPlace:

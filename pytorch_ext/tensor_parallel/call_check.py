@@ -87,7 +87,7 @@ class CallCheck:
             return
         if self.settings is not None:
             self.known = self.settings.known_now(self.known)
-        kind = (self.by_mode and module.training, *_kind_of(args, kwargs))
+        kind = (self.by_mode and module.training, *kind_of_call(args, kwargs))
         if kind in self.known:
             return
         general = tuple(type(x) if type(x) in (int, float) else x for x in kind)
@@ -102,7 +102,7 @@ class CallCheck:
 
 MOST_NUMBERS = 8  # a number with more values than these counts something, and decides nothing
 _SIMPLE = (bool, int, float, str, NoneType)
-_OWN = {*vars(nn.Module()), "training"}
+_OWN = {*vars(nn.Module()), "training", "_weft"}
 _ABSENT = object()
 
 
@@ -184,7 +184,7 @@ def _compared(value) -> tuple:
 
 
 def _is_setting(key: str, value) -> bool:
-    return type(value) in _SIMPLE and key not in _OWN and not key.startswith(("__", "_weft"))
+    return type(value) in _SIMPLE and key not in _OWN and not key.startswith("__")
 
 
 def _holders(module: nn.Module, twin: nn.Module):
@@ -198,7 +198,7 @@ def _holders(module: nn.Module, twin: nn.Module):
             yield value, other
 
 
-def _kind_of(args, kwargs) -> tuple:
+def kind_of_call(args, kwargs) -> tuple:
     """Which arguments there are, dimensions and types of tensors, and whether these get a gradient; other values."""
     leaves, structure = tree_flatten((args, kwargs))
     return str(structure), *map(_told, leaves)

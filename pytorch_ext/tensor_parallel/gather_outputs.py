@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from weft.context_parallel.shared_sequence import SharedSequence
+from weft.metadata import metadata
 from weft.ops.mappings import gather
 from weft.tensor_parallel.auto.trace import tensors_in
 from weft.tensor_parallel.hugging_face import is_transformers
-from weft.tensor_parallel.local_sizes import PART, InParts
+from weft.tensor_parallel.local_sizes import InParts
 
 _OBJECTS = 3
 
@@ -40,14 +41,14 @@ whole_results.at_edge = True  # type: ignore[attr-defined]  # what can be cut re
 
 
 def _parts_in(tree) -> list[torch.Tensor]:
-    return [x for x in tensors_in(tree, _OBJECTS) if hasattr(x, PART)]
+    return [x for x in tensors_in(tree, _OBJECTS) if metadata(x, "part")]
 
 
 def _whole(tree, objects: int = _OBJECTS):
     if isinstance(tree, torch.Tensor):
-        if not hasattr(tree, PART):
+        if not metadata(tree, "part"):
             return tree
-        dim, sizes, ranks = getattr(tree, PART)
+        dim, sizes, ranks = metadata(tree, "part")
         if isinstance(tree, SharedSequence):
             return tree.like(gather(tree.local, dim, ranks, sizes))
         return gather(tree, dim, ranks, sizes)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.communicator import Communicator
-from weft.nn import OwnDropout
+from weft.metadata import metadata, set_metadata
+from weft.nn import ShardedDropout
 from weft.rng import own_random_numbers as random_numbers_of
 from weft.running import followed, running
 
-PART = "_weft_part"  # of a tensor: (dimension, every rank's size, the ranks)
 _WIDTH = re.compile(r"(\w+)\.shape\[-1\]")
 SIZES = (torch.Tensor.size, torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 
@@ -62,8 +62,8 @@ def with_numbers(
         if len(of_ranks) != group.world_size:
             raise ValueError(f"{name}={tuple(of_ranks)} must be {group.world_size} numbers, one for each rank")
         set_number(twin, name, of_ranks[group.rank])
-    vars(twin)["_weft_numbers"] = {name: tuple(of_ranks) for name, of_ranks in numbers.items()}
-    vars(twin)["_weft_summed"] = summed
+    set_metadata(twin, "numbers", {name: tuple(of_ranks) for name, of_ranks in numbers.items()})
+    set_metadata(twin, "summed", summed)
     if own_random_numbers and group.world_size > 1:
         Forward.of(twin).ranks = group
     if results and group.world_size > 1:
@@ -73,11 +73,11 @@ def with_numbers(
 
 
 def has_numbers(module: nn.Module | None) -> bool:
-    return module is not None and "_weft_numbers" in vars(module)
+    return module is not None and metadata(module, "numbers") is not None
 
 
 def is_summed(module: nn.Module) -> bool:
-    return vars(module).get("_weft_summed", False)
+    return bool(metadata(module, "summed"))
 
 
 def width_of(argument: str) -> str:
@@ -132,7 +132,7 @@ class InParts:
         for place, (dim, *sizes) in self.results.items():
             part = output[place] if isinstance(output, (tuple, list)) and place < len(output) else None
             if isinstance(part, torch.Tensor) and part.dim() > dim and part.size(dim) == sizes[self.ranks.rank]:
-                setattr(part, PART, (dim, sizes, self.ranks))
+                set_metadata(part, "part", (dim, sizes, self.ranks))
 
 
 class Forward:
@@ -204,4 +204,4 @@ class _OwnDrops(TorchFunctionMode):
 
 def _drops_a_part(module: nn.Module | None) -> bool:
     """Whether it is an nn.Dropout, which knows by itself whether it drops a part."""
-    return isinstance(module, OwnDropout) or getattr(type(module), "forward", None) is nn.Dropout.forward
+    return isinstance(module, ShardedDropout) or getattr(type(module), "forward", None) is nn.Dropout.forward

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from torch import nn
 
-from weft.nn import OwnDropout, OwnDropout2d, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
+from weft.nn import OwnDropout2d, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention, ShardedDropout
 from weft.nn.sharded import ShardedModule
 from weft.tensor_parallel.auto.example_inputs import calls
 from weft.tensor_parallel.auto.propagation import Flow, Propagation
@@ -16,7 +16,7 @@ from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.local_sizes import has_numbers
 
 _log = logging.getLogger(__name__)
-_FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, OwnDropout, OwnDropout2d)
+_FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, ShardedDropout, OwnDropout2d)
 
 
 def check_meeting(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:

@@ -11,13 +11,13 @@ from weft.nn import (
     Branches,
     ChannelBatchNorm2d,
     ChannelGroupNorm,
-    OwnDropout,
     OwnDropout2d,
     ParallelConv1D,
     ParallelConv2d,
     ParallelEmbedding,
     ParallelLinear,
     ParallelMultiheadAttention,
+    ShardedDropout,
 )
 from weft.nn.sharded import lost_with
 from weft.tensor_parallel.local_sizes import with_numbers
@@ -63,7 +63,7 @@ STYLES = {
     ),
     "heads": Style({"nn.MultiheadAttention": ParallelMultiheadAttention.from_attention}),
     "branches": Style({ANY: Branches.from_block}),
-    "dropout": Style({"nn.Dropout": OwnDropout.from_dropout, "nn.Dropout2d": OwnDropout2d.from_dropout}),
+    "dropout": Style({"nn.Dropout": ShardedDropout.from_dropout, "nn.Dropout2d": OwnDropout2d.from_dropout}),
     "vocabulary": Style({"nn.Embedding": ParallelEmbedding.from_embedding}),
     "lookup": Style({ANY: split_lookup}),
     "attributes": Style({ANY: with_numbers}),

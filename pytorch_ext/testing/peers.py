@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from weft.comm.registry import communicator
-from weft.comm.window import open_window
+from weft.comm.symmetric_memory import open_symmetric_memory
 from weft.kernels import interpreted, launch, signal
 from weft.ops.overlap.workspace import peers_of
 from weft.testing.ranks import run_ranks
@@ -33,7 +33,7 @@ def _as_process(rank: int, function, bytes: int, args, seed):
     ranks = communicator(None)
     device = torch.device("cpu")
     record = ranks.record(device)
-    peers = peers_of(open_window(ranks, bytes, device), record)
+    peers = peers_of(open_symmetric_memory(ranks, bytes, device), record)
     if seed is not None:
         delay_meetings(seed + rank)
     result = function(peers, *args)

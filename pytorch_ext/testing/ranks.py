@@ -2,10 +2,13 @@
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
+import runpy
 import tempfile
 import time
 import traceback
@@ -70,8 +73,8 @@ def try_ranks(
         group_timeout_s: the process group's own timeout.
         before: before(rank) runs in each rank before it joins the process group.
         environment: variables that are set in each rank.
-        start: "spawn" where this process has used CUDA, which cannot be forked. The function is then one of a module
-            that can be imported, and arguments and results can be pickled.
+        start: "spawn" where this process has used CUDA, which cannot be forked. Arguments and results can be pickled
+            then, and the function is one of a module that can be imported, or `from_file(function)`.
     """
     context: Any = multiprocessing.get_context(start)
     store_folder = tempfile.mkdtemp(prefix="weft-ranks-")
@@ -104,6 +107,18 @@ def try_ranks(
         os.unlink(store_path)
     os.rmdir(store_folder)
     return outcomes
+
+
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # "1" in the environment of ranks that share one GPU
+
+
+def from_file(function: Callable) -> Callable:
+    """The function for start="spawn", where its module can be imported by its path alone, as pytest imports tests."""
+    return functools.partial(_call_from_file, inspect.getfile(function), function.__name__)
+
+
+def _call_from_file(path: str, name: str, *args):
+    return runpy.run_path(path)[name](*args)
 
 
 def on_machines(names: str) -> Callable[[int], None]:

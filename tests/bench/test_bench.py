@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from weft.bench import command, compare, figures, machine, measure, on_gpu, page, progress, report, suites
+from weft.bench import command, compare, figures, html_report, machine, measure, on_gpu, progress, report, suites
 from weft.bench.device_time import Ceilings
 from weft.bench.measure import Quantiles
 from weft.bench.table import Row
@@ -550,6 +550,6 @@ def test_a_page_s_cells_are_text(rows):
         "environment": {"torch": "<b>"},
         "rows": [row.as_dict() for row in rows],
     }
-    text = page.page(found, ["<i>"], [["</td>"]], [])
+    text = html_report.page(found, ["<i>"], [["</td>"]], [])
     assert Page(text).tables["results"] == [["<i>"], ["</td>"]]
     assert ["torch", "<b>"] in Page(text).tables["versions"]

@@ -15,8 +15,8 @@ import torch
 
 import weft
 from weft.bench import (
-    beside_a_copy,
     communicating,
+    copy_interference,
     device_time,
     flag_tax,
     from_host_memory,
@@ -189,7 +189,7 @@ def test_a_row_that_was_not_measured_says_so_and_is_in_no_mean():
 
 def test_blocks_copy_round_and_round_until_they_are_told_to_stop(device):
     steps_each = 5
-    copier = beside_a_copy.Copier(device, 4 * beside_a_copy._STEP, steps_each)
+    copier = copy_interference.Copier(device, 4 * copy_interference._STEP, steps_each)
     copier.target.fill_(-1)
     copier.start(1)
     assert torch.equal(copier.target, copier._source)
@@ -205,11 +205,11 @@ def test_blocks_copy_round_and_round_until_they_are_told_to_stop(device):
 
 def test_a_product_that_leaves_multiprocessors_to_the_copy_has_the_same_bits(device, virtual):
     x, w = (torch.randn(size, 32, device=device).bfloat16() for size in (70, 24))
-    calls = beside_a_copy.products(x, w)
+    calls = copy_interference.products(x, w)
     processors = launch.multiprocessors(device)
-    leaving = [blocks for name, blocks in calls if name == beside_a_copy.LEAVING]
-    assert leaving == [blocks for blocks in beside_a_copy.BLOCKS if 0 < blocks < processors]
-    assert {blocks for name, blocks in calls if name == beside_a_copy.FULL} == set(beside_a_copy.BLOCKS)
+    leaving = [blocks for name, blocks in calls if name == copy_interference.LEAVING]
+    assert leaving == [blocks for blocks in copy_interference.BLOCKS if 0 < blocks < processors]
+    assert {blocks for name, blocks in calls if name == copy_interference.FULL} == set(copy_interference.BLOCKS)
     for call in calls.values():
         call()
 
@@ -218,7 +218,7 @@ def test_a_product_that_leaves_multiprocessors_to_the_copy_has_the_same_bits(dev
 def test_the_copy_compiles_without_spilling():
     code = """
 from weft.kernels import check
-for row in check.check(["weft.bench.beside_a_copy"]):
+for row in check.check(["weft.bench.copy_interference"]):
     assert row.registers and not row.fault and not row.spilled_bytes, row
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -275,7 +275,7 @@ def make_products(rank, shapes):
             work = several_gpus.Product(how, "label", m, n, k)
             calls, missing = several_gpus_rank.product_calls(work, ranks, gloo, torch.device("cpu"))
             shapes_of = {tuple(call().shape) for call in calls.values()}
-            assert shapes_of == {(m // ranks.world_size if how == "scattered" else m, n)} and not missing
+            assert shapes_of == {(m // ranks.world_size if how == "reduce_scatter" else m, n)} and not missing
             names.append(list(calls))
     return names
 
@@ -299,9 +299,9 @@ def refuse_to_overlap(rank):
             raise ValueError("they do not reach each other")
         return original(place, x, sizes, b)
 
-    original, several_gpus_rank.products.gathered = several_gpus_rank.products.gathered, decline
+    original, several_gpus_rank.products.all_gather_matmul = several_gpus_rank.products.all_gather_matmul, decline
     gloo = torch.distributed.new_group(backend="gloo")
-    work = several_gpus.Product("gathered", "label", 8, 8, 8)
+    work = several_gpus.Product("all_gather", "label", 8, 8, 8)
     return several_gpus_rank.product_calls(work, communicator(None), gloo, torch.device("cpu"))[1]
 
 
@@ -420,9 +420,9 @@ def test_a_tiny_tax_is_measured(device):
 @pytest.mark.gpu
 def test_a_product_beside_a_copy_is_measured_while_blocks_copy(device):
     x, w = (torch.randn(2048, 1024, device=device).bfloat16() for _ in range(2))
-    calls = {key: call for key, call in beside_a_copy.products(x, w).items() if key[1] in (0, 8)}
-    copier = beside_a_copy.Copier(device, beside_a_copy._BUFFER, beside_a_copy._MOST)
-    found = beside_a_copy.times(calls, copier, rounds=3)
+    calls = {key: call for key, call in copy_interference.products(x, w).items() if key[1] in (0, 8)}
+    copier = copy_interference.Copier(device, copy_interference._BUFFER, copy_interference._MOST)
+    found = copy_interference.times(calls, copier, rounds=3)
     assert found.keys() == calls.keys()
     for (_, blocks), (times, rate) in found.items():
         assert times.p50_us > 0 and (rate > 0) == (blocks > 0)

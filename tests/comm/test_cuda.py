@@ -31,11 +31,10 @@ from weft.comm.backend_communicator import BackendCommunicator
 from weft.comm.cuda import LARGEST_BYTES, DeviceCommunicator, one_shot_below
 from weft.comm.engine_communicator import EngineCommunicator
 from weft.comm.registry import communicator
-from weft.comm.window import open_window
+from weft.comm.symmetric_memory import open_symmetric_memory
 from weft.ops import kernel_choice
 from weft.testing import reference
-from weft.testing.one_gpu import SHARED_GPU, run_on_one_gpu
-from weft.testing.ranks import run_ranks, try_ranks
+from weft.testing.ranks import SHARED_GPU, from_file, run_ranks, try_ranks
 
 BOTH = "cpu:weft,cuda:gloo"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -187,7 +186,7 @@ def pretend(timeout_s=20.0):
 
 def pretended_symmetric(count, dtype=torch.float32, multicast=0):
     ranks = communicator()
-    opened = open_window(ranks, count * dtype.itemsize, CPU)
+    opened = open_symmetric_memory(ranks, count * dtype.itemsize, CPU)
     return ranks.lend(replace(opened, multicast=multicast)).view(dtype)
 
 
@@ -472,7 +471,7 @@ def only_weft(rank):
     assert type(communicator()) is EngineCommunicator and communicator().cuda_group() is None
     assert communicator().transport == "shared memory"
     with pytest.raises(ValueError, match="needs a group that has a backend for cuda, as .cpu:weft,cuda:nccl.;"):
-        open_window(communicator(), 100, torch.device("cuda"))
+        open_symmetric_memory(communicator(), 100, torch.device("cuda"))
 
 
 def test_a_group_of_weft_alone_has_nothing_for_gpus():
@@ -501,14 +500,14 @@ def test_the_cuda_half_of_a_group_for_both_is_made_when_needed():
 
 def one_rank_cannot(rank):
     ranks = pretend()
-    opened = gpus.open_window
+    opened = gpus.open_symmetric_memory
 
     def limited(*arguments):
         # A rank that cannot get the memory: all hear of it, and raise the same.
         told = ranks.all_gather_object("no driver" if rank == 1 else "")
         raise OSError(f"rank {1} could not get memory: {told[1]}") if any(told) else opened(*arguments)
 
-    gpus.open_window = limited
+    gpus.open_symmetric_memory = limited
     assert (weft.all_reduce(torch.ones(10)) == 3).all()
     assert (weft.all_gather(torch.ones(rank + 1)) == 1).all()
     assert (weft.reduce_scatter(torch.ones(5)) == 3).all()
@@ -1041,19 +1040,6 @@ GPU_CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "world"), GPU_CASES)
-def test_on_one_gpu(case, world, tmp_path):
-    run_on_one_gpu(__file__, case.__name__, world, tmp_path)
-
-
-def run_as_rank(case, rank, world, store):
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        BOTH, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    dist.group.WORLD.timeout = timedelta(seconds=60)
-    globals()[case](rank)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run_as_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+def test_on_one_gpu(case, world):
+    options = {"backend": BOTH, "environment": {SHARED_GPU: "1"}, "timeout_s": 240, "group_timeout_s": 60}
+    run_ranks(from_file(case), world, start="spawn", **options)

@@ -1,15 +1,12 @@
 """DataParallel on CUDA: the same buckets on a side stream, ranks that share one GPU."""
 
-import sys
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import weft
 from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
-from weft.testing.one_gpu import run_on_one_gpu
+from weft.testing.ranks import SHARED_GPU, from_file, run_ranks
 
 
 def as_one_process(rank, options):
@@ -59,18 +56,6 @@ def gathered_late(rank):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [plain, sharded, gathered_late])
 @pytest.mark.parametrize("world", [1, 2])
-def test_on_one_gpu(case, world, tmp_path):
-    run_on_one_gpu(__file__, case.__name__, world, tmp_path)
-
-
-if __name__ == "__main__":
-    case, rank, world, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    dist.init_process_group(
-        "cpu:weft,cuda:gloo",
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    globals()[case](rank)
-    dist.destroy_process_group()
+def test_on_one_gpu(case, world):
+    options = {"backend": "cpu:weft,cuda:gloo", "environment": {SHARED_GPU: "1"}, "timeout_s": 240}
+    run_ranks(from_file(case), world, start="spawn", group_timeout_s=60, **options)

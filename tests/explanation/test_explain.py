@@ -15,10 +15,11 @@ from torch import nn
 
 import weft
 from weft import cli
-from weft.bench.sent import counted
+from weft.bench.traffic import counted
 from weft.kernels import config, dispatch, launch
 from weft.kernels.config import Entry
 from weft.kernels.matmul_tiles import Problem, listed
+from weft.metadata import metadata
 from weft.nn import ParallelConv1D, ParallelConv2d
 from weft.ops import kernel_choice
 from weft.testing.ranks import run_ranks
@@ -218,7 +219,7 @@ def names_what_stays_whole(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Conv1d(3, 3, 1))
     mesh = weft.init_mesh(tp=2, device_type="cpu")
-    plan = weft.parallelize(model, mesh)._weft_plan
+    plan = metadata(weft.parallelize(model, mesh), "plan")
     found = weft.explain(model)
     assert found.whole == plan.whole and "no style for" in found.whole["3"]
     assert "3: whole on every rank: " in str(found) and json.loads(found.json())["whole"] == plan.whole

@@ -58,7 +58,7 @@ def test_it_is_torchs_attention_with_all_gradients(device, dtype, causal):
     compare(lambda *t: attention(*t, causal=causal), reference, chunk(device, heads=4, kv_heads=2, dtype=dtype))
 
 
-def test_windows_documents_caps_and_scales_are_all_kept(device):
+def test_symmetric_memorys_documents_caps_and_scales_are_all_kept(device):
     position = torch.arange(21, device=device)
     ahead = position[None, :] - position[:, None]
     documents = (position // 8).expand(2, -1)

@@ -568,6 +568,17 @@ class SharedNorm(nn.Module):
         return self.norm(self.last(self.norm(self.first(x))))
 
 
+class Reaching(nn.Module):
+    """Its own code uses the weight of a layer that is split by rows over the ranks of `pp`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (weft.RowParallelLinear.from_linear(nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return self.last(self.first(x)) + self.last.weight.sum()
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -608,6 +619,7 @@ def expect_refusals(rank):
         ),
         (dict(model=Asking()), "asks whether it trains.*nn.Dropout"),
         (dict(model=Hooked()), "has hooks"),
+        (dict(model=Reaching()), "last.weight is used by .* outside of its layer, and is split over ranks"),
         (dict(model=Around("freeze")), "switches gradients or autocast on or off around its layers"),
         (dict(model=Around("count")), "changes calls outside of its layers"),
         (dict(model=Around("draw")), "draws random numbers outside of its layers"),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
+from weft.metadata import metadata
 from weft.tensor_parallel.auto import automatic_plan
 from weft.tensor_parallel.auto.trace import tensors_in
 from weft.testing.ranks import run_ranks
@@ -353,7 +354,7 @@ def check_model(name, world):
     torch.manual_seed(3)
     whole = MODELS[name]().double().train()
     model = weft.parallelize(copy.deepcopy(whole), plan="auto")
-    found = model._weft_plan
+    found = metadata(model, "plan")
     if world == 2:  # and as a plan of one's own
         own = weft.parallelize(copy.deepcopy(whole), plan=dict(found.plan))
         assert [p.shape for p in own.parameters()] == [p.shape for p in model.parameters()], name
@@ -637,6 +638,9 @@ def test_what_cannot_be_replaced_stays_whole():
     assert automatic_plan(pair, 2).plan == {}, "weights of layers that are not split alike"
 
 
+PAIR = {"0": "column", "2": "row"}
+
+
 class Asking(nn.Module):
     """Called with what nobody can guess; its parts are called, and one is reached into."""
 
@@ -651,47 +655,59 @@ class Asking(nn.Module):
 
 def test_parts_of_a_model_that_cannot_be_called_are_looked_at_alone():
     found = automatic_plan(Asking(), 2)
-    assert found.plan == {"mlp.0": "column", "mlp.2": "row"}
-    assert "does more than to call it" in found.whole["used.0"]
+    assert found.plan == {f"{part}.{layer}": style for part in ("mlp", "used") for layer, style in PAIR.items()}
 
     found = automatic_plan(Asking(), 2, example=({"features": torch.ones(2, 6)},))
     assert found.plan == {"mlp.0": "column", "mlp.2": "row"}
     assert "its weight is also used by sum" in found.whole["used.0"]
 
 
-class Penalised(nn.Module):
-    """Decides by values how it goes on, so that it cannot be called without; and takes all parameters."""
+class Deciding(nn.Module):
+    """Decides by values how it goes on, so that it cannot be called without; `also` is what else it does."""
 
-    def __init__(self):
+    def __init__(self, also):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
+        self.also = also
 
-    def run(self, x):
+    def forward(self, x):
         y = self.mlp(x)
-        return y / 2 if y.abs().max() > 1e9 else y
-
-    def forward(self, x):
-        return self.run(x) + sum(parameter.square().sum() for parameter in self.parameters())
+        return (y / 2 if y.abs().max() > 1e9 else y) + self.also(self, x)
 
 
-class Called(Penalised):
-    def forward(self, x):
-        return self.run(x)
+HARMLESS = {
+    "nothing else": lambda model, x: 0,
+    "the device of a weight": lambda model, x: x.to(next(model.parameters()).device).sum() * 0,
+    "another call of the part": lambda model, x: model.mlp(x),
+    "the bias that is whole": lambda model, x: model.mlp[2].bias,
+}
+ELSEWHERE = {
+    "all parameters": lambda model, x: sum(parameter.square().sum() for parameter in model.parameters()),
+    "a weight by its name": lambda model, x: getattr(model, "mlp")[0].weight.sum(),  # noqa: B009
+    "a weight in a product": lambda model, x: x @ model.mlp[0].weight.detach().t().sum(1, keepdim=True),
+    "the size of a weight": lambda model, x: model.mlp[0].weight.shape[0],
+    "a layer of the part": lambda model, x: model.mlp[2](model.mlp[0](x)),
+}
 
 
-class ByName(Penalised):
-    def forward(self, x):
-        return self.run(x) + getattr(self, "mlp")[0].weight.sum()  # noqa: B009
+def check_uses_elsewhere(rank):
+    x = torch.randn(3, 6)
+    for name, also in HARMLESS.items():
+        whole = Deciding(also)
+        model = weft.parallelize(copy.deepcopy(whole))
+        assert model.mlp[0].weight.shape == (5, 6)
+        for _ in range(2):
+            assert_close(model(x), whole(x), name)
+    for also in ELSEWHERE.values():
+        model = copy.deepcopy(weft.parallelize(Deciding(also)))
+        with pytest.raises(ValueError, match=r"mlp\.\d.* is (used by|called) .*outside of Sequential"):
+            model(x)
 
 
-class Derived(ByName):
-    pass
-
-
-@pytest.mark.parametrize("kind", [Penalised, Called, ByName, Derived])
-def test_parts_whose_parameters_are_taken_in_another_way_stay_whole(kind):
-    found = automatic_plan(kind(), 2)
-    assert found.plan == ({"mlp.0": "column", "mlp.2": "row"} if kind is Called else {}), found.whole
+def test_of_parts_that_were_followed_alone_what_is_split_is_used_inside_of_them():
+    for also in (*HARMLESS.values(), *ELSEWHERE.values()):
+        assert automatic_plan(Deciding(also), 2).plan == {f"mlp.{layer}": style for layer, style in PAIR.items()}
+    run_ranks(check_uses_elsewhere, 2)
 
 
 def test_the_model_is_not_touched():

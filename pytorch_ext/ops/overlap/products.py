@@ -1,8 +1,8 @@
 """A product and its communication: at the same time by a communicating kernel, or one after the other.
 
-    gathered    act(all_gather(x) @ b + bias)      kernels/all_gather_matmul.py
-    scattered   reduce_scatter(a @ b)              kernels/matmul_reduce_scatter.py
-    reduced     all_reduce(a @ b)                  kernels/all_reduce.py
+    all_gather_matmul      act(all_gather(x) @ b + bias)      kernels/all_gather_matmul.py
+    matmul_reduce_scatter  reduce_scatter(a @ b)              kernels/matmul_reduce_scatter.py
+    matmul_all_reduce      all_reduce(a @ b)                  kernels/all_reduce.py
 
 Either way the sums are the same; with our matmul in both, and K not split in it, the bits too. So "auto" does not
 overlap where our matmul would split K.
@@ -57,7 +57,7 @@ class Overlap:
         return f"{'overlapped' if self.fused else 'one after the other'}: {self.reason}"
 
 
-def gathered(
+def all_gather_matmul(
     place: ParallelContext, x: torch.Tensor, sizes, b: torch.Tensor, bias=None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, z, whole): y = act(z), z = whole @ b + bias, whole = the ranks' x along the sequence.
@@ -67,7 +67,7 @@ def gathered(
     """
     ranks, dim = place.ranks, _dim(place, x)
     rows = _rows(x, dim, sizes)
-    if not _fuses(place, x, rows, b, "gathered", activation):
+    if not _fuses(place, x, rows, b, "all_gather", activation):
         whole = ranks.all_gather(x, dim, sizes)
         return *matmul.product(whole, b, bias, activation), whole
     from weft.kernels.all_gather_matmul import all_gather_matmul
@@ -86,12 +86,12 @@ def gathered(
     return y, (y if z is None else z.view(y.shape)), whole
 
 
-def gather_meanwhile(place: ParallelContext, x: torch.Tensor, sizes, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begins to gather x along the sequence while a product with b runs that `scattered` computes; call the result to
+def start_all_gather(place: ParallelContext, x: torch.Tensor, sizes, b: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to gather x along the sequence, while `matmul_reduce_scatter` computes a product with b. Call the result to
     have the whole. Where that product does not overlap, nothing begins before the call."""
     ranks, dim = place.ranks, _dim(place, x)
     rows = _rows(x, dim, sizes)
-    if not _fuses(place, x, rows, b, "scattered"):
+    if not _fuses(place, x, rows, b, "reduce_scatter"):
         return lambda: ranks.all_gather(x, dim, sizes)
     return _start(place, x, sizes).finish
 
@@ -117,7 +117,7 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> int:
     return rows
 
 
-def scattered(
+def matmul_reduce_scatter(
     place: ParallelContext, a: torch.Tensor, b: torch.Tensor, sizes, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
     """This rank's shard along the sequence of the sum over ranks of a @ b.
@@ -127,7 +127,7 @@ def scattered(
         activation, z: on one rank alone, a is act'(z) a.
     """
     ranks, dim = place.ranks, _dim(place, a)
-    if not _fuses(place, a, a.numel() // a.size(-1), b, "scattered"):
+    if not _fuses(place, a, a.numel() // a.size(-1), b, "reduce_scatter"):
         return ranks.reduce_scatter(matmul.multiply(a, b, activation, z), dim, sizes)
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
@@ -140,12 +140,12 @@ def scattered(
     return matmul_reduce_scatter(as_matrix(a), b, peers, rows).view(shape)
 
 
-def reduced(
+def matmul_all_reduce(
     place: ParallelContext, a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
-    """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; activation and z as in `scattered`."""
+    """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; activation and z as in `matmul_reduce_scatter`."""
     ranks = place.ranks
-    if not _fuses(place, a, a.numel() // a.size(-1), b, "reduced"):
+    if not _fuses(place, a, a.numel() // a.size(-1), b, "all_reduce"):
         return ranks.all_reduce_(matmul.multiply(a, b, activation, z))
     from weft.kernels.all_reduce import matmul_all_reduce
     from weft.kernels.chunks import Rows
@@ -163,7 +163,8 @@ def decide(place: ParallelContext, m: int, b: torch.Tensor, how: str, activation
     """What a product of m rows with b [K, N] does. The same on every rank, without asking the others.
 
     Args:
-        how: "gathered" (its operand's rows travel, N is split), "scattered" or "reduced" (its result's, K is split).
+        how: "all_gather" (its operand's rows travel, N is split), "reduce_scatter" or "all_reduce" (its result's, K is
+            split).
 
     Raises:
         ValueError: overlap="always" where it cannot be.
@@ -178,7 +179,7 @@ def decide(place: ParallelContext, m: int, b: torch.Tensor, how: str, activation
     from weft.kernels.matmul_tiles import Problem, choose_tile, is_turned
 
     k, n = b.shape
-    if how == "gathered":
+    if how == "all_gather":
         n = place.share or n
     else:
         k = place.share or k
@@ -192,7 +193,7 @@ def decide(place: ParallelContext, m: int, b: torch.Tensor, how: str, activation
     pieces = choose_tile(problem, b.device).config.split_k
     if pieces > 1:
         return Overlap(False, f"the product splits K in {pieces}, which it could not do as it communicates")
-    travelling = {"gathered": m * k, "scattered": m * n, "reduced": 2 * m * n}[how] * b.element_size()
+    travelling = {"all_gather": m * k, "reduce_scatter": m * n, "all_reduce": 2 * m * n}[how] * b.element_size()
     size = f"{travelling / (1 << 20):.1f} MiB travel, the crossover is {CROSSOVER_BYTES >> 20} MiB (estimated)"
     if travelling >= CROSSOVER_BYTES and b.device not in place.ranks.unreached:
         size += "; if the ranks reach each other's memory, which the first such call finds out"

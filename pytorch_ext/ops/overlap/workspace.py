@@ -4,8 +4,8 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.comm.stream_order import StreamOrder
+from weft.comm.symmetric_memory import SymmetricMemory, open_symmetric_memory
 from weft.comm.wait_record import WAIT_NAMES, WaitRecord
-from weft.comm.window import Window, open_window
 from weft.kernels import launch, signal
 
 WAIT_NAMES.update(signal.WAIT_NAMES)
@@ -35,11 +35,11 @@ def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.devic
         raise RuntimeError(
             f"{purpose}: the window must grow to {bytes} bytes, and a CUDA graph cannot capture that; run once before"
         )
-    kept.append(peers_of(open_window(ranks, 1 << (bytes - 1).bit_length(), device), record))
+    kept.append(peers_of(open_symmetric_memory(ranks, 1 << (bytes - 1).bit_length(), device), record))
     return kept[-1]
 
 
-def peers_of(window: Window, record: WaitRecord) -> signal.Peers:
+def peers_of(window: SymmetricMemory, record: WaitRecord) -> signal.Peers:
     """A window of zeros as this rank's kernels reach it."""
     device = window.mine.device
     return signal.Peers(

@@ -10,7 +10,6 @@ from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
 from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.layer_specs import known, sizes_of
 from weft.tensor_parallel.auto.propagation import RETURNED, Flow, Propagation
-from weft.tensor_parallel.auto.source import reached_into
 from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.styles import kind_of
@@ -62,14 +61,11 @@ def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) 
 
 
 def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
-    """Of the parts of a module that cannot be run as a whole, those that can, and are only called."""
+    """Of the parts of a module that cannot be run as a whole, those that can. Calls look at what is around them."""
     for name, child in model.named_children():
         if not any(True for _ in child.parameters()):
             continue
         full = f"{prefix}.{name}".lstrip(".")
-        if not isinstance(model, nn.ModuleList | nn.ModuleDict) and reached_into(model, name):
-            yield full, "the code around it does more than to call it, and could not be followed"
-            continue
         runs = runs_of(child, calls(child))
         if isinstance(runs, str):
             yield full, runs

@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.metadata import metadata, set_metadata
 from weft.tensor_parallel.auto.layer_specs import known
 from weft.tensor_parallel.local_sizes import SIZES, arguments_of
 
@@ -288,12 +289,12 @@ def _differentiable(tensor: torch.Tensor) -> bool:
 
 def constant(tensor: torch.Tensor) -> torch.Tensor:
     """Marks an argument of a call as one that gets no gradient."""
-    tensor._weft_constant = True  # type: ignore[attr-defined]
+    set_metadata(tensor, "constant", True)
     return tensor
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "_weft_constant")
+    return bool(metadata(tensor, "constant"))
 
 
 def tensors_in(tree, objects: int = 0) -> Iterator[torch.Tensor]:

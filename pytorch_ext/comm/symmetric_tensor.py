@@ -1,17 +1,24 @@
 """Tensors that every rank of a group can reach."""
 
 import math
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
 from weft.comm.communicator import Communicator
 from weft.comm.cuda import DeviceCommunicator
 from weft.comm.engine import Engine
-from weft.comm.registry import communicator
-from weft.comm.window import open_window
+from weft.comm.registry import Group, communicator
+from weft.comm.symmetric_memory import open_symmetric_memory
 
 
-def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device=None) -> torch.Tensor:
+def empty_symmetric(
+    *shape: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    group: Group = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
     """An uninitialised tensor in memory that all ranks of the group have mapped; `weft.all_reduce` of it, or of a
     contiguous part of it, copies nothing: each rank reduces its slice where it lies and writes it to all.
 
@@ -29,12 +36,12 @@ def empty_symmetric(*shape, dtype: torch.dtype | None = None, group=None, device
             GPUs without peer access. CollectiveMismatchError: ranks ask for different sizes. OSError: the memory cannot
             be had; on every rank.
     """
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    sizes: tuple[int, ...] = tuple(chain.from_iterable([one] if isinstance(one, int) else one for one in shape))
     dtype, device = dtype or torch.get_default_dtype(), torch.device(device or "cpu")
     ranks = communicator(group)
     if device.type == "cpu":
         return _on_cpu(ranks, sizes, dtype)
-    window = open_window(ranks, math.prod(sizes) * dtype.itemsize, device)
+    window = open_symmetric_memory(ranks, math.prod(sizes) * dtype.itemsize, device)
     assert isinstance(ranks, DeviceCommunicator)  # no other opens a window on a GPU
     if not math.prod(sizes):
         return torch.empty(sizes, dtype=dtype, device=device)

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm import window
+from weft.comm import symmetric_memory
 from weft.comm.registry import communicator
-from weft.comm.window import open_window
+from weft.comm.symmetric_memory import open_symmetric_memory
 from weft.testing.ranks import on_machines, run_ranks, try_ranks
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ BOTH = "cpu:weft,cuda:gloo"
 
 
 def check_window(rank):
-    opened = open_window(communicator(), 5000, CPU)
+    opened = open_symmetric_memory(communicator(), 5000, CPU)
     world = dist.get_world_size()
     assert opened.rank == rank and opened.multicast == 0 and len(opened.parts) == world
     assert opened.mine is opened.parts[rank]
@@ -43,7 +43,7 @@ class FakeSymmetricMemory:
         if cls.fails_at == "allocation":
             raise RuntimeError("CUDA driver error: out of memory\nC++ frames follow")
         assert stride == (1,) and dtype == torch.uint8
-        cls.window = open_window(communicator(), *size, CPU)
+        cls.window = open_symmetric_memory(communicator(), *size, CPU)
         return cls.window.mine.fill_(7)
 
     @classmethod
@@ -61,17 +61,17 @@ class FakeSymmetricMemory:
 
 def pretend_gpus(rank, *, gpu=None, shared="0"):
     place = {
-        "machine": window._describe_process()["machine"],
+        "machine": symmetric_memory._describe_process()["machine"],
         "gpu": gpu or f"GPU-{rank}",
         "may_share_gpu": shared == "1",
     }
-    window._SymmetricMemory, window._place = FakeSymmetricMemory, lambda device: place
+    symmetric_memory._SymmetricMemory, symmetric_memory._place = FakeSymmetricMemory, lambda device: place
     torch.cuda.synchronize = lambda device: None
 
 
 def open_on_gpu(bytes=4096):
     ranks = communicator()
-    return window._on_gpu(ranks, ranks.cuda_group().group_name, bytes, CPU)
+    return symmetric_memory._on_gpu(ranks, ranks.cuda_group().group_name, bytes, CPU)
 
 
 def check_gpu_window(rank):
@@ -142,7 +142,7 @@ def check_machines(rank):
     with pytest.raises(ValueError, match="a group on one machine; ranks 0 and 1 of group .default_pg. are on two"):
         open_on_gpu()
     with pytest.raises(ValueError, match="whose ranks are on one machine"):
-        open_window(communicator(), 100, CPU)
+        open_symmetric_memory(communicator(), 100, CPU)
 
 
 def test_a_group_of_two_machines_is_refused_on_every_rank():
@@ -152,7 +152,7 @@ def test_a_group_of_two_machines_is_refused_on_every_rank():
 
 def check_devices(rank):
     with pytest.raises(ValueError, match="there is symmetric memory on cpu and cuda devices, not on meta"):
-        open_window(communicator(), 100, torch.device("meta"))
+        open_symmetric_memory(communicator(), 100, torch.device("meta"))
 
 
 def test_other_devices_are_refused():
@@ -163,6 +163,6 @@ def test_what_a_device_is_called_tells_it_from_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "b71c"}))
     monkeypatch.setenv("WEFT_HOST", "left")
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
-    assert window._place(CPU) == {"machine": "left", "gpu": "b71c", "may_share_gpu": False}
+    assert symmetric_memory._place(CPU) == {"machine": "left", "gpu": "b71c", "may_share_gpu": False}
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    assert window._place(CPU)["may_share_gpu"]
+    assert symmetric_memory._place(CPU)["may_share_gpu"]

@@ -16,7 +16,7 @@ from weft.comm.rendezvous import _describe_process
 
 
 @dataclass(frozen=True)
-class Window:
+class SymmetricMemory:
     """One allocation of the same size on every rank, mapped by all.
 
     Attributes:
@@ -40,7 +40,7 @@ class Window:
         return tuple(part.data_ptr() for part in self.parts)
 
 
-def open_window(ranks: Communicator, bytes: int, device: torch.device) -> Window:
+def open_symmetric_memory(ranks: Communicator, bytes: int, device: torch.device) -> SymmetricMemory:
     """A window of zeros. A collective call: every rank asks for the same size; all parts are zero when it returns.
 
     Raises:
@@ -61,15 +61,15 @@ def open_window(ranks: Communicator, bytes: int, device: torch.device) -> Window
         return _on_gpu(ranks, group.group_name, bytes, torch.device("cuda", torch.cuda.current_device()))
 
 
-def _on_cpu(ranks: Communicator, bytes: int) -> Window:
+def _on_cpu(ranks: Communicator, bytes: int) -> SymmetricMemory:
     if not isinstance(ranks.engine, Engine):
         raise ValueError('symmetric memory needs a group of the "weft" backend whose ranks are on one machine')
     region = ranks.engine.group.create_region(bytes)  # fresh pages of a memfd: zeros
     parts = [(ctypes.c_uint8 * bytes).from_address(address) for address in region.addresses]
-    return Window(ranks.rank, tuple(torch.frombuffer(part, dtype=torch.uint8) for part in parts), 0, region)
+    return SymmetricMemory(ranks.rank, tuple(torch.frombuffer(part, dtype=torch.uint8) for part in parts), 0, region)
 
 
-def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) -> Window:
+def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) -> SymmetricMemory:
     """Each rank allocates and zeroes its part; where all could, they map each other's."""
     # Not torch's `empty`: that takes from a pool, in which one rank's piece may lie at another place than its peer's.
     memory, error = _tried(lambda: _zeros(bytes, device))
@@ -80,7 +80,7 @@ def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) ->
         if reason:
             raise OSError(f"rank {rank} could not map the symmetric memory of its peers: {reason}")
     parts = tuple(handle.get_buffer(rank, (max(bytes, 1),), torch.uint8)[:bytes] for rank in range(ranks.world_size))
-    return Window(ranks.rank, parts, handle.multicast_ptr or 0, (memory, handle))
+    return SymmetricMemory(ranks.rank, parts, handle.multicast_ptr or 0, (memory, handle))
 
 
 def _zeros(bytes: int, device: torch.device) -> torch.Tensor:

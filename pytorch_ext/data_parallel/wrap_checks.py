@@ -1,0 +1,92 @@
+"""What can be wrapped by DataParallel, and with which options; what cannot is refused on every rank."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from weft.arguments import check_choice
+from weft.comm.communicator import Communicator
+from weft.data_parallel.consensus import check_same_module
+from weft.data_parallel.param_prefetch import obstacle_to_waiting
+from weft.sharding.owners import owners_of
+from weft.sharding.shard import shard_of
+
+_WIRES = (None, torch.bfloat16, torch.float16)
+_SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_wrapper_of = WeakTensorKeyDictionary()  # by parameter, weakly; an attribute would keep the module from being pickled
+
+
+def check_wrap(module: nn.Module, ranks: Communicator, options: dict) -> torch.device:
+    """The device of the module. A collective call.
+
+    Raises:
+        ValueError, CollectiveMismatchError: as of DataParallel.
+    """
+    _check_options(options)
+    obstacle = _obstacle(module, ranks)
+    if options["overlap_param_gather"]:
+        obstacle = obstacle or obstacle_to_waiting(module)
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    others = {name: tensor for name, tensor in tensors if name not in trained}
+    check_same_module(ranks, obstacle, trained, others, options)
+    return next(iter(trained.values())).device
+
+
+def mark_wrapped(module: nn.Module, wrapper: nn.Module) -> None:
+    for parameter in module.parameters():
+        _wrapper_of[parameter] = weakref.ref(wrapper)
+
+
+def _check_options(options: dict) -> None:
+    check_choice("unused_parameters", options["unused_parameters"], ("error", "zero"))
+    if not options["bucket_mb"] > 0:
+        raise ValueError(f"bucket_mb={options['bucket_mb']} must be more than 0")
+    check_choice("wire_dtype", options["wire_dtype"], _WIRES)
+    if options["overlap_param_gather"] and not options["shard_optimizer"]:
+        raise ValueError(
+            "overlap_param_gather=True goes with shard_optimizer=True: no parameter is gathered without it"
+        )
+    if options["main_grad"] and not options["average"]:
+        raise ValueError("main_grad=True needs average=True: a sum that is added to again would be counted W times")
+
+
+def _obstacle(module: nn.Module, ranks: Communicator) -> str:
+    """Why the module cannot be wrapped; "" where it can."""
+    devices: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        if _wrapper_of.get(parameter, lambda: None)() is not None:
+            return f"{name!r} is wrapped already: its gradient would be reduced twice. Wrap once"
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            return f"{name!r} has no shape yet: run the module once, then wrap it"
+        if parameter.requires_grad and parameter.dtype not in _SUMMED:
+            types = ", ".join(map(str, _SUMMED))
+            return f"{name!r} is {parameter.dtype}, and gradients are summed in {types}: hold it as torch.view_as_real"
+        if partners := _partners(parameter, ranks):
+            return (
+                f"{name!r} is split over ranks {partners} of this group, which have different parts of the model and "
+                'would all get rank 0\'s: pass group=mesh["dp"], or let weft.parallelize wrap it by a mesh with "dp"'
+            )
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        return f"the module is on several devices ({places}); a rank has one"
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return "no parameter of the module requires a gradient: there is nothing to reduce"
+    return ""
+
+
+def _partners(parameter: torch.Tensor, ranks: Communicator) -> list[int]:
+    """The ranks of the group that have other parts of what a parameter is a part of: shards, or stages."""
+    shard, owners = shard_of(parameter), owners_of(parameter)
+    groups = [shard.communicator] if shard is not None else []
+    groups += [owners.ranks] if owners is not None else []
+    wrapped = set(dist.get_process_group_ranks(ranks.group))
+    for group in groups:
+        common = wrapped & set(dist.get_process_group_ranks(group.group))
+        if len(common) > 1:
+            return sorted(common)
+    return []
