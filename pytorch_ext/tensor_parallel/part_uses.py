@@ -1,7 +1,8 @@
 """Of a model that could not be followed as a whole: its first calls use what is split inside of the split parts alone.
 
 Its parts were followed one by one, so nobody knows what the code around them does. It may do more than call them: take
-a weight, of which this rank has a part, into a sum, or call a layer of a part by itself. That shows when it runs.
+a weight, of which this rank has a part, into a sum, or call a layer of a part by itself, which uses its weight. That
+shows when it runs.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from contextlib import ExitStack
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from weft.nn.sharded import ShardHolder
@@ -47,48 +47,38 @@ class PartUses:
         if torch.compiler.is_compiling() or kind in self.known or len(self.known) > MOST_NUMBERS:
             return
         self.known.add(kind)
-        check = _UseCheck(model, self.parts)
         uses.enter_context(followed(model))
-        uses.callback(register_module_forward_pre_hook(check.check_call).remove)
-        uses.enter_context(check)
+        uses.enter_context(_UseCheck(model, self.parts))
 
     def leave(self, model: nn.Module, args, output) -> None:
-        self.under_way.pop().close()
+        if self.under_way:  # else another pre-hook has refused the call
+            self.under_way.pop().close()
 
 
 class _UseCheck(TorchFunctionMode):
     def __init__(self, model: nn.Module, parts: Sequence[str]):
         super().__init__()
         self.kind = type(model).__name__
-        self.layers: dict[nn.Module, tuple[str, nn.Module]] = {}  # its name, and the part that it is in
-        self.weights: dict[int, tuple[str, nn.Module]] = {}
+        self.weights: dict[int, tuple[str, nn.Module]] = {}  # name, and the part that it is in
         for name in parts:
             part = model.get_submodule(name)
             for inner, layer in part.named_modules(prefix=name):
                 if isinstance(layer, ShardHolder):
-                    self.layers[layer] = inner, part
                     self.weights |= {id(getattr(layer, own)): (f"{inner}.{own}", part) for own in layer.shards}
-
-    def check_call(self, module: nn.Module, args) -> None:
-        name, part = self.layers.get(module, ("", module))
-        if name and not is_running(part):
-            self._refuse(name, "called", part)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for tensor in tensors_in((args, kwargs)):
             name, part = self.weights.get(id(tensor), ("", None))
             if part is not None and not is_running(part) and not _asks_for_a_property(func):
-                self._refuse(name, f"used by {getattr(func, '__name__', func)}", part)
+                raise ValueError(
+                    f"{self.kind}: {name} is used by {getattr(func, '__name__', func)} outside of "
+                    f"{type(part).__name__}, and each rank has a part of it: automatic_plan could not follow the "
+                    "model, and followed that module alone. Give it what the model is called with, "
+                    "plan=automatic_plan(model, world, example=...) of weft.tensor_parallel.auto; or a plan of your "
+                    f"own that leaves {name} whole"
+                )
         return func(*args, **kwargs)
-
-    def _refuse(self, name: str, used: str, part: nn.Module) -> None:
-        raise ValueError(
-            f"{self.kind}: {name} is {used} outside of {type(part).__name__}, and each rank has a part of it: "
-            "automatic_plan could not follow the model, and followed that module alone. Give it what the model is "
-            "called with, plan=automatic_plan(model, world, example=...) of weft.tensor_parallel.auto; or a plan of "
-            f"your own that leaves {name} whole"
-        )
 
 
 _PROPERTIES = ("device", "dtype", "layout", "requires_grad", "is_cuda", "is_meta", "is_leaf", "is_sparse", "ndim")
