@@ -15,7 +15,7 @@ export PYTHONSAFEPATH := 1
 # Bytecode is kept whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all sanitize mutants soak lint gate tables wheel wheel-check gpu clean
+.PHONY: demo test test-all sanitize mutants soak lint gate tables docs wheel wheel-check gpu clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,7 @@ mutants: $(VENV)/built
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell -D- -D docs/site/words.txt .
 	$(BIN)/mypy
 
 # The machine code of every kernel variant: ten minutes of two cores.
@@ -54,6 +55,10 @@ gate: $(VENV)/built
 # The measured tables of README.md and docs/, from the results that are committed.
 tables: $(VENV)/built
 	$(BIN)/python -m weft.bench.tables .
+
+# The site: build/site/index.html opens without a network.
+docs: $(VENV)/built
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # With every Triton kernel compiled: ten minutes of two cores at first, seconds where no kernel has changed. auditwheel
 # refuses a wheel that needs a newer C library than its tag says.

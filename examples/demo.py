@@ -51,7 +51,8 @@ def train(arguments: list[str], steps: int, out: Path) -> dict:
     if arguments:
         launch, cores = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 1
     command = [sys.executable, *launch, str(SCRIPT), *arguments, "--steps", str(steps), "--out", str(out)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": str(cores)})
+    environment = {**os.environ, "OMP_NUM_THREADS": str(cores), "PYTHONPATH": str(SCRIPT.parent)}
+    subprocess.run(command, check=True, env=environment)
     return json.loads(out.read_text())
 
 

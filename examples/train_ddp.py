@@ -1,4 +1,4 @@
-"""What a user of DistributedDataParallel does, on weft.DataParallel: samplers, accumulation, clipping, checkpoints.
+"""A script for DistributedDataParallel, ported to weft.DataParallel: sampler, accumulation, clipping, schedule.
 
     torchrun --nproc-per-node 2 examples/train_ddp.py                       weft.DataParallel
     torchrun --nproc-per-node 2 examples/train_ddp.py --shard-optimizer     each rank keeps half of Adam's state
@@ -11,7 +11,6 @@ The lines that differ from torch's DDP are marked (1) to (4).
 import argparse
 import contextlib
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ CLASSES, SIZE = 10, 12
 
 
 def images(count, seed):
-    """Pictures of one of ten textures each, in noise."""
+    """Return pictures, each of one of ten textures, with noise."""
     textures = torch.randn(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
@@ -36,18 +35,9 @@ def images(count, seed):
 
 
 def network():
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * (SIZE // 2) ** 2, 64),
-        nn.ReLU(),
-        nn.Linear(64, CLASSES),
-    )
+    first = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    second = [nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*first, *second, nn.Linear(32 * (SIZE // 2) ** 2, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
 def wrap(module, options):
@@ -71,7 +61,7 @@ def clip(model, options):
 
 
 def train_epoch(model, optimizer, loader, options):
-    """The average loss of this rank's batches, over all ranks, and the gradients' norm before each step."""
+    """Return the average loss over all ranks, and the gradients' norm before each step."""
     model.train()
     total, norms = torch.zeros(2), []
     for number, (inputs, labels) in enumerate(loader):
@@ -88,63 +78,43 @@ def train_epoch(model, optimizer, loader, options):
     return float(total[0] / total[1]), norms
 
 
-@torch.no_grad()
-def accuracy(model, data):
-    """On every rank by itself: evaluation reduces nothing."""
-    model.eval()
-    inputs, labels = data.tensors
-    return float((model(inputs).argmax(1) == labels).float().mean())
-
-
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", action="store_true", help="torch's DistributedDataParallel instead")
     parser.add_argument("--backend", default="weft", help="of torch.distributed")
     parser.add_argument("--wire", choices=["bfloat16", "float16"], help="the type that gradients travel in")
     parser.add_argument("--shard-optimizer", action="store_true", help="each rank keeps its part of Adam's state")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--images", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=32, help="images a rank and micro-batch")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step")
-    parser.add_argument("--clip", type=float, default=1.0)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    numbers = {"epochs": 3, "images": 2048, "batch": 32, "accumulate": 2, "clip": 1.0, "lr": 2e-3}
+    for name, value in numbers.items():  # batch: images a rank and micro-batch; accumulate: micro-batches a step
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--out", type=Path, help="folder for the weights and the figures")
-    options = parser.parse_args()
-    if options.torch and (options.wire or options.shard_optimizer):
-        parser.error("--wire and --shard-optimizer are weft.DataParallel's")
-    return options
+    return parser.parse_args()
 
 
 def main():
     options = parse_options()
     dist.init_process_group(options.backend)  # (1) "weft" where others write "gloo"
-    torch.manual_seed(dist.get_rank())  # whatever this rank draws, the weights become rank 0's
+    torch.manual_seed(dist.get_rank())  # every rank draws its own weights; wrapping makes them rank 0's
     model = wrap(network(), options)
     optimizer = make_optimizer(model, options)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-
-    data, unseen = images(options.images, seed=1), images(512, seed=2)
+    data = images(options.images, seed=1)
     sampler = DistributedSampler(data, seed=0)
     loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True)
-    figures = {"losses": [], "norms": [], "accuracy": []}
-    start = time.perf_counter()
+    figures = {"losses": [], "norms": []}
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         loss, norms = train_epoch(model, optimizer, loader, options)
         schedule.step()
         figures["losses"].append(loss)
         figures["norms"] += norms
-        figures["accuracy"].append(accuracy(model, unseen))
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {figures['accuracy'][-1]:.1%}", flush=True)
+            print(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
 
-    if dist.get_rank() == 0:
-        figures["seconds"] = time.perf_counter() - start
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            # The module's own names; model.state_dict() has them with "module." before, as DDP's.
-            torch.save(model.module.state_dict(), options.out / "weights.pt")
-            (options.out / "figures.json").write_text(json.dumps(figures) + "\n")
+    if dist.get_rank() == 0 and options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        torch.save(model.module.state_dict(), options.out / "weights.pt")  # under the module's own names
+        (options.out / "figures.json").write_text(json.dumps(figures) + "\n")
     dist.destroy_process_group()
 
 

@@ -8,10 +8,17 @@ dtypes: dict[str, int]
 moved_dtypes: dict[str, int]
 reduce_ops: dict[str, int]
 
-class CommError(RuntimeError): ...
-class RankLostError(CommError): ...
-class CollectiveMismatchError(CommError): ...
-class CollectiveTimeoutError(CommError): ...
+class CommError(RuntimeError):
+    """A collective or a message failed. The subclasses say how."""
+
+class RankLostError(CommError):
+    """A rank died or left the group. The text names it, its process and the call that waited for it."""
+
+class CollectiveMismatchError(CommError):
+    """Ranks called different operations, types or sizes. Every rank raises it with the same text."""
+
+class CollectiveTimeoutError(CommError):
+    """A rank was silent for longer than the group's timeout. The text names it."""
 
 def instruction_sets() -> list[str]: ...
 def reduce(sources: list[int], destination: int, count: int, dtype: int, op: int, instruction_set: str) -> None: ...

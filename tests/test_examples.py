@@ -1,6 +1,7 @@
 """What a newcomer runs: the README's lines, the example script in each of its ways, the demo, the bench."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TORCHRUN = [*RUN, "2"]
+# As in a user's shell: a script finds the modules beside it.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
 
 
 def run(*command, **options):
@@ -34,7 +37,8 @@ def alone(tmp_path_factory):
 
 def train(folder, launch, *arguments):
     out = folder / "figures.json"
-    run(*launch, ROOT / "examples" / "train_lm.py", "--steps", "3", "--batch", "2", "--out", out, *arguments)
+    script = ROOT / "examples" / "train_lm.py"
+    run(*launch, script, "--steps", "3", "--batch", "2", "--out", out, *arguments, env=ENVIRONMENT)
     return json.loads(out.read_text())
 
 
@@ -51,6 +55,42 @@ def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone,
     assert len(figures["peak_memory_mb"]) == 2
     if "--tp" in arguments:
         assert figures["parameters_per_rank"] < 0.52 * alone["parameters_per_rank"]
+
+
+def example(name, *arguments, ranks=2):
+    launch = TORCHRUN if ranks == 2 else [sys.executable]
+    return run(*launch, ROOT / "examples" / f"{name}.py", *arguments, env=ENVIRONMENT)
+
+
+def test_a_plan_by_hand_gives_the_same_model():
+    text = example("split_by_hand")
+    assert "blocks.5.down: ParallelLinear row" in text and "(512, 256) of (1024, 256) on this rank" in text
+    loss, whole, gap = re.search(
+        r"loss ([\d.]+), of the whole model ([\d.]+); gradients differ by (\S+)", text
+    ).groups()
+    assert float(loss) == pytest.approx(float(whole), abs=1e-5) and float(gap) < 1e-4
+
+
+def test_a_long_sequence_is_shared():
+    text = example("long_sequence", "--sequence", "256", "--steps", "2")
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+), 128 of 256 bytes here", text))
+    assert last < first
+
+
+def test_a_pipeline_prints_its_timeline():
+    text = example("pipeline", "--schedule", "afab", "--steps", "2")
+    assert "afab: 2 ranks, 2 stages, 4 micro-batches" in text
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", text))
+    assert last < first
+
+
+def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
+    sums = []
+    example("other_mesh", "--tp", "2", "--save", tmp_path / "saved")
+    for ranks, arguments in ((2, ["--dp", "2"]), (2, ["--tp", "2"]), (1, [])):
+        text = example("other_mesh", "--load", tmp_path / "saved", *arguments, ranks=ranks)
+        sums.append(re.search(r"whose sum is (\S+)", text)[1])
+    assert len(set(sums)) == 1
 
 
 TOGETHER = [["--pp", "2", "--tp", "2", "--recompute", "selective"], ["--dp", "2", "--cp", "2", "--recompute", "full"]]

@@ -1,9 +1,8 @@
 """A model that shares its sequence is the unsplit model: outputs, losses, gradients and training steps."""
 
 import copy
-import importlib.util
-from pathlib import Path
 
+import gpt
 import pytest
 import torch
 import torch._dynamo  # as operations on meta tensors do: once, and not in every rank
@@ -741,23 +740,14 @@ def test_a_layer_keeps_the_formulas_activations(cp, tp, sequence_parallel):
         assert found == kept_by_norms + kept_by_heads
 
 
-def train_lm():
-    path = Path(__file__).parents[2] / "examples" / "train_lm.py"
-    spec = importlib.util.spec_from_file_location("train_lm", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def long_step(rank, cp):
     """A step of the demo's model, with one narrower layer, on a sequence of 32768 bytes: its loss, and its gradient's
     norm by parameter."""
-    demo = train_lm()
-    demo.WIDTH, demo.LAYERS, demo.HEAD = 16, 1, 16
+    gpt.WIDTH, gpt.LAYERS, gpt.HEAD = 16, 1, 16
     mesh = weft.init_mesh(cp=cp, device_type="cpu")
     torch.manual_seed(0)
-    model = weft.parallelize(demo.GPT(32768), mesh["cp", "tp"], context={"parts": True, "strict": True})
-    whole = demo.batch_of(demo.standard_library(), 0, 1, 32768, 0)
+    model = weft.parallelize(gpt.GPT(32768), mesh["cp", "tp"], context={"parts": True, "strict": True})
+    whole = next(gpt.batches(1, 1, 32768))
     inputs, targets = (weft.shard_sequence(part, dim=1, group=mesh["cp"]) for part in whole)
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum") / 32768
     loss.backward()

@@ -2,13 +2,11 @@
 ranks. A tensor's storage is counted from when torch makes it until it is gone; the shared segment of the collectives,
 of which there is one of a fixed size a machine, is not."""
 
-import importlib.util
 import itertools
 import weakref
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 
+import gpt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,15 +23,6 @@ from weft.testing.ranks import run_ranks
 
 BATCH, SEQUENCE = 8, 64
 MACHINE = Hardware("cpu", 1e12, {"fp32": 1e9}, 1e9, 1e9, 1e9)
-
-
-@cache
-def train_lm():
-    path = Path(__file__).parents[2] / "examples" / "train_lm.py"
-    spec = importlib.util.spec_from_file_location("train_lm", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class SmallLlama(Llama):
@@ -60,9 +49,9 @@ class Demo:
 
 # Sizes as in the models' sources; what they are is checked by the parameters' number.
 DEMOS = {
-    "examples/train_lm.py": Demo(
-        lambda: train_lm().GPT(SEQUENCE),
-        lambda: train_lm().PLAN,
+    "examples/gpt.py": Demo(
+        lambda: gpt.GPT(SEQUENCE),
+        lambda: gpt.PLAN,
         Model(6, 256, 1024, 4, 256, gated_mlp=False, tied_embeddings=True, bias=True, positions=SEQUENCE,
               mlp_module=False),
     ),
