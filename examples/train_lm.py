@@ -46,10 +46,14 @@ def stepper(model, mesh, options):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, shared in {"tp": "each layer", "dp": "each batch", "cp": "each sequence", "pp": "the layers"}.items():
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"ranks that share {shared}")
-    for name, value in {"steps": 60, "batch": 8, "sequence": 128, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument("--dp", type=int, default=1, help="ranks that share each batch")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--pp", type=int, default=1, help="ranks that share the layers")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step, over all ranks")
+    parser.add_argument("--sequence", type=int, default=128, help="bytes of a sequence")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
     parser.add_argument("--backend", default="weft", help="of torch.distributed")
     parser.add_argument("--out", type=Path, help="write the losses and the figures there, as JSON")

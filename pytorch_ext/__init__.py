@@ -1,7 +1,7 @@
 """weft: kernels and one-sided collectives that let a PyTorch user run one model on many devices.
 
-Importing this package imports nothing else: names are resolved when they are first used, and the "weft" backend is
-registered with torch.distributed as soon as somebody imports that.
+Importing this package imports nothing else. A public name is resolved at its first use. The "weft" backend is
+registered with torch.distributed when torch.distributed is imported.
 """
 
 if __name__ != "weft":

@@ -1,4 +1,4 @@
-"""`python -m weft`, which is the command `weft`."""
+"""`python -m weft`: the same as the command `weft`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Activations that are computed again in backward instead of kept: of whole blocks, or of the parts of each block.
+"""Activation checkpointing: backward recomputes the activations of whole blocks, or of the parts of each block.
 
-torch.utils.checkpoint without reentrance does the work. It restores the random numbers, so that dropout drops the same,
-and backward comes to the blocks in the same order on every rank, so that the collectives in them meet.
+torch.utils.checkpoint without reentrance does the work. It restores the random state, so dropout drops the same
+elements. Backward reaches the blocks in the same order on every rank, so their collectives match.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,14 +21,16 @@ KINDS = ("none", "full", "selective")
 
 
 def recomputed_in(model: nn.Module, kind: str) -> dict[str, nn.Module]:
-    """The modules, by name, whose forwards run again in backward.
+    """Return the modules to recompute in backward, by name.
 
-    "full": each block: an element of the outermost lists (nn.ModuleList, nn.Sequential) that has modules in it.
-    "selective": of each block the outermost modules in it with several matrices (an attention, an MLP). What stands
-    between them, the norms and the residual stream, is kept.
+    Args:
+        kind: "none";
+            "full": each block, an element of the outermost lists (nn.ModuleList, nn.Sequential) that contains modules;
+            "selective": in each block, the outermost modules with several matrices (an attention, an MLP). The norms
+            and the residual stream between them are kept.
 
     Raises:
-        ValueError: no such kind; a model with no such modules.
+        ValueError: the kind is unknown, or the model has no such modules.
     """
     check_choice("recompute", kind, KINDS)
     if kind == "none":
@@ -50,7 +52,7 @@ def recomputed_in(model: nn.Module, kind: str) -> dict[str, nn.Module]:
 
 
 def recompute(modules: Mapping[str, nn.Module]) -> None:
-    """Makes the forwards of these modules run again in backward. One that stands in several places is made so once."""
+    """Recompute the forwards of these modules in backward. A module with several names is wrapped once."""
     for module in modules.values():
         if not isinstance(module.forward, Recomputed):
             module.forward = Recomputed(module)  # type: ignore[method-assign]
@@ -61,7 +63,7 @@ def recomputes(model: nn.Module) -> bool:
 
 
 class Recomputed:
-    """The forward of a module that is not kept."""
+    """A module's forward that keeps no activations and runs again in backward."""
 
     def __init__(self, module: nn.Module):
         self.module, self.forward = module, module.forward
@@ -76,18 +78,18 @@ class Recomputed:
         runs = count()
 
         def again(*values):
-            given = [SharedSequence(x, *how) if how else x for x, how in zip(values, shared, strict=True)]
+            given = [SharedSequence(x, *cut) if cut else x for x, cut in zip(values, shared, strict=True)]
             args, kwargs = tree_unflatten(given, structure)
             with _buffers_of_its_own(self.module) if next(runs) else nullcontext():
                 return self.forward(*args, **kwargs)
 
-        # What is kept are plain tensors, which any hooks of saved tensors take.
+        # Plain tensors are kept, because any saved-tensor hook takes them.
         return checkpoint(again, *localized(leaves), use_reentrant=False)
 
 
 @contextmanager
 def _buffers_of_its_own(module: nn.Module) -> Iterator[None]:
-    """Runs on copies of the buffers: a norm's running means have counted this batch already."""
+    """Run on copies of the buffers, because a norm's running means have counted this batch already."""
     held = [
         (part._buffers, name, buffer)
         for part in module.modules()

@@ -1,15 +1,15 @@
-"""What the installed extension was built from and for."""
+"""Build information of the installed extension."""
 
 from weft import _C
 
 
 def build_info() -> dict:
-    """How weft._C was built and what of it runs here.
+    """Describe how weft._C was built and which parts of it run on this machine.
 
     Returns:
         version, compiler, architecture; `cuda` (toolkit release, None for a CPU build) and `cuda_architectures`;
         `instruction_sets` that run on this machine, fastest first; `gpu`: driver version, number of devices and the
-        error that asking for them gave, or None for a CPU build.
+        error of the device query, or None for a CPU build.
     """
     gpu = _C.cuda.state() if _C.cuda is not None else None
     return {**_C.build, "instruction_sets": _C.instruction_sets(), "gpu": gpu}

@@ -1,4 +1,4 @@
-"""The command line: `weft doctor`, `bench`, `tune`, `plan`, `explain`; `python -m weft` is the same."""
+"""Command line: `weft doctor`, `bench`, `tune`, `plan`, `explain`; also as `python -m weft`."""
 
 import argparse
 import importlib
@@ -10,17 +10,17 @@ _TUNED = ["matmul"]
 
 
 USAGE_ERROR = 2
-INTERRUPTED = 130  # as a shell has it for a command that Ctrl-C ended
+INTERRUPTED = 130  # a shell's exit status for a command that Ctrl-C ended
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; gives its exit status."""
+    """Run the command and return its exit status."""
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
-        print(end="", flush=True)  # here, where a closed pipe is caught
+        print(end="", flush=True)  # a closed pipe raises here, where it is caught
         return status
-    except BrokenPipeError:  # whoever read along (head) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit says so again
+    except BrokenPipeError:  # the reader (head, for example) has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the flush at exit from raising again
         return 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("weft"):

@@ -1,4 +1,4 @@
-"""clip_grad_norm_: torch's, for a model that lies on several ranks."""
+"""clip_grad_norm_: torch's function for a model that lies on several ranks."""
 
 import math
 from collections.abc import Iterable
@@ -27,28 +27,30 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Scales all gradients so that the norm of the whole model's is at most max_norm. A collective call.
+    """Scale all gradients so that the norm of the whole model's gradient is at most max_norm. A collective call.
 
         weft.clip_grad_norm_(model, 1.0)  # after backward, or after Pipeline.step
 
-    Shards of "tp" count together, whole parameters once; copies on several stages of "pp" (tied embeddings) count once;
-    gradients of "dp" and "cp" are averaged and summed already, and every rank has the same. Each rank gets the same
-    norm, and so multiplies by the same factor.
+    Every element of the model counts once: shards of "tp" count together, and whole parameters and copies on several
+    stages of "pp" (tied embeddings) count once. Gradients over "dp" and "cp" are averaged and summed already. Each rank
+    gets the same norm and multiplies by the same factor.
 
     Args:
-        parameters: a model as `weft.parallelize`, `weft.Pipeline`, `weft.LayerSplit` or `weft.DataParallel` return it,
-            or parameters of one. Gradients are in `.grad`, or else in `main_grad`.
-        max_norm: of all gradients together.
+        parameters: the result of `weft.parallelize`, `weft.Pipeline`, `weft.LayerSplit` or `weft.DataParallel`, or
+            parameters of it. Gradients are read from `.grad`, or from `main_grad` if `.grad` is None.
+        max_norm: the largest norm of all gradients together.
         norm_type: p of the p-norm, more than 0; inf is the largest |g|.
-        error_if_nonfinite: raise where the norm is infinite or NaN. False multiplies by what comes of it, as torch's.
-        mesh: needed where only some stages of "pp" have any of the parameters, which then cannot tell.
+        error_if_nonfinite: raise if the norm is infinite or NaN. False scales by the resulting factor, like torch.
+        mesh: needed if some stages of "pp" have none of the parameters, because those stages cannot know the others.
 
     Returns:
-        The norm before, a float64 scalar, the same on every rank.
+        The norm before clipping, a float64 scalar, the same on every rank.
 
     Raises:
-        RuntimeError: error_if_nonfinite, on every rank. ValueError: a norm_type that is none, pieces of a sharded
-            optimizer, parameters that are no stage's although the mesh has "pp". TypeError: a DTensor.
+        RuntimeError: the norm is not finite, with error_if_nonfinite; on every rank.
+        ValueError: norm_type is not above 0; parameters are pieces of a sharded optimizer; a parameter belongs to no
+            stage although the mesh has "pp".
+        TypeError: a parameter is a DTensor.
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type={norm_type} must be more than 0, or inf")
@@ -71,7 +73,7 @@ def clip_grad_norm_(
 
 
 def _listed(parameters) -> list[torch.Tensor]:
-    """The parameters, each once."""
+    """Return the parameters, each once."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
@@ -103,14 +105,14 @@ def _norm(listed: list[torch.Tensor], norm_type: float, stages: Communicator | N
 
 
 def _stages(listed: list[torch.Tensor], mesh: DeviceMesh | None) -> Communicator | None:
-    """The ranks that have the other stages."""
+    """Return the ranks of the other stages."""
     known = {owners.ranks for owners in map(owners_of, listed) if owners is not None}
     if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
         ranks = communicator(mesh if mesh.ndim == 1 else mesh["pp"])
         if ranks.world_size > 1 and any(owners_of(parameter) is None for parameter in listed):
             raise ValueError(
-                f'clip_grad_norm_: the mesh has "pp" of {ranks.world_size}, and a parameter is of no stage: pass those '
-                "of what weft.Pipeline or weft.LayerSplit returned"
+                f'clip_grad_norm_: the mesh has "pp" of {ranks.world_size}, and a parameter is of no stage: pass the '
+                "parameters of the model that weft.Pipeline or weft.LayerSplit returned"
             )
         known.add(ranks)
     if len(known) > 1:

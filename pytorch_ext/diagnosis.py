@@ -1,6 +1,6 @@
-"""`weft.doctor`: whether the package can do its job on this machine, and what it found; a block for a bug report.
+"""`weft.doctor`: a check of the package on this machine, as a text block for a bug report.
 
-Each probe stands alone: what one raises is its own finding, and the others go on.
+Each probe runs by itself. An exception in one probe becomes its finding, and the other probes go on.
 """
 
 import importlib
@@ -20,7 +20,11 @@ _IMPORTED = ("torch", "weft._C")
 
 @dataclass(frozen=True)
 class Finding:
-    """One probe's outcome: ok, or not, or (None) neither good nor bad."""
+    """Outcome of one probe.
+
+    Attributes:
+        ok: True or False; None is neither good nor bad.
+    """
 
     name: str
     ok: bool | None
@@ -34,7 +38,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings. healthy: no probe found a fault."""
+    """All findings.
+
+    Attributes:
+        healthy: no probe found a fault.
+    """
 
     findings: tuple[Finding, ...]
 
@@ -47,9 +55,9 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Probes this machine. Nothing is changed, and no driver, no nvcc and no triton are states, not faults."""
+    """Probe this machine without changing it. A missing driver, nvcc or triton is a state, not a fault."""
     deadly = {name: how for name in _IMPORTED if name not in sys.modules and (how := _death_by_import(name))}
-    sys.modules.update(dict.fromkeys(deadly))  # type: ignore[arg-type]  # an import of these now raises in the probes, and ends nothing
+    sys.modules.update(dict.fromkeys(deadly))  # type: ignore[arg-type]  # the probes' imports now raise instead of ending the process
     try:
         findings = [Finding(f"import {name}", False, how) for name, how in deadly.items()]
         return Diagnosis((*findings, *(_probe(name, probe) for name, probe in PROBES.items())))
@@ -59,7 +67,7 @@ def doctor() -> Diagnosis:
 
 
 def _death_by_import(name: str) -> str:
-    """How a process ends that imports this, where that is its end and no error that a probe can catch; else ""."""
+    """Describe how importing a module ends the process; "" if it ends with at most an exception."""
     command = [sys.executable, "-c", f"try: import {name}\nexcept Exception: pass"]
     status = subprocess.run(command, capture_output=True, timeout=SELF_TEST_S).returncode
     if not status:
@@ -71,7 +79,7 @@ def _death_by_import(name: str) -> str:
 def _probe(name: str, probe: Callable[[], tuple[bool | None, str]]) -> Finding:
     try:
         return Finding(name, *probe())
-    except Exception as error:  # whatever it is, it is what this probe found
+    except Exception as error:  # any exception is this probe's finding
         return Finding(name, False, f"{type(error).__name__}: {error}")
 
 
@@ -82,7 +90,7 @@ def _versions() -> tuple[bool | None, str]:
 
 
 def version_of(package: str) -> str | None:
-    """Of what is installed; None where it is not."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -120,7 +128,7 @@ def _devices() -> tuple[bool | None, str]:
 
 
 def _kernels() -> tuple[bool | None, str]:
-    """The compiled kernels that are installed, against the devices that are here."""
+    """Compare the installed compiled kernels with this machine's devices."""
     import torch
 
     from weft.kernels import dispatch, launch
@@ -167,7 +175,7 @@ def _multicast() -> tuple[bool | None, str]:
 
 
 def _shared_memory() -> tuple[bool | None, str]:
-    """The weft backend's segments are memfds: what limits them is memory, not /dev/shm."""
+    """Probe memfd, which holds the weft backend's segments. Memory limits them, not /dev/shm."""
     descriptor = os.memfd_create("weft-doctor")
     try:
         os.posix_fallocate(descriptor, 0, 1 << 20)
@@ -206,7 +214,7 @@ def _environment() -> tuple[bool | None, str]:
 
 
 def _self_test() -> tuple[bool | None, str]:
-    """Two ranks, in processes of their own: this one may have touched CUDA, which does not survive a fork."""
+    """Run two ranks in a new process, because CUDA does not survive a fork and this process may have touched it."""
     command = [sys.executable, "-c", "from weft.diagnosis import two_ranks; two_ranks()"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SELF_TEST_S)
     if done.returncode:
@@ -215,7 +223,7 @@ def _self_test() -> tuple[bool | None, str]:
 
 
 def two_ranks() -> None:
-    """Prints what two ranks on this machine take for an all_reduce, after checking its result."""
+    """Check an all_reduce of two ranks on this machine and print its time."""
     from weft.testing.ranks import run_ranks
 
     print("two ranks: all_reduce of {:.0f} KiB in {:.1f} us".format(*run_ranks(_reduce, 2, timeout_s=SELF_TEST_S)[0]))

@@ -1,4 +1,4 @@
-"""The lists of layers in a model, and the caches of keys and values that its layers may be called with."""
+"""Lists of layers in a model, and the key-value caches that a caller may pass to its layers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def opened_in(model: nn.Module) -> set[str]:
-    """Names of the modules that contain the outermost lists of layers, and of these lists."""
+    """Return the names of the outermost lists of layers and of the modules that contain them."""
     opened: set[str] = set()
 
     def look(module: nn.Module, name: str) -> bool:
@@ -29,12 +29,16 @@ def opened_in(model: nn.Module) -> set[str]:
 
 
 def lists_in(model: nn.Module) -> set[str]:
-    """Names of the lists among them."""
+    """Return the names of the outermost lists of layers."""
     return {name for name in opened_in(model) if type(model.get_submodule(name)) in _LISTS}
 
 
 def refuse_caches(module: nn.Module, args: Sequence, kwargs: Mapping, why: str) -> None:
-    """Raises ValueError where a module is given a cache of keys and values."""
+    """Raise ValueError if a module is called with a cache of keys and values.
+
+    Args:
+        why: the reason, as a clause about the cache, for the message.
+    """
     names = [name for name, value in kwargs.items() if "past_key_value" in name and value is not None]
     names += [type(value).__name__ for value in args if _is_cache(value)]
     if names:

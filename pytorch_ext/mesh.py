@@ -1,4 +1,4 @@
-"""init_mesh: the ranks of a run, arranged by what they share."""
+"""init_mesh: the device mesh of a run."""
 
 import os
 
@@ -8,20 +8,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def init_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
-    """A mesh with the dimensions pp (pipeline), dp (data), cp (context) and tp (tensor); tp changes fastest.
+    """Return a mesh with the dimensions pp (pipeline), dp (data), cp (context) and tp (tensor); tp changes fastest.
 
-    Starts the process group if none is up: from torchrun's environment, or alone where there is none. The backend is
-    "weft" on CPU and "nccl" on CUDA.
+    The call starts the process group if none is up: from torchrun's environment, or with one rank if there is no such
+    environment. The backend is "weft" on CPU and "nccl" on CUDA.
 
     Args:
         pp, dp, cp, tp: ranks along each dimension; their product must be the number of ranks.
-        device_type: "cpu" or "cuda"; None takes "cuda" where torch has it.
+        device_type: "cpu" or "cuda"; None is "cuda" if torch has it, else "cpu".
 
     Returns:
-        The DeviceMesh; mesh["tp"] is what layers take as group.
+        The DeviceMesh. Layers take mesh["tp"] as their group.
 
     Raises:
-        ValueError: a size below 1; a product that is not the number of ranks.
+        ValueError: a size is below 1, or the product is not the number of ranks.
     """
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     for name, size in sizes.items():

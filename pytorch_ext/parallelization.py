@@ -1,4 +1,4 @@
-"""parallelize: one call that puts a model on a mesh: layers split, sequence shared, stages cut, batches averaged."""
+"""parallelize: one call that puts a model on a mesh, with tensor, context, pipeline and data parallelism."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.activation_checkpoint import recompute as recompute_these
+from weft.activation_checkpoint import recompute as recompute_modules
 from weft.activation_checkpoint import recomputed_in
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
@@ -42,7 +42,7 @@ def parallelize(
     check_calls: int = FIRST_CALLS,
     check_replicas_every: int = 0,
 ) -> nn.Module:
-    """The model on the whole mesh. It is called as before, and returns what it returned.
+    """Put a model on the whole mesh. Its arguments and outputs stay the same.
 
         model = weft.parallelize(model, weft.init_mesh(pp=2, dp=2, cp=1, tp=2))
 
@@ -53,60 +53,65 @@ def parallelize(
             "embedding": "vocabulary",
         })
 
-    Each dimension of the mesh that is larger than 1 does its part:
-        tp: layers are replaced, in place, by their parallel counterparts that hold this rank's part of the weights. The
-            ranks go on with the first one's random numbers, and draw alike from then on: seed them alike if at all.
-        cp: the model shares its sequence among the ranks.
-        pp: the model is cut with `weft.LayerSplit`: each rank keeps its layers, one computes at a time, and every rank
-            calls with the same inputs and the same loss. The way in which all of them compute is
+    Each mesh dimension larger than 1 adds one kind of parallelism:
+        tp: parallel layers replace the model's layers in place and hold this rank's part of the weights. All ranks
+            continue with the first rank's random state and draw alike from then on. If you seed the ranks later, seed
+            them alike.
+        cp: the ranks share the model's sequence.
+        pp: `weft.LayerSplit` cuts the model. Each rank keeps its layers, one rank computes at a time, and every rank
+            calls the model with the same inputs and the same loss. To let all ranks compute at once, use
             `weft.Pipeline(weft.parallelize(model, mesh["cp", "tp"]), mesh, ...)`.
-        dp: the result is wrapped in `weft.DataParallel`: each of these ranks gives its own part of the batch. For its
-            options leave dp out (`mesh["pp", "cp", "tp"]`) and wrap what comes back.
+        dp: `weft.DataParallel` wraps the result. Each of these ranks passes its own part of the batch. To set the
+            options of DataParallel, leave dp out (`mesh["pp", "cp", "tp"]`) and wrap the result yourself.
 
     Args:
-        model: every rank has the same whole model. Weights that layers share (tied embeddings, layers that stand in
-            several places) stay shared.
-        mesh: of init_mesh, or some of its dimensions (`mesh["cp", "tp"]`). Any other one-dimensional DeviceMesh, a
-            ProcessGroup, or None for the default group are the ranks that split the layers.
-        plan: "auto" finds what can be split (docs/automatic_plans.md); or what `automatic_plan` has found. None splits
-            nothing. Or module names to "column" or "row" (nn.Linear), "vocabulary" (nn.Embedding) or another style
-            (docs/tensor_parallel.md), or to a dict with such a "style" and its options; or any module to "sequence",
-            which leaves it as it is and sums its gradients over the ranks, for what stands between layers with
-            sequence_parallel; or to "tokenwise", which says that it treats every position alone, whatever it calls:
-            with cp it gets this rank's part. A `*` in a name stands for one component of it, `**` for any number, none
-            included.
-        sequence_parallel: asks plan="auto" that between split layers each rank of "tp" has its part of the sequence;
-            it raises where it cannot show that to be right. In a plan of your own it is an option of each layer.
-        context: how the sequence is shared: a method of `weft.context_attention`, or a dict of
+        model: the same whole model on every rank. Weights that layers share (tied embeddings, a layer with several
+            names) stay shared.
+        mesh: the mesh of init_mesh, or some of its dimensions (`mesh["cp", "tp"]`). Any other one-dimensional
+            DeviceMesh, a ProcessGroup, or None for the default group is the group that splits the layers.
+        plan: "auto" finds the layers that can be split (docs/automatic_plans.md); a result of `automatic_plan` is also
+            taken. None splits nothing. A dict maps module names to styles (docs/tensor_parallel.md):
+            a style is "column" or "row" (nn.Linear), "vocabulary" (nn.Embedding) or another name, or a dict of "style"
+                and its options;
+            "sequence" keeps a module whole and sums its gradients over the ranks, for modules between layers with
+                sequence_parallel;
+            "tokenwise" keeps a module whole and declares that it treats every position alone, including all functions
+                that it calls. With cp it gets this rank's part;
+            in a name, `*` matches one component and `**` any number, including none.
+        sequence_parallel: with plan="auto", each rank of "tp" has its part of the sequence between split layers.
+            "auto" raises if it cannot prove that right. In a plan of your own it is an option of each layer.
+        context: how the ranks share the sequence: a method of `weft.context_attention`, or a dict of
             method, layout: as there;
-            dim: the dimension of the model's arguments that is the sequence, 1 by default. Arguments of another length
-                along it, or with fewer dimensions, are taken as they are;
-            parts: False: the model takes and returns the whole, as before. True: every rank calls it with its own
-                part (`weft.shard_sequence`) and gets its part of the outputs; the whole loss is the sum of the ranks';
-            strict: raise where a function of the model has no rule and the sequence would be gathered for it.
+            dim: the sequence dimension of the model's arguments, 1 by default. An argument with another length along
+                it, or with fewer dimensions, is passed as it is;
+            parts: False: the model takes and returns the whole sequence, as before. True: every rank calls it with its
+                own part (`weft.shard_sequence`) and gets its part of the outputs; the whole loss is the sum over ranks;
+            strict: raise if a function of the model has no rule, instead of gathering the sequence for it.
             See docs/sequence_parallel.md.
-        recompute: what backward computes again instead of keeping it: "none"; "full": each block (an element of the
-            outermost lists of modules); "selective": of each block its attention and MLP, where these are modules.
-        strict: raise where plan="auto" leaves a layer whole, and for pp, whose ranks would wait for one another.
-        check_calls: how many calls are checked to be alike on the ranks that compute one model together ("tp", "pp"):
-            arguments, mode, and random numbers where the model draws some. The first one looks at the split weights
-            too. 0 turns it off, for ranks that call with different tensors on purpose; so does a plan of your own with
-            sequence_parallel, which a rank may call with its part of the sequence.
-        check_replicas_every: run `weft.check_replicas` in every so many calls that train; 0 is never. Whenever you
-            like: `model.check_replicas()`.
+        recompute: the activations that backward recomputes instead of keeping them: "none"; "full": each block (an
+            element of the outermost lists of modules); "selective": the attention and the MLP of each block, if these
+            are modules.
+        strict: raise if plan="auto" leaves a layer whole, or if the mesh has pp, because its ranks wait for one
+            another.
+        check_calls: number of calls to compare over the ranks that compute one model together ("tp", "pp"). A check
+            compares arguments, mode, and random numbers if the model draws some. The first check also compares the
+            split weights. 0 turns it off, for ranks that call with different tensors on purpose. It is also off for a
+            plan of your own with sequence_parallel, because a rank may then call with its part of the sequence.
+        check_replicas_every: run `weft.check_replicas` once in so many training calls; 0 is never. To run it at any
+            time, call `model.check_replicas()`.
 
     Returns:
-        The model itself, in place, where only tp and cp are larger than 1. With pp a LayerSplit of it; with dp a
-        DataParallel around the model or that. `weft.explain` takes any of them.
+        The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it. With dp, a
+        DataParallel around either. `weft.explain` takes any of them.
 
     Raises:
-        ValueError: a mesh with other dimensions; a pattern that matches nothing (with the names there are), a layer
-            that cannot be split over these ranks, layers that do not meet or have an operation between them that needs
-            all features (softmax, a norm), as far as the model can be followed, a tied weight that only one of its
-            layers splits; more stages than layers, a model that cannot be cut; a context or a recompute that does not
-            exist.
-        TypeError: a layer of a kind that the style does not take. The model is unchanged then and nothing was sent.
-            Also ranks whose models differ: on every rank.
+        ValueError: the mesh has other dimensions; a pattern matches nothing (the message lists the names); a layer
+            cannot be split over these ranks; layers do not meet, or an operation between them needs all features
+            (softmax, a norm), as far as the model can be followed; only one layer of a tied weight is split; there are
+            more stages than layers, or the model cannot be cut; the context or recompute does not exist.
+            Models that differ between ranks raise on every rank.
+        TypeError: the style does not take this kind of layer.
+        The model is unchanged after an error. Only the comparison of the ranks' models sends data before that.
     """
     ranks = _ranks_of(mesh)
     sharing = None if ranks.cp is None else sharing_of(ranks.cp, context)
@@ -154,7 +159,7 @@ def parallelize(
         sum_gradients(layer, ranks.tp)
     return_whole(model)
     if recompute != "none":
-        recompute_these({name: model.get_submodule(name) for name in recomputed})
+        recompute_modules({name: model.get_submodule(name) for name in recomputed})
     if sharing is not None and sharing.ranks.world_size > 1:
         share(model, sharing, tokenwise)
     if automatic is not None and automatic.plan and "" not in automatic.parts:
@@ -169,7 +174,7 @@ def parallelize(
         check.watch(watched)
         watched.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
     wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
-    # By a plan of one's own with sequence_parallel a model may be called with this rank's part of the sequence.
+    # With a user's plan and sequence_parallel, a caller may pass this rank's part of the sequence.
     by_parts = automatic is None and any(getattr(layer, "sequence_parallel", False) for layer in replacements.values())
     alike = {} if ranks.tp is None or by_parts else {ranks.tp: True}
     SameCalls(alike, check_calls, check_replicas_every).install(wrapped, model)
@@ -180,7 +185,7 @@ def parallelize(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Who does what. `stages` and `replicas` are there where they are more than one."""
+    """Groups of ranks by kind of parallelism. `stages` and `replicas` are None for a single rank."""
 
     tp: Communicator | None
     cp: Communicator | None
@@ -189,9 +194,9 @@ class _Ranks:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Dimension of the mesh to its ranks."""
-        split = {name: one.world_size for name, one in (("cp", self.cp), ("tp", self.tp)) if one is not None}
-        outer = {name: one.size() for name, one in (("pp", self.stages), ("dp", self.replicas)) if one is not None}
+        """Number of ranks by mesh dimension."""
+        split = {name: comm.world_size for name, comm in (("cp", self.cp), ("tp", self.tp)) if comm is not None}
+        outer = {name: mesh.size() for name, mesh in (("pp", self.stages), ("dp", self.replicas)) if mesh is not None}
         return {**outer, **split}
 
 
@@ -222,8 +227,8 @@ def _plan_of(
         automatic = plan if isinstance(plan, AutomaticPlan) else None
         automatic = automatic or automatic_plan(model, ranks.tp.world_size, sequence_parallel=sequence_parallel)
         if strict and automatic.whole:
-            told = "; ".join(f"{name}: {why}" for name, why in automatic.whole.items())
-            raise ValueError(f"parallelize: strict, and these layers would stay whole on every rank: {told}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in automatic.whole.items())
+            raise ValueError(f"parallelize: strict, and these layers would stay whole on every rank: {reasons}")
         return automatic, automatic.plan
     if isinstance(plan, str):
         raise ValueError(f'parallelize: plan={plan!r} is not "auto", None or a dict of module names')
@@ -249,17 +254,20 @@ def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:
 
 
 def _draw_alike(group: Communicator, model: nn.Module) -> None:
-    """The ranks that split the layers go on with the first one's random numbers: what they have whole they must drop
-    alike, and a model whose weights were loaded comes with ranks that were never seeded."""
+    """Set the random state of all ranks that split the layers to the first rank's.
+
+    These ranks must drop the same elements of whole tensors. Ranks that loaded their weights may never have been
+    seeded.
+    """
     if group.world_size == 1:
         return
     for kind in rng_states(model):
-        told = group.all_gather_object(rng_states(model)[kind])
-        restore_rng_state(kind, told[0], model)
+        per_rank = group.all_gather_object(rng_states(model)[kind])
+        restore_rng_state(kind, per_rank[0], model)
 
 
 def _noted(model: nn.Module, automatic: AutomaticPlan | None) -> nn.Module:
-    """With what the automatic plan says, for `weft.explain`."""
+    """Attach the automatic plan to the model, for `weft.explain`."""
     if automatic is not None:
         set_metadata(model, "plan", automatic)
     return model

@@ -1,8 +1,8 @@
-"""Checks between ranks: what they hold alike is alike, and they are called alike.
+"""Checks between ranks: replicated tensors are equal, and the ranks of one model get equal calls.
 
-Ranks that split layers ("tp"), a sequence ("cp") or a model's stages ("pp") compute one model. Where a sampler gives
-each of them its own batch, where weights are drawn again after the split or all ranks load rank 0's file, every shape
-is right and the model is not.
+Ranks that split layers ("tp"), a sequence ("cp") or a model's stages ("pp") compute one model. Some mistakes keep every
+shape right and make the model wrong: a sampler that gives each of these ranks its own batch, weights that are drawn
+again after the split, or all ranks loading rank 0's file.
 """
 
 import zlib
@@ -30,7 +30,7 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
     """Check that all ranks have the same whole model, before it is split. A collective call.
 
     Raises:
-        ValueError: on every rank.
+        ValueError: the models differ; raised on every rank.
     """
     sums = {name: sum_of_bits(x) for name, x in model.named_parameters() if not x.is_meta}
     if difference := _difference(ranks, sums):
@@ -48,16 +48,20 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
-    """Check that what ranks hold alike is the same bits on all of them. A collective call.
+    """Check that replicated tensors have the same bits on all their ranks. A collective call.
 
-    Whole parameters and buffers are compared over the ranks of "tp", all of them over those of "cp", all parameters
-    over those of "dp" (where each rank may keep its own running means), copies of tied ones over the stages of "pp".
+    The check compares:
+        over "tp": whole parameters and buffers, and rows that several ranks have;
+        over "cp": all parameters and buffers;
+        over "dp": all parameters (each rank may keep its own running means);
+        over "pp": copies of tied parameters.
 
     Args:
-        model: what weft.parallelize, weft.DataParallel, weft.LayerSplit or weft.Pipeline returned.
+        model: the result of weft.parallelize, weft.DataParallel, weft.LayerSplit or weft.Pipeline.
 
     Raises:
-        ValueError: on every rank of those that differ; names the first tensor, the ranks and how many differ.
+        ValueError: tensors differ; raised on every rank of the group. The message names the first tensor and two
+            ranks and, for whole tensors, says how many differ.
     """
     parameters = dict(model.named_parameters())
     tensors = parameters | dict(model.named_buffers())
@@ -68,10 +72,10 @@ def check_replicas(model: nn.Module) -> None:
     sharers = dict.fromkeys(sharing.ranks for sharing in sharing_in(model).values())
     compared += [(ranks, tensors, "share the sequence") for ranks in sharers]
     compared += [(ranks, parameters, "are replicas") for ranks in _replicas(model)]
-    for ranks, alike, who in compared:
+    for ranks, alike, role in compared:
         if difference := _difference(ranks, {name: sum_of_bits(x) for name, x in alike.items()}):
             raise ValueError(
-                f"check_replicas: of the ranks that {who}, {difference}. Something wrote to it on one rank alone, or "
+                f"check_replicas: of the ranks that {role}, {difference}. Something wrote to it on one rank alone, or "
                 "its gradients were not summed"
             )
     for ranks in _splitters(model):
@@ -83,7 +87,7 @@ def check_replicas(model: nn.Module) -> None:
                 if (shard := shard_of(x)) is not None and shard.communicator == ranks and shard.cut.replicated
                 for stretch, (start, stop) in shard.cut.places(ranks.rank).items()
             },
-        )  # rows that several ranks have: KV heads, where these are fewer than ranks
+        )  # rows that several ranks have: KV heads, if these are fewer than ranks
     owned = {name: owners for name, x in parameters.items() if (owners := owners_of(x)) is not None}
     for ranks in dict.fromkeys(owners.ranks for owners in owned.values()):
         tied = [name for name, owners in owned.items() if len(owners.holders) > 1]
@@ -96,18 +100,18 @@ def _splitters_of(tensor: torch.Tensor) -> Communicator | None:
 
 
 def _splitters(model: nn.Module) -> list[Communicator]:
-    """The ranks that split the model's layers."""
+    """Return the groups of ranks that split the model's layers."""
     return list(dict.fromkeys(ranks for x in model.parameters() if (ranks := _splitters_of(x)) is not None))
 
 
 def _replicas(model: nn.Module) -> list[Communicator]:
-    """The ranks of "dp", as the wrappers among the modules know them."""
+    """Return the groups of ranks of "dp", from the wrappers among the modules."""
     known = (getattr(module, "replicas", None) for module in model.modules())
     return [ranks for ranks in known if isinstance(ranks, Communicator)]
 
 
 def _difference(ranks: Communicator, sums: dict[str, torch.Tensor]) -> str:
-    """The first tensor that ranks do not have alike; "" where there is none."""
+    """Describe the first tensor that differs between ranks; "" if there is none."""
     if not sums or ranks.world_size == 1:
         return ""
     rows = ranks.all_gather(torch.stack(list(sums.values())).unsqueeze(0), 0, [1] * ranks.world_size)
@@ -120,7 +124,7 @@ def _difference(ranks: Communicator, sums: dict[str, torch.Tensor]) -> str:
 
 
 def _compare_copies(ranks: Communicator, sums: dict[tuple[str, Any], int]) -> None:
-    """Of copies that some of the ranks have. A collective call where any rank may have one."""
+    """Compare copies that only some of the ranks have. A collective call, also for ranks without a copy."""
     first_with: dict[tuple[str, Any], tuple[int, int]] = {}
     for rank, its in enumerate(ranks.all_gather_object(sums)):
         for key, total in its.items():
@@ -137,7 +141,7 @@ def check_distinct(model: nn.Module) -> None:
     """Check that no two ranks have the same part of a split weight. A collective call.
 
     Raises:
-        ValueError: on every rank that splits the layers.
+        ValueError: two ranks have the same part; raised on every rank that splits the layers.
     """
     for ranks in _splitters(model):
         parts = {
@@ -146,7 +150,7 @@ def check_distinct(model: nn.Module) -> None:
             if (shard := shard_of(x)) is not None
             and shard.communicator == ranks
             and not shard.cut.replicated
-            and x.dim() > 1  # biases and norms often begin alike
+            and x.dim() > 1  # biases and norms often start with equal values
         }
         rows: list[list[int | None]] = ranks.all_gather_object([_mark_of_varied(x) for x in parts.values()])
         for first, second in combinations(range(ranks.world_size), 2):
@@ -164,29 +168,33 @@ def check_distinct(model: nn.Module) -> None:
 
 
 def _mark_of_varied(x: torch.Tensor) -> int | None:
-    """None of a constant, which ranks may have alike."""
+    """Return the tensor's mark; None for a constant tensor, which ranks may share."""
     return int(mark_of_bits(x)) if x.numel() and bool((x != x.flatten()[0]).any()) else None
 
 
 class SameCalls:
-    """A forward pre-hook, and, as `leave`, a forward hook: the first calls of ranks that compute one model are alike.
+    """Check of the first calls: the ranks that compute one model must get equal calls.
+
+    The object is a forward pre-hook, and its `leave` is a forward hook.
 
     Args:
-        groups: the ranks that must be called alike, each with whether they must draw the same random numbers.
-        calls: how many are looked at. In the first, and in one after each load_state_dict, split weights are too.
-        every: look at replicas in every so many calls that train; 0 is never.
+        groups: the ranks that must get equal calls, to whether they must also draw the same random numbers.
+        calls: number of calls to check. The split weights are checked in the first call and in one call after each
+            load_state_dict.
+        every: check replicas once in so many training calls; 0 is never.
     """
 
-    at_edge = True  # a model in stages has its own
+    at_edge = True  # a model in stages has its own check
 
     def __init__(self, groups: Mapping[Communicator, bool], calls: int = FIRST_CALLS, every: int = 0):
         self.groups = {ranks: draw_alike for ranks, draw_alike in groups.items() if ranks.world_size > 1}
         self.left, self.every = calls if self.groups else 0, every
         self._calls, self._weights_checked, self._trained = calls, False, 0
-        self._random: list[tuple[bool, int]] = []  # of calls under way: whether ranks differ, and this rank's numbers
+        # of calls under way: whether the ranks' random states differ, and this rank's
+        self._random: list[tuple[bool, int]] = []
 
     def install(self, called: nn.Module, loaded: nn.Module) -> None:
-        """Look at calls of one, and after loads into the other, which it may wrap."""
+        """Check the calls of `called`, and check weights again after loads into `loaded`, which it may wrap."""
         called.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
         called.register_forward_hook(self.leave, always_call=True)
         loaded.register_load_state_dict_post_hook(self._loaded)
@@ -203,21 +211,21 @@ class SameCalls:
             self._random.append(self.look(module, type(module).__name__, (args, kwargs)))
 
     def leave(self, module: nn.Module, args, output) -> None:
-        """Also after an error."""
+        """Check the random numbers that the call drew. Torch runs this hook also after an error."""
         if not self._random:
             return
         differ, before = self._random.pop()
         if differ and output is not None and _random_numbers() != before:
             raise ValueError(
                 f"{type(module).__name__}: ranks that compute one model drew different random numbers, and drop "
-                "different elements of what they have whole: seed them alike, without the rank"
+                "different elements of whole tensors: seed them alike, without the rank"
             )
 
     def look(self, module: nn.Module, name: str, tree) -> tuple[bool, int]:
-        """Compare one call. A collective call while calls are left to be looked at.
+        """Compare one call over the ranks. A collective call while calls are left to check.
 
         Returns:
-            Whether the ranks' random numbers differ, and this rank's.
+            Whether the ranks' random states differ, and the checksum of this rank's.
         """
         if self.every and module.training and torch.is_grad_enabled():
             self._trained += 1
@@ -237,20 +245,20 @@ class SameCalls:
         random = _random_numbers()
         differ = False
         for ranks, draw_alike in self.groups.items():
-            told: list[tuple] = ranks.all_gather_object((*numbers, values, random))
-            for rank, its in enumerate(told):
-                for mine, other, what in zip(told[0], its, _DIFFERENCES, strict=False):
-                    if mine != other:
+            per_rank: list[tuple] = ranks.all_gather_object((*numbers, values, random))
+            for rank, its in enumerate(per_rank):
+                for first, other, difference in zip(per_rank[0], its, _DIFFERENCES, strict=False):
+                    if first != other:
                         raise ValueError(
-                            f"{name}: ranks 0 and {rank}, which compute one model together, were called {what}. A "
-                            'sampler must count the ranks of mesh["dp"] alone: num_replicas=mesh["dp"].size(), '
+                            f"{name}: ranks 0 and {rank}, which compute one model together, were called {difference}. "
+                            'A sampler must count the ranks of mesh["dp"] alone: num_replicas=mesh["dp"].size(), '
                             'rank=mesh["dp"].get_local_rank()'
                         )
-                differ |= draw_alike and its[-1] != told[0][-1]
+                differ |= draw_alike and its[-1] != per_rank[0][-1]
         return differ, random
 
     def _refuse_ddp(self) -> None:
-        """torch's DistributedDataParallel knows nothing of shards and stages, and makes all of them rank 0's."""
+        """Raise if torch's DistributedDataParallel spans these ranks. It copies rank 0's shards to all of them."""
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is None:
             return
@@ -272,7 +280,7 @@ def _kind(x: Any) -> Any:
 
 
 def _random_numbers() -> int:
-    """A number that stands for the states of torch's generators."""
+    """Return a checksum of the states of torch's generators."""
     total = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         total += zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Random numbers of ranks that are seeded alike, and the states of their generators."""
+"""Random numbers on ranks with equal seeds, and the states of their generators."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from weft.comm.communicator import Communicator
 
 @contextmanager
 def own_random_numbers(ranks: Communicator, device: torch.device) -> Iterator[None]:
-    """Other ones on every rank, that follow from the ones before: parts are of different positions, heads or channels.
+    """Draw different random numbers on every rank, for parts with different positions, heads or channels.
 
-    However many are drawn inside, which differs where parts do, the ranks draw alike again afterwards. A recomputation
-    that begins with the numbers before (torch.utils.checkpoint) draws the same ones.
+    The seed follows from the state before and the rank. Ranks may draw different amounts inside and draw alike again
+    afterwards. A recomputation that starts from the state before (torch.utils.checkpoint) draws the same numbers.
     """
     seed = int(torch.randint(2**62, (1,))) + ranks.rank
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -23,14 +23,14 @@ def own_random_numbers(ranks: Communicator, device: torch.device) -> Iterator[No
 
 
 def rng_states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """States of torch's generators by kind of device: the host's, and that of the GPU that the model is on."""
+    """Return the states of torch's generators by device type: the host's, and that of the model's GPU."""
     found = {"cpu": torch.get_rng_state()}
     gpu = _gpu_of(model)
     return found if gpu is None else {**found, "cuda": torch.cuda.get_rng_state(gpu)}
 
 
 def restore_rng_state(kind: str, state: torch.Tensor, model: nn.Module) -> None:
-    """Set the generator of a kind of device to a state that rng_states returned."""
+    """Set the generator of a device type to a state that rng_states returned."""
     gpu = _gpu_of(model)
     if kind == "cuda" and gpu is not None:
         torch.cuda.set_rng_state(state, gpu)

@@ -1,4 +1,4 @@
-"""Which module of a model runs: kept by torch's hooks of all modules, for as long as somebody follows one."""
+"""Stack of the running modules. Torch's global module hooks keep it while a module is followed."""
 
 import threading
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _hooks: list = []
 
 @contextmanager
 def followed(module: nn.Module) -> Iterator[None]:
-    """Inside, `running()` is the innermost module that is being called: this one at first."""
+    """Keep the stack of running modules inside the context. It starts with this module."""
     global _followers
     with _lock:
         _followers += 1
@@ -40,13 +40,13 @@ def followed(module: nn.Module) -> Iterator[None]:
 
 
 def running() -> nn.Module | None:
-    """The innermost module that is being called, or None where none is followed."""
+    """Return the innermost running module; None if no module is followed."""
     return _stack.modules[-1] if _stack.modules else None
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether it is among the modules that are being called; False where none is followed."""
-    return any(one is module for one in _stack.modules)
+    """Return whether the module is running; False if no module is followed."""
+    return any(other is module for other in _stack.modules)
 
 
 def _enter(module: nn.Module, args) -> None:

@@ -1,7 +1,7 @@
-"""`weft.verify`: one step of a parallel model against the unsplit one, and whether anything leaks past a mask.
+"""`weft.verify`: one step of a parallel model against the unsplit one, and probes for leaks past a mask.
 
-What to run first on a model of your own, small, before you train the large one: it works for every kind of parallelism
-that keeps the parameters' names.
+Run it first on a small version of your own model, before you train the large one. It works for every kind of
+parallelism that keeps the parameters' names.
 """
 
 import copy
@@ -20,21 +20,23 @@ from weft.data_parallel.sharded_optimizer import Piece, piece_of
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 
-FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once a rank more
-ZERO = 1e-12  # a smaller share of the whole gradient's norm is 0 but for fp64's rounding
+FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once more per rank
+ZERO = 1e-12  # a smaller share of the whole gradient's norm is 0, up to fp64 rounding
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A result's error against the unsplit model in fp64, the largest of all ranks, and what the type allows.
+    """Error of one result, the largest of all ranks, against the unsplit model in fp64.
 
-    The error is relative: of all elements together (Frobenius), or of the largest where that one stands out. Allowed
-    is FACTOR times the error of the unsplit model in the parallel one's type, the larger of two runs. A gradient that
-    is zero in exact arithmetic (of a bias before a batch norm, say) has no scale of its own: its elements are compared
-    with the root mean square of the whole model's gradient.
+    The error is relative: over all elements (Frobenius norm), or of the largest element if that error stands out. The
+    allowed error is FACTOR times the error of the unsplit model in the parallel model's type, the larger of two runs.
+    A gradient that is zero in exact arithmetic (for example of a bias before a batch norm) has no scale of its own. Its
+    elements are compared with the root mean square of the whole model's gradient.
 
     Attributes:
-        note: what the error is relative to, where it is not the result's own norm.
+        error: the relative error.
+        allowed: the largest error that passes.
+        note: the reference of the error, if it is not the result's own norm.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """The outputs, then each parameter's gradient; and the leaks that the probes found."""
+    """Differences of the output, then of each parameter's gradient, and the leaks that the probes found."""
 
     differences: tuple[Difference, ...]
     leaks: tuple[str, ...]
@@ -66,7 +68,7 @@ class Report:
         return "\n".join([*map(str, self.differences), *(f"FAULT leak: {leak}" for leak in self.leaks)])
 
     def raise_faults(self) -> None:
-        """AssertionError with the faults, where there are any."""
+        """Raise AssertionError with the faults, if there are any."""
         if not self.ok:
             faults = [str(difference) for difference in self.differences if not difference.ok]
             raise AssertionError("\n".join(["the parallel model is not the unsplit one:", *faults, *self.leaks]))
@@ -74,11 +76,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Probe:
-    """A change of the batch that must not show in a part of the output.
+    """Change of the batch that must leave a part of the output as it was.
 
     Attributes:
-        change: the changed batch.
-        unaffected: the part of an output that must stay as it was.
+        change: change(batch) -> the changed batch.
+        unaffected: unaffected(output) -> the part of the output that must stay the same.
     """
 
     name: str
@@ -87,8 +89,15 @@ class Probe:
 
 
 def causal_probe(position: int, *, dim: int = 1, vocabulary: int | None = None) -> Probe:
-    """Changes the tokens from that position on; no output before it may change. Of a batch that is a tensor, or a tuple
-    that begins with one; vocabulary: of integer tokens, their number (the largest in the batch by default)."""
+    """Return a probe that changes the tokens from a position on. No output before the position may change.
+
+    The batch must be a tensor, or a tuple that begins with one.
+
+    Args:
+        position: the first token to change.
+        dim: the sequence dimension of the tensor and of the output.
+        vocabulary: number of different integer tokens; by default the largest token in the batch + 1.
+    """
 
     def change(batch):
         first, rest = (batch[0], batch[1:]) if isinstance(batch, tuple) else (batch, None)
@@ -111,30 +120,30 @@ def verify(
     step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     probes: Sequence[Probe] = (),
 ) -> Report:
-    """Runs one step of both models and compares outputs and gradients; then the probes. A collective call.
+    """Run one step of both models, compare outputs and gradients, then run the probes. A collective call.
 
-    Both models are left as they were, with the gradients and buffers that they had.
+    Both models keep the gradients and buffers that they had before.
 
     Args:
-        model: this rank's.
+        model: this rank's parallel model.
         reference: the unsplit model with the same weights, on every rank.
-        batch: what the models are called with: a tensor, a tuple of arguments or a dict of named ones; whole, and the
-            same on every rank.
-        step: runs forward and backward and returns the whole output, the same on every rank: for a model whose input is
-            sharded or whose loss is its own, say. It is called with the model and the batch, and with copies of the
-            reference in fp64 and in its own type (for one of fp64, in fp32, whose rounding is scaled).
-            By default the batch goes in as it is and the loss is a weighted sum of the output.
+        batch: the whole input of both models, the same on every rank: a tensor, a tuple of arguments or a dict of named
+            arguments.
+        step: step(model, batch) runs forward and backward and returns the whole output, the same on every rank. Pass it
+            for example if the input is sharded or the model has its own loss. It is also called with copies of the
+            reference in fp64 and in the reference's type (an fp64 reference runs in fp32, and its rounding is scaled).
+            By default the batch is passed as it is and the loss is a weighted sum of the output.
         probes: changes that a mask must hide (`causal_probe`).
 
     Raises:
-        ValueError: the models' parameters do not have the same names; of a model in stages, those of all ranks.
+        ValueError: the parameter names of the models differ. For a model in stages the names of all ranks count.
     """
     step = step or _plain_step
     exact_model = copy.deepcopy(reference).double()
     plain_model = copy.deepcopy(reference)
     plain_type = None
     if any(tensor.dtype == torch.float64 for tensor in reference.parameters()):
-        plain_model, plain_type = plain_model.float(), torch.float32  # there is nothing finer to compare fp64 with
+        plain_model, plain_type = plain_model.float(), torch.float32  # no finer type exists to compare fp64 with
     exact = step(exact_model, _as_type(batch, torch.float64))
     whole = {name: _gradient(parameter) for name, parameter in exact_model.named_parameters()}
     outputs, gradients = [], []
@@ -142,7 +151,7 @@ def verify(
         if nudged:
             _nudge(plain_model)
         outputs.append(step(plain_model, batch if plain_type is None else _as_type(batch, plain_type)))
-        gradients.append({name: _gradient(one).clone() for name, one in plain_model.named_parameters()})
+        gradients.append({name: _gradient(parameter).clone() for name, parameter in plain_model.named_parameters()})
     scale = _RoundingScale.of(whole, gradients)
     pieces = _pieces(model)
     with _left_as_it_was(model, [piece for piece, _ in pieces.values()]):
@@ -172,12 +181,12 @@ def verify(
 
 @dataclass(frozen=True)
 class _RoundingScale:
-    """The whole model's gradient: what the gradient of one parameter is measured by where it has no scale of its own.
+    """Size of the whole model's gradient, the scale for a parameter's gradient that has no scale of its own.
 
     Attributes:
-        norm: of all elements.
-        elements: their number.
-        rounding: the relative error of all of them in the type of the reference.
+        norm: norm of all elements.
+        elements: number of elements.
+        rounding: relative error of all elements in the type of the reference.
     """
 
     norm: float
@@ -195,13 +204,13 @@ class _RoundingScale:
 
     @property
     def element(self) -> float:
-        """The root mean square."""
+        """Root mean square of the elements."""
         return self.norm / self.elements**0.5 or 1.0
 
 
 @contextmanager
 def _left_as_it_was(model: nn.Module, pieces: list[nn.Parameter]) -> Iterator[None]:
-    """Gradients are zero inside; afterwards they and the buffers are what they were."""
+    """Zero the gradients inside the context; restore them and the buffers afterwards."""
     trained = [*model.parameters(), *pieces]
     kept = [(p.grad, None if p.grad is None else local(p.grad).clone()) for p in trained]
     main = [x for parameter in trained if (x := getattr(parameter, "main_grad", None)) is not None]
@@ -223,8 +232,10 @@ def _left_as_it_was(model: nn.Module, pieces: list[nn.Parameter]) -> Iterator[No
 
 @torch.no_grad()
 def _nudge(model: nn.Module) -> None:
-    """Change each parameter by one rounding, up or down: another sample of what rounding makes of the gradients, which
-    one run may meet by luck."""
+    """Change each parameter by one rounding step, up or down.
+
+    This gives another sample of the gradients' rounding error, because one run may have a small error by luck.
+    """
     generator = torch.Generator().manual_seed(0)
     for parameter in filter(torch.is_floating_point, model.parameters()):
         sides = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1)
@@ -241,19 +252,19 @@ def _zero_gradients(model: nn.Module, trained: list[nn.Parameter]) -> None:
 
 
 def _pieces(model: nn.Module) -> dict[int, tuple[nn.Parameter, Piece]]:
-    """By the id of a parameter, the piece of it that this rank's sharded optimizer steps."""
+    """Return the piece of each parameter that this rank's sharded optimizer steps, by the parameter's id."""
     wrappers = [module for module in model.modules() if isinstance(module, DataParallel)]
     pieces = [piece for wrapper in wrappers for piece in wrapper.pieces()]
     return {id(at.parameter): (piece, at) for piece in pieces if (at := piece_of(piece)) is not None}
 
 
 def _in_memory(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient's elements in the order in which the parameter's lie."""
+    """Return the gradient's elements in the memory order of the parameter."""
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient).as_strided((gradient.numel(),), (1,))
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros for a parameter that got none."""
+    """Return the parameter's gradient; zeros if it got none."""
     gradient = gradient_of(parameter)
     return torch.zeros_like(parameter) if gradient is None else gradient
 
@@ -269,7 +280,7 @@ def _plain_step(model: nn.Module, batch: Any) -> torch.Tensor:
 def _call(model: nn.Module, batch: Any) -> torch.Tensor:
     arguments = batch if isinstance(batch, tuple) else (batch,)
     output = model(**batch) if isinstance(batch, dict) else model(*arguments)
-    return output if isinstance(output, torch.Tensor) else output[0]  # of models that return more
+    return output if isinstance(output, torch.Tensor) else output[0]  # some models return several values
 
 
 def _as_type(batch: Any, dtype: torch.dtype) -> Any:
@@ -281,7 +292,7 @@ def _as_type(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _difference(name: str, result, plain: list, exact, scale: _RoundingScale | None = None) -> Difference:
-    """The error of all elements together or of the largest, whichever is the larger part of what is allowed."""
+    """Return the error of all elements or of the largest element, the one nearer to its allowed error."""
     if result.shape != exact.shape:
         return Difference(f"{name}: shape {tuple(result.shape)} instead of {tuple(exact.shape)}", float("inf"), 0.0)
     if not result.numel():
@@ -314,18 +325,22 @@ def _leak(model, batch, step, probe: Probe, output: torch.Tensor) -> str | None:
 
 
 def _over_ranks(found: list[Difference], leaks: list[str], unseen: set[str]) -> Report:
-    """Every rank's findings together; `unseen` are the reference's parameters that this rank's model has not."""
-    told: list = [(found, leaks, unseen)]
+    """Combine the findings of all ranks.
+
+    Args:
+        unseen: the reference's parameters that this rank's model lacks.
+    """
+    gathered: list = [(found, leaks, unseen)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (found, leaks, unseen))
-    if nowhere := set.intersection(*(of_rank for _, _, of_rank in told)):
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (found, leaks, unseen))
+    if nowhere := set.intersection(*(of_rank for _, _, of_rank in gathered)):
         raise ValueError(f"verify: the model has no parameter {', '.join(sorted(nowhere))}, and the reference has")
-    by_result: dict[str, list[Difference]] = {}  # of a model in stages, a rank has the gradients of its own
-    for differences, _, _ in told:
+    by_result: dict[str, list[Difference]] = {}  # in a model in stages, a rank has only its own stage's gradients
+    for differences, _, _ in gathered:
         for difference in differences:
             by_result.setdefault(difference.name, []).append(difference)
     worst = (max(same, key=lambda d: d.error / d.allowed if d.allowed else d.error) for same in by_result.values())
     return Report(
-        tuple(worst), tuple(f"rank {rank}: {leak}" for rank, (_, of_rank, _) in enumerate(told) for leak in of_rank)
+        tuple(worst), tuple(f"rank {rank}: {leak}" for rank, (_, of_rank, _) in enumerate(gathered) for leak in of_rank)
     )

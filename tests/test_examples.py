@@ -71,12 +71,14 @@ def test_a_plan_by_hand_gives_the_same_model():
     assert float(loss) == pytest.approx(float(whole), abs=1e-5) and float(gap) < 1e-4
 
 
+@pytest.mark.slow("examples", "pytorch_ext/context_parallel")
 def test_a_long_sequence_is_shared():
     text = example("long_sequence", "--sequence", "256", "--steps", "2")
     first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+), 128 of 256 bytes here", text))
     assert last < first
 
 
+@pytest.mark.slow("examples", "pytorch_ext/pipeline")
 def test_a_pipeline_prints_its_timeline():
     text = example("pipeline", "--schedule", "afab", "--steps", "2")
     assert "afab: 2 ranks, 2 stages, 4 micro-batches" in text
@@ -84,6 +86,7 @@ def test_a_pipeline_prints_its_timeline():
     assert last < first
 
 
+@pytest.mark.slow("examples", "pytorch_ext/checkpoint")
 def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
     sums = []
     example("other_mesh", "--tp", "2", "--save", tmp_path / "saved")

@@ -259,7 +259,7 @@ OPERATIONS = {
     "argmax": (lambda m, h, x: h * h.argmax(-1, keepdim=True), "argmax in the model sums over"),
     "largest": (lambda m, h, x: h - h.max(-1, keepdim=True).values, "max in the model sums over"),
     "two halves": (lambda m, h, x: torch.cat(h.chunk(2, -1)[::-1], -1), "cat in the model joins features"),
-    "gate that is whole": (lambda m, h, x: h * m.gate(x), "an activation that is whole, whose gradient"),
+    "gate that is whole": (lambda m, h, x: h * m.gate(x), "an activation that is whole, and its gradient"),
     "weight that is whole": (
         lambda m, h, x: m.norm(h.unflatten(-1, (-1, 5))).flatten(-2),
         r'norm\.(weight|bias) meets them, .* make norm "sequence"',

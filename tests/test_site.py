@@ -14,6 +14,7 @@ import pytest
 
 import weft
 
+pages = pytest.mark.slow("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml", "pytorch_ext")
 ROOT = Path(__file__).parent.parent
 LOOK = """<!doctype html><body><script>
 const found = {}, pages = PAGES, width = WIDTH;
@@ -51,6 +52,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pages
 def test_every_public_name_has_its_docstring_on_the_site(site):
     text = "\n".join(path.read_text() for path in (site / "reference").glob("*.html"))
     for name in weft.__all__:
@@ -62,6 +64,7 @@ def test_every_public_name_has_its_docstring_on_the_site(site):
         assert text.split(f'id="{home[1]}"', 1)[1].split("<h2", 1)[0].count("<p>"), f"{place} says nothing"
 
 
+@pages
 def test_the_site_can_be_searched(site):
     index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert any("row layer" in page["text"] for page in index if page["location"].startswith("tensor_parallel"))
@@ -74,6 +77,7 @@ def test_pictures_are_those_that_the_script_draws():
     assert {path.stem: path.read_text() for path in folder.glob("*.svg")} == drawn
 
 
+@pages
 @pytest.mark.parametrize("width", [1280, 400])
 def test_pages_fit_and_their_pictures_load(site, width, tmp_path):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -1,4 +1,4 @@
-"""How a dimension is cut over ranks, and where a parameter and its gradient stand in the whole.
+"""Cuts of a dimension over ranks, and the places of parameters and gradients in the whole model.
 
-`sizes` needs the standard library only, so nothing is imported here.
+`sizes` needs only the standard library, so this file imports nothing.
 """

@@ -1,4 +1,4 @@
-"""as_dtensors: a model's parameters as DTensors, for whoever wants these; the memory is the model's own."""
+"""as_dtensors: a model's parameters as DTensors that share the model's memory."""
 
 import torch
 from torch import nn
@@ -12,18 +12,19 @@ from weft.sharding.shard import shard_of
 
 @torch.no_grad()
 def as_dtensors(model: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, DTensor]:
-    """The model's state_dict as DTensors, which are views: what is written to one is written to the model.
+    """Return the model's state_dict as DTensors. They are views: a write to one is a write to the model.
 
         torch.distributed.checkpoint.save({"model": weft.as_dtensors(model)}, checkpoint_id="run/latest")
 
     Args:
-        model: the model itself, not what it is wrapped in. Of a model in stages, the stages that this rank has.
-        mesh: one dimension, of the ranks that split the layers; None makes one of them, or of the default group where
-            no layer is split. Tensors that are whole are replicated over it.
+        model: the model itself, not its wrapper. For a model in stages, this rank's stages.
+        mesh: one dimension with the ranks that split the layers. None makes a mesh of these ranks, or of the default
+            group if no layer is split. Whole tensors are replicated over it.
 
     Raises:
-        ValueError: a mesh of other ranks; tensors that are cut otherwise than DTensor cuts (torch.chunk, one stretch a
-            rank), by name: heads that do not divide, fused projections, some uneven sizes.
+        ValueError: the mesh has other ranks; or DTensor cannot represent the cut of some tensors, which the message
+            names. DTensor cuts like torch.chunk, one stretch per rank. Heads that do not divide, fused projections and
+            some uneven sizes are cut differently.
     """
     mesh = _mesh_of(model) if mesh is None else mesh
     if mesh.ndim != 1:
@@ -54,7 +55,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
 
 
 def _is_chunked(part: Part) -> bool:
-    """Whether each rank has what torch.chunk would give it."""
+    """Return whether torch.chunk would give each rank the same part."""
     count, world = part.global_shape[part.dim], part.communicator.world_size
     size = -(-count // world)
     starts = [min(rank * size, count) for rank in range(world)]

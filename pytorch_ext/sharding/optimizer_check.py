@@ -1,6 +1,6 @@
-"""Before an optimizer's first step on shards: does it update each element by itself, and is its state this rank's?
+"""Checks before an optimizer's first step on shards: it updates element by element, and its state is this rank's.
 
-An optimizer that looks at whole matrices (Muon, Adafactor, LAMB) would look at this rank's part of each, and a state
+An optimizer that works on whole matrices (Muon, Adafactor, LAMB) would see this rank's part of each matrix. A state
 that another rank saved has the right shapes and the wrong numbers. Neither raises by itself.
 """
 
@@ -21,31 +21,31 @@ from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import GradientElsewhere, ShardedGradient, place_for
 
-# torch's own that update each element by itself, so that a part is stepped as it would be in the whole.
+# torch's optimizers that update each element by itself. They step a part exactly as within the whole.
 ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 }
-SAVED_BY = "weft_saved_by"  # in a parameter group: which rank's shards its state is of
+SAVED_BY = "weft_saved_by"  # in a parameter group: the rank whose shards its state belongs to
 _STEPS = 3
-# To their number of parameters and, of each group, who this rank is.
+# Optimizer to its number of parameters and, for each group, this rank's place among the ranks that share it.
 _checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, list[str]]]" = weakref.WeakKeyDictionary()
-# Gradients that are plain tensors while it steps.
+# Optimizer to the gradients that are plain tensors while it steps.
 _stepping: "weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]]" = weakref.WeakKeyDictionary()
 _probing = False
 
 
 def is_elementwise(kind: type) -> bool:
-    """Whether it is one of torch's that is known to be."""
+    """Return whether this is a torch optimizer that is known to update each element by itself."""
     return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
 
 
 def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Run before every step of every optimizer; on models without shards it does nothing.
+    """Check an optimizer before each of its steps. Without shards the check does nothing.
 
     Raises:
-        TypeError: the optimizer has shards, and updates a matrix otherwise than its halves. An attribute
-            `elementwise = True` of the optimizer says that it does not.
-        ValueError: its state is another rank's, or of the whole parameters.
+        TypeError: the optimizer has shards, and its update of a matrix differs from that of the two halves. The
+            attribute `elementwise = True` on the optimizer skips this check.
+        ValueError: its state belongs to another rank, or to the whole parameters.
     """
     if _probing:
         return
@@ -53,15 +53,15 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     count = sum(len(group["params"]) for group in groups)
     known = _checked.get(optimizer)
     if known is not None and not any(known[1]) and any(shard_of(x) for group in groups for x in group["params"]):
-        known = None  # they were split since
+        known = None  # the parameters were split after the last check
     if known is None or known[0] != count:
         for group in groups:
             _check_group(optimizer, group)
         _checked[optimizer] = known = count, [_holder(group["params"]) for group in groups]
-    for group, mine in zip(groups, known[1], strict=True):
-        if mine and group.get(SAVED_BY) != mine:
-            _check_state(optimizer, group, mine)
-    # Torch's own work with each element, and are twice as fast on plain tensors. A hook of the user's may take a norm.
+    for group, holder in zip(groups, known[1], strict=True):
+        if holder and group.get(SAVED_BY) != holder:
+            _check_state(optimizer, group, holder)
+    # Torch's optimizers need only each element, and are twice as fast on plain tensors. A user's hook may take a norm.
     if is_elementwise(type(optimizer)) and not optimizer._optimizer_step_pre_hooks:
         _stepping[optimizer] = [g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient]
         for gradient in _stepping[optimizer]:
@@ -69,25 +69,25 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
 
 
 def mark_gradients_again(optimizer: Optimizer, *_: Any) -> None:
-    """Run after every step of every optimizer: gradients are what they were before it."""
+    """Restore the gradients' class after each step of an optimizer."""
     for gradient in _stepping.pop(optimizer, ()):
         gradient.__class__ = ShardedGradient
 
 
 def _holder(parameters: Sequence[torch.Tensor]) -> str:
-    """Which of the ranks that share the parameters this one is; "" where every rank has them whole."""
+    """Describe this rank's place among the ranks that share the parameters; "" if every rank has them whole."""
     for parameter in parameters:
         if groups := place_for(parameter).ranks:
             return ", ".join(f"rank {ranks.rank} of {ranks.world_size}" for ranks in groups)
     return ""
 
 
-def _check_state(optimizer: Optimizer, group: dict, mine: str) -> None:
-    """The state is new, or was loaded."""
+def _check_state(optimizer: Optimizer, group: dict, holder: str) -> None:
+    """Check state that is new or was loaded."""
     saved_by, name = group.get(SAVED_BY), type(optimizer).__name__
     if saved_by is not None:
         raise ValueError(
-            f"{name}: its state was saved by {saved_by} of those that share the parameters, and this is {mine}: let "
+            f"{name}: its state was saved by {saved_by} of those that share the parameters, and this is {holder}: let "
             "every rank save and load its own, or use weft.save_checkpoint and weft.load_checkpoint"
         )
     for parameter in group["params"]:
@@ -97,10 +97,10 @@ def _check_state(optimizer: Optimizer, group: dict, mine: str) -> None:
                 continue
             if isinstance(value, torch.Tensor) and value.shape == shard.global_shape:
                 raise ValueError(
-                    f"{name}: its state {key!r} is of the whole parameter {shard.global_shape}, of which this rank has "
-                    f"{shard.shape}: step after weft.parallelize only, or load the state with weft.load_checkpoint"
+                    f"{name}: its state {key!r} is of the whole parameter {shard.global_shape}, and this rank has the "
+                    f"part {shard.shape}: step after weft.parallelize only, or load the state with weft.load_checkpoint"
                 )
-    group[SAVED_BY] = mine
+    group[SAVED_BY] = holder
 
 
 def _check_group(optimizer: Optimizer, group: dict) -> None:
@@ -115,7 +115,7 @@ def _check_group(optimizer: Optimizer, group: dict) -> None:
 def _check_kind(optimizer: Optimizer, group: dict) -> None:
     kind = type(optimizer)
     known = getattr(optimizer, "elementwise", False) or getattr(kind, "sums_norms_of_pieces", False)
-    around = any(isinstance(inner, Optimizer) for inner in vars(optimizer).values())  # which are checked themselves
+    around = any(isinstance(inner, Optimizer) for inner in vars(optimizer).values())  # inner ones are checked too
     if known or around or is_elementwise(kind):
         return
     places = {
@@ -133,24 +133,24 @@ def _check_kind(optimizer: Optimizer, group: dict) -> None:
 
 
 def _difference(optimizer: Optimizer, group: dict, place: tuple[int, int] | None) -> str:
-    """How it steps parts of a small tensor otherwise than the whole; "" where it does not.
+    """Describe how steps on parts of a small tensor differ from steps on the whole; "" if they are equal.
 
     Args:
-        place: dimensions of the tensor, and which is cut; None: two tensors, which are stepped together and alone.
+        place: (number of dimensions of the tensor, dimension to cut). None steps two tensors together and alone.
     """
     global _probing
     generator = torch.Generator().manual_seed(0)
     device = group["params"][0].device
     shape = (4, 6, 2, 2)[: place[0]] if place is not None else (4, 6)
-    tensors = [torch.randn(2, *shape, generator=generator) for _ in range(1 + _STEPS)]  # where it starts, gradients
+    tensors = [torch.randn(2, *shape, generator=generator) for _ in range(1 + _STEPS)]  # start values, then gradients
     parts = [x.unbind() if place is None else x[0].chunk(2, place[1]) for x in tensors]
     _probing = True
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            apart = [_stepped(optimizer, group, [[x] for x in one], device)[0] for one in zip(*parts, strict=True)]
+            apart = [_stepped(optimizer, group, [[x] for x in part], device)[0] for part in zip(*parts, strict=True)]
             together = [list(x) for x in parts] if place is None else [[x[0]] for x in tensors]
             whole = _stepped(optimizer, group, together, device)
-    except Exception as error:  # whatever an optimizer asks of its parameters
+    except Exception as error:  # an optimizer may require anything of its parameters
         return f"whether it updates each element by itself cannot be tried ({type(error).__name__}: {error})"
     finally:
         _probing = False
@@ -167,7 +167,11 @@ def _difference(optimizer: Optimizer, group: dict, place: tuple[int, int] | None
 
 
 def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]], device) -> list[torch.Tensor]:
-    """Where an optimizer like this one takes parameters in a few steps, from the first values by the others."""
+    """Step a copy of the optimizer and return the parameters.
+
+    Args:
+        values: for each parameter its start value, then the gradients of each step.
+    """
     twin = copy.copy(optimizer)
     hooks = {name: value for name, value in vars(twin).items() if name.startswith("_optimizer_")}
     own = {name: copy.copy(x) if isinstance(x, dict | list | set) else x for name, x in vars(optimizer).items()}

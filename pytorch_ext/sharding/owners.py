@@ -1,4 +1,4 @@
-"""How a parameter of a stage knows which ranks of the pipeline hold it."""
+"""Owners: the ranks of a pipeline that hold a stage's parameter, as metadata of the parameter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from weft.sharding.sharded_grad import watch_gradient
 
 @dataclass(frozen=True)
 class Owners:
-    """The ranks of a pipeline that hold a parameter: one, or several copies that are kept the same (tied embeddings).
+    """Ranks of a pipeline that hold a parameter: one, or several with equal copies (tied embeddings).
 
     Attributes:
-        ranks: all of the pipeline.
-        holders: those of them that hold it, in order.
+        ranks: all ranks of the pipeline.
+        holders: the ranks that hold the parameter, in order.
     """
 
     ranks: Communicator
@@ -24,17 +24,22 @@ class Owners:
 
     @property
     def counts(self) -> bool:
-        """Whether it is this rank's to count where each parameter counts once."""
+        """True on the first holder, which counts the parameter in sums over the model."""
         return self.ranks.rank == self.holders[0]
 
 
 def owners_of(parameter: torch.Tensor) -> Owners | None:
-    """None for a parameter of a model that is in one piece."""
+    """Return the owners of a parameter; None if its model has no stages."""
     return metadata(parameter, "owners")
 
 
 def mark(holders: Mapping[torch.nn.Parameter, set[int]], ranks: Communicator) -> None:
-    """Tells those parameters of which this rank is a holder."""
+    """Set the owners of the parameters that this rank holds.
+
+    Args:
+        holders: parameter to the ranks that hold it.
+        ranks: all ranks of the pipeline.
+    """
     for parameter, places in holders.items():
         if ranks.rank in places:
             set_metadata(parameter, "owners", Owners(ranks, tuple(sorted(places))))

@@ -1,8 +1,8 @@
-"""Gradients that know that other ranks hold the rest, so that a script's own norms and checks are of the whole model.
+"""Gradients that know the other ranks' parts, so that a script's own norms and checks cover the whole model.
 
 `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and a norm written by hand read `.grad` and know nothing of
-ranks. A gradient of this class takes part in the torch functions that they call (PyTorch docs, "Extending torch with a
-Tensor-like type"). The parameters themselves stay plain, because optimizers take their fast paths for these alone.
+ranks. A gradient of this class overrides the torch functions that they call (PyTorch docs, "Extending torch with a
+Tensor-like type"). The parameters stay plain tensors, because optimizers take their fast paths only for these.
 """
 
 import math
@@ -23,43 +23,47 @@ _WAY_OUT = (
 
 
 def watch_gradient(parameter: torch.Tensor) -> None:
-    """Make every gradient that backward leaves in `.grad` a ShardedGradient. Call once the parameter is marked."""
+    """Make every gradient that backward leaves in `.grad` a ShardedGradient. Call it after the parameter is marked."""
     if metadata(parameter, "watched") or not isinstance(parameter, torch.nn.Parameter):
         return
     trains = parameter.requires_grad
     if not trains and not parameter.is_floating_point():
         return
-    parameter.requires_grad_()  # hooks are not taken by what is frozen, and may be unfrozen later
+    parameter.requires_grad_()  # torch refuses hooks on frozen parameters, which may be unfrozen later
     parameter.register_post_accumulate_grad_hook(mark_gradient)
     parameter.requires_grad_(trains)
     set_metadata(parameter, "watched", True)
 
 
 def mark_gradient(parameter: torch.Tensor) -> None:
-    """The hook: runs when backward has accumulated into `.grad`."""
+    """Make `.grad` a ShardedGradient. This is the hook that runs when backward has accumulated into `.grad`."""
     if type(parameter.grad) is torch.Tensor:
         parameter.grad = gradient_like(parameter, parameter.grad)
 
 
 def gradient_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient as a ShardedGradient on the same memory; as it is for a parameter that every rank has whole."""
+    """Return the gradient as a ShardedGradient on the same memory; unchanged if every rank has the whole parameter."""
     place = place_for(parameter)
     return gradient if place.is_whole or gradient.layout is not torch.strided else _sharded(gradient, place)
 
 
 def gradient_elsewhere(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """What stands in `.grad` where the gradient is that of a sharded optimizer's piece; it needs no memory."""
+    """Return the placeholder for `.grad` of a parameter with a sharded optimizer. It needs no memory.
+
+    Args:
+        piece: the sharded optimizer's parameter, which has the gradient.
+    """
     made = parameter.new_zeros(()).expand(parameter.shape).as_subclass(GradientElsewhere)
     made.piece = piece
     return made
 
 
 class GradientPlace(NamedTuple):
-    """Where a gradient stands in the whole model's.
+    """Place of a gradient in the whole model's gradient.
 
     Attributes:
-        shard: weft.shard.Shard | None, the place in the whole parameter under tensor parallelism.
-        piece: weft.data_parallel.sharded_optimizer.Piece | None, the place in that under a sharded optimizer.
+        shard: weft.sharding.shard.Shard | None, the place in the whole parameter under tensor parallelism.
+        piece: weft.data_parallel.sharded_optimizer.Piece | None, the place in that shard under a sharded optimizer.
         owners: weft.sharding.owners.Owners | None, the stages of a pipeline that hold the parameter.
     """
 
@@ -73,26 +77,26 @@ class GradientPlace(NamedTuple):
 
     @property
     def ranks(self) -> tuple[Communicator, ...]:
-        """Those over whose ranks parts are summed, one after another, to be the whole parameter's."""
+        """Groups to sum over, one after another, to get from this part to the whole parameter."""
         pieces = () if self.piece is None else (self.piece.ranks,)
         return pieces if self.shard is None else (*pieces, self.shard.communicator)
 
     def counted(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Of this rank's part, the elements that no rank of the shard's before has as well."""
+        """Return the elements of this rank's part that no earlier rank of the shard has."""
         if self.shard is None or not self.shard.cut.replicated:
             return gradient
         if self.piece is None and tuple(gradient.shape) != self.shard.shape:
             raise TypeError(
                 f"several ranks have the same rows of this gradient {self.shard.shape}, and in the shape "
-                f"{tuple(gradient.shape)} these cannot be told: {_WAY_OUT}"
+                f"{tuple(gradient.shape)} these rows cannot be found: {_WAY_OUT}"
             )
         if self.piece is None:
             return self.shard.counted(gradient)
         base = self.piece.parameter
-        mine = torch.zeros_like(base, dtype=torch.bool)
+        owned = torch.zeros_like(base, dtype=torch.bool)
         for start, stop in self.shard.cut.owned(self.shard.communicator.rank):
-            mine.narrow(self.shard.dim, start, stop - start).fill_(True)
-        in_memory = mine.as_strided((mine.numel(),), (1,))
+            owned.narrow(self.shard.dim, start, stop - start).fill_(True)
+        in_memory = owned.as_strided((owned.numel(),), (1,))
         return gradient[in_memory[self.piece.start : self.piece.stop]]
 
 
@@ -100,30 +104,30 @@ WHOLE = GradientPlace(None, None, None)
 
 
 def place_for(parameter: torch.Tensor) -> GradientPlace:
-    """Where the parameter's gradient stands, or that of a piece of one."""
+    """Return the place of the gradient of a parameter, or of a sharded optimizer's piece."""
     piece = metadata(parameter, "piece")
     whole = parameter if piece is None else piece.parameter
     return GradientPlace(metadata(whole, "shard"), piece, metadata(whole, "owners"))
 
 
 def place_of(gradient: torch.Tensor) -> GradientPlace:
-    """Where a gradient that knows its place stands; WHOLE for a plain tensor."""
+    """Return the place of a gradient; WHOLE for a plain tensor."""
     return gradient.place if isinstance(gradient, ShardedGradient) else WHOLE
 
 
 def local(gradient: torch.Tensor) -> torch.Tensor:
-    """A plain tensor on the gradient's memory: this rank's part."""
+    """Return this rank's part as a plain tensor on the gradient's memory."""
     return gradient.as_subclass(torch.Tensor) if isinstance(gradient, ShardedGradient) else gradient
 
 
 class ShardedGradient(torch.Tensor):
     """This rank's part of a gradient.
 
-    Functions of each element act on this rank's part. Norms, sums, means, extremes, `any` and `all` over all elements
-    are those of the whole gradient: a collective call. A function that mixes elements otherwise raises TypeError.
+    Elementwise functions act on this rank's part. Norms, sums, means, extremes, `any` and `all` over all elements are
+    collective calls and cover the whole gradient. Any other function that mixes elements raises TypeError.
 
     Attributes:
-        place: in the whole model's gradient.
+        place: place in the whole model's gradient.
     """
 
     place: GradientPlace
@@ -143,14 +147,19 @@ class ShardedGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return _marked_again(function(*arguments, **options), arguments)
 
-    def refuse_to_join(self, what: str, members: Iterable[int]) -> None:
-        """Raise TypeError where some of these ranks have other parts. The backend asks before a sum over them."""
+    def refuse_to_join(self, operation: str, members: Iterable[int]) -> None:
+        """Raise TypeError if the members have different parts. The backend calls this before a sum over them.
+
+        Args:
+            operation: the collective, for the message.
+            members: global ranks.
+        """
         owners = () if self.place.owners is None else (self.place.owners.ranks,)
         for ranks in (*self.place.ranks, *owners):
             others = sorted(set(dist.get_process_group_ranks(ranks.group)) & set(members))
             if len(others) > 1:
                 raise TypeError(
-                    f"{what} of a gradient over ranks {others}, which have different parts of the model: sum over "
+                    f"{operation} of a gradient over ranks {others}, which have different parts of the model: sum over "
                     'those that have the same, group=mesh["dp"].get_group()'
                 )
 
@@ -168,10 +177,10 @@ def _sharded(gradient: torch.Tensor, place: GradientPlace) -> ShardedGradient:
 
 
 class GradientElsewhere(torch.Tensor):
-    """Stands for the gradient of a parameter whose optimizer is sharded: functions get that of this rank's piece.
+    """Placeholder for the gradient of a parameter with a sharded optimizer. Functions get the gradient of the piece.
 
     Attributes:
-        piece: the parameter that the optimizer has in this one's place.
+        piece: this rank's piece, which the optimizer has in place of the parameter.
     """
 
     piece: torch.Tensor
@@ -187,13 +196,13 @@ class GradientElsewhere(torch.Tensor):
 
 
 def _marked_again(result: Any, arguments: Sequence) -> Any:
-    """Mark the result of a function of each element: it is as much a part of a whole as the argument."""
+    """Mark the result of an elementwise function with the place of its argument."""
     first = next((x for x in arguments if isinstance(x, ShardedGradient)), None)
     if first is not None and type(result) is torch.Tensor and result.numel() == first.numel():
         return _sharded(result, first.place)
     if arguments and isinstance(arguments[0], list | tuple) and isinstance(result, list | tuple):
         pairs = zip(result, arguments[0], strict=False)
-        return [_marked_again(one, (given,)) if isinstance(one, torch.Tensor) else one for one, given in pairs]
+        return [_marked_again(x, (given,)) if isinstance(x, torch.Tensor) else x for x, given in pairs]
     return result
 
 
@@ -205,14 +214,14 @@ def _counted(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Norms(torch.Tensor):
-    """Norms of gradients, a scalar or [n], each still of this rank's part.
+    """Norms of gradients, a scalar or [n], each still of this rank's part only.
 
-    They are summed over the ranks when they are used: all in one collective where their own norm is taken, as
-    torch.nn.utils.clip_grad_norm_ does.
+    They are summed over the ranks at their first use. If that use is the norm of these norms, as in
+    torch.nn.utils.clip_grad_norm_, one collective sums all of them.
 
     Attributes:
-        places: of each gradient.
-        p: of the norm.
+        places: place of each gradient.
+        p: order of the norm.
     """
 
     places: list[GradientPlace]
@@ -237,7 +246,7 @@ class _Norms(torch.Tensor):
         return function(*arguments, **options)
 
     def each(self) -> torch.Tensor:
-        """The norms of the whole gradients. A collective call."""
+        """Return the norm of each whole gradient. A collective call."""
         values = self.as_subclass(torch.Tensor).clone()
         flat = values.view(-1)
         of_parts: dict[tuple[Communicator, ...], list[int]] = {}
@@ -253,7 +262,7 @@ class _Norms(torch.Tensor):
         return values
 
     def together(self) -> torch.Tensor:
-        """The norm of all gradients of the model, those of other stages included. A collective call."""
+        """Return the norm of all gradients of the model, including other stages. A collective call."""
         flat = self.as_subclass(torch.Tensor).double().view(-1)
         largest = math.isinf(self.p)
         powers = flat if largest else flat.pow(self.p)
@@ -275,7 +284,7 @@ def _norms(values: torch.Tensor, places: list[GradientPlace], p: float) -> _Norm
 
 
 def _only_p(function: Callable, arguments: Sequence, options: dict) -> float | None:
-    """The p of a norm over all elements; None where other options are given, or a norm of matrices."""
+    """Return the p of a norm over all elements; None for a matrix norm or with other options."""
     given = dict(zip(_NORMS[function], arguments[1:], strict=False)) | options
     if function is torch.linalg.norm and given.get("ord") is not None and arguments[0].dim() > 1:
         return None
@@ -297,7 +306,7 @@ def _norm(function: Callable, arguments: Sequence, options: dict) -> torch.Tenso
 
 def _local_norm(gradient: torch.Tensor, p: float, dtype: torch.dtype | None = None) -> torch.Tensor:
     counted = _counted(gradient)
-    if not counted.numel():  # of which torch takes no largest element
+    if not counted.numel():  # torch takes no maximum of an empty tensor
         return counted.new_zeros((), dtype=dtype)
     return torch.linalg.vector_norm(counted, p, dtype=dtype)
 
@@ -306,9 +315,9 @@ def _foreach_norm(function: Callable, arguments: Sequence, options: dict) -> lis
     gradients, *others = arguments
     p = float(others[0] if others else options.get("ord", 2))
     return [
-        _norms(norm, [one.place], p) if isinstance(one, ShardedGradient) else norm
-        for one in gradients
-        for norm in [_local_norm(one, p, options.get("dtype"))]
+        _norms(norm, [gradient.place], p) if isinstance(gradient, ShardedGradient) else norm
+        for gradient in gradients
+        for norm in [_local_norm(gradient, p, options.get("dtype"))]
     ]
 
 
@@ -327,24 +336,24 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
                 f"{function.__name__} of a gradient that is split over ranks, other than of all its elements, would be "
                 f"that of this rank's part alone: {_WAY_OUT}"
             )
-        # An extreme may see an element twice, and sees where two ranks' copies of it differ.
+        # An extreme may count an element twice, and so shows a difference between two ranks' copies of it.
         part = _counted(gradient) if combine is torch.sum else local(gradient)
         if function in _MEANS:
             sums = torch.stack([part.sum(dtype=torch.float64), torch.ones_like(part).sum(dtype=torch.float64)])
             for ranks in place.ranks:
                 sums = ranks.all_reduce_(sums)
             return (sums[0] / sums[1]).to(options.get("dtype") or gradient.dtype)
-        mine = function(part, **options) if part.numel() or combine is torch.sum else _extreme_of_none(function, part)
+        total = function(part, **options) if part.numel() or combine is torch.sum else _extreme_of_none(function, part)
         for ranks in place.ranks:
-            sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
-            mine = combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world_size)).to(mine.dtype)
-        return mine
+            sent = total.to(torch.uint8) if total.dtype == torch.bool else total
+            total = combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world_size)).to(total.dtype)
+        return total
 
     return reduce
 
 
 def _extreme_of_none(function: Callable, part: torch.Tensor) -> torch.Tensor:
-    """What changes no other rank's extreme."""
+    """Return the extreme of an empty part, which leaves the other ranks' extreme unchanged."""
     if function.__name__ in ("any", "all"):
         return function(part)
     lowest = function.__name__ in ("max", "amax")
@@ -353,7 +362,7 @@ def _extreme_of_none(function: Callable, part: torch.Tensor) -> torch.Tensor:
 
 
 def _found_overflow(function: Callable, arguments: Sequence, options: dict) -> None:
-    """GradScaler's: unscales gradients, and notes whether one overflowed; on any rank."""
+    """Unscale gradients for GradScaler, and record in `found` an overflow on any rank."""
     gradients, found, inverse = arguments
     function([local(gradient) for gradient in gradients], found, inverse, **options)
     places = [place_of(gradient) for gradient in gradients]
@@ -363,7 +372,7 @@ def _found_overflow(function: Callable, arguments: Sequence, options: dict) -> N
 
 
 def joined_over(x: torch.Tensor, ranks: Communicator, largest: bool) -> torch.Tensor:
-    """The ranks' sum of x, or each element's largest. NaN stays NaN. A collective call."""
+    """Return the sum of x over the ranks, or the maximum of each element. NaN stays NaN. A collective call."""
     if not largest:
         return ranks.all_reduce_(x)
     return ranks.all_gather(x.reshape(1, -1), 0, [1] * ranks.world_size).amax(0).reshape(x.shape)
@@ -375,13 +384,13 @@ def over_ranks(
     like: torch.Tensor,
     largest: bool = False,
 ) -> torch.Tensor:
-    """The sum of the parts, or the largest; the same on every rank. A collective call.
+    """Return the sum of the parts, or their maximum; the same on every rank. A collective call.
 
     Args:
-        parts: numbers, each with the groups whose ranks have others of the same tensors; none: every rank has the same.
-        then: over whose ranks all of it is summed in the end.
-        like: of the type and device of the result, where there are no parts.
-        largest: of infinite norms. NaN stays NaN.
+        parts: numbers, each with the groups to combine it over. No groups: every rank has the same number.
+        then: groups to combine the total over at the end.
+        like: a tensor with the type and device of the result, used if there are no parts.
+        largest: take the maximum instead of the sum, for infinite norms. NaN stays NaN.
     """
 
     def joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -402,7 +411,7 @@ def over_ranks(
 
 _T = torch.Tensor
 _MOVES = {_T.to, _T.cpu, _T.cuda, _T.double, _T.float, _T.detach}
-_NORMS: dict[Callable, tuple[str, ...]] = {  # with the names of what follows the tensor
+_NORMS: dict[Callable, tuple[str, ...]] = {  # to the names of the arguments after the tensor
     torch.linalg.vector_norm: ("ord", "dim", "keepdim"),
     torch.linalg.norm: ("ord", "dim", "keepdim"),
     torch.norm: ("p", "dim", "keepdim"),
@@ -418,7 +427,7 @@ _RULES: dict[Callable, Callable] = {
     **dict.fromkeys((torch.max, _T.max, torch.amax, _T.amax, torch.any, _T.any), _reduction(torch.max)),
     **dict.fromkeys((torch.min, _T.min, torch.amin, _T.amin, torch.all, _T.all), _reduction(torch.min)),
 }
-_JOINING = {"cat", "concat", "stack"}  # with gradients of other parameters, which other ranks may have
+_JOINING = {"cat", "concat", "stack"}  # they join gradients of parameters that other ranks may have
 _MIXING = {
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "einsum", "tensordot"),
     *("addmm", "addmm_", "baddbmm", "baddbmm_", "svd", "qr", "softmax", "log_softmax"),

@@ -1,4 +1,4 @@
-"""How a dimension is cut over ranks: balanced, in whole units. Plain arithmetic."""
+"""Balanced cuts of a dimension over ranks, in whole units. Plain arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ Stretch = tuple[int, int]  # the first element, and the one after the last
 
 
 def split_sizes(n: int, world: int, unit: int = 1) -> list[int]:
-    """Sizes of the shards of a dimension of n elements over `world` ranks, in rank order.
+    """Return the shard sizes of a dimension of n elements over `world` ranks, in rank order.
 
-    The dimension is cut at multiples of `unit` (a head of attention, say); of its n/unit units, the first
-    (n/unit) % world ranks get one more than the others.
+    Cuts lie at multiples of `unit` elements (for example a head of attention). The first (n/unit) % world ranks get one
+    unit more than the others.
 
     Raises:
         ValueError: n is not a multiple of unit, or there are fewer units than ranks.
@@ -23,9 +23,9 @@ def split_sizes(n: int, world: int, unit: int = 1) -> list[int]:
     if rest:
         raise ValueError(f"{n} elements are no whole number of units of {unit}: choose a unit that divides {n}")
     if units < world:
-        what = f"{n} elements" if unit == 1 else f"{n} elements in units of {unit} ({units} units)"
+        elements = f"{n} elements" if unit == 1 else f"{n} elements in units of {unit} ({units} units)"
         raise ValueError(
-            f"{what} cannot be split over {world} ranks; every rank needs at least one. "
+            f"{elements} cannot be split over {world} ranks; every rank needs at least one. "
             f"Use a group of at most {units} ranks."
         )
     share, more = divmod(units, world)
@@ -34,12 +34,13 @@ def split_sizes(n: int, world: int, unit: int = 1) -> list[int]:
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads of attention each rank computes. Query heads go to one rank each; where ranks outnumber KV heads,
-    several have the same KV head.
+    """Attention heads of each rank.
+
+    Each query head belongs to one rank. If there are more ranks than KV heads, several ranks have the same KV head.
 
     Attributes:
-        queries: (first, count) of each rank.
-        keys: the KV heads of each rank, as many as divide its query heads.
+        queries: (first, count) of each rank's query heads.
+        keys: the KV heads of each rank; their number divides its number of query heads.
     """
 
     queries: tuple[tuple[int, int], ...]
@@ -47,7 +48,10 @@ class Heads:
 
     @classmethod
     def over(cls, heads: int, kv_heads: int, world: int) -> "Heads":
-        """As even as can be. A rank whose query heads use its KV heads unequally often gets a KV head for each."""
+        """Return the most even distribution of the heads.
+
+        If a rank's query heads use its KV heads unequally often, the rank gets one KV head for each query head.
+        """
         each = heads // kv_heads
         units, unit = (kv_heads, each) if kv_heads >= world else (heads, 1)
         share, more = divmod(units, world)
@@ -55,11 +59,13 @@ class Heads:
 
     @classmethod
     def held(cls, heads: int, kv_heads: int, world: int) -> "Heads":
-        """As `over`, but no rank has a KV head twice: where it would, the ranks are shared out to the KV heads first,
-        and each one's query heads to its ranks. Of 8 query heads with 2 KV heads, three ranks get 4, 2 and 2.
+        """Return a distribution like `over`, in which no rank has a KV head twice.
+
+        If `over` repeats a KV head, the ranks are divided among the KV heads first, and then the query heads of each KV
+        head among its ranks. For 8 query heads with 2 KV heads, three ranks get 4, 2 and 2 query heads.
 
         Raises:
-            ValueError: no whole number of query heads for each KV head, or fewer query heads than ranks.
+            ValueError: heads is not a multiple of kv_heads, or there are fewer query heads than ranks.
         """
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"{heads} query heads are no whole number for each of {kv_heads} KV heads")
@@ -85,42 +91,42 @@ class Heads:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which stretches of a dimension each rank has, one after another in its shard.
+    """Stretches of a dimension that each rank has, one after another in its shard.
 
-    Several ranks may have the same stretch, and a rank may have none. Two stretches are the same or do not touch.
+    Several ranks may have the same stretch, and a rank may have none. Two stretches are equal or do not overlap.
 
     Attributes:
-        stretches: of each rank.
+        stretches: the stretches of each rank.
     """
 
     stretches: tuple[tuple[Stretch, ...], ...]
 
     @classmethod
     def of(cls, stretches: Sequence[Sequence[Stretch]]) -> "Cut":
-        """Of stretches that may overlap between ranks: those are cut at each other's ends."""
+        """Return the cut for stretches of ranks. Stretches that overlap between ranks are cut at each other's ends."""
         ends = {end for of_rank in stretches for stretch in of_rank for end in stretch}
         shared = sum(stop - start for of_rank in stretches for start, stop in of_rank) > max(ends, default=0)
         return cls(tuple(tuple(_pieces(of_rank, sorted(ends) if shared else [])) for of_rank in stretches))
 
     @classmethod
     def one_after_another(cls, sizes: Sequence[int]) -> "Cut":
-        """Each rank has one stretch, in rank order."""
+        """Return the cut with one stretch per rank, in rank order."""
         starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
         return cls(tuple(((start, start + size),) for start, size in zip(starts, sizes, strict=True)))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Every rank's elements, in rank order."""
+        """Number of elements of each rank, in rank order."""
         return tuple(sum(stop - start for start, stop in of_rank) for of_rank in self.stretches)
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the ranks' shards one after another are the whole."""
+        """True if the ranks' shards, one after another, are the whole dimension."""
         return self == Cut.one_after_another(self.sizes)
 
     @cached_property
     def owner(self) -> dict[Stretch, int]:
-        """The first rank that has a stretch, which counts it; in the order of the whole."""
+        """First rank that has each stretch, in the order of the whole. This rank counts the stretch."""
         first: dict[Stretch, int] = {}
         for rank, of_rank in enumerate(self.stretches):
             for stretch in of_rank:
@@ -129,11 +135,11 @@ class Cut:
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether several ranks have the same stretch."""
+        """True if several ranks have the same stretch."""
         return sum(map(len, self.stretches)) > len(self.owner)
 
     def places(self, rank: int) -> dict[Stretch, Stretch]:
-        """Where the rank's stretches of the whole lie in its shard."""
+        """Return the place in the rank's shard of each of its stretches of the whole."""
         found, start = {}, 0
         for stretch in self.stretches[rank]:
             stop = start + stretch[1] - stretch[0]
@@ -142,11 +148,11 @@ class Cut:
         return found
 
     def owned(self, rank: int) -> list[Stretch]:
-        """The stretches of its shard that the rank counts: no rank before has them."""
+        """Return the stretches of its shard that the rank counts, because no earlier rank has them."""
         return [place for stretch, place in self.places(rank).items() if self.owner[stretch] == rank]
 
     def common(self, rank: int, other: int) -> list[Stretch]:
-        """The stretches of the rank's shard that another has as well, in the order of the whole."""
+        """Return the stretches of the rank's shard that another rank also has, in the order of the whole."""
         places, others = self.places(rank), set(self.stretches[other])
         return [places[stretch] for stretch in sorted(places) if stretch in others]
 
@@ -159,17 +165,17 @@ def cut_over(
     parts: Sequence[int] | None = None,
     heads: tuple[int, int] | None = None,
 ) -> Cut:
-    """The balanced cut of a dimension of n elements.
+    """Return the balanced cut of a dimension of n elements over `world` ranks.
 
     Args:
-        unit: what stays together; with several parts, of each or one of all.
-        parts: sizes of what lies one after another in the dimension and is cut each by itself (the queries, keys and
-            values of one fused projection): a rank gets its share of each.
-        heads: (query heads, KV heads), with the size of a head as `unit`: each part is the queries, or keys or values,
-            of all heads, told by its size, and is cut so that every rank has the KV heads that its query heads use.
+        unit: number of elements that stay together: one for all parts, or one for each part.
+        parts: sizes of the parts, one after another in the dimension (the queries, keys and values of one fused
+            projection). Each part is cut by itself, and a rank gets its share of each.
+        heads: (query heads, KV heads), with the size of a head as `unit`. Each part holds the queries, or the keys or
+            values, of all heads; its size decides which. Every rank gets the KV heads that its query heads use.
 
     Raises:
-        ValueError: parts that do not add up, a part that is no number of heads; what split_sizes raises.
+        ValueError: the parts do not add up to n, or a part is no number of heads; also the errors of split_sizes.
     """
     parts = (n,) if parts is None else tuple(parts)
     units = (unit,) * len(parts) if isinstance(unit, int) else tuple(unit)
@@ -179,9 +185,9 @@ def cut_over(
         raise ValueError(f"unit={units} must be one number, or one for each of the {len(parts)} parts")
     stretches: list[list[Stretch]] = [[] for _ in range(world)]
     begin = 0
-    for size, one in zip(parts, units, strict=True):
-        local = Cut.one_after_another(split_sizes(size, world, one)).stretches if heads is None else None
-        for rank, found in enumerate(local or _stretches_of_heads(size, one, world, *heads)):  # type: ignore[misc]
+    for size, each in zip(parts, units, strict=True):
+        local = Cut.one_after_another(split_sizes(size, world, each)).stretches if heads is None else None
+        for rank, found in enumerate(local or _stretches_of_heads(size, each, world, *heads)):  # type: ignore[misc]
             stretches[rank] += [(begin + start, begin + stop) for start, stop in found]
         begin += size
     return Cut.of(stretches)
@@ -200,7 +206,7 @@ def _stretches_of_heads(size: int, unit: int, world: int, heads: int, kv_heads: 
 
 
 def _pieces(stretches: Sequence[Stretch], ends: Sequence[int]) -> list[Stretch]:
-    """The stretches without their seams, cut at these ends."""
+    """Join adjacent stretches, then cut them at the ends."""
     joined: list[Stretch] = []
     for start, stop in stretches:
         if joined and joined[-1][1] == start:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which layers a plan names, the styles they are split in, and checks that the parts fit together.
+"""Tensor parallelism: plans of layers, the styles that split them, and checks that the parts fit together.
 
-`auto` finds a plan for a model that nobody has written one for.
+`auto` finds a plan for a model.
 """

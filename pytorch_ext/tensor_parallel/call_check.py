@@ -1,7 +1,7 @@
-"""Whether a plan holds for what a model is called with.
+"""Checks that a plan is right for each kind of call of the model.
 
-A plan is found, or checked, by one call. Others may compute something else: an argument of another number of
-dimensions, whose dimension 1 is features and not a sequence; one that is None by default; a flag of a module that was
+A plan is found, or checked, by one call. Other calls may compute something else: an argument has another number of
+dimensions, and its dimension 1 is features instead of a sequence; an argument is no longer None; a flag of a module was
 set afterwards. So the first call of each kind is followed too.
 """
 
@@ -23,16 +23,17 @@ from weft.tensor_parallel.auto.trace import without_values
 from weft.tensor_parallel.hugging_face import is_transformers
 from weft.tensor_parallel.plan_check import OwnPlan
 
-Conflict = Callable[[nn.Module, Callable, bool], str | None]  # of the unsplit model, a call, and whether it trains
+Conflict = Callable[[nn.Module, Callable, bool], str | None]  # (unsplit model, call, whether it trains) -> conflict
 
 
 def call_checks(
     model: nn.Module, plan: AutomaticPlan | OwnPlan | None, ranks: Communicator | None
 ) -> "dict[str, CallCheck]":
-    """A CallCheck of a model that is still unsplit, as "", or of each of its modules that were followed by themselves.
+    """Return the CallChecks of a model that is still unsplit, by module name.
 
-    None where the plan splits nothing, where the model cannot be copied, and of transformers, whose further arguments
-    (masks, caches, labels) are known.
+    The model itself has the name "". If the plan followed parts of the model by themselves, each part has a check.
+    There are none if the plan splits nothing, if the model cannot be copied, or for models of transformers, because
+    their further arguments (masks, caches, labels) are known.
     """
     if plan is None or ranks is None or is_transformers(model):
         return {}
@@ -40,7 +41,7 @@ def call_checks(
         return {}
     try:
         twin = without_values(model)
-    except Exception:  # what copying a user's objects raises
+    except Exception:  # copying a user's objects may raise anything
         return {}
     if not isinstance(plan, AutomaticPlan):
         return {"": CallCheck(twin, partial(_own_conflict, plan), by_mode=True)}
@@ -56,7 +57,7 @@ def _own_conflict(own: OwnPlan, twin: nn.Module, call: Callable, training: bool)
 
 
 def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, call: Callable, _) -> str | None:
-    """Training and evaluation are both followed."""
+    """Describe the conflict of a call with an automatic plan. Both training and evaluation are followed."""
     conflict = conflict_in(twin, world, automatic, call)
     return conflict and (
         f"{type(twin).__name__}: its automatic plan was found by another call than this, in which {conflict}. Find one "
@@ -65,12 +66,12 @@ def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, c
 
 
 class CallCheck:
-    """A forward pre-hook, which raises ValueError before anything is communicated.
+    """Forward pre-hook that follows the first call of each kind. It raises ValueError before any communication.
 
-    A call is of another kind where its arguments are, or where an attribute of a module was changed since.
+    A call is of a new kind if its arguments are, or if an attribute of a module has changed.
     """
 
-    at_edge = True  # a model in stages can do without
+    at_edge = True  # a model in stages does not need it
 
     def __init__(self, twin: nn.Module, conflict: Conflict, by_mode: bool):
         self.model, self.conflict, self.by_mode = twin, conflict, by_mode
@@ -79,7 +80,7 @@ class CallCheck:
         self.numbers: Counter[tuple] = Counter()
 
     def watch(self, model: nn.Module) -> None:
-        """Compare the attributes of the model, which is split now, from here on."""
+        """Start to compare the attributes of the model, which is split now."""
         self.settings = Settings(model, self.model)
 
     def __call__(self, module: nn.Module, args, kwargs) -> None:
@@ -100,7 +101,7 @@ class CallCheck:
         self.numbers[general] += general != kind
 
 
-MOST_NUMBERS = 8  # a number with more values than these counts something, and decides nothing
+MOST_NUMBERS = 8  # a number with more values than this is a counter and does not decide what the code computes
 _SIMPLE = (bool, int, float, str, NoneType)
 _OWN = {*vars(nn.Module()), "training", "_weft"}
 _ABSENT = object()
@@ -109,17 +110,18 @@ _ABSENT = object()
 class Settings:
     """Attributes that may decide what a model's own code computes: numbers, strings and flags.
 
-    Those of modules, and of plain objects and dicts that modules hold (a configuration). What a module has in the split
-    model already counts this rank's features, so the copy without values gets the changes alone.
+    They are attributes of modules, and of plain objects and dicts that modules hold (a configuration). The split
+    model's attributes already count this rank's features, so only their changes are copied to the twin.
 
     Args:
-        model: split.
-        twin: the unsplit copy.
+        model: the split model.
+        twin: the unsplit copy without values.
     """
 
     def __init__(self, model: nn.Module, twin: nn.Module):
         unsplit, seen = dict(twin.named_modules()), set[int]()
-        # An object or a dict that has one, its name, and what has it in the twin. A deep copy's are the copied model's.
+        # (object or dict with the attribute, attribute name, its counterpart in the twin). In a deep copy of the model
+        # these are the copy's objects.
         self.places: list[tuple[object, str, object]] = []
         for name, module in model.named_modules():
             own = unsplit.get(name)
@@ -129,10 +131,11 @@ class Settings:
                 or type(module).__module__.partition(".")[0] in ("torch", "weft")
             ):
                 continue
-            for mine, theirs in _holders(module, own):
-                if id(mine) not in seen:
-                    seen.add(id(mine))
-                    self.places += [(mine, key, theirs) for key, value in _in(mine).items() if _is_setting(key, value)]
+            for holder, twin_of_it in _holders(module, own):
+                if id(holder) not in seen:
+                    seen.add(id(holder))
+                    names = [key for key, value in _in(holder).items() if _is_setting(key, value)]
+                    self.places += [(holder, key, twin_of_it) for key in names]
             for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
                 names = [key for key, value in vars(kind).items() if _is_setting(key, value)]
                 self.places += [(module, key, own) for key in names if key not in vars(module)]
@@ -142,7 +145,11 @@ class Settings:
         self.had: list[set] = [{value} for value in self.values]
 
     def known_now(self, known: set[tuple]) -> set[tuple]:
-        """The kinds of calls that are known with these attributes; `known` are those with the ones before."""
+        """Return the known kinds of calls for the current attributes.
+
+        Args:
+            known: the known kinds for the attributes of the last call.
+        """
         read = self._read()
         if all(map(is_, read, self.read)):
             return known
@@ -150,12 +157,12 @@ class Settings:
         if values == self.values:
             return known
         self.known[self.values] = known
-        for (mine, key, theirs), had, old, new in zip(self.places, self.had, self.values, values, strict=True):
+        for (holder, key, twin_of_it), had, old, new in zip(self.places, self.had, self.values, values, strict=True):
             if new != old:
                 had.add(new)
-                _in(theirs)[key] = _in(mine).get(key)
-                if key not in _in(mine):
-                    del _in(theirs)[key]
+                _in(twin_of_it)[key] = _in(holder).get(key)
+                if key not in _in(holder):
+                    del _in(twin_of_it)[key]
         self.values = values
         counting = [len(had) > MOST_NUMBERS for had in self.had]
         if any(counting):
@@ -164,10 +171,10 @@ class Settings:
         return self.known.setdefault(values, set())
 
     def _read(self) -> list:
-        return [_in(mine).get(key, _ABSENT) for mine, key, _ in self.places]
+        return [_in(holder).get(key, _ABSENT) for holder, key, _ in self.places]
 
     def _drop(self, counting: list[bool]) -> None:
-        """Compare these no longer."""
+        """Stop comparing the attributes that count something."""
         kept = [place for place, drop in enumerate(counting) if not drop]
         self.places, self.had = [self.places[place] for place in kept], [self.had[place] for place in kept]
         self.read, self.known = self._read(), {}
@@ -179,7 +186,7 @@ def _in(holder) -> dict:
 
 
 def _compared(value) -> tuple:
-    """With its type: True is 1."""
+    """Return the value with its type, because True == 1."""
     return type(value), value if type(value) in _SIMPLE else None
 
 
@@ -188,7 +195,7 @@ def _is_setting(key: str, value) -> bool:
 
 
 def _holders(module: nn.Module, twin: nn.Module):
-    """A module and its twin, and the plain objects and dicts that both hold."""
+    """Yield a module and its twin, then the pairs of plain objects and dicts that both hold."""
     yield module, twin
     for key, value in vars(module).items():
         other = vars(twin).get(key)
@@ -199,12 +206,15 @@ def _holders(module: nn.Module, twin: nn.Module):
 
 
 def kind_of_call(args, kwargs) -> tuple:
-    """Which arguments there are, dimensions and types of tensors, and whether these get a gradient; other values."""
+    """Return a key of a call: its argument structure, and for each leaf the value, or a tensor's kind.
+
+    A tensor's kind is its number of dimensions, its dtype and whether it requires a gradient.
+    """
     leaves, structure = tree_flatten((args, kwargs))
-    return str(structure), *map(_told, leaves)
+    return str(structure), *map(_kind, leaves)
 
 
-def _told(x):
+def _kind(x):
     if isinstance(x, torch.Tensor):
         return x.dim(), x.dtype, x.requires_grad
     return x if isinstance(x, (*_SIMPLE, Enum, torch.dtype)) else type(x)

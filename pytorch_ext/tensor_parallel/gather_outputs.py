@@ -1,4 +1,4 @@
-"""What a split module returns of this rank's part alone (attention weights), and models return as the whole."""
+"""Gathering of outputs that split modules return in parts (attention weights), so that models return the whole."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ _OBJECTS = 3
 
 
 def return_whole(model: nn.Module) -> None:
-    """Makes the model, and the models of transformers in it, return the whole of what their modules return in parts."""
+    """Make the model, and the models of transformers in it, return whole tensors if their modules return parts."""
     if not any(isinstance(hook, InParts) for part in model.modules() for hook in part._forward_hooks.values()):
         return
     for part in model.modules():
@@ -23,7 +23,7 @@ def return_whole(model: nn.Module) -> None:
 
 
 def whole_results(model: nn.Module, args, output):
-    """A model's forward hook."""
+    """Gather the parts in a model's output. This is a forward hook."""
     if not _parts_in(output):
         return output
     whole = _whole(output)
@@ -37,7 +37,7 @@ def whole_results(model: nn.Module, args, output):
     return whole
 
 
-whole_results.at_edge = True  # type: ignore[attr-defined]  # what can be cut returns nothing in parts
+whole_results.at_edge = True  # type: ignore[attr-defined]  # a model that can be cut returns no parts
 
 
 def _parts_in(tree) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Models of transformers: how to call them, and how they compute attention."""
+"""Models of transformers: example calls, and implementations of attention."""
 
 import inspect
 import sys
@@ -16,8 +16,11 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[nn.Module], Any]]:
-    """With its main input, and what a decoder needs; without a cache. Hidden states and attention weights are returned,
-    if they can be, so that they are found to be whole, or what to make whole."""
+    """Yield example calls with the model's main input and the decoder's input, without a cache.
+
+    The first calls also return hidden states and attention weights, if the model can. The trace then shows which of
+    these are whole and which must be gathered.
+    """
     named = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
     texts = _tokens(batch, length)
@@ -36,15 +39,17 @@ def _call(model: nn.Module, named: dict[str, Any]) -> Any:
 
 
 def attentions(model: nn.Module) -> Sequence[str]:
-    """Ways in which attention may be computed in the models of transformers in it: in plain operations first, where KV
-    heads are repeated in the model's own code."""
-    modules: Iterator[Any] = filter(is_transformers, model.modules())
-    fused = any(one.config._attn_implementation != "eager" and getattr(one, "_supports_sdpa", False) for one in modules)
+    """Return the attention implementations that the models of transformers inside may use.
+
+    "eager" (plain operations) is first, because there the model's own code repeats KV heads.
+    """
+    models: Iterator[Any] = filter(is_transformers, model.modules())
+    fused = any(one.config._attn_implementation != "eager" and getattr(one, "_supports_sdpa", False) for one in models)
     return ["eager", "sdpa"] if fused else ["eager"]
 
 
 def prepare(twin: nn.Module, attention: str) -> None:
-    """Sets a copy's attention, and what a run without values does not need."""
+    """Set a copy's attention implementation, and turn off gradient checkpointing."""
     modules: Iterator[Any] = twin.modules()
     for module in modules:
         supported = attention == "eager" or getattr(module, "_supports_sdpa", False)
@@ -59,7 +64,7 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 
 def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Images, spectra and waves."""
+    """Yield image, spectrum and waveform inputs on the meta device."""
     size = getattr(config, "image_size", None)
     channels = getattr(config, "num_channels", 3)
     if size is not None:

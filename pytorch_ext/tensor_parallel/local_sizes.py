@@ -1,4 +1,4 @@
-"""The numbers that a module's own code counts with, of heads or features, where this rank has a part of them."""
+"""Numbers of heads or features in a module's own code, set to this rank's part."""
 
 import contextlib
 import copy
@@ -31,21 +31,24 @@ def with_numbers(
     results: Mapping[int, Sequence[int]] | None = None,
     **numbers: Sequence[int],
 ) -> nn.Module:
-    """A module that shares all that it holds with this one, and has this rank's numbers.
+    """Return a copy of the module with this rank's numbers. It shares everything else with the module.
 
-    A parameter of its own that a split layer has as well becomes that layer's part.
+    If a split layer also has one of the module's own parameters, that parameter becomes the layer's part.
 
     Args:
-        own_random_numbers: what its own code drops at random, not through an nn.Dropout, is this rank's part.
-        summed: its gradients are sums over the ranks, as with the style "sequence"; parallelize sees to it.
-        results: of the tuple or list that it returns, what is this rank's part and only handed on (attention weights):
-            the place to the dimension and every rank's size. Models return the whole of it (gather_outputs.py).
-        numbers: attribute ("num_heads", or "config.num_heads" of what it holds as `config`) to its number on each rank.
-            "x.shape[-1]" is the width that its own code reads of the tensor that it is called with as x; the modules
-            that it calls read the true one.
+        own_random_numbers: the module's own code drops parts at random, not through an nn.Dropout, so each rank draws
+            different random numbers there.
+        summed: sum the gradients of the module's parameters over the ranks, as with the style "sequence";
+            parallelize does that.
+        results: outputs that are this rank's part and that no other module computes with (attention weights): index
+            in the returned tuple or list, to the dimension and every rank's size. Models return them whole
+            (gather_outputs.py).
+        numbers: attribute to its number on each rank. The attribute is "num_heads", or "config.num_heads" for an
+            attribute of the module's `config`. "x.shape[-1]" is the width that the module's own code reads from its
+            argument x; modules that it calls read the true width.
 
     Raises:
-        ValueError: no such attribute or argument, one that is no whole number, numbers of another count of ranks.
+        ValueError: the attribute or argument does not exist or is no whole number, or there is not one number per rank.
     """
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
@@ -81,12 +84,12 @@ def is_summed(module: nn.Module) -> bool:
 
 
 def width_of(argument: str) -> str:
-    """Return the name of the number that a module reads as the width of an argument."""
+    """Return the name under which `with_numbers` takes the width of an argument."""
     return f"{argument}.shape[-1]"
 
 
 def argument_of(name: str) -> str | None:
-    """Return the argument whose width a number is; None for an attribute."""
+    """Return the argument behind a width's name; None if the name is an attribute."""
     found = _WIDTH.fullmatch(name)
     return found and found[1]
 
@@ -101,7 +104,7 @@ def arguments_of(module: nn.Module) -> list[str]:
 
 
 def holder_of(module: nn.Module, name: str) -> tuple[object, str]:
-    """The module, or what it holds as `config`, and the attribute's name there."""
+    """Return the object that has the attribute, the module or its `config`, and the attribute's name there."""
     first, _, attribute = name.rpartition(".")
     if not first:
         return module, name
@@ -111,7 +114,7 @@ def holder_of(module: nn.Module, name: str) -> tuple[object, str]:
 
 
 def set_number(module: nn.Module, name: str, number: int) -> None:
-    """Of the module alone: a configuration that it shares with others is copied first."""
+    """Set a number of this module only. A configuration that it shares with other modules is copied first."""
     argument = argument_of(name)
     if argument:
         Forward.of(module).widths[argument] = number
@@ -123,7 +126,7 @@ def set_number(module: nn.Module, name: str, number: int) -> None:
 
 
 class InParts:
-    """A module's forward hook, which notes of its results that they are parts. Nothing is sent for what nobody asks."""
+    """Forward hook of a module that marks its outputs as parts. They are gathered only if a model returns them."""
 
     def __init__(self, results: Mapping[int, Sequence[int]], ranks: Communicator):
         self.results, self.ranks = results, ranks
@@ -136,11 +139,11 @@ class InParts:
 
 
 class Forward:
-    """A module's forward with what its own code sees of this rank.
+    """Forward of a module in which the module's own code sees this rank's numbers.
 
     Attributes:
-        ranks: its own dropout draws other numbers on each of these.
-        widths: argument to the last size that its own code reads of it.
+        ranks: the module's own dropout draws different random numbers on each of these ranks.
+        widths: argument to the last size that the module's own code reads from it.
     """
 
     def __init__(self, module: nn.Module):
@@ -150,7 +153,7 @@ class Forward:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Forward":
-        """Return the module's, which it gets if it has none."""
+        """Return the module's Forward. Install one if it has none."""
         own = vars(module).get("forward")
         if not isinstance(own, Forward) or own.module is not module:
             own = vars(module)["forward"] = cls(module)
@@ -169,7 +172,7 @@ class Forward:
 
 
 class _OwnWidths(TorchFunctionMode):
-    """While a module runs, its own code reads these last sizes of these tensors; what it calls reads the true ones."""
+    """Mode in which a module's own code reads given last sizes of tensors. Modules that it calls read true sizes."""
 
     def __init__(self, module: nn.Module, widths: Sequence[tuple[torch.Tensor, int]]):
         super().__init__()
@@ -203,5 +206,5 @@ class _OwnDrops(TorchFunctionMode):
 
 
 def _drops_a_part(module: nn.Module | None) -> bool:
-    """Whether it is an nn.Dropout, which knows by itself whether it drops a part."""
+    """Return whether the module is an nn.Dropout, which decides by itself whether it drops a part."""
     return isinstance(module, ShardedDropout) or getattr(type(module), "forward", None) is nn.Dropout.forward

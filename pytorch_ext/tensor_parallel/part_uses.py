@@ -1,8 +1,8 @@
-"""Of a model that could not be followed as a whole: its first calls use what is split inside of the split parts alone.
+"""Checks that a model uses its split weights only inside the parts that were followed.
 
-Its parts were followed one by one, so nobody knows what the code around them does. It may do more than call them: take
-a weight, of which this rank has a part, into a sum, or call a layer of a part by itself, which uses its weight. That
-shows when it runs.
+This is for a model that could not be followed as a whole. Its parts were followed one by one, and the code around them
+is unknown. That code may do more than call the parts: it may add up a weight that is split over ranks, or call a layer
+of a part by itself. The check finds this when the model runs.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,15 @@ from weft.tensor_parallel.local_sizes import SIZES
 
 
 class PartUses:
-    """A model's forward pre-hook, and, as `leave`, its forward hook. A use elsewhere raises ValueError on every rank.
+    """Check of a model's first calls. A use of a split weight outside of its part raises ValueError on every rank.
+
+    The object is the model's forward pre-hook, and its `leave` is a forward hook.
 
     Args:
         parts: names of the modules that were followed.
     """
 
-    at_edge = True  # a model in stages looks at its graph
+    at_edge = True  # a model in stages checks its graph instead
 
     def __init__(self, parts: Sequence[str]):
         self.parts = parts
@@ -51,7 +53,7 @@ class PartUses:
         uses.enter_context(_UseCheck(model, self.parts))
 
     def leave(self, model: nn.Module, args, output) -> None:
-        if self.under_way:  # else another pre-hook has refused the call
+        if self.under_way:  # empty if another pre-hook has refused the call
             self.under_way.pop().close()
 
 
@@ -59,7 +61,7 @@ class _UseCheck(TorchFunctionMode):
     def __init__(self, model: nn.Module, parts: Sequence[str]):
         super().__init__()
         self.kind = type(model).__name__
-        self.weights: dict[int, tuple[str, nn.Module]] = {}  # name, and the part that it is in
+        self.weights: dict[int, tuple[str, nn.Module]] = {}  # tensor id to (name, the part that has it)
         for name in parts:
             part = model.get_submodule(name)
             for inner, layer in part.named_modules(prefix=name):
@@ -74,7 +76,7 @@ class _UseCheck(TorchFunctionMode):
                 raise ValueError(
                     f"{self.kind}: {name} is used by {getattr(func, '__name__', func)} outside of "
                     f"{type(part).__name__}, and each rank has a part of it: automatic_plan could not follow the "
-                    "model, and followed that module alone. Give it what the model is called with, "
+                    "model, and followed that module alone. Give it an example of the model's inputs, "
                     "plan=automatic_plan(model, world, example=...) of weft.tensor_parallel.auto; or a plan of your "
                     f"own that leaves {name} whole"
                 )
@@ -85,7 +87,7 @@ _PROPERTIES = ("device", "dtype", "layout", "requires_grad", "is_cuda", "is_meta
 
 
 def _asks_for_a_property(func) -> bool:
-    """Whether it reads of a tensor what its part and the whole have alike."""
+    """Return whether the function reads a property that is equal for a part and the whole tensor."""
     getter = getattr(func, "__self__", None)
     return func not in SIZES and getattr(getter, "__name__", getattr(func, "__name__", "")) in (
         *_PROPERTIES,

@@ -1,4 +1,4 @@
-"""Which modules of a model a plan's patterns name."""
+"""Matching of a plan's patterns with module names."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from weft.tensor_parallel.styles import Plan
 
 
 def match(plan: Plan, model: nn.Module) -> dict[str, str | Mapping]:
-    """Module name to plan entry. A module may be named by one pattern only."""
+    """Return the plan entry of each module that a pattern names. Only one pattern may name a module."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
     matched: dict[str, str | Mapping] = {}

@@ -1,4 +1,4 @@
-"""Whether what one layer of a plan gives is what the next one takes: told by sizes, and by what the model computes."""
+"""Checks that each layer of a plan gives the part that the next one takes, by sizes and by following the model."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,21 +20,27 @@ _FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, Shar
 
 
 def check_meeting(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
-    """Refuses a row layer that no column layer gives its part, and a column layer whose part a whole layer would get.
+    """Check by sizes that column layers feed row layers.
 
-    Layers belong together by the number of features between them; of several, those in the smallest module around both.
+    A row layer needs a column layer that gives its part. A column layer must not feed a whole layer. Two layers belong
+    together if they have the same number of features between them. If there are several candidates, those in the
+    smallest module around both belong together.
+
+    Args:
+        model: the unsplit model.
+        replacements: the split layers, by the name of the layer that they replace.
 
     Raises:
-        ValueError: with the layers' names and what to say instead.
+        ValueError: the layers do not fit; the message names them and a plan entry that works.
     """
     layers = {**dict(model.named_modules()), **replacements}
     linear = {name: layer for name, layer in layers.items() if isinstance(layer, ParallelLinear)}
-    columns = {name: one for name, one in linear.items() if one.style == "column" and not one.gather_output}
-    rows = {name: one for name, one in linear.items() if one.style == "row" and not one.split_input}
-    # Features may also be those of a convolution's channels, which a size does not tell.
-    told = all(isinstance(layer, ParallelLinear | ParallelEmbedding) for layer in replacements.values())
+    columns = {name: layer for name, layer in linear.items() if layer.style == "column" and not layer.gather_output}
+    rows = {name: layer for name, layer in linear.items() if layer.style == "row" and not layer.split_input}
+    # Features may also come from a convolution's channels, which sizes do not show.
+    sizes_suffice = all(isinstance(layer, ParallelLinear | ParallelEmbedding) for layer in replacements.values())
     for name in replacements:
-        if name in rows and told:
+        if name in rows and sizes_suffice:
             _check_row(name, rows[name], columns)
         elif name in columns:
             _check_column(name, columns[name], model, rows, replacements)
@@ -43,11 +49,12 @@ def check_meeting(model: nn.Module, replacements: Mapping[str, nn.Module]) -> No
 def _check_row(name: str, row: ParallelLinear, columns: Mapping[str, ParallelLinear]) -> None:
     needed = row.shards["weight"].sizes
     for around in _around(name):
-        near = {other: one for other, one in columns.items() if other.startswith(around)}
-        if any(one.out_features > row.in_features and one.out_features % row.in_features == 0 for one in near.values()):
-            return  # a fused projection, whose pieces sizes do not tell
-        giving = {other: one for other, one in near.items() if row.in_features in _outputs(one)}
-        if any(one.parts or one.shards["weight"].sizes == needed for one in giving.values()):
+        near = {other: column for other, column in columns.items() if other.startswith(around)}
+        outputs = [column.out_features for column in near.values()]
+        if any(size > row.in_features and size % row.in_features == 0 for size in outputs):
+            return  # a fused projection; sizes do not show its pieces
+        giving = {other: column for other, column in near.items() if row.in_features in _outputs(column)}
+        if any(column.parts or column.shards["weight"].sizes == needed for column in giving.values()):
             return
         if giving:
             other = next(iter(giving))
@@ -88,20 +95,20 @@ def _check_column(
 
 
 def _around(name: str) -> Iterator[str]:
-    """The modules around it, from the innermost, as beginnings of names; "" is the model."""
+    """Yield the modules around a module, innermost first, as name prefixes; "" is the model."""
     components = name.split(".")[:-1]
     for count in range(len(components), -1, -1):
-        yield "".join(f"{one}." for one in components[:count])
+        yield "".join(f"{component}." for component in components[:count])
 
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """What a plan that was given says of a model that the analysis of automatic plans can follow.
+    """User's plan of a model, in the form that the analysis of automatic plans can follow.
 
     Attributes:
-        columns: layers that give each rank a part of their features, with the parts of a fused projection.
+        columns: layers that give each rank a part of their features, to the parts of a fused projection.
         rows: layers that take such a part.
-        summed: modules whose gradients are sums over the ranks.
+        summed: modules with gradients that are summed over the ranks.
     """
 
     world_size: int
@@ -110,28 +117,30 @@ class OwnPlan:
     summed: Collection[str]
 
     def misuse(self, model: nn.Module, tries: Iterable[Callable], training: bool) -> str | None:
-        """Say what is wrong with the plan, followed in the first of these calls that runs; None where nothing is.
+        """Describe the mistake in the plan, found in the first call that runs; None if there is no mistake.
 
         Args:
-            model: unsplit; it is not changed, and may be on the meta device.
+            model: the unsplit model. It is not changed and may be on the meta device.
+            tries: calls to try, in order.
+            training: whether to follow training or evaluation.
         """
         try:
             twin = without_values(model, training)
             prepare(twin, attentions(model)[0])
-        except Exception as error:  # what copying a user's objects raises
+        except Exception as error:  # copying a user's objects may raise anything
             _log.debug("the plan is not followed: %s", error)
             return None
         for call in tries:
             try:
                 flow = Flow(twin, trace(twin, call, {}), self.world_size)
                 found = flow.misuse(self.columns, self.rows)
-            except Exception as error:  # what a model's code raises, and operations called as no rule expects
+            except Exception as error:  # the model's code may raise, and so may a rule on unexpected arguments
                 _log.debug("the plan is not followed in a call: %s", error)
                 continue
             misuse = (
                 self._of_pieces(found) or self._of_sums(twin, flow, found) if isinstance(found, Propagation) else found
             )
-            return misuse and self._told(*misuse)
+            return misuse and self._message(*misuse)
         return None
 
     def _of_pieces(self, found: Propagation) -> tuple[str, str] | None:
@@ -151,14 +160,17 @@ class OwnPlan:
         for layout in found.layouts.values():
             for name in layout.axis.summed:
                 owners = [f"{owner}." for owner in flow.owners[name]]
-                summed = any(owner.startswith(f"{one}." if one else "") for owner in owners for one in self.summed)
+                prefixes = [f"{module}." if module else "" for module in self.summed]
+                summed = any(owner.startswith(prefix) for owner in owners for prefix in prefixes)
                 if twin.get_parameter(name).requires_grad and not summed:
                     module = name.rpartition(".")[0] or "the model"
-                    told = f'{name} meets them, whose gradient would be a part: make {module} "sequence", which sums it'
-                    return layout.axis.layer, told
+                    misuse = (
+                        f'{name} meets them, and its gradient would be a part: make {module} "sequence", which sums it'
+                    )
+                    return layout.axis.layer, misuse
         return None
 
-    def _told(self, layer: str, misuse: str) -> str:
+    def _message(self, layer: str, misuse: str) -> str:
         return (
             f"parallelize: {layer} gives each rank a part of its output features, and {misuse}. Otherwise let it give "
             'all of them, {"style": "column", "gather_output": True} (a row layer behind it then takes "split_input": '
@@ -169,17 +181,19 @@ class OwnPlan:
 def own_plan(
     model: nn.Module, replacements: Mapping[str, nn.Module], summed: Collection[str], world: int
 ) -> OwnPlan | None:
-    """The plan as it can be followed; None where nothing can be wrong, or where layers are split in ways of their own.
+    """Return the plan in a form to follow; None if nothing can be wrong, or if some layers' splits cannot be followed.
 
     Args:
-        model: unsplit.
-        summed: modules with the style "sequence".
+        model: the unsplit model.
+        replacements: the split layers, by the name of the layer that they replace.
+        summed: modules with gradients that are summed over the ranks.
+        world: number of ranks that split the layers.
     """
     linear = {name: layer for name, layer in replacements.items() if isinstance(layer, ParallelLinear)}
     columns = {
-        name: None if one.parts is None else tuple(one.parts)
-        for name, one in linear.items()
-        if one.style == "column" and not one.gather_output
+        name: None if layer.parts is None else tuple(layer.parts)
+        for name, layer in linear.items()
+        if layer.style == "column" and not layer.gather_output
     }
     first = {id(module): name for name, module in model.named_modules()}
     everywhere = all(first[id(model.get_submodule(name))] in replacements for name in replacements)
@@ -187,13 +201,17 @@ def own_plan(
     if world == 1 or not columns or not everywhere or not followed:
         return None
     if any(isinstance(module, ShardedModule) for module in model.modules()):
-        return None  # it communicates
+        return None  # such a module communicates
     names = set(first.values())
-    rows = [name for name, one in linear.items() if one.style == "row" and not one.split_input and name in names]
+    rows = [name for name, layer in linear.items() if layer.style == "row" and not layer.split_input and name in names]
     return OwnPlan(world, {name: parts for name, parts in columns.items() if name in names}, rows, summed)
 
 
 def check_flow(model: nn.Module, plan: OwnPlan | None) -> None:
-    """Refuse a plan whose layers do not meet, where a call of the model can be guessed. Raises ValueError."""
+    """Check that the layers of a plan fit together, if a call of the model can be guessed.
+
+    Raises:
+        ValueError: they do not.
+    """
     if plan is not None and (misuse := plan.misuse(model, calls(model, constants=True), model.training)):
         raise ValueError(misuse)

@@ -1,4 +1,4 @@
-"""Embeddings of a class of their own (one that scales its rows, say), with their rows split over ranks."""
+"""Row-split embeddings for subclasses of nn.Embedding (for example one that scales its rows)."""
 
 import copy
 from typing import Any
@@ -16,17 +16,17 @@ from weft.sharding.shard import Shard
 
 
 def split_lookup(embedding: nn.Module, *, group: Communicator) -> nn.Module:
-    """A module of a class derived from the embedding's own, which does with the rows what that does. Each rank has a
-    part of the rows; every rank gets all that are looked up.
+    """Return an embedding that has this rank's part of the rows and looks up all ranks' rows.
 
-    The class must use the weight in nn.Embedding.forward (or F.embedding) alone.
+    Its class derives from the embedding's class and does the same with the rows. That class may use the weight only in
+    nn.Embedding.forward (or F.embedding).
 
     Raises:
-        TypeError: not derived from nn.Embedding. ValueError: more ranks than rows; max_norm, scale_grad_by_freq or
-            sparse.
+        TypeError: the module is not derived from nn.Embedding.
+        ValueError: there are more ranks than rows, or the embedding has max_norm, scale_grad_by_freq or sparse.
     """
     if not isinstance(embedding, nn.Embedding):
-        raise TypeError(f'style "lookup" takes what is derived from nn.Embedding, not {type(embedding).__name__}')
+        raise TypeError(f'style "lookup" takes a class derived from nn.Embedding, not {type(embedding).__name__}')
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(embedding, option):
             raise ValueError(f"{option}={getattr(embedding, option)} is not taken; keep this embedding whole")
@@ -53,7 +53,7 @@ class _SplitLookup(ShardHolder):
 
 
 class _LookupMode(TorchFunctionMode):
-    """Looks up of all ranks' rows where the module's own weight is looked up."""
+    """Mode in which a lookup of the module's own weight looks up the rows of all ranks."""
 
     def __init__(self, module: _SplitLookup):
         super().__init__()

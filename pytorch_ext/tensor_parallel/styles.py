@@ -1,4 +1,4 @@
-"""The styles in which a plan can split a layer, each with what makes this rank's part of it."""
+"""Styles of a plan, each with the functions that make this rank's part of a layer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ ANY = "any module"
 
 @dataclass(frozen=True)
 class Style:
-    """One way to split.
+    """One way to split layers.
 
     Attributes:
-        parts: by the kind of layer (see `kind_of`), part(layer, group=..., **options) -> the layer that holds this
-            rank's part.
+        parts: kind of layer (see `kind_of`) to a function, part(layer, group=..., **options) -> the layer that holds
+            this rank's part.
     """
 
     parts: Mapping[str, Callable[..., nn.Module]]
@@ -68,12 +68,15 @@ STYLES = {
     "lookup": Style({ANY: split_lookup}),
     "attributes": Style({ANY: with_numbers}),
 }
-KEPT = ("sequence", "tokenwise")  # what a plan says of modules that it leaves whole
+KEPT = ("sequence", "tokenwise")  # entries for modules that stay whole
 
 
 def kind_of(module: nn.Module) -> str:
-    """What a layer is, by the name of its own class: a subclass does something that a replacement would not do, unless
-    it only writes an nn.Linear's forward in another way."""
+    """Return the kind of a layer, the name of its own class.
+
+    A subclass is a kind of its own, because a replacement would not do what it adds. The exception is a subclass of
+    nn.Linear that only writes the same forward in another way: it is an nn.Linear.
+    """
     kind = type(module)
     if getattr(nn, kind.__name__, None) is kind:
         return f"nn.{kind.__name__}"
@@ -87,13 +90,13 @@ def kind_of(module: nn.Module) -> str:
 def _has_nothing_else(module: nn.Linear) -> bool:
     attributes = {name for name in vars(module) if not name.startswith("_")}
     inside = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    known = {"training", "in_features", "out_features", "forward"}  # the last while it is traced
+    known = {"training", "in_features", "out_features", "forward"}  # tracing sets forward
     return attributes <= known and inside <= {"weight", "bias"} and not any(module.children())
 
 
 @cache
 def _is_linear(kind: type[nn.Linear], bias: bool) -> bool:
-    """Whether a subclass without attributes of its own computes what nn.Linear does, tried on random numbers."""
+    """Test on random numbers whether a subclass without own attributes computes the same as nn.Linear."""
     for base in kind.__mro__[: kind.__mro__.index(nn.Linear)]:
         methods = {name for name, value in vars(base).items() if callable(value) or isinstance(value, property)}
         if not methods <= {"__init__", "forward", "extra_repr", "reset_parameters"}:
@@ -108,15 +111,20 @@ def _is_linear(kind: type[nn.Linear], bias: bool) -> bool:
             parameter.copy_(value)
         try:
             return all(torch.allclose(kind.forward(own.train(mode), x), plain(x)) for mode in (True, False))
-        except Exception:  # whatever it needs besides
+        except Exception:  # the forward needs something else
             return False
 
 
 def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Module:
-    """This rank's part of a layer.
+    """Return this rank's part of a layer.
+
+    Args:
+        name: the layer's name in the model, for messages.
+        entry: the plan's entry, a style or a dict of "style" and its options.
 
     Raises:
-        ValueError: no such style, a layer that cannot be split so, one with hooks. TypeError: a layer of another kind.
+        ValueError: the style does not exist, or the layer cannot be split so or has hooks.
+        TypeError: the style does not take this kind of layer.
     """
     options = {"style": entry} if isinstance(entry, str) else dict(entry)
     style = options.pop("style", None)

@@ -1,4 +1,4 @@
-"""Parameters that several layers share, when these layers are split."""
+"""Parameters that several split layers share."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from weft.tensor_parallel.local_sizes import has_numbers
 
 
 def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
-    """Refuse a plan under which parameters that are one could not stay one; keep_parameters sees to it that they do."""
+    """Check that shared parameters can stay shared. `keep_parameters` then keeps them so."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
@@ -22,15 +22,15 @@ def tie(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
         first = next((part for part in parts if shard_of(part) is not None), parts[0])
         for name, key in places:
             layer = replacements.get(name)
-            if has_numbers(layer):  # it has the parameter, and does not compute with it
+            if has_numbers(layer):  # it has the parameter but does not compute with it
                 setattr(layer, key, first)
                 continue
             if layer is None and getattr(model.get_submodule(name), key) is first:
                 continue
             if layer is None or shard_of(getattr(layer, key)) != shard_of(first):
-                told = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
+                names = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
                 raise ValueError(
-                    f"parallelize: {told} are one parameter, and the plan does not split them in the same way; "
+                    f"parallelize: {names} are one parameter, and the plan does not split them in the same way; "
                     "name all of them, along the same dimension"
                 )
 
@@ -51,14 +51,14 @@ def keep_parameters(layer: nn.Module, replacement: nn.Module) -> None:
 
 
 def _check_inside(places: list[tuple[str, str]], replacements: dict[str, nn.Module]) -> None:
-    """A module that is replaced with all that it contains cannot share a parameter with what is outside of it."""
+    """Check that a module that is replaced with its contents shares no parameter with modules outside of it."""
     for name, layer in replacements.items():
-        names = [f"{other}." for other, one in replacements.items() if one is layer]
-        inside = [place for place in places if place[0].startswith(tuple(names))]
+        prefixes = [f"{other}." for other, replacement in replacements.items() if replacement is layer]
+        inside = [place for place in places if place[0].startswith(tuple(prefixes))]
         if not inside or len(inside) == len(places) or has_numbers(layer):
             continue
-        told = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
+        names = ", ".join(f"{owner}.{parameter}" for owner, parameter in places)
         raise ValueError(
-            f"parallelize: {told} are one parameter, of which {name} would get a part of its own: leave {name} out "
+            f"parallelize: {names} are one parameter, and {name} would get a part of it for itself: leave {name} out "
             "of the plan, or untie it"
         )

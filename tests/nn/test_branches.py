@@ -312,7 +312,7 @@ def refuses_a_tie_into_a_branch(rank):
     net.inception.branch3x3_2.conv.weight = nn.Parameter(torch.randn(3, 2, 3, 3))
     net.outside = nn.Conv2d(2, 3, 3)
     net.outside.weight = net.inception.branch3x3_2.conv.weight
-    with pytest.raises(ValueError, match="outside.weight are one parameter, of which inception would get a part"):
+    with pytest.raises(ValueError, match="outside.weight are one parameter, and inception would get a part"):
         weft.parallelize(net, weft.init_mesh(tp=2, device_type="cpu"), plan={"inception": "branches"})
 
 

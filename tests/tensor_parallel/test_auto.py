@@ -538,7 +538,7 @@ BETWEEN = {
     "a softmax over the features": (lambda p, h, x: p.down(h.softmax(-1)), "goes over all of its features"),
     "a whole parameter": (lambda p, h, x: p.down(h * p.scale), "joins them with a tensor that is whole"),
     "a constant that a whole activation is written to": (lambda p, h, x: p.down(h * _filled(x)), "an activation that"),
-    "a whole activation": (lambda p, h, x: p.down(h * x.norm()), "an activation that is whole, whose gradient"),
+    "a whole activation": (lambda p, h, x: p.down(h * x.norm()), "an activation that is whole, and its gradient"),
     "another layer's features": (lambda p, h, x: p.down(h * p.gate(x)), "split in different ways"),
     "a sum": (lambda p, h, x: p.down(h - h.mean(-1, keepdim=True)), "sums over its features"),
     "a cut": (lambda p, h, x: p.down(F.pad(h[..., :4], (0, 6))), "joins|takes some|uses all"),

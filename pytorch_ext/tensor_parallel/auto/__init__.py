@@ -1,4 +1,4 @@
-"""Finds which layers of a model can be split, and how."""
+"""Automatic plans: the layers of a model that can be split, and their styles."""
 
 from weft.tensor_parallel.auto.plan import AutomaticPlan, automatic_plan
 

@@ -1,4 +1,4 @@
-"""Which dimension of a tensor is split with the features of a layer, through views and permutations."""
+"""Layouts: the dimension of a tensor that is split with a layer's features, through views and permutations."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -6,10 +6,10 @@ from math import gcd, prod
 
 
 class ConflictError(Exception):
-    """What is computed of a tensor whose features are split needs all of them.
+    """Conflict: an operation on a tensor with split features needs all of them.
 
     Attributes:
-        axes: besides those of the tensors that it is computed of.
+        axes: axes in conflict, in addition to those of the operation's inputs.
     """
 
     def __init__(self, message: str, axes: "Iterable[Axis]" = ()):
@@ -19,15 +19,15 @@ class ConflictError(Exception):
 
 @dataclass(eq=False)
 class Axis:
-    """Output features of a layer, start to stop, that are cut into units, the same number for all that meet.
+    """Output features `start` to `stop` of a layer, cut into units. Axes that meet have the same number of units.
 
     Attributes:
-        units: the number of units divides it.
-        pieces: the parts of it that are used apart (queries, keys and values of a fused projection).
-        apart: whether the pieces lie side by side under a dimension of their own, [pieces, ...], not one after another.
-        used: whether it was used as one.
-        lone: whether a dimension of size 1 was taken from it by a view, and might be the one that is split.
-        summed: parameters that meet it whole, whose gradients are sums over the ranks.
+        units: a multiple of the number of units.
+        pieces: the parts of the axis that are used separately (queries, keys and values of a fused projection).
+        apart: the pieces lie along a dimension of their own, [pieces, ...], instead of one after another.
+        used: the axis was also used as a whole.
+        lone: a view took a dimension of size 1 from the axis, and that dimension might be the split one.
+        summed: whole parameters that meet the axis. Their gradients are summed over the ranks.
     """
 
     layer: str
@@ -48,7 +48,7 @@ class Axis:
         return self.stop - self.start
 
     def piece(self, start: int, stop: int, apart: bool) -> "Axis":
-        """The features start to stop, counted from this axis' first."""
+        """Return the axis of the features start to stop, counted from this axis' first feature."""
         if (start, stop) == (0, self.size):
             return self
         if self.pieces and self.apart != apart:
@@ -57,7 +57,11 @@ class Axis:
         return self.pieces.setdefault((start, stop), Axis(self.layer, self.start + start, self.start + stop))
 
     def leaves(self) -> list["Axis"]:
-        """The parts that are not taken apart further, in order; ValueError where they do not make up the whole."""
+        """Return the parts that are not divided further, in order.
+
+        Raises:
+            ValueError: the parts do not make up the whole axis.
+        """
         if not self.pieces:
             return [self]
         ends = [0]
@@ -72,12 +76,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """Of a tensor: dimension `dim`, of size before x extent, whose second factor runs along the units of an axis.
+    """Place of an axis in a tensor. Dimension `dim` has size before x extent; the extent runs along the axis' units.
 
     Attributes:
-        units: the number of units divides it: what views did so far.
-        copies: so many neighbours within a unit are the same (a KV head, for each of the query heads that use it).
-        minor: (dimension, size) of what the axis was viewed into after `dim`, where dim and these are all of it.
+        units: a multiple of the number of units, after all views so far.
+        copies: number of equal neighbours within a unit (a KV head, repeated for each query head that uses it).
+        minor: (dimension, size) of the dimensions after `dim` that a view made of the axis, if `dim` and these
+            together are the whole axis.
         constant: dimensions along which the tensor was expanded.
     """
 
@@ -91,27 +96,27 @@ class AxisLayout:
     constant: frozenset[int] = frozenset()
 
     def moved(self, to: Callable[[int], int]) -> "AxisLayout":
-        """With dimensions renumbered."""
+        """Return the layout with renumbered dimensions."""
         minor = tuple((to(dim), size) for dim, size in self.minor)
         return replace(self, dim=to(self.dim), minor=minor, constant=frozenset(map(to, self.constant)))
 
     @property
     def raw(self) -> bool:
-        """Whether the dimension is the axis as it left the layer."""
+        """True if the dimension is the axis exactly as the layer returned it."""
         return self.before == 1 and self.extent == self.axis.size and not self.minor and self.copies == 1
 
     def use(self) -> "AxisLayout":
-        """The axis as one is what is computed with."""
+        """Record that an operation uses the axis as a whole; return the layout."""
         self.axis.used = True
         self.axis.units = gcd(self.axis.units, self.units)
         return self
 
 
 def viewed(layout: AxisLayout, old: tuple[int, ...], new: tuple[int, ...], lone: bool) -> AxisLayout:
-    """After a view of a tensor of shape `old` as `new`.
+    """Return the layout after a view of a tensor of shape `old` as `new`.
 
     Args:
-        lone: where a dimension of size 1 stands before the one that continues the axis, that is the one.
+        lone: if a dimension of size 1 stands before the one that continues the axis, take the dimension of size 1.
     """
     prefix, whole = prod(old[: layout.dim]) * layout.before, layout.extent
     together = layout.before == 1 and _consecutive(layout)
@@ -134,7 +139,11 @@ def viewed(layout: AxisLayout, old: tuple[int, ...], new: tuple[int, ...], lone:
 
 
 def _boundary(new, prefix: int, lone: bool, axis: Axis) -> tuple[int, int, int]:
-    """The dimension within which, or at whose begin, so many elements have passed: (it, what of it is before, size)."""
+    """Return the dimension of `new` at which, or within which, the product of the leading sizes is `prefix`.
+
+    Returns:
+        (dimension, factor of its size before the boundary, its size).
+    """
     passed = 1
     for dim, size in enumerate(new):
         if passed * size > prefix or (passed == prefix and size == 1 and _ends_here(new, dim)):
@@ -161,7 +170,7 @@ def _consecutive(layout: AxisLayout) -> bool:
 
 
 def _minor(new, dim: int, whole: int) -> tuple[tuple[int, int], ...]:
-    """The dimensions after `dim` that together with it hold `whole` elements, if there are such."""
+    """Return the dimensions after `dim` that together with it hold `whole` elements; () if there are none."""
     held, found = new[dim], []
     for later in range(dim + 1, len(new)):
         if held >= whole:

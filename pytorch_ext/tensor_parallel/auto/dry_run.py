@@ -1,8 +1,9 @@
-"""Whether a model's code, with this rank's part of each layer, computes this rank's part of everything.
+"""Dry run: a check that a model's code, with one rank's part of each layer, computes that rank's part of all tensors.
 
 A model may count heads or features in its own code, `view(..., self.num_heads, self.head_dim)`. So each rank's part is
-rehearsed without values: the same operations on the same tensors, every shape this rank's, no number changed. Where it
-fails, an attribute of a module that is a number of split units is made this rank's number, if that helps.
+rehearsed without values. The rehearsal must run the same operations on the same tensors, with this rank's shapes and
+unchanged numbers. If it fails, a module's attribute that counts split units is set to this rank's number, if that
+helps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ _BY_SHAPE = {"view", "expand", "split", "split_with_sizes", "layer", "closed"}
 
 
 class Rehearsal(TraceRun):
-    """A run with one rank's widths that is held against the whole model's."""
+    """Run with one rank's widths that is compared with the whole model's trace."""
 
     def __init__(self, whole: Trace, found: Propagation, rank: int):
         super().__init__()
@@ -37,17 +38,17 @@ class Rehearsal(TraceRun):
         return whole if axis is None else self.found.local_size(axis)[self.rank]
 
     def check_input(self, layer: nn.Module, *inputs) -> None:
-        """Its shape is compared where it is made."""
+        """Do nothing: a tensor's shape is compared when an operation makes it."""
 
     def take(self, node: Node) -> None:
         expected = self._next(node)
         step, self.step = self.step, self.step + 1
         if (node.op, node.layer, len(node.outputs)) != (expected.op, expected.layer, len(expected.outputs)):
             raise MismatchError(step, f"{node.op} in {node.where} stands in the place of {expected.op}")
-        for mine, value in zip(node.inputs, expected.inputs, strict=True):
-            if mine.twin is not None and value not in (mine.twin, self.as_repeated.get(mine.twin)):
+        for given, value in zip(node.inputs, expected.inputs, strict=True):
+            if given.twin is not None and value not in (given.twin, self.as_repeated.get(given.twin)):
                 raise MismatchError(step, f"{node.op} in {node.where} takes another tensor")
-            if mine.content != value.content:
+            if given.content != value.content:
                 raise MismatchError(step, f"{node.op} in {node.where} takes another constant")
         for made, whole in zip(node.outputs, expected.outputs, strict=True):
             if made is None or whole is None:
@@ -70,14 +71,14 @@ class Rehearsal(TraceRun):
     def _check_numbers(self, step: int, node: Node, expected: Node) -> None:
         if node.op in _BY_SHAPE:
             return
-        mine, whole = (list(_numbers((one.args, _told(one)))) for one in (node, expected))
+        numbers, whole = (list(_numbers((one.args, _compared_options(one)))) for one in (node, expected))
         if node.op == "slice" and expected.inputs[0] in self.found.layouts:
-            mine, whole = self._starts(node, expected)
-        if mine != whole:
-            raise MismatchError(step, f"{node.op} in {node.where} has the numbers {mine}, not {whole}")
+            numbers, whole = self._starts(node, expected)
+        if numbers != whole:
+            raise MismatchError(step, f"{node.op} in {node.where} has the numbers {numbers}, not {whole}")
 
     def _starts(self, node: Node, expected: Node):
-        """Of a slice that takes a piece of a fused layer: where it begins on this rank."""
+        """Return the actual and the expected start, on this rank, of a slice that takes a piece of a fused layer."""
         layout, piece = self.found.layouts[expected.inputs[0]], self.found.layouts[expected.output].axis
         axis = layout.axis
         if axis is piece:
@@ -91,8 +92,11 @@ class Rehearsal(TraceRun):
 
 
 def _repetitions(whole: Trace, found: Propagation, rank: int) -> dict[int, tuple[int, Value, Value]]:
-    """Where a KV head is repeated for its query heads, and this rank has one for each, so that code may leave it out:
-    the first operation to (the one after the last, the tensor once, the tensor repeated)."""
+    """Find the operations that repeat KV heads and that a rank with one KV head for each query head may skip.
+
+    Returns:
+        First operation to (the operation after the last, the tensor before the repetition, the repeated tensor).
+    """
     made = {output: step for step, node in enumerate(whole.nodes) for output in node.outputs if output is not None}
     skips = {}
     for step, node in enumerate(whole.nodes):
@@ -115,8 +119,8 @@ def _repetitions(whole: Trace, found: Propagation, rank: int) -> dict[int, tuple
     return skips
 
 
-def _told(node: Node) -> dict:
-    """Named arguments, but for the one that says what shapes say."""
+def _compared_options(node: Node) -> dict:
+    """Return the named arguments without enable_gqa, which follows from the shapes."""
     return {name: value for name, value in node.kwargs.items() if name != "enable_gqa"}
 
 
@@ -134,17 +138,20 @@ def _numbers(tree) -> Iterator[Any]:
 def rehearse(
     twin: nn.Module, call: Callable, whole: Trace, found: Propagation, known: Numbers | None = None
 ) -> tuple[Numbers, MismatchError | None]:
-    """Every rank's part, and the numbers that modules must have; or what stays wrong.
+    """Rehearse every rank's part and find the numbers that modules need.
 
     Args:
-        twin, call, whole: as the whole model was traced.
-        known: numbers that they have already.
+        twin, call, whole: the model, the call and the trace of the whole model.
+        known: numbers that modules have already.
+
+    Returns:
+        The numbers, and the mismatch that remains; None if there is none.
     """
     numbers: Numbers = dict(known or {})
     ranks = _unlike_ranks(found)
 
     def reached(more: Numbers, past: int = -1) -> MismatchError | None:
-        """The earliest mismatch of all ranks; the first that is not past a step, where there is one."""
+        """Return the earliest mismatch of all ranks; stop at the first one that is not past step `past`."""
         earliest = None
         for rank in ranks:
             mismatch = _wrong(twin, call, whole, found, rank, {**numbers, **more})
@@ -167,13 +174,15 @@ def rehearse(
 def _help(
     twin, whole: Trace, found: Propagation, mismatch: MismatchError, numbers: Numbers, reached: Callable
 ) -> Numbers | None:
-    """Of the numbers that might be needed, those with which the rehearsals get furthest; the first with which they get
-    out of the module; None where they get no further."""
+    """Return the candidate numbers with which the rehearsals get furthest; None if they get no further.
+
+    The search stops at the first candidate with which the rehearsals leave the module.
+    """
     best, furthest = None, mismatch.step
     where = whole.nodes[min(mismatch.step, len(whole.nodes) - 1)].where
     candidates = list(_candidates(twin, whole, found, where, numbers))
-    # Code that divides one by the other counts with both: a width by heads, heads by KV heads.
-    first = [one for one in candidates if any(name == where or argument_of(told) for name, told in one)]
+    # Code that divides one number by another needs both: a width by heads, heads by KV heads.
+    first = [one for one in candidates if any(name == where or argument_of(number) for name, number in one)]
     pairs = ({**one, **other} for other in first for one in candidates if one.keys() != other.keys())
     for candidate in chain(candidates, pairs):
         after = reached(candidate, mismatch.step)
@@ -200,7 +209,7 @@ def _wrong(twin, call, whole, found, rank, numbers) -> MismatchError | None:
 
 
 def _unlike_ranks(found: Propagation) -> list[int]:
-    """One rank of each kind: those with the same shares do the same."""
+    """Return one rank of each kind, because ranks with the same shares do the same."""
     systems = list({id(system): system for system in found.systems.values()}.values())
     first: dict[tuple, int] = {}
     for rank in range(found.world_size):
@@ -209,10 +218,12 @@ def _unlike_ranks(found: Propagation) -> list[int]:
 
 
 def _candidates(twin: nn.Module, whole: Trace, found: Propagation, where: str, numbers: Numbers) -> Iterator[Numbers]:
-    """Numbers that the modules around might need, the same in all modules of a class: their attributes, those of their
-    configurations, the widths of what they are called with."""
+    """Yield numbers that the modules around `where` might need, the same in all modules of a class.
+
+    The numbers are attributes of the modules, attributes of their configurations, and widths of their arguments.
+    """
     parts = where.split(".")
-    around = list(filter(None, (".".join(parts[:end]) for end in range(len(parts), 0, -1))))  # not the model itself
+    around = list(filter(None, (".".join(parts[:end]) for end in range(len(parts), 0, -1))))  # without the model itself
     modules = dict(twin.named_modules())
     known: dict[str, dict[int, set]] = {}
     for counts in (_attributes, _of_config, partial(_widths, whole, found)):
@@ -231,18 +242,18 @@ def _candidates(twin: nn.Module, whole: Trace, found: Propagation, where: str, n
 
 
 def _attributes(name: str, holder: object) -> dict[str, int]:
-    """The whole numbers that a module has."""
+    """Return the positive whole numbers among an object's attributes."""
     values = vars(holder) if hasattr(holder, "__dict__") else {}
     return {name: value for name, value in values.items() if type(value) is int and value > 0}
 
 
 def _of_config(name: str, module: nn.Module) -> dict[str, int]:
-    """Those of its configuration."""
+    """Return the positive whole numbers in a module's configuration."""
     return {f"config.{key}": value for key, value in _attributes(name, vars(module).get("config")).items()}
 
 
 def _widths(whole: Trace, found: Propagation, name: str, module: nn.Module) -> dict[str, int]:
-    """Those that its code may read as the last size of a whole tensor that it is called with."""
+    """Return the widths of whole tensors that a module's code may read from its arguments."""
     widths = {}
     for (owner, argument), values in whole.arguments.items():
         sizes = {value.shape[-1] if value.shape and value not in found.layouts else 0 for value in values}
@@ -252,7 +263,10 @@ def _widths(whole: Trace, found: Propagation, name: str, module: nn.Module) -> d
 
 
 def _sizes_within(name: str, whole: Trace, found: Propagation, known: dict[str, dict[int, set]]) -> dict[int, set]:
-    """Sizes of split dimensions in a module, and how many query heads use a KV head: whole to each rank's."""
+    """Return the sizes in a module that differ between ranks: whole size to each rank's sizes.
+
+    These are sizes of split dimensions, numbers of heads, and the number of query heads that use a KV head.
+    """
     if name in known:
         return known[name]
     sizes: dict[int, set] = {}

@@ -1,4 +1,4 @@
-"""Something to call a model with, so that what it computes can be traced."""
+"""Example inputs for tracing a model."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,13 +10,17 @@ from torch import nn
 from weft.tensor_parallel.auto.trace import constant
 from weft.tensor_parallel.hugging_face import calls_of_transformers, is_transformers
 
-BATCH, LENGTH = 3, 5  # batch is not 2, so that a pair is not taken for a batch
+BATCH, LENGTH = 3, 5  # the batch is not 2, so a pair is not mistaken for a batch
 _IMAGES = (32, 64, 28, 224, 299)  # heights and widths
 _MOST_ARGUMENTS = 4
 
 
 def calls(model: nn.Module, constants: bool = False) -> Iterator[Callable[[nn.Module], Any]]:
-    """Calls to try, the likeliest first. constants: arguments get no gradient."""
+    """Yield calls to try, the likeliest first.
+
+    Args:
+        constants: arguments get no gradient.
+    """
     if is_transformers(model):
         yield from calls_of_transformers(model, BATCH, LENGTH)
         return
@@ -36,9 +40,12 @@ def calls(model: nn.Module, constants: bool = False) -> Iterator[Callable[[nn.Mo
 
 
 def calling(batch: Any, options: dict | None = None) -> Callable[[nn.Module], Any]:
-    """A call with a tensor, a tuple of arguments or a dict of named ones; those of floating point lose their values.
+    """Return a function that calls a model with these inputs. Floating-point tensors lose their values.
 
-    options: named arguments besides a tuple, of a call as it is: what requires no gradient in it gets none.
+    Args:
+        batch: a tensor, a tuple of arguments or a dict of named arguments.
+        options: named arguments in addition to a tuple, for a user's own call. Tensors in it that require no gradient
+            then get none. None is a guessed call.
     """
     call = (), batch
     if not isinstance(batch, dict):
@@ -59,7 +66,7 @@ def _bare(value: Any, constants: bool) -> Any:
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Tokens where there is an embedding, images where there are convolutions, features of the widths of its layers."""
+    """Yield tokens if the model has an embedding, images if it has convolutions, and features of its layers' widths."""
     modules = list(model.modules())
     if any(isinstance(module, nn.Embedding) for module in modules):
         yield torch.zeros(BATCH, LENGTH, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The layers that an automatic plan knows from outside: what their output is shaped like, and where features lie."""
+"""Layers that an automatic plan does not look into: the shape of their output, and the dimension of their features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class LayerSpec:
     """One kind of layer.
 
     Attributes:
-        output: output(layer, width, *args, **kwargs) -> what the layer returns, without values; width(whole) says how
-            wide it is.
-        features: the dimension of the input and of the output that holds them.
+        output: output(layer, width, *args, **kwargs) -> the layer's output without values; width(whole) returns the
+            width of the output on this rank.
+        features: the feature dimension of the input and of the output.
         sizes: sizes(layer) -> (input features, output features).
     """
 
@@ -31,7 +31,7 @@ def known(module: nn.Module) -> LayerSpec | None:
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
-    """(input features, output features)."""
+    """Return (input features, output features); (0, 0) for other modules."""
     kind = known(layer)
     return kind.sizes(layer) if kind else (0, 0)
 

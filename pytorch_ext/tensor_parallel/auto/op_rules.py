@@ -1,4 +1,4 @@
-"""What each operation makes of tensors whose features are split: where they lie afterwards, or why that is wrong."""
+"""Rules for each operation on tensors with split features: the layout of the result, or a conflict."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +14,12 @@ Rule = Callable[[Node, Layouts, "AxisJoin"], list[AxisLayout | None]]
 
 
 class AxisJoin:
-    """Which axes are computed with together, and so are cut alike.
+    """Axes that operations use together, so that they must be cut alike.
 
     Attributes:
-        same: pairs whose units are the same.
-        copied: (fine, coarse, n): each unit of the coarse one is used by n of the fine one (a KV head).
-        lone: layers of which a dimension of size 1 is the one that is split (the only KV head).
+        same: pairs of axes with the same units.
+        copied: (fine, coarse, n): n units of the fine axis use each unit of the coarse axis (a KV head).
+        lone: layers with a split dimension of size 1 (the only KV head).
     """
 
     def __init__(self, lone: frozenset[str] = frozenset()):
@@ -27,17 +27,17 @@ class AxisJoin:
         self.copied: list[tuple[Axis, Axis, int]] = []
         self.lone = lone
 
-    def join(self, one: AxisLayout | None, other: AxisLayout, what: str) -> AxisLayout:
-        """Of two tensors that are computed with element by element."""
+    def join(self, one: AxisLayout | None, other: AxisLayout, operation: str) -> AxisLayout:
+        """Return the layout of an elementwise operation on two tensors, and record that their axes meet."""
         if one is None:
             return other
         if (one.dim, one.before, one.extent) != (other.dim, other.before, other.extent):
-            raise ConflictError(f"{what} joins features that are split in different ways")
+            raise ConflictError(f"{operation} joins features that are split in different ways")
         fine, coarse = (one, other) if one.copies <= other.copies else (other, one)
         if one.axis is other.axis:
             return replace(fine, units=gcd(one.units, other.units), minor=one.minor if one.minor == other.minor else ())
         if fine.copies not in (1, coarse.copies):
-            raise ConflictError(f"{what} joins features that are split in different ways")
+            raise ConflictError(f"{operation} joins features that are split in different ways")
         fine.use()
         coarse.use()
         if fine.copies == coarse.copies:
@@ -48,16 +48,20 @@ class AxisJoin:
 
 
 class UnknownOperationError(ConflictError):
-    """An operation without a rule meets split features. It may need all of them."""
+    """Conflict of split features with an operation that has no rule and may need all of them."""
 
 
 def rule_of(node: Node) -> Rule:
-    """Return the rule of an operation. UnknownOperationError where there is none."""
+    """Return the rule of an operation.
+
+    Raises:
+        UnknownOperationError: the operation has no rule.
+    """
     if node.op in RULES:
         return RULES[node.op]
     if node.pointwise:
         return pointwise
-    raise UnknownOperationError(f"{_told(node)} uses all of its features")
+    raise UnknownOperationError(f"{_name(node)} uses all of its features")
 
 
 # Element by element
@@ -69,40 +73,49 @@ def pointwise(node: Node, layouts: Layouts, meeting: AxisJoin) -> list[AxisLayou
     for value in node.inputs:
         if value in layouts:
             shift = len(out.shape) - len(value.shape)
-            joined = meeting.join(joined, layouts[value].moved(partial(add, shift)), _told(node))
+            joined = meeting.join(joined, layouts[value].moved(partial(add, shift)), _name(node))
     assert joined is not None
     if out.shape[joined.dim] != joined.before * joined.extent:
-        raise ConflictError(f"{_told(node)} joins them with a tensor that is whole")
+        raise ConflictError(f"{_name(node)} joins them with a tensor that is whole")
     for value in node.inputs:
         if value not in layouts:
             check_whole(node, value, joined, len(out.shape))
     if node.mutates and layouts.get(node.inputs[0]) is None:
-        raise ConflictError(f"{_told(node)} writes them into a tensor that is whole")
+        raise ConflictError(f"{_name(node)} writes them into a tensor that is whole")
     return [joined if value is not None and value.shape == out.shape else None for value in node.outputs]
 
 
 def check_whole(node: Node, value: Value, layout: AxisLayout, dims: int) -> None:
-    """A tensor that every rank has whole meets one with split features, of so many dimensions: its own size there must
-    be 1, and its gradient must be a sum that somebody takes."""
+    """Check a whole tensor that meets a tensor with split features.
+
+    Its size along the split dimension must be 1. Its gradient must be summed over the ranks, so it may depend only on
+    parameters and constants.
+
+    Args:
+        value: the whole tensor.
+        layout: layout of the split tensor.
+        dims: number of dimensions of the split tensor.
+    """
     own = layout.dim - (dims - len(value.shape))
     if own >= 0 and value.shape[own] != 1:
-        raise ConflictError(f"{_told(node)} joins them with a tensor that is whole")
+        raise ConflictError(f"{_name(node)} joins them with a tensor that is whole")
     if value.origin is ACTIVATION:
         raise ConflictError(
-            f"{_told(node)} joins them with an activation that is whole, whose gradient would be a part"
+            f"{_name(node)} joins them with an activation that is whole, and its gradient would be a part"
         )
     layout.axis.summed.update(value.origin)
 
 
-def _told(node: Node) -> str:
+def _name(node: Node) -> str:
+    """Name an operation and its module, for messages."""
     return f"{node.op} in {node.where or 'the model'}"
 
 
 def _alike(node, layouts, meeting):
-    """Same shape, same place; random or constant numbers too."""
+    """Keep the layout for a result of the same shape, also of random or constant numbers."""
     layout = layouts[node.inputs[0]]
     if node.outputs[0].shape != node.inputs[0].shape:
-        raise ConflictError(f"{_told(node)} uses all of its features")
+        raise ConflictError(f"{_name(node)} uses all of its features")
     return [layout]
 
 
@@ -137,7 +150,7 @@ def _squeeze(node, layouts, meeting):
     dims = _dims(node.args[1] if len(node.args) > 1 else None, len(value.shape))
     gone = [dim for dim in dims if value.shape[dim] == 1]
     if layout.dim in gone:
-        raise ConflictError(f"{_told(node)} takes away the dimension of its only unit")
+        raise ConflictError(f"{_name(node)} takes away the dimension of its only unit")
     return [_without(layout, gone)]
 
 
@@ -155,7 +168,7 @@ def _expand(node, layouts, meeting):
     shift = len(out.shape) - len(value.shape)
     layout = layouts[value].moved(lambda dim: dim + shift)
     wider = {d for d in range(len(out.shape)) if d < shift or value.shape[d - shift] != out.shape[d]}
-    if layout.dim in wider:  # the only KV head, for all query heads
+    if layout.dim in wider:  # the only KV head is repeated for all query heads
         return [replace(layout, extent=out.shape[layout.dim], copies=out.shape[layout.dim], minor=())]
     return [replace(layout, constant=(layout.constant | wider) - {layout.dim})]
 
@@ -170,12 +183,15 @@ def _slice(node, layouts, meeting):
     start = min(node.args[2] or 0 if len(node.args) > 2 else 0, value.shape[dim])
     start += value.shape[dim] if start < 0 else 0
     if len(node.args) > 4 and node.args[4] != 1:
-        raise ConflictError(f"{_told(node)} takes some of its features")
+        raise ConflictError(f"{_name(node)} takes some of its features")
     return [_piece(node, layout, start, start + out.shape[dim])]
 
 
 def _cut_elsewhere(layout: AxisLayout, dim: int) -> AxisLayout:
-    """What follows along a dimension of its own within the units is no longer all of them: they stay together."""
+    """Return the layout after a cut along another dimension.
+
+    If that dimension lies within the units, they are no longer complete, so the units now stay together.
+    """
     if dim in dict(layout.minor):
         layout.axis.units = gcd(layout.axis.units, layout.units)
         return replace(layout, minor=())
@@ -183,9 +199,9 @@ def _cut_elsewhere(layout: AxisLayout, dim: int) -> AxisLayout:
 
 
 def _piece(node: Node, layout: AxisLayout, start: int, stop: int) -> AxisLayout:
-    """From start to stop along the dimension: of features, or of heads that they were viewed as."""
+    """Return the layout of the features, or of the heads that they were viewed as, from start to stop."""
     if layout.before != 1 or layout.copies != 1 or not (layout.raw or layout.minor):
-        raise ConflictError(f"{_told(node)} takes some of its features")
+        raise ConflictError(f"{_name(node)} takes some of its features")
     size = layout.axis.size // layout.extent
     axis = layout.axis.piece(start * size, stop * size, apart=False)
     return replace(layout, axis=axis, extent=stop - start, units=stop - start)
@@ -220,7 +236,7 @@ def _selected(node: Node, layout: AxisLayout, dim: int, index: int) -> AxisLayou
     if dim != layout.dim:
         return _without(_cut_elsewhere(layout, dim), [dim])
     if layout.before != 1 or not layout.minor or layout.copies != 1:
-        raise ConflictError(f"{_told(node)} takes some of its features")
+        raise ConflictError(f"{_name(node)} takes some of its features")
     size = layout.axis.size // layout.extent
     axis = layout.axis.piece(index * size, (index + 1) * size, apart=True)
     (first, extent), *rest = layout.minor
@@ -229,11 +245,11 @@ def _selected(node: Node, layout: AxisLayout, dim: int, index: int) -> AxisLayou
 
 
 def _as_pairs(node, layouts, meeting):
-    """The last dimension, of a real and an imaginary part, becomes one number or comes back."""
+    """Follow the last dimension, a real and an imaginary part, into one complex number or back."""
     value, out = node.inputs[0], node.outputs[0]
     layout = layouts[value]
     if layout.dim >= min(len(value.shape), len(out.shape)):
-        raise ConflictError(f"{_told(node)} takes some of its features")
+        raise ConflictError(f"{_name(node)} takes some of its features")
     return [replace(layout, minor=(), constant=frozenset())]
 
 
@@ -252,12 +268,12 @@ def _joined_along(node: Node, layouts: Layouts, meeting: AxisJoin, dim: int | No
         if value not in layouts:
             if len(value.shape) == 1 and value.shape[0] == 0:
                 continue
-            raise ConflictError(f"{_told(node)} joins them with a tensor that is whole")
+            raise ConflictError(f"{_name(node)} joins them with a tensor that is whole")
         layout = layouts[value] if dim is None else _cut_elsewhere(layouts[value], dim)
-        joined = meeting.join(joined, layout, _told(node))
+        joined = meeting.join(joined, layout, _name(node))
     assert joined is not None
     if dim == joined.dim:
-        raise ConflictError(f"{_told(node)} joins features one after another")
+        raise ConflictError(f"{_name(node)} joins features one after another")
     return replace(joined, minor=())
 
 
@@ -265,12 +281,16 @@ def _joined_along(node: Node, layouts: Layouts, meeting: AxisJoin, dim: int | No
 
 
 def _reduce(node, layouts, meeting, place=1):
-    """Along dimensions; (x, dims, keepdim). place: of the dimensions among the arguments."""
+    """Follow a reduction along dimensions; (x, dims, keepdim).
+
+    Args:
+        place: index of the dimensions among the arguments.
+    """
     value = node.inputs[0]
     layout = layouts[value].use()
     dims = _dims(_argument(node, place, "dim", None), len(value.shape))
     if layout.dim in dims:
-        raise ConflictError(f"{_told(node)} sums over its features")
+        raise ConflictError(f"{_name(node)} sums over its features")
     out = next(output for output in node.outputs if output is not None)
     after = replace(layout, minor=(), constant=frozenset())
     after = after if len(out.shape) == len(value.shape) else _without(after, dims)
@@ -278,22 +298,22 @@ def _reduce(node, layouts, meeting, place=1):
 
 
 def _along(node, layouts, meeting, place=1):
-    """Along one dimension, the others as they were: softmax, cumsum, topk; (x, dim)."""
+    """Follow an operation along one dimension that keeps the others: softmax, cumsum, topk; (x, dim)."""
     value = node.inputs[0]
     layout = layouts[value].use()
     if layout.dim in _dims(_argument(node, place, "dim", -1), len(value.shape)):
-        raise ConflictError(f"{_told(node)} goes over all of its features")
+        raise ConflictError(f"{_name(node)} goes over all of its features")
     return [replace(layout, minor=(), constant=frozenset()) for _ in node.outputs]
 
 
 def _normalised(node, layouts, meeting):
-    """Layer and RMS norms: (x, normalized_shape, weight, ...)."""
+    """Follow a layer or RMS norm: (x, normalized_shape, weight, ...)."""
     value = node.inputs[0]
     if value not in layouts:
-        raise ConflictError(f"{_told(node)} has split weights")
+        raise ConflictError(f"{_name(node)} has split weights")
     layout = layouts[value].use()
     if layout.dim >= len(value.shape) - len(node.args[1]):
-        raise ConflictError(f"{_told(node)} goes over all of its features")
+        raise ConflictError(f"{_name(node)} goes over all of its features")
     for weight in node.inputs[1:]:
         check_whole(node, weight, layout, len(value.shape))
     after = replace(layout, minor=(), constant=frozenset())
@@ -301,24 +321,24 @@ def _normalised(node, layouts, meeting):
 
 
 def _bmm(node, layouts, meeting):
-    """[N, M, K] @ [N, K, P]: the products are told apart along N, and along M or P where only one operand is split."""
+    """Follow [N, M, K] @ [N, K, P]. The split may run along N, or along M or P if only one operand is split."""
     left, right = node.inputs[-2:]
     one, other = layouts.get(left), layouts.get(right)
     if one is not None and other is not None:
         if one.dim == other.dim == 0:
-            return [replace(meeting.join(one.use(), other.use(), _told(node)), minor=(), constant=frozenset())]
-        raise ConflictError(f"{_told(node)} sums over its features")
+            return [replace(meeting.join(one.use(), other.use(), _name(node)), minor=(), constant=frozenset())]
+        raise ConflictError(f"{_name(node)} sums over its features")
     layout, whole, dim = (one, right, 1) if one is not None else (other, left, 2)
     assert layout is not None
     if layout.dim != dim:
-        raise ConflictError(f"{_told(node)} multiplies them by a matrix that is whole")
+        raise ConflictError(f"{_name(node)} multiplies them by a matrix that is whole")
     layout.use()
     check_whole(node, Value((), whole.origin), layout, 3)
     return [replace(layout, minor=(), constant=frozenset())]
 
 
 def _attention(node, layouts, meeting):
-    """scaled_dot_product_attention: heads (the third dimension from the end), or what stands before them."""
+    """Follow scaled_dot_product_attention, split along heads (third dimension from the end) or an earlier dimension."""
     named = node.kwargs
     query = named["query"]
     dims, joined = len(query.shape), None
@@ -326,32 +346,32 @@ def _attention(node, layouts, meeting):
         value = named[name]
         layout = layouts.get(value)
         if layout is None:
-            raise ConflictError(f"{_told(node)} joins them with {name}s that are whole")
+            raise ConflictError(f"{_name(node)} joins them with {name}s that are whole")
         layout = layout.use()
         if layout.dim >= dims - 2:
-            raise ConflictError(f"{_told(node)} sums over its features")
+            raise ConflictError(f"{_name(node)} sums over its features")
         fewer = dims > 2 and value.shape[-3] != query.shape[-3]
         if name != "query" and fewer and (named.get("enable_gqa") or value.shape[-3] == 1):
             each = query.shape[-3] // value.shape[-3]
             if layout.dim != dims - 3:
-                raise ConflictError(f"{_told(node)} groups heads, which are not what is split")
+                raise ConflictError(f"{_name(node)} groups heads, and another dimension is split")
             layout = replace(layout, extent=layout.extent * each, copies=layout.copies * each)
-        joined = meeting.join(joined, replace(layout, minor=(), constant=frozenset()), _told(node))
+        joined = meeting.join(joined, replace(layout, minor=(), constant=frozenset()), _name(node))
     mask = named.get("attn_mask")
     if mask is not None:
-        assert joined is not None  # no mask alone is split
+        assert joined is not None  # a mask is never split alone
         if mask in layouts:
-            joined = meeting.join(joined, layouts[mask], _told(node))
+            joined = meeting.join(joined, layouts[mask], _name(node))
         else:
             check_whole(node, mask, joined, dims)
     return [joined]
 
 
 def _pool(node, layouts, meeting):
-    """Over height and width."""
+    """Follow a pooling over height and width."""
     layout = layouts[node.inputs[0]]
     if layout.dim != len(node.inputs[0].shape) - 3:
-        raise ConflictError(f"{_told(node)} uses all of its features")
+        raise ConflictError(f"{_name(node)} uses all of its features")
     return [layout for _ in node.outputs]
 
 

@@ -1,9 +1,9 @@
-"""Finds which layers of a model can be split, and how.
+"""Automatic plans: the layers of a model that can be split, and their styles.
 
-The model is called without values, and what becomes of each layer's output is followed, operation by operation
-(propagation.py): a layer is split by columns where everything up to the layers that take its features, which are then
-split by rows, works on each unit of them alone. Nothing goes by names. Then every rank's part is rehearsed
-(dry_run.py). What cannot be shown to be right stays whole, with the reason. See docs/automatic_plans.md.
+The model is called without values, and each layer's output is followed, operation by operation (propagation.py). A
+layer is split by columns if every operation up to the layers that take its features works on each unit alone; those
+layers are then split by rows. Names play no part. Then every rank's part is rehearsed (dry_run.py). A layer that cannot
+be shown to be right stays whole, with the reason. See docs/automatic_plans.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ from weft.tensor_parallel.styles import kind_of
 
 @dataclass(frozen=True)
 class AutomaticPlan:
-    """What `automatic_plan` found.
+    """Result of `automatic_plan`.
 
     Attributes:
         plan: module name, as in `named_modules`, to an entry of a plan of `weft.parallelize`.
-        whole: module name to why it stays on every rank as it is; of modules that would be worth splitting.
-        loss_parallel: as it was asked for.
+        whole: module name to the reason why it stays whole on every rank, for modules with matrices.
+        loss_parallel: the argument of `automatic_plan`.
         parts: names of the modules that were followed by themselves; "" is the model.
     """
 
@@ -36,7 +36,7 @@ class AutomaticPlan:
     parts: tuple[str, ...] = ("",)
 
     def of_part(self, name: str) -> "AutomaticPlan":
-        """The plan of one of its parts, with names inside of it."""
+        """Return the plan of one part, with names relative to the part."""
         if not name:
             return self
         inside = {
@@ -53,26 +53,27 @@ def automatic_plan(
     loss_parallel: bool = False,
     example: Any = None,
 ) -> AutomaticPlan:
-    """A plan for `world` ranks. The same on every rank that has the same model; nothing is communicated.
+    """Return a plan for `world` ranks. It is the same on every rank with the same model; nothing is communicated.
 
     Args:
-        model: it is not changed, and may be on the meta device.
+        model: the model. It is not changed and may be on the meta device.
+        sequence_parallel: not supported; it needs a plan of your own.
         loss_parallel: a last layer over a vocabulary gives each rank its part of the scores, for
-            `weft.parallel_cross_entropy`; otherwise every rank gets them all.
-        example: what the model is called with, a tensor, a tuple of arguments or a dict of named ones: for a model that
-            cannot be called with tokens, an image or features alone. Small is enough; of tensors of floating point
-            only the shapes matter.
+            `weft.parallel_cross_entropy`; otherwise every rank gets all scores.
+        example: input of the model: a tensor, a tuple of arguments or a dict of named arguments. Pass it if the model
+            cannot be called with only tokens, an image or features. A small input is enough; only the shapes of
+            floating-point tensors matter.
 
     Raises:
-        ValueError: a world below 1; sequence_parallel, which takes a plan of your own.
+        ValueError: world is below 1, or sequence_parallel is set.
     """
     if world < 1:
         raise ValueError(f"automatic_plan: world={world} must be at least 1")
     if sequence_parallel:
         raise ValueError(
-            "an automatic plan does not split the sequence between layers: whether what stands there treats each "
-            'position alone is not followed. Say it in a plan of your own, {"style": "row", "sequence_parallel": True} '
-            'and "sequence" for what stands between, or share the whole sequence, with a mesh that has cp'
+            "an automatic plan does not split the sequence between layers, because it does not check that the modules "
+            'there treat each position alone. Use a plan of your own, with {"style": "row", "sequence_parallel": True} '
+            'and with "sequence" for the modules between layers; or share the whole sequence, with a mesh that has cp'
         )
     plan: dict[str, str | Mapping] = {}
     reasons: dict[str, str] = {}
@@ -90,11 +91,11 @@ def automatic_plan(
 
 
 def conflict_in(model: nn.Module, world: int, automatic: AutomaticPlan, call: Callable) -> str | None:
-    """Why the plan is wrong for a call; None where it is right, or where the call cannot be followed.
+    """Describe why the plan is wrong for a call; None if it is right, or if the call cannot be followed.
 
     Args:
-        model: unsplit; it may be on the meta device.
-        call: call(model) calls it.
+        model: the unsplit model. It may be on the meta device.
+        call: call(model) runs the call.
     """
     runs = runs_of(model, [call])
     if isinstance(runs, str):
@@ -114,7 +115,7 @@ def conflict_in(model: nn.Module, world: int, automatic: AutomaticPlan, call: Ca
 
 
 def _is_whole_outside(entry: str | Mapping) -> bool:
-    """Whether the layer takes and gives whole tensors, whatever stands around it."""
+    """Return whether the layer takes and gives whole tensors in any surroundings."""
     return entry in ("vocabulary", "lookup", "heads", GATHERED)
 
 
@@ -123,7 +124,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _entries(part: Structure) -> dict[str, str | Mapping]:
-    """The plan of one part of the model, with names inside of it."""
+    """Return the plan of one part of the model, with names relative to the part."""
     found = part.found
     entries: dict[str, str | Mapping] = dict(part.alone)
     for layer, axis in found.columns.items():
@@ -158,14 +159,14 @@ def _column(found: Propagation, axis: Axis) -> Mapping:
 
 
 def _under_all_names(model: nn.Module, plan: dict) -> dict:
-    """A module that stands in several places is named in all of them."""
+    """Return the plan with an entry for each name of a module that has several."""
     first = {id(module): name for name, module in model.named_modules()}
     names = ((name, first[id(module)]) for name, module in model.named_modules(remove_duplicate=False))
     return {name: plan[own] for name, own in names if own in plan}
 
 
 def _whole(model: nn.Module, plan: Mapping, reasons: Mapping[str, str]) -> dict[str, str]:
-    """Modules with matrices that no entry splits, and why."""
+    """Return the modules with matrices that no entry splits, with the reasons."""
     whole = {}
     for name, module in model.named_modules():
         above = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
@@ -182,6 +183,6 @@ def _whole(model: nn.Module, plan: Mapping, reasons: Mapping[str, str]) -> dict[
 
 
 def _splits(entry: str | Mapping | None) -> bool:
-    """Whether it splits the module, or only says something about it."""
+    """Return whether the entry splits the module; other entries only add information about it."""
     style = entry if isinstance(entry, str | None) else entry["style"]
     return style not in (None, "sequence", "attributes", "dropout")

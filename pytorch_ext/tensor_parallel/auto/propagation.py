@@ -1,4 +1,4 @@
-"""Follows split features through what a model computes: which layers can be split together, and why others cannot."""
+"""Propagation of split features through a trace: layers that can be split together, and reasons why others cannot."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,11 +22,14 @@ RETURNED = "the model returns its features"
 
 @dataclass(eq=False)
 class System:
-    """Layers whose features meet, and are cut alike.
+    """Group of axes that meet, so their layers are cut alike.
 
     Attributes:
-        units: that are shared out. Where ranks outnumber KV heads, those of the fine axes, the query heads.
-        kv_units: then those of the coarse axes, whose units several ranks have.
+        units: number of units to distribute. If there are more ranks than KV heads, these are units of the fine axes,
+            the query heads.
+        kv_units: in that case the number of units of the coarse axes, the KV heads, which several ranks have; else 0.
+        coarse: the coarse axes.
+        copies: number of fine units that use one coarse unit.
     """
 
     units: int
@@ -35,20 +38,20 @@ class System:
     copies: int = 1
 
     def shares(self, world: int) -> list[tuple[int, int]]:
-        """Of each rank, its units of fine and of coarse axes."""
+        """Return each rank's number of units of fine and of coarse axes."""
         if not self.kv_units:
             return [(share, share) for share in split_sizes(self.units, world)]
         heads = Heads.held(self.units, self.kv_units, world)
         return [(count, len(keys)) for (_, count), keys in zip(heads.queries, heads.keys, strict=True)]
 
     def local(self, layout: AxisLayout, world: int) -> list[int]:
-        """Of each rank, its part of the layout's extent."""
+        """Return each rank's part of the layout's extent."""
         of_keys = layout.axis in self.coarse and layout.copies == 1
         units = self.kv_units if of_keys else self.units
         return [layout.extent // units * share[of_keys] for share in self.shares(world)]
 
     def cut(self, axis: Axis, size: int) -> dict:
-        """Options of ParallelLinear for so many features of the axis."""
+        """Return the options of ParallelLinear for `size` features of the axis."""
         if not self.kv_units:
             return {"unit": size // self.units}
         units = self.kv_units if axis in self.coarse else self.units
@@ -57,14 +60,17 @@ class System:
 
 @dataclass
 class Propagation:
-    """What one pass over a trace found.
+    """Result of one pass over a trace.
 
     Attributes:
-        columns: layer to the features of its output; rows: layer to the layout of its input; norms: to its channels.
-        systems: of each axis that is not taken apart.
-        whole: layers that are called with whole features and give whole ones.
-        refused: layer to why its output is not split.
-        summed: parameters that stay whole and whose gradients are sums over the ranks.
+        layouts: tensor to the layout of its split features.
+        columns: layer to the axis of its output features.
+        rows: layer to the layout of its input.
+        norms: norm to the axis of its channels.
+        systems: the System of each axis that is not divided into pieces.
+        whole: layers that take and give whole features.
+        refused: layer to the reason why its output is not split.
+        summed: parameters that stay whole and have gradients that are summed over the ranks.
     """
 
     world_size: int
@@ -78,22 +84,22 @@ class Propagation:
     summed: set[str] = field(default_factory=set)
 
     def local_size(self, axis: Axis) -> list[int]:
-        """Of each rank, its features of the axis."""
+        """Return each rank's number of features of the axis."""
         if not axis.pieces:
             return self.systems[axis].local(AxisLayout(0, 1, axis.size, axis, 1), self.world_size)
         return [sum(sizes) for sizes in zip(*map(self.local_size, axis.leaves()), strict=True)]
 
     def unlike(self, other: "Propagation") -> set[str]:
-        """Layers of the other that are not split here, or not so."""
-        mine, theirs = self._cuts(), other._cuts()
-        return {layer for layer, cut in theirs.items() if mine.get(layer) != cut}
+        """Return the layers that `other` splits and that are whole or split differently here."""
+        cuts = self._cuts()
+        return {layer for layer, cut in other._cuts().items() if cuts.get(layer) != cut}
 
     def _cuts(self) -> dict[str, list]:
         kept = {layer: axis for layer, axis in self.columns.items() if layer not in self.refused}
         return {layer: [(leaf.size, self.local_size(leaf)) for leaf in axis.leaves()] for layer, axis in kept.items()}
 
     def local_shapes(self, value: Value) -> list[tuple[int, ...]]:
-        """Of each rank."""
+        """Return each rank's shape of a tensor."""
         layout = self.layouts.get(value)
         if layout is None:
             return [value.shape] * self.world_size
@@ -114,8 +120,11 @@ class Propagation:
         return self._repeated(layout, shapes)
 
     def asides(self, trace: Trace) -> dict[str, dict[int, tuple[int, ...]]]:
-        """Of each module, what it returns of this rank's features and nobody computes with: the place in the tuple to
-        the dimension and the size of every rank's part."""
+        """Return the split outputs of each module that no operation uses afterwards.
+
+        Returns:
+            Module name to index in the returned tuple, to (split dimension, every rank's size).
+        """
         found: dict[str, dict[int, tuple[int, ...]]] = {}
         for value, (name, place) in trace.aside.items():
             layout = self.layouts.get(value)
@@ -126,7 +135,7 @@ class Propagation:
         return found
 
     def _repeated(self, layout: AxisLayout, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Where each KV head was expanded for its query heads, a rank has its query heads of one."""
+        """Return the shapes with each rank's number of query heads per KV head, if KV heads were expanded for them."""
         system, next_to = self.systems.get(layout.axis), layout.dim + 1
         if system is None or layout.axis not in system.coarse or next_to not in layout.constant:
             return shapes
@@ -137,17 +146,18 @@ class Propagation:
 
 
 class Flow:
-    """Repeats passes over a trace, each without what the passes before refused, until one refuses nothing.
+    """Passes over a trace, repeated without the refused layers until a pass refuses none.
 
     Args:
         model: the model, or a copy of it without values.
+        world: number of ranks.
 
     Attributes:
         owners: parameter to the modules that have it.
-        fixed: layer to why it cannot be replaced.
-        lookups: modules derived from nn.Embedding, to where they look up their weight's rows.
-        refused: layer to why its output is not split.
-        returned: layers whose split output the model may return.
+        fixed: layer to the reason why it cannot be replaced.
+        lookups: modules derived from nn.Embedding, to the operation that looks up their weight's rows.
+        refused: layer to the reason why its output is not split.
+        returned: layers with a split output that the model may return.
     """
 
     def __init__(self, model: nn.Module, trace: Trace, world: int):
@@ -186,12 +196,12 @@ class Flow:
                 self.refused |= {layer: reason for layer, reason in failed.items() if layer not in self.refused}
 
     def misuse(self, columns: Collection[str], rows: Collection[str]) -> tuple[str, str] | Propagation:
-        """Follow a plan that is given: what its columns give must reach its rows feature by feature.
+        """Follow a given plan: the features of its columns must reach its rows feature by feature.
 
-        What follows from an operation that has no rule is not judged.
+        Results of an operation without a rule are not checked.
 
         Returns:
-            The layer whose features are misused, and how; or what was found.
+            The layer with misused features, and the misuse; or the Propagation if there is no misuse.
         """
         self.fixed = {name: "the plan leaves it whole" for name in self.modules if name not in {*columns, *rows}}
         self.refused = {**self.fixed, **dict.fromkeys(rows, "it is split by rows")}
@@ -199,7 +209,7 @@ class Flow:
         for node in self.trace.nodes:
             outputs = {value for value in node.outputs if value is not None}
             if any(value in unknown for value in node.inputs):
-                if node.layer not in {*columns, *rows}:  # these give what the plan says
+                if node.layer not in {*columns, *rows}:  # the plan fixes the output of these layers
                     unknown |= outputs
                     continue
                 if node.layer in rows:
@@ -226,10 +236,10 @@ class Flow:
 
     def _hooked(self) -> dict[str, str]:
         lost = {name: lost_with(module) for name, module in self.modules.items()}
-        return {name: f"it has {what}, which its replacement would lose" for name, what in lost.items() if what}
+        return {name: f"it has {hooks}, which its replacement would lose" for name, hooks in lost.items() if hooks}
 
     def _elsewhere(self) -> dict[str, str]:
-        """Layers of which not all that they do is to be called."""
+        """Return layers with weights that are used outside of their own forward. Note custom embeddings' lookups."""
         refused: dict[str, str] = {}
         for node in self.trace.nodes:
             if self._is_lookup(node):
@@ -271,7 +281,7 @@ class Flow:
                 if value is not None and layout is not None:
                     found.layouts[value] = layout
                     axes.add(layout.axis)
-        made_whole = is_transformers(self.modules[""])  # by gather_outputs.py; another model may be cut into stages
+        made_whole = is_transformers(self.modules[""])  # by gather_outputs.py; other models may be cut into stages
         for value in self.trace.outputs:
             layout = found.layouts.get(value)
             if layout is None or (made_whole and value in self.trace.aside and _stretches(layout)):
@@ -282,7 +292,7 @@ class Flow:
         return found, failed, axes
 
     def _after(self, node: Node, found: Propagation, meeting: AxisJoin) -> list[AxisLayout | None]:
-        """Layouts of what a node returns."""
+        """Return the layouts of a node's outputs."""
         layouts = found.layouts
         if node.op == "layer" and kind_of(self.modules[node.layer]) in SPLIT:
             return self._layer(node, found, meeting)
@@ -298,7 +308,7 @@ class Flow:
         name, value = node.layer, node.inputs[0]
         layer = self.modules[name]
         kind = known(layer)
-        assert kind is not None  # or the trace would have gone into it
+        assert kind is not None  # the trace goes into unknown modules
         dim = kind.features
         layout = found.layouts.get(value)
         if getattr(layer, "groups", 1) != 1:
@@ -321,7 +331,7 @@ class Flow:
         if layout.dim != dim % len(value.shape) or layout.before != 1:
             raise ConflictError(f"{name} takes something else than its features split")
         if name in self.fixed:
-            raise ConflictError(f"{name} takes them, of which {self.fixed[name]}")
+            raise ConflictError(f"{name} takes them, and {self.fixed[name]}")
         layout.use()
         before = found.rows.setdefault(name, layout)
         if before is not layout:
@@ -348,7 +358,7 @@ class Flow:
         return [layout]
 
     def _solve(self, found: Propagation, meeting: AxisJoin, axes: set[Axis], failed: dict[str, str]) -> None:
-        """Units of all that meet."""
+        """Give a System to each group of axes that meet, or record why the group fails."""
         leaves: dict[str, list[Axis]] = {}
         for layer, axis in found.columns.items():
             try:
@@ -379,11 +389,11 @@ class Flow:
             self._check_summed(found, failed)
 
     def _summed(self, axis: Axis, axes: set[Axis], failed) -> set[str]:
-        """Of the axis, and of what it was taken from."""
+        """Return the summed parameters of the axis and of the axis that it is a piece of."""
         return {name for other in axes if other.layer == axis.layer for name in other.summed}
 
     def _units(self, found: Propagation, group: set[Axis], meeting: AxisJoin) -> str | None:
-        """Gives the group its System, or says why it has none."""
+        """Give the group its System; return the reason if there is none."""
         units = gcd(*(axis.units for axis in group))
         system = System(units)
         if units < self.world_size:
@@ -391,11 +401,11 @@ class Flow:
             ends = [layout.axis for layout in found.rows.values()] + list(found.norms.values())
             layers = {axis.layer for axis in group} | {row for row, one in found.rows.items() if one.axis in group}
             if heads is not None and (heads.coarse & set(ends) or any(map(self._is_convolution, layers))):
-                heads = None  # what several ranks have would count several times
+                heads = None  # features on several ranks would count several times
             if heads is None or heads.units < self.world_size:
                 most, layer = units if heads is None else heads.units, min(axis.layer for axis in group)
-                told = f"{most} unit{'s' * (most != 1)} ({layer}: {sizes_of(self.modules[layer])[1]} features)"
-                return f"{told} are fewer than {self.world_size} ranks"
+                counted = f"{most} unit{'s' * (most != 1)} ({layer}: {sizes_of(self.modules[layer])[1]} features)"
+                return f"{counted} are fewer than {self.world_size} ranks"
             system = heads
         for axis in group:
             found.systems[axis] = system
@@ -405,14 +415,14 @@ class Flow:
         return kind_of(self.modules[layer]) == "nn.Conv2d"
 
     def _check_pieces(self, found: Propagation, leaves: Mapping[str, list[Axis]], failed: dict[str, str]) -> None:
-        """Of a fused layer, all pieces are heads or none is."""
+        """Check that all pieces of a fused layer are heads of one attention, or none is."""
         for layer, pieces in leaves.items():
             kinds = {(found.systems[piece].kv_units, found.systems[piece].units) for piece in pieces}
             if len(kinds) > 1 and any(kv_units for kv_units, _ in kinds):
                 failed[layer] = "its pieces are of attentions with different heads"
 
     def _check_summed(self, found: Propagation, failed: dict[str, str]) -> None:
-        """A parameter whose gradient is summed over the ranks has no other use, and is summed with all its module."""
+        """Check that a summed parameter has no other use, and that all parameters of its module are summed."""
         for name in found.summed:
             reason = None
             for owner in self.owners[name]:
@@ -436,19 +446,19 @@ class Flow:
 
 
 def _stretches(layout: AxisLayout) -> bool:
-    """Whether the ranks' parts, one after another, are the whole."""
+    """Return whether the ranks' parts, one after another, are the whole dimension."""
     return layout.before == 1 and not layout.axis.pieces
 
 
 def _joined(pairs, members) -> list[set[Axis]]:
-    """Groups of members that pairs connect; members of one layer need not be in one."""
+    """Return the groups of members that pairs connect. Members of one layer may be in different groups."""
     groups = {member: {member} for member in members}
     for one, other in pairs:
-        mine, theirs = groups.setdefault(one, {one}), groups.setdefault(other, {other})
-        if mine is not theirs:
-            mine |= theirs
-            for member in theirs:
-                groups[member] = mine
+        first, second = groups.setdefault(one, {one}), groups.setdefault(other, {other})
+        if first is not second:
+            first |= second
+            for member in second:
+                groups[member] = first
     distinct: list[set[Axis]] = []
     for group in groups.values():
         if not any(group is other for other in distinct):
@@ -457,7 +467,7 @@ def _joined(pairs, members) -> list[set[Axis]]:
 
 
 def _heads(group: set[Axis], meeting: AxisJoin) -> System | None:
-    """Query heads over ranks that outnumber the KV heads, where the coarse axes are used in no other way."""
+    """Return the System for query heads over more ranks than KV heads; None if the axes also have other uses."""
     links = [link for link in meeting.copied if link[0] in group]
     each = {n for *_, n in links}
     fine, coarse = {one for one, _, _ in links}, {other for _, other, _ in links}

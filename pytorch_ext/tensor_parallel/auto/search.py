@@ -1,4 +1,4 @@
-"""What of a model, or of those of its parts that run alone, can be split: traced, followed, rehearsed."""
+"""Search for the layers of a model, or of parts that run alone, that can be split: trace, follow, rehearse."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,22 +15,22 @@ from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.styles import kind_of
 
 DENSE = ("nn.Linear", "transformers.Conv1D")
-_MOST_CLOSED = 200  # modules whose inside cannot be followed
+_MOST_CLOSED = 200  # modules that cannot be followed inside
 _PASSED_ON = ("view", "_to_copy", "slice", "unsqueeze", "squeeze")
 GATHERED = {"style": "column", "gather_output": True}
 
 
 @dataclass
 class Structure:
-    """Of one module that was traced.
+    """Search result for one traced module. Names are relative to the module.
 
     Attributes:
-        prefix: its name in the model.
-        found: what can be split, with names inside of the module.
-        numbers: that modules must have on each rank.
-        alone: entries of layers that are split by themselves, whose output is whole.
-        summed: modules whose gradients are sums over the ranks.
-        reasons: why other layers are not split.
+        prefix: name of the module in the model.
+        found: the layers that can be split.
+        numbers: the numbers that modules must have on each rank.
+        alone: entries of layers that are split by themselves and give a whole output.
+        summed: modules with gradients that are summed over the ranks.
+        reasons: other layers, to the reason why they are not split.
     """
 
     prefix: str
@@ -43,7 +43,7 @@ class Structure:
 
 @dataclass
 class Run:
-    """A copy of the model without values, what calls it, and what it then computes."""
+    """Copy of the model without values, the function that calls it, and the trace of that call."""
 
     twin: nn.Module
     call: Callable
@@ -51,7 +51,7 @@ class Run:
 
 
 def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) -> Iterator:
-    """A Structure for the model, or for each of the parts of it that run alone; (name, reason) of what does not."""
+    """Yield a Structure for the model, or for each part that runs alone; (name, reason) for parts that do not run."""
     runs = runs_of(model, calls(model) if example is None else [calling(example)])
     if not isinstance(runs, str):
         yield Search("", runs, world, loss_parallel).structure()
@@ -61,7 +61,10 @@ def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) 
 
 
 def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
-    """Of the parts of a module that cannot be run as a whole, those that can. Calls look at what is around them."""
+    """Yield the results for the parts of a module that cannot run as a whole.
+
+    The code around the parts is checked when the model is called (part_uses.py).
+    """
     for name, child in model.named_children():
         if not any(True for _ in child.parameters()):
             continue
@@ -75,13 +78,17 @@ def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
 
 
 def runs_of(model: nn.Module, tries) -> list[Run] | str:
-    """The model's run, in training and in evaluation and in each way of computing attention; or why there is none."""
-    reason = "it is not known what to call it with"
+    """Return the model's runs in training and evaluation with each attention implementation; or why there are none.
+
+    Args:
+        tries: calls to try, in order.
+    """
+    reason = "it is not known how to call it"
     tries, runs = list(tries), list[Run]()
     for attention, training in product(attentions(model), (True, False)):
         try:
             twin = without_values(model, training)
-        except Exception as error:  # what copying a user's objects raises
+        except Exception as error:  # copying a user's objects may raise anything
             return f"it cannot be copied: {type(error).__name__}: {error}"
         prepare(twin, attention)
         for call, closing in [(call, closing) for closing in (False, True) for call in tries]:
@@ -97,7 +104,11 @@ def runs_of(model: nn.Module, tries) -> list[Run] | str:
 
 
 def _traced(twin: nn.Module, call, closing: bool) -> Trace:
-    """closing: a module in which something cannot be run without values is closed, and gets its inputs whole."""
+    """Trace a call of the model.
+
+    Args:
+        closing: close a module that cannot run without values. A closed module gets its inputs whole.
+    """
     closed: dict[str, str] = {}
     while True:
         try:
@@ -110,13 +121,13 @@ def _traced(twin: nn.Module, call, closing: bool) -> Trace:
             reason = inside[0] if inside else f"what it computes cannot be followed: {error}"
             closed = {other: why for other, why in closed.items() if not other.startswith(f"{name}.")}
             kind = type(twin.get_submodule(name))
-            general = kind.__module__.startswith("torch.nn")  # a Sequential, say, of anything
+            general = kind.__module__.startswith("torch.nn")  # for example a Sequential, which may contain anything
             alike = (other for other, module in twin.named_modules() if other and type(module) is kind)
             closed |= dict.fromkeys([name] if general else alike, reason)
 
 
 class Search:
-    """Splits what can be split together, then what can be split alone, until both agree about shared weights."""
+    """Search that splits layers together, then layers alone, until both agree about shared weights."""
 
     def __init__(self, prefix: str, runs: list[Run], world: int, loss_parallel: bool):
         self.prefix, self.runs, self.whole = prefix, runs, runs[0].whole
@@ -139,7 +150,7 @@ class Search:
             alone = self._alone(found)
             unlike = self._dropped_unlike(found)
             if unlike:
-                self.flow.refuse(unlike, "a module drops at random both parts of it and what is whole")
+                self.flow.refuse(unlike, "one module drops random elements both of its features and of whole tensors")
                 continue
             returned = frozenset(layer for layer, entry in alone.items() if entry == GATHERED)
             if self.loss_parallel and returned and not self.flow.returned:
@@ -160,7 +171,7 @@ class Search:
                 return Structure(self.prefix, found, numbers, alone, summed, reasons)
 
     def _returned_in_parts(self, found: Propagation) -> set[str]:
-        """Layers whose features the model returns so that ranks' parts are not the whole, one after another."""
+        """Return layers with features that the model returns and that cannot be gathered rank after rank."""
         aside = found.asides(self.whole)
         partial = set()
         for value in self.whole.outputs:
@@ -170,13 +181,15 @@ class Search:
         return partial
 
     def _dropped(self, found: Propagation) -> set[str]:
-        """Modules that drop, at random, of what is split."""
+        """Return the modules that drop random elements of split tensors."""
         random = (node for node in self.whole.nodes if _drops(node))
         return {node.where for node in random if any(value in found.layouts for value in node.inputs)}
 
     def _dropped_unlike(self, found: Propagation) -> set[str]:
-        """Layers whose features are dropped by a module in which other things, that are whole, are dropped as well,
-        without an nn.Dropout of their own."""
+        """Return layers with features that a module drops although the module also drops whole tensors.
+
+        Drops of whole tensors in an nn.Dropout of their own do not count.
+        """
         layers = set()
         for name in self._dropped(found):
             if kind_of(self.modules[name]) == "nn.Dropout" and self._only_split(found, name):
@@ -194,7 +207,7 @@ class Search:
         return all(any(value in found.layouts for value in node.inputs) for node in own)
 
     def _rehearsed(self, found: Propagation) -> tuple[Numbers, dict[str, str]]:
-        """The numbers that modules must have; and the layers with which that does not help, and why."""
+        """Return the numbers that modules must have, and the layers that fail in spite of them, with the reason."""
         numbers: Numbers = {}
         for run in self.runs:
             flow = Flow(run.twin, run.whole, self.world_size)
@@ -221,7 +234,7 @@ class Search:
             if layer in self.flow.fixed or layer in self.kept:
                 continue
             if self.prefix and kind != "nn.MultiheadAttention":
-                continue  # whoever calls this part might use the layer's weights in another way
+                continue  # the caller of this part might use the layer's weights in another way
             if isinstance(module, nn.Embedding):
                 reason = self._not_a_vocabulary(module, node.inputs[-1])
                 entry: str | Mapping = self._rows_of(module)
@@ -240,7 +253,7 @@ class Search:
         return entries
 
     def _scores(self, found: Propagation, layer: str) -> bool:
-        """Whether a layer that is not split otherwise gives what the model returns, or is tied to an embedding."""
+        """Return whether an otherwise whole layer gives the model's output or is tied to an embedding."""
         tied = {owner for owners in self.flow.owners.values() if layer in owners for owner in owners}
         embedded = any(isinstance(self.modules[owner], nn.Embedding) for owner in tied)
         return found.refused.get(layer) == RETURNED or (layer in found.refused and embedded)
@@ -268,7 +281,7 @@ class Search:
         return None
 
     def _ties_hold(self, found: Propagation, alone: dict) -> bool:
-        """Whether weights that layers share are split alike; where they are not, says so for the next search."""
+        """Return whether shared weights are split alike. If not, note for the next pass not to split their layers."""
         hold = True
         for name, owners in self.flow.owners.items():
             if len(owners) == 1:
@@ -278,7 +291,7 @@ class Search:
             split = {owner for owner in layers if self._is_split(found, alone, owner)}
             alike = len(layers) == 1 or all(self._by_rows(found, alone, owner) for owner in layers)
             if split == set(layers) and alike and "" not in owners:
-                # What else has it does not compute with it: the flow would have fixed the layer.
+                # The other owners do not compute with the weight, or the flow would have fixed the layer.
                 alone |= {owner: {"style": "attributes"} for owner in owners if owner not in layers and split}
                 continue
             for owner in layers:
@@ -296,7 +309,7 @@ class Search:
         return known(self.modules[name]) is not None or isinstance(self.modules[name], nn.Embedding)
 
     def _uncalled(self, layers: list[str], alone: dict) -> dict[str, str]:
-        """Embeddings that only lend their weight to others (T5's shared one) are split as those are."""
+        """Return entries for embeddings that only share their weight with others (T5's) and are not called."""
         embeddings = [layer for layer in layers if isinstance(self.modules[layer], nn.Embedding)]
         if not any(alone.get(layer) in ("vocabulary", "lookup") for layer in embeddings):
             return {}
@@ -314,7 +327,7 @@ class Search:
 
 
 def _layers_at(whole: Trace, found: Propagation, step: int) -> set[str]:
-    """The layers whose features the operation at this step works on; if there are none, all."""
+    """Return the layers with features in the operation at this step; all column layers if there are none."""
     node = whole.nodes[min(step, len(whole.nodes) - 1)]
     values = [*node.inputs, *(value for value in node.outputs if value is not None)]
     layers = {found.layouts[value].axis.layer for value in values if value in found.layouts}
@@ -322,7 +335,7 @@ def _layers_at(whole: Trace, found: Propagation, step: int) -> set[str]:
 
 
 def _way_out(whole: Trace, found: Propagation, step: int) -> str:
-    """How to write a view so that it counts nothing."""
+    """Suggest how to write a view so that it counts nothing."""
     node = whole.nodes[min(step, len(whole.nodes) - 1)]
     layout = found.layouts.get(node.outputs[0]) if node.op == "view" and node.outputs[0] is not None else None
     if layout is None:

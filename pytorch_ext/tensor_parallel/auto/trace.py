@@ -1,4 +1,4 @@
-"""Runs a model on tensors without values and writes down what it computes."""
+"""Trace of a model's operations, recorded in a run on tensors without values."""
 
 import contextlib
 import copy
@@ -19,27 +19,27 @@ from weft.metadata import metadata, set_metadata
 from weft.tensor_parallel.auto.layer_specs import known
 from weft.tensor_parallel.local_sizes import SIZES, arguments_of
 
-# Whether a tensor is copied, and whether a view needs a copy first, depends on strides, and so on sizes.
+# Copies are not recorded: strides, and so sizes, decide whether a tensor is copied or a view needs a copy first.
 _COPIES = ("clone", "alias", "contiguous")
 _SAME = {"_unsafe_view": "view", "reshape": "view", "_reshape_alias": "view"}
 _CONSTANT = ("detach", "lift_fresh")
 _OF_INPUTS = ("layer", "closed", "attention")
-_LOOKUPS = ("embedding", "index", "gather", "index_select")  # rows of a parameter, as the input asks for them
-_FEW = 1024  # numbers of a constant that are compared
-_OBJECTS = 3  # of what a model returns, objects within objects that are looked into
-ACTIVATION = None  # the origin of what depends on the model's input
+_LOOKUPS = ("embedding", "index", "gather", "index_select")  # of rows of a parameter that the input chooses
+_FEW = 1024  # constants with at most so many numbers are compared
+_OBJECTS = 3  # depth of nested objects to search in a model's output
+ACTIVATION = None  # the origin of tensors that depend on the model's input
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the run.
+    """Tensor of the run.
 
     Attributes:
-        origin: the parameters that it follows from, if it follows from parameters and constants alone; None otherwise.
-        given: whether the model was called with it.
-        content: of a few numbers that nothing recorded has made (torch.tensor of a count, say).
-        twin: in a rehearsal, the tensor of the whole model that it is a part of.
-        aliases: it and the views that share its memory; what is written to one of them all follow from.
+        origin: the parameters that it depends on, if it depends only on parameters and constants; else ACTIVATION.
+        given: it is an input of the model, or a constant that no recorded operation made.
+        content: its numbers, if no recorded operation made it and they are few (for example a torch.tensor of a count).
+        twin: in a rehearsal, the whole model's tensor that it is a part of.
+        aliases: it and the views that share its memory. A write to one of them changes the origin of all.
     """
 
     shape: tuple[int, ...]
@@ -55,11 +55,14 @@ class Value:
 
 @dataclass(eq=False)
 class Node:
-    """One operation; or one layer, as "layer", with its name; or one attention, as "attention".
+    """One operation; "layer" is a whole layer, "closed" a closed module and "attention" a whole attention.
 
     Attributes:
-        inputs: the tensors in args and kwargs, where Values stand for them.
-        where: the name of the module that was running.
+        args, kwargs: the arguments, with Values in place of tensors.
+        outputs: the results; None for a result that is no tensor.
+        where: name of the innermost running module.
+        layer: name of the module, for "layer" and "closed".
+        inputs: the tensors in args and kwargs.
     """
 
     op: str
@@ -73,7 +76,7 @@ class Node:
 
     @property
     def output(self) -> Value:
-        """The first output, of an operation that gives a tensor."""
+        """First output of an operation that gives a tensor."""
         assert self.outputs[0] is not None
         return self.outputs[0]
 
@@ -84,14 +87,16 @@ class Node:
 
 @dataclass
 class Trace:
-    """What a model computes.
+    """Operations of a model.
 
     Attributes:
-        outputs: what it returned.
-        closed: name of a module whose inside could not be run without values, to why. It stands as a layer.
-        arguments: (module, argument) to the tensors that it was called with, where its own code reads sizes of them.
-        aside: tensors that a module returns beside others and that nothing computes with afterwards (attention
-            weights), each with the module, the innermost, and its place in the tuple or list.
+        nodes: the operations, in order.
+        outputs: the tensors that the model returned.
+        closed: modules that could not run without values inside, to the reason. Each is recorded as one operation.
+        aside: tensors that a module returns in a tuple or list and that no later operation uses (attention weights), to
+            (innermost module, index in the tuple or list).
+        arguments: (module, argument) to the tensors passed as that argument, if the module's own code reads their
+            sizes.
     """
 
     nodes: list[Node]
@@ -102,7 +107,11 @@ class Trace:
 
 
 class UntraceableError(Exception):
-    """The model does not run so. `module`: the innermost that was running."""
+    """Error of a model that does not run with a call.
+
+    Attributes:
+        module: name of the innermost running module.
+    """
 
     def __init__(self, message: str, module: str):
         super().__init__(message)
@@ -110,31 +119,33 @@ class UntraceableError(Exception):
 
 
 def without_values(model: nn.Module, training: bool = True) -> nn.Module:
-    """A copy whose parameters are on the meta device, in training mode or that of evaluation."""
+    """Return a copy of the model with parameters on the meta device, in training or evaluation mode."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         bare = torch.empty_like(parameter.detach(), device="meta")
         twin_of_it = nn.Parameter(bare, requires_grad=parameter.requires_grad)
-        twin_of_it._backward_hooks = parameter._backward_hooks  # no backward runs: only that there are some is asked
+        twin_of_it._backward_hooks = parameter._backward_hooks  # no backward runs; only their existence matters
         twin_of_it._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         memo[id(parameter)] = twin_of_it
     twin = copy.deepcopy(model, memo).train(training)
     for module in twin.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()  # its statistics are no concern here
+            module.eval()  # its statistics do not matter here
     return twin
 
 
 def trace(
     twin: nn.Module, call: Callable[[nn.Module], Any], closed: dict[str, str], run: "TraceRun | None" = None
 ) -> Trace:
-    """Runs call(twin), where twin is a model `without_values`, and records.
+    """Run call(twin) and record its operations.
 
     Args:
-        closed: modules whose inside is not looked at: each gives something shaped like its first input.
+        twin: a model from `without_values`.
+        closed: modules to treat as one operation, to the reason. The output has the shape of the first input.
+        run: the recording to use, for a rehearsal; None starts a new one.
 
     Raises:
-        UntraceableError: what the model raised.
+        UntraceableError: the model raised an error.
     """
     run = run or TraceRun()
     run.name_parameters(twin)
@@ -142,10 +153,10 @@ def trace(
         for name, module in twin.named_modules():
             stack.enter_context(_watched(module, name, closed, run))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # a guess of the input may be warned of
+        warnings.simplefilter("ignore")  # a guessed input may cause warnings
         stack.enter_context(torch.random.fork_rng([]))
         stack.callback(random.setstate, random.getstate())
-        torch.default_generator.manual_seed(0)  # layers that are left out at random are the same ones each time
+        torch.default_generator.manual_seed(0)  # a model that skips random layers skips the same ones each time
         stack.enter_context(torch.no_grad())
         stack.enter_context(_FunctionMode(run))
         stack.enter_context(_Recorder(run))
@@ -153,16 +164,20 @@ def trace(
             outputs = call(twin)
         except MismatchError:
             raise
-        except Exception as error:  # whatever a model's code raises on tensors without values
+        except Exception as error:  # a model's code may raise anything on tensors without values
             where = run.stack[-1] if run.stack else ""
-            told = str(error).partition("\n")[0]
-            raise UntraceableError(f"{type(error).__name__}: {told}", where) from error
+            message = str(error).partition("\n")[0]
+            raise UntraceableError(f"{type(error).__name__}: {message}", where) from error
     returned = [run.value(tensor) for tensor in tensors_in(outputs, _OBJECTS)]
     return Trace(run.nodes, returned, closed, run.aside(), run.read_arguments())
 
 
 class MismatchError(Exception):
-    """A rehearsal does something else than the run that it rehearses; `step` counts its operations."""
+    """Difference between a rehearsal and the whole model's run.
+
+    Attributes:
+        step: index of the operation.
+    """
 
     def __init__(self, step: int, message: str):
         super().__init__(message)
@@ -170,16 +185,16 @@ class MismatchError(Exception):
 
 
 class TraceRun:
-    """The state of one recording. A rehearsal of it (see dry_run.py) takes the nodes, and sets the widths."""
+    """State of one recording. A rehearsal (dry_run.py) overrides `take` and `width_of`."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.stack: list[str] = []
         self.arguments: dict[tuple[str, str], list[Value]] = {}
         self._sized: set[tuple[str, Value]] = set()
-        self._results: dict[Value, tuple[str, int, int]] = {}  # the module, the place, the operations until then
+        self._results: dict[Value, tuple[str, int, int]] = {}  # to (module, index, number of operations until then)
         self._values: dict[int, Value] = {}
-        self._kept: list[torch.Tensor] = []  # an id is one tensor's as long as that lives
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that their ids stay unique
 
     def name_parameters(self, twin: nn.Module) -> None:
         for name, parameter in twin.named_parameters():
@@ -188,10 +203,10 @@ class TraceRun:
             self._set(buffer, Value(tuple(buffer.shape)))
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """The Value of a tensor; of one that nothing has made, the model's input or a constant of its own."""
+        """Return the Value of a tensor. A tensor that no operation made is the model's input or a constant."""
         known = self._values.get(id(tensor))
         if known is None:
-            # A number that the model makes a tensor of is not seen before it is used.
+            # A tensor that the model makes of a number is first seen here, at its use.
             an_input = tensor.is_meta and _differentiable(tensor) and tensor.dim() > 0 and not is_constant(tensor)
             origin = ACTIVATION if an_input else frozenset[str]()
             with _unrecorded():
@@ -246,7 +261,7 @@ class TraceRun:
         }
 
     def note_results(self, name: str, results) -> None:
-        """Of a module, when it returns. What the model itself makes of them it must make of the whole."""
+        """Note the tensors that a module returns in a tuple or list. The model's own outputs are not noted."""
         if name and isinstance(results, (tuple, list)):
             for place, tensor in enumerate(results):
                 if isinstance(tensor, torch.Tensor):
@@ -259,11 +274,11 @@ class TraceRun:
         }
 
     def width_of(self, name: str, whole: int) -> int:
-        """How wide the output of a layer is."""
+        """Return the width of a layer's output in this run."""
         return whole
 
     def check_input(self, layer: nn.Module, *inputs) -> None:
-        """A wrong guess of the model's input is told here, as the layer itself would."""
+        """Raise for a wrong guess of the model's input, as the layer itself would."""
         kind, tensor = known(layer), next(tensors_in(inputs), None)
         if kind is None or tensor is None:
             return
@@ -288,7 +303,7 @@ def _differentiable(tensor: torch.Tensor) -> bool:
 
 
 def constant(tensor: torch.Tensor) -> torch.Tensor:
-    """Marks an argument of a call as one that gets no gradient."""
+    """Mark an argument of a call as one that gets no gradient, and return it."""
     set_metadata(tensor, "constant", True)
     return tensor
 
@@ -298,10 +313,14 @@ def is_constant(tensor: torch.Tensor) -> bool:
 
 
 def tensors_in(tree, objects: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors of nested containers, of what transformers returns, and of other objects, so many within another."""
+    """Yield the tensors in nested containers, outputs of transformers and other objects.
+
+    Args:
+        objects: depth of nested objects to search.
+    """
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif all(callable(getattr(tree, name, None)) for name in ("keys", "values")):  # not a layer of a cache
+    elif all(callable(getattr(tree, name, None)) for name in ("keys", "values")):  # excludes a layer of a cache
         for part in tree.values():
             yield from tensors_in(part, objects)
     elif isinstance(tree, (list, tuple, set)):
@@ -341,7 +360,10 @@ def _together(origins: Iterable[frozenset[str] | None]) -> frozenset[str] | None
 
 
 class _Recorder(TorchDispatchMode):
-    """What has values (positions, masks of them) keeps them; what meets a tensor without values has none."""
+    """Mode that records operations. Tensors with values (positions, their masks) keep them.
+
+    The result of an operation with a tensor without values has no values.
+    """
 
     def __init__(self, run: TraceRun):
         super().__init__()
@@ -366,7 +388,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _with_slices(index):
-    """x[[-1]] as x[-1:], which says in the trace which place it is."""
+    """Return the index with lists of one number as slices (x[[-1]] as x[-1:]), which show the place in the trace."""
     if isinstance(index, tuple):
         return tuple(map(_with_slices, index))
     if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
@@ -385,7 +407,7 @@ def _to_meta(tree):
 
 
 def _same_objects(result, given, args):
-    """What an operation in place returns is the tensor that it was given, not a stand-in of it."""
+    """Return the caller's tensor, not its meta stand-in, for the result of an in-place operation."""
     if isinstance(result, torch.Tensor):
         for stand_in, own in zip(given, args, strict=True):
             if result is stand_in:
@@ -394,7 +416,7 @@ def _same_objects(result, given, args):
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Records attention, and dropout where it drops, as one operation each; and notes whose sizes are read."""
+    """Mode that records an attention, and a dropout that drops, as one operation, and notes reads of sizes."""
 
     def __init__(self, run: TraceRun):
         super().__init__()
@@ -442,7 +464,7 @@ def _unrecorded():
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, name: str, closed: dict[str, str], run: TraceRun):
-    """While this lasts the run knows when the module is running, and a layer records itself alone."""
+    """Inside the context, put the running module on the run's stack and record a layer as one operation."""
     own = module.__dict__.get("forward")
     plain = module.forward
     kind = known(module)
