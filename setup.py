@@ -1,13 +1,13 @@
-"""Builds weft._C with ninja, and maps the repository's folders onto the package `weft`.
+"""Build of weft._C with ninja, and the mapping of the repository's folders to the package `weft`.
 
-The extension sees raw pointers only, so building it needs neither torch nor its headers. CUDA sources are compiled
-where nvcc is found, on the PATH or in CUDA_HOME; `WEFT_CUDA=0` leaves them out, `WEFT_CUDA=1` insists on them.
+The extension uses raw pointers only, so its build needs neither torch nor torch's headers. CUDA sources are compiled if
+nvcc is on the PATH or in CUDA_HOME. `WEFT_CUDA=0` leaves them out; `WEFT_CUDA=1` fails without nvcc.
 
-`WEFT_GLIBC=2.28` makes an extension that runs with that version of the C library and any later one, whatever this
-machine has: what a wheel for others is built with.
+`WEFT_GLIBC=2.28` builds an extension that runs with that version of the C library and any later one, independent of
+this machine's version. Wheels for other machines are built with it.
 
-Triton kernels are not compiled here: the archives of kernels/compiled go along where `python -m weft.kernels.aot` has
-written them and the kernels' sources are still the same.
+Triton kernels are not compiled here. `python -m weft.kernels.aot` writes them to archives in kernels/compiled. The
+build includes an archive if the sources of its kernels are unchanged.
 """
 
 import importlib.util
@@ -31,13 +31,13 @@ CXX = os.environ.get("CXX", "g++")
 GLIBC = os.environ.get("WEFT_GLIBC")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
-# sm_90a and sm_100a carry the instructions that only that architecture has; the PTX serves every later device.
+# sm_90a and sm_100a have instructions of that architecture only; the PTX serves every later device.
 CUDA_CODES = ["sm_80", "sm_90a", "sm_100a", "compute_80"]
 INSTRUCTION_SETS = {
     "reduce_avx2": "-mavx2",
     "reduce_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
 }
-# Where glibc had these functions before 2.34, which moved them into libc.
+# Libraries in which glibc had these functions before 2.34, which moved them into libc.
 FORMER_LIBRARIES = {
     "libpthread.so.0": ("libc.so.6", ("pthread_", "sem_")),
     "libdl.so.2": ("libc.so.6", ("dl",)),
@@ -56,11 +56,11 @@ def packages():
 
 
 def compiled_kernels():
-    """The archives to include, and a line about them."""
+    """Return the names of the archives to include, and a report about them."""
     spec = importlib.util.spec_from_file_location("archive", ROOT / "kernels" / "archive.py")
-    archive = sys.modules["archive"] = importlib.util.module_from_spec(spec)  # where its dataclasses look for it
+    archive = sys.modules["archive"] = importlib.util.module_from_spec(spec)  # its dataclasses look it up there
     spec.loader.exec_module(archive)
-    included, told = [], []
+    included, report = [], []
     for path in sorted(archive.COMPILED.glob("*.weft")):
         try:
             stored = archive.Archive(path)
@@ -68,14 +68,14 @@ def compiled_kernels():
         except archive.ArchiveError as error:
             fault = error
         if fault:
-            told.append(f"weft: left out the compiled kernels of {path.stem}: {fault}")
+            report.append(f"weft: left out the compiled kernels of {path.stem}: {fault}")
         else:
             included.append(path)
     if included:
-        told.append(f"weft: with the compiled kernels of {', '.join(path.stem for path in included)}")
+        report.append(f"weft: with the compiled kernels of {', '.join(path.stem for path in included)}")
     else:
-        told.append(f"weft: no compiled kernels are included; {archive.HOW_TO_BUILD}")
-    return [path.name for path in included], "\n".join(told)
+        report.append(f"weft: no compiled kernels are included; {archive.HOW_TO_BUILD}")
+    return [path.name for path in included], "\n".join(report)
 
 
 def output(command):
@@ -97,7 +97,7 @@ def cuda_release(nvcc):
 
 
 def cuda_home(nvcc):
-    """The toolkit that nvcc itself names; the nvcc on the PATH may be a script that stands elsewhere."""
+    """Return the toolkit that nvcc itself names; the nvcc on the PATH may be a script outside the toolkit."""
     dry = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True)
     return Path(re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE).group(1).strip())
 
@@ -107,9 +107,9 @@ def version_of(text):
 
 
 def older_names(library, prefixes, glibc):
-    """What this machine's `library` has in a version newer than `glibc` and, for old programs, in one that is not.
+    """Return functions of this machine's `library` with a version newer than `glibc` and an older one for old programs.
 
-    By version, the newest that `glibc` has: {"GLIBC_2.2.5": ["pthread_create", ...], ...}.
+    They are grouped by the newest version that `glibc` has: {"GLIBC_2.2.5": ["pthread_create", ...], ...}.
     """
     path = output([*CXX.split(), f"-print-file-name={library}"]).strip()
     listed = output(["nm", "-D", path])
@@ -125,12 +125,12 @@ def older_names(library, prefixes, glibc):
 
 
 def libraries_of(glibc, folder):
-    """Empty libraries to link with before the real ones: a function that they name is taken in its older version.
+    """Write empty libraries that make the linker use older versions of functions, and return their paths.
 
-    A function that has no older version is not among them. The linker then takes it as it is, and auditwheel refuses
-    the wheel: csrc/glibc.cpp is the place for it.
+    They are linked before the real libraries. A function without an older version is not in them: the linker then uses
+    the current version, and auditwheel refuses the wheel. Such a function belongs in csrc/glibc.cpp.
     """
-    folder.mkdir(exist_ok=True)  # nvcc would load them if they stood where it is run
+    folder.mkdir(exist_ok=True)  # not in the folder where nvcc runs, because nvcc would load them
     paths = []
     for soname, (library, prefixes) in FORMER_LIBRARIES.items():
         names = older_names(library, prefixes, version_of(glibc))
@@ -147,7 +147,7 @@ def libraries_of(glibc, folder):
 
 
 class PythonBuild(build_py):
-    """Says which compiled kernels are included, and keeps those of an earlier build out."""
+    """Build step that reports the included compiled kernels and removes those of an earlier build."""
 
     def run(self):
         print(COMPILED_KERNELS[1])
@@ -156,20 +156,20 @@ class PythonBuild(build_py):
 
 
 class NinjaBuild(build_ext):
-    """Compiles all sources of weft._C in one ninja run: in parallel, and only what has changed."""
+    """Build step that compiles the changed sources of weft._C in parallel, in one ninja run."""
 
     def finalize_options(self):
         super().finalize_options()
         if GLIBC and not re.fullmatch(r"2\.\d+", GLIBC):
             raise SystemExit(f"WEFT_GLIBC={GLIBC} is no version of the C library: write it like 2.28, or unset it")
-        # Also for an editable install, which would build in a temporary folder and so always from nothing.
+        # Also for an editable install, which would otherwise build in a temporary folder, and everything each time.
         glibc = f"-glibc-{GLIBC}" if GLIBC else ""
         self.build_temp = str(
             ROOT / "build" / f"objects-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}{glibc}"
         )
 
     def run(self):
-        self.in_source = self.inplace  # which setuptools sets aside while it builds
+        self.in_source = self.inplace  # setuptools clears `inplace` while it builds
         super().run()
 
     def build_extension(self, extension):
@@ -179,7 +179,7 @@ class NinjaBuild(build_ext):
         objects = Path(self.build_temp).resolve()
         objects.mkdir(parents=True, exist_ok=True)
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        # Linked where an editable install imports it from, so that ninja alone brings it up to date.
+        # Linked into the folder from which an editable install imports it, so that ninja alone can update it.
         target, rules = (
             (ROOT / FOLDERS["weft"] / wanted.name, "build.ninja") if self.in_source else (wanted, "wheel.ninja")
         )
@@ -188,18 +188,18 @@ class NinjaBuild(build_ext):
         verbose = "-v" if self.verbose > 1 else "--quiet"
         subprocess.run([ninja_program(), "-C", objects, "-f", rules, verbose], check=True)
         if self.in_source:
-            shutil.copy2(target, wanted)  # setuptools copies it back, where it is not newer
+            shutil.copy2(target, wanted)  # setuptools copies it back only if it is newer; copy2 keeps the time
         print(f"weft: built _C {'with CUDA ' + cuda_release(nvcc) if nvcc else 'without CUDA (no nvcc)'}")
 
     def rules(self, sources, target, objects, nvcc, pybind11_include):
         include = [sysconfig.get_paths()["include"], pybind11_include]
-        # -fwrapv: sums of integers wrap as in torch. -ffp-contract=off: every instruction set gives the same bits.
+        # -fwrapv: integer sums wrap as in torch. -ffp-contract=off: every instruction set gives the same bits.
         flags = (
             "-std=c++17 -O3 -fwrapv -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra "
             f"-DWEFT_VERSION={VERSION} " + " ".join(f"-isystem {quoted(path)}" for path in include)
         )
         if os.uname().machine == "x86_64":
-            flags += " -mtls-dialect=gnu2"  # thread-locals without __tls_get_addr, which lives in the dynamic loader
+            flags += " -mtls-dialect=gnu2"  # thread-locals without __tls_get_addr of the dynamic loader
         link = "-shared -Wl,--as-needed -Wl,--strip-debug"
         if nvcc:
             home = cuda_home(nvcc)
@@ -212,7 +212,7 @@ class NinjaBuild(build_ext):
             codes = ""
         standard = "-ldl -lpthread -lrt -lstdc++"
         if GLIBC:
-            # libstdc++ goes in, for an older system's may lack what this one's has, and stays inside.
+            # Link libstdc++ statically and do not export it: an older system's libstdc++ may lack functions.
             exports = objects / "exports.map"
             exports.write_text("{ global: PyInit__C; local: *; };\n")
             flags += " -DWEFT_GLIBC"
@@ -220,8 +220,8 @@ class NinjaBuild(build_ext):
             older = " ".join(map(quoted, libraries_of(GLIBC, objects / "older")))
             standard = f"-l:libstdc++.a {older} -ldl -lpthread -lrt"
         if nvcc or GLIBC:
-            # The static runtimes of CUDA and C++ call __tls_get_addr. Named one by one, the C libraries leave out the
-            # dynamic loader, which has that symbol and is in every process without being asked for.
+            # The static runtimes of CUDA and C++ call __tls_get_addr, a symbol of the dynamic loader. Naming the C
+            # libraries one by one leaves the loader out; every process has it anyway.
             link += f" -nodefaultlibs {standard} -lm -lgcc_s -lgcc -l:libc.so.6 -l:libc_nonshared.a"
         cuda_flags = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden --threads 2 " + " ".join(
             f"-gencode arch={code.replace('sm_', 'compute_')},code={code}" for code in codes.split(",") if code
@@ -251,17 +251,17 @@ class NinjaBuild(build_ext):
 
 
 def ninja_path(path):
-    """The path as it stands in a build statement of ninja."""
+    """Return the path escaped for a build statement of ninja."""
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def quoted(path):
-    """The path as it stands in a command of ninja."""
+    """Return the path quoted for a command of ninja."""
     return shlex.quote(str(path)).replace("$", "$$")
 
 
 def ninja_program():
-    """The ninja of the build environment (an isolated build has it as a module), or the one on the PATH."""
+    """Return the ninja of the build environment (a module in an isolated build), or the one on the PATH."""
     try:
         import ninja
     except ImportError:

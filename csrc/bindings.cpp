@@ -1,4 +1,4 @@
-// weft._C: one line per family.
+// The module weft._C, with one line per family.
 #include "families.h"
 
 PYBIND11_MODULE(_C, m) {

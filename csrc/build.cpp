@@ -1,4 +1,4 @@
-// What this extension was built from and for.
+// Version, compiler and targets of this build of the extension.
 #include "families.h"
 
 #define WEFT_TEXT_(x) #x

@@ -1,4 +1,4 @@
-// The families of functions that make up weft._C; each has a module.cpp (or .cpp) of its own.
+// Families of functions in weft._C. Each is registered by its own module.cpp (or .cpp).
 #pragma once
 #include <pybind11/pybind11.h>
 

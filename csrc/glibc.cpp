@@ -1,5 +1,5 @@
-// Functions that glibc 2.28 lacks, for a build that must run with it (WEFT_GLIBC in setup.py). The linker takes these,
-// for libstdc++ as well, and the module does not export them.
+// Functions that glibc 2.28 lacks, for a build that must run with it (WEFT_GLIBC in setup.py). The linker uses these
+// versions, also for libstdc++, and the module does not export them.
 #if defined(WEFT_GLIBC)
 #include <pthread.h>
 #include <stdint.h>
@@ -31,13 +31,13 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
   return pthread_cond_timedwait(condition, mutex, &wall);
 }
 
-// 2.32. Whether reference counts need no atomics: they always do.
+// 2.32. True would mean that reference counts need no atomics. They always need them.
 char __libc_single_threaded = 0;
 
-// 2.33. On 64-bit machines the kernel's struct stat is the C library's.
+// 2.33. On 64-bit machines the kernel and the C library have the same struct stat.
 int fstat(int file, struct stat* status) { return static_cast<int>(syscall(SYS_fstat, file, status)); }
 
-// 2.36. For std::random_device, which libstdc++ holds and weft does not use.
+// 2.36. For std::random_device, which is part of libstdc++; weft does not use it.
 uint32_t arc4random() {
   uint32_t value;
   if (getentropy(&value, sizeof value) != 0) abort();

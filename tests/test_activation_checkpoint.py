@@ -201,13 +201,13 @@ def test_running_means_count_a_batch_once():
 def test_what_cannot_be_recomputed_is_refused_with_the_way_out():
     linears = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))) for _ in range(2))
-    for model, kind, told in (
+    for model, kind, message in (
         (linears, "half", "recompute='half' is not one of 'none', 'full', 'selective'"),
         (linears, "full", 'no nn.ModuleList or nn.Sequential of blocks; use recompute="none"'),
         (blocks, "selective", "no nn.ModuleList or nn.Sequential of blocks"),
         (nn.ModuleList([nn.TransformerDecoderLayer(4, 1, 4).norm1, Cached()]), "selective", 'use "full"'),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             recomputed_in(model, kind)
     model = nn.ModuleList([Cached()])
     recompute(recomputed_in(model, "full"))

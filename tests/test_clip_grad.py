@@ -51,8 +51,8 @@ def assert_clips(model, whole):
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.3, norm_type=norm_type)
         norm = weft.clip_grad_norm_(model, 0.3, norm_type=norm_type)
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-        told = weft.all_gather(norm.reshape(1))
-        assert (told == norm).all()
+        message = weft.all_gather(norm.reshape(1))
+        assert (message == norm).all()
         for name, parameter in names.items():
             torch.testing.assert_close(parameter.grad, take(parameter, plain[name]), rtol=1e-12, atol=0, msg=name)
         for one in (*whole.parameters(), *dict.fromkeys(names.values())):
@@ -82,7 +82,7 @@ def test_shards_count_together_replicas_and_tied_copies_once():
 
 
 def of_data_parallel(rank):
-    """grad_norm is told at the end of backward, also where layers are on several ranks or the optimizer is sharded."""
+    """grad_norm is known at the end of backward, also where layers are on several ranks or the optimizer is sharded."""
     whole = model_of()
     expected = nn.utils.get_total_norm(list(gradients_of(whole).values())[:-1])  # tied: one of the two
     for sizes, shards in (({"dp": 2, "pp": 2}, False), ({"dp": 2, "tp": 2}, True)):
@@ -104,7 +104,7 @@ def of_data_parallel(rank):
             torch.testing.assert_close(weft.clip_grad_norm_(model, 9.0).item(), 0.1, rtol=1e-4, atol=0)
 
 
-def test_data_parallel_tells_the_norm_of_the_whole_model():
+def test_data_parallel_gives_the_norm_of_the_whole_model():
     run_ranks(of_data_parallel, 4)
 
 

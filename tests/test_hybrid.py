@@ -44,17 +44,17 @@ def loss_of(logits, targets):
 def train(model, step_of, parts=(0, 1)):
     """Losses and norms of a few steps with clipping, and the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    told = []
+    message = []
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = step_of(*batch_of(step, *parts))
-        told.append([loss.item(), float(weft.clip_grad_norm_(model, MAX_NORM))])
+        message.append([loss.item(), float(weft.clip_grad_norm_(model, MAX_NORM))])
         optimizer.step()
-    return torch.tensor(told, dtype=torch.float64), optimizer
+    return torch.tensor(message, dtype=torch.float64), optimizer
 
 
 def plain(**options):
-    """The single process: what was told, and parameters and moments by the model's names."""
+    """The single process: what it reported, and parameters and moments by the model's names."""
     model = model_of(**options)
     torch.manual_seed(SEED)
 
@@ -63,9 +63,9 @@ def plain(**options):
         loss.backward()
         return loss
 
-    told, optimizer = train(model, step)
-    assert (told[:, 1] > MAX_NORM).any(), "clipping does something"
-    return told, values_of(model, optimizer)
+    message, optimizer = train(model, step)
+    assert (message[:, 1] > MAX_NORM).any(), "clipping does something"
+    return message, values_of(model, optimizer)
 
 
 def values_of(model, optimizer):
@@ -97,9 +97,9 @@ def parallel(mesh, way, plan=LLAMA_PLAN, dtype=torch.float64, recompute="none", 
 def assert_same(mesh, way, expected, tolerances, **options):
     model, step = parallel(mesh, way, **options)
     torch.manual_seed(SEED)
-    told, optimizer = train(model, step, (mesh["dp"].get_local_rank(), mesh["dp"].size()))
+    message, optimizer = train(model, step, (mesh["dp"].get_local_rank(), mesh["dp"].size()))
     expected_told, expected_values = expected
-    torch.testing.assert_close(told, expected_told, **tolerances)
+    torch.testing.assert_close(message, expected_told, **tolerances)
     inner = model.module if isinstance(model, weft.DataParallel) else model
     found = values_of(inner, optimizer)
     for name, values in found.items():
@@ -107,7 +107,7 @@ def assert_same(mesh, way, expected, tolerances, **options):
         for kind, value, whole in zip(("parameter", "mean", "square"), values, expected_values[name], strict=True):
             mine = shard.take(whole) if shard else whole
             torch.testing.assert_close(value, mine, **tolerances, msg=lambda text, n=name, k=kind: f"{k} {n}: {text}")
-    return told, set(found)
+    return message, set(found)
 
 
 MESHES = [sizes for sizes in itertools.product((1, 2), repeat=4) if sizes.count(2) <= 3]
@@ -119,9 +119,9 @@ def run_meshes(rank, meshes, expected):
     for sizes, options in meshes:
         mesh = weft.init_mesh(**dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True)), device_type="cpu")
         for way in ("stages", "pipeline") if sizes[0] > 1 else ("stages",):
-            told, _ = assert_same(mesh, way, expected[options["tied"]], FP64, **options)
-            everywhere = weft.all_gather(told.unsqueeze(0))
-            assert (everywhere == told).all(), f"{sizes} {way}: the same bits on every rank"
+            message, _ = assert_same(mesh, way, expected[options["tied"]], FP64, **options)
+            everywhere = weft.all_gather(message.unsqueeze(0))
+            assert (everywhere == message).all(), f"{sizes} {way}: the same bits on every rank"
 
 
 @pytest.mark.parametrize("world", sorted({math.prod(sizes) for sizes in MESHES}))
@@ -155,9 +155,9 @@ def share_in_pipelines(rank, schedules, exact, rough):
         pipe = weft.Pipeline(model, mesh, schedule=schedule, microbatches=4, loss=loss_of_part if parts else loss_of)
         loss = pipe.step(*batch)
         assert_close(loss, rough[0], exact[0], "loss")
-        told = weft.all_gather(torch.stack([loss, pipe.evaluate(*batch)]).unsqueeze(0))
-        assert (told[:, 0] == loss).all()
-        torch.testing.assert_close(told[:, 1], told[:, 0])
+        message = weft.all_gather(torch.stack([loss, pipe.evaluate(*batch)]).unsqueeze(0))
+        assert (message[:, 0] == loss).all()
+        torch.testing.assert_close(message[:, 1], message[:, 0])
         assert "shares" in {row.kind for row in weft.explain(pipe).sequence}
         for name, parameter in pipe.named_parameters(remove_duplicate=False):
             assert_close(parameter.grad, rough[1][name], exact[1][name], name)
@@ -209,9 +209,9 @@ def drop(rank, expected):
             model = weft.parallelize(whole, mesh["tp"], plan=plan)
             model = weft.Pipeline(model, mesh, microbatches=2, loss=loss_of)
             step = model.step
-        told = torch.stack([step(*batch_of(0)).detach() for _ in range(2)])
-        assert told[0] != told[1], "every batch drops others"
-        assert (weft.all_gather(told.unsqueeze(0)) == told).all()
+        message = torch.stack([step(*batch_of(0)).detach() for _ in range(2)])
+        assert message[0] != message[1], "every batch drops others"
+        assert (weft.all_gather(message.unsqueeze(0)) == message).all()
         for name, parameter in model.named_parameters():
             if shard_of(parameter) is None:
                 same = weft.all_gather(parameter.grad.unsqueeze(0), group=mesh["tp"])
@@ -339,7 +339,7 @@ def refuse(rank):
     single = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     named = Llama(tied=True)
     calls = torch.distributed.group.WORLD.engine.group.calls
-    for model, on, told, options in (
+    for model, on, message, options in (
         (single, mesh, "1 layers .* too few for 2 places: use 1 at most", {}),
         (linears, mesh, 'strict.* "pp" one would compute at a time.*weft.Pipeline', {"strict": True}),
         (linears, mesh, 'the plan splits 0, and the mesh has no dimension "tp"', {"plan": {"0": "column"}}),
@@ -360,7 +360,7 @@ def refuse(rank):
         (linears, pair, "no nn.ModuleList or nn.Sequential of blocks", {"plan": None, "recompute": "full"}),
     ):
         before = [type(module) for module in model.modules()]
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             weft.parallelize(model, on["pp", "cp"] if on is mesh else on, **options)
         assert [type(module) for module in model.modules()] == before, "the model is as it was"
         assert not model._forward_hooks and not any(isinstance(m.forward, Recomputed) for m in model.modules())

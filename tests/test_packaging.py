@@ -125,21 +125,21 @@ def test_an_installed_wheel_finds_its_compiled_kernels_without_triton(python, tm
 def test_a_build_says_which_compiled_kernels_it_includes(tmp_path, environment, compiled):
     def build(tree):
         options = ["setup.py", "-q", "build_py", "--build-lib", tmp_path / "built"]
-        told = run(sys.executable, *options, cwd=tree, env=environment)
-        return told, sorted(path.name for path in (tmp_path / "built").rglob("*.weft"))
+        message = run(sys.executable, *options, cwd=tree, env=environment)
+        return message, sorted(path.name for path in (tmp_path / "built").rglob("*.weft"))
 
     copy_tree(tmp_path / "with", compiled)
-    told, included = build(tmp_path / "with")
-    assert "weft: with the compiled kernels of sm_90\n" in told and included == ["sm_90.weft"]
+    message, included = build(tmp_path / "with")
+    assert "weft: with the compiled kernels of sm_90\n" in message and included == ["sm_90.weft"]
     # Into the same folder: what an earlier build left there is no part of this one.
     copy_tree(tmp_path / "without")
-    told, included = build(tmp_path / "without")
-    assert told.count("no compiled kernels are included") == 1 and "make wheel" in told and included == []
+    message, included = build(tmp_path / "without")
+    assert message.count("no compiled kernels are included") == 1 and "make wheel" in message and included == []
     copy_tree(tmp_path / "changed", compiled)
     with (tmp_path / "changed" / "kernels" / "signal.py").open("a") as file:
         file.write("\n")
-    told, included = build(tmp_path / "changed")
-    assert "left out the compiled kernels of sm_90: sm_90.weft holds weft.kernels.signal" in told and included == []
+    message, included = build(tmp_path / "changed")
+    assert "left out the compiled kernels of sm_90: sm_90.weft holds weft.kernels.signal" in message and included == []
 
 
 @builds
@@ -264,6 +264,8 @@ def test_the_stub_of_the_extension_names_what_is_there():
     values = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
     assert {name for name in dir(_C) if not name.startswith("_")} == {*classes, *functions, *values}
     for name, node in classes.items():
-        told = {item.name for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("__")}
+        message = {
+            item.name for item in node.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("__")
+        }
         real = {item for item in vars(getattr(_C, name)) if not item.startswith("_")}
-        assert told == real, name
+        assert message == real, name

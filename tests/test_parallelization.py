@@ -93,7 +93,7 @@ def check_refusals(rank):
     nn.utils.parametrizations.weight_norm(model.attention.out_proj)
     before = [type(module) for module in model.modules()]
     calls = dist.group.WORLD.engine.group.calls
-    for error, told, plan in (
+    for error, message, plan in (
         (
             ValueError,
             r"names 'layers.\*.up', and no module is called that.*embedding, blocks.0.up",
@@ -119,13 +119,13 @@ def check_refusals(rank):
         (ValueError, "listened has hooks of its parameters, which its", {"listened": "column"}),
         (ValueError, "attention has parametrizations, which its", {"attention": "heads"}),
     ):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             weft.parallelize(model, plan=plan)
         assert [type(module) for module in model.modules()] == before, "the model is as it was"
     assert dist.group.WORLD.engine.group.calls == calls
     mesh = weft.init_mesh(cp=2, device_type="cpu")
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "columns"))
-    for told, arguments, options in (
+    for message, arguments, options in (
         ('the plan splits embedding, .* and the mesh has no dimension "tp"', [mesh["cp"]], {"plan": PLAN}),
         ("context='ring', and the mesh has no dimension \"cp\"", [mesh["tp"]], {"plan": PLAN, "context": "ring"}),
         ('the plan splits embedding, .* and the mesh has no dimension "tp"', [mesh["pp", "dp"]], {"plan": PLAN}),
@@ -134,7 +134,7 @@ def check_refusals(rank):
         ('sequence_parallel=True is of plan="auto"', [], {"plan": PLAN, "sequence_parallel": True}),
         ("recompute='some' is not one of 'none', 'full', 'selective'", [], {"plan": PLAN, "recompute": "some"}),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             weft.parallelize(model, *arguments, **options)
     assert not model._forward_pre_hooks
 
@@ -228,7 +228,7 @@ def check_unseeded(rank):
     assert type(model.head) is nn.Linear
 
 
-def test_ranks_that_drew_different_weights_are_told():
+def test_ranks_that_drew_different_weights_are_reported():
     run_ranks(check_unseeded, 3)
 
 
@@ -275,15 +275,15 @@ OPERATIONS = {
 
 def check_between(rank):
     split = {"up": "column", "down": "row"}
-    for name, (operation, told) in OPERATIONS.items():
+    for name, (operation, message) in OPERATIONS.items():
         torch.manual_seed(0)
         whole = Between(operation).double()
         x = torch.randn(2, 3, 6, dtype=torch.float64)
-        if told is None:
+        if message is None:
             model = weft.parallelize(copy.deepcopy(whole), plan=split)
             torch.testing.assert_close(model(x), whole(x), msg=name)
         else:
-            with pytest.raises(ValueError, match=f"up gives each rank a part .*{told}.*gather_output"):
+            with pytest.raises(ValueError, match=f"up gives each rank a part .*{message}.*gather_output"):
                 weft.parallelize(whole, plan=split)
             assert type(whole.up) is nn.Linear
         other = copy.deepcopy(whole)

@@ -75,9 +75,9 @@ def averaged_by_hand(rank, sizes):
     loss_of(model, mine_of(batch, mesh)).backward()
     loss_of(plain, batch).backward()
     parts = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    told = "all_reduce of a gradient over ranks .0, 1., which have different parts of the model: .*mesh..dp"
+    message = "all_reduce of a gradient over ranks .0, 1., which have different parts of the model: .*mesh..dp"
     if "dp" not in sizes:
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=message):
             dist.all_reduce(parts[0].grad)
         return
     for parameter in parts:

@@ -1,26 +1,26 @@
-// The collectives as each rank's threads run them: arguments, then numbered steps with what holds after each.
+// Collectives as each rank's threads run them: arguments, then numbered steps and the conditions that hold after each.
 //
 // With S bytes in the whole tensor and W ranks, a rank reads from its peers and writes to them:
 //   all_reduce, one_shot     reads (W - 1) S                              two meetings
 //   all_reduce, two_shot     reads (W - 1) S / W, writes (W - 1) S / W    two meetings
-//   all_reduce, in place     reads (W - 1) S / W, writes (W - 1) S / W    three meetings, nothing is staged
-//   all_reduce, multimem     S / W through the switch each way            three meetings, nothing is staged
+//   all_reduce, in place     reads (W - 1) S / W, writes (W - 1) S / W    three meetings, no staging
+//   all_reduce, multimem     S / W through the switch each way            three meetings, no staging
 //   reduce_scatter           reads (W - 1) S / W                          two meetings
 //   all_gather               reads (W - 1) S / W                          two meetings
 //
-// Staging memory (a rank's workspace) is reused from call to call. What makes that right, whatever call comes next and
-// however far ahead or behind a rank is:
-//   when a rank's launch has ended, no peer touches its staging memory, until it has met the rank in the next one.
-// A launch begins by staging into its own memory only, so no rank ever writes what a peer may still read. Each body
-// says how it leaves the rule true at its end. Blocks with the same number meet, and a launch ends when all its blocks
-// have, so what each block knows of its peers' blocks of its number, the rank knows of its peers.
+// Staging memory (a rank's workspace) is reused from call to call. One rule makes that safe for every next call,
+// and for ranks far ahead or behind:
+//   once a rank's launch has ended, no peer touches its staging memory until it has met the rank in the next launch.
+// A launch first stages into its own memory only, so no rank writes memory that a peer may still read. Each body states
+// how it keeps the rule at its end. Blocks with the same number meet, and a launch ends when all its blocks have ended.
+// So a condition that holds between equal blocks of two ranks holds between the ranks.
 //
-// Once a rank has given up, it stages nothing any more, so what it staged stays what it was while others still read it.
-// Symmetric memory is the user's, who may change it as soon as the launch has ended, also if it gave up: a late peer
-// could sum new values and hand that out. So there all ranks meet a third time, which a rank that gave up before does
-// not. After an error the contents of symmetric memory are undefined: a late peer's sums may still arrive there.
+// A rank that has given up stages nothing any more, so its staged data stays valid while others still read it. The user
+// owns symmetric memory, and may change it as soon as the launch has ended, even if it gave up. A late peer could then
+// sum new values and write the sum to all ranks. So all ranks meet a third time there, except a rank that gave up
+// before. After an error the contents of symmetric memory are undefined: a late peer's sums may still arrive there.
 //
-// tests/cuda_on_threads runs these bodies on CPU threads, with each meeting left out in turn.
+// tests/cuda_on_threads runs these bodies on CPU threads, and also with each meeting left out in turn.
 #pragma once
 #include "flags.h"
 
@@ -36,7 +36,7 @@ WEFT_ON_DEVICE T* staging(const Group& group, int rank) {
   return reinterpret_cast<T*>(group.workspace[rank]);
 }
 
-// Everything that was written on any rank's stream before is seen by what comes after on every rank's.
+// Work after the barrier on any rank's stream sees everything written before it on every rank's stream.
 struct Barrier {
   Group group;
   Call call;
@@ -47,7 +47,7 @@ struct Barrier {
   }
 };
 
-// Every rank reads everything. The source may be the destination.
+// Every rank reads the whole input of every rank. The source may be the destination.
 template <class T>
 struct AllReduceOneShot {
   Group group;
@@ -59,12 +59,12 @@ struct AllReduceOneShot {
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    // 1. Stage: the input goes where peers can read it.
+    // 1. Stage the input, so that peers can read it.
     bool going = is_intact(here, group);
     if (going) copy_share(here, staging<T>(group, group.rank), source, count);
     // 2. Meet. This block's share of every rank's input is staged.
     going = meet(here, group, call, 1, Phase::staged, going);
-    // 3. Reduce. A thread writes what it alone has staged, so the source may go.
+    // 3. Reduce. A thread writes only elements that it staged itself, so the source may be overwritten.
     if (going) {
       const Share<T, Here> share(here, count);
       for (size_t at = share.first; at < count; at += share.stride) {
@@ -78,7 +78,7 @@ struct AllReduceOneShot {
   }
 };
 
-// Each rank reduces one slice and hands it to all. The source may be the destination.
+// Each rank reduces one slice and writes it to all ranks. The source may be the destination.
 template <class T>
 struct AllReduceTwoShot {
   Group group;
@@ -98,8 +98,8 @@ struct AllReduceTwoShot {
     }
     // 2. Meet. This block's share of every slice is staged on every rank.
     going = meet(here, group, call, 1, Phase::staged, going);
-    // 3. Reduce this rank's slice into everybody's staging memory, over the inputs: nobody else reads this slice of
-    //    them, and the thread that overwrites an element is the one that has read it.
+    // 3. Reduce this rank's slice into the staging memory of all ranks, over the inputs. No other rank reads this slice
+    //    of them, and a thread overwrites only elements that it has read itself.
     if (going) {
       const Slice slice = slice_of<T>(count, group.world, group.rank);
       const Share<T, Here> share(here, slice.count);
@@ -109,10 +109,10 @@ struct AllReduceTwoShot {
         for (int rank = 0; rank < group.world; ++rank) store(part(rank), sum, share.valid(at), true);
       }
     }
-    // 4. Meet. Every peer has read and written all it ever will in this rank's staging memory: the rule holds, and
-    //    step 5 reads what is this rank's alone. So no third meeting is needed.
+    // 4. Meet. Every peer has done all its reads and writes in this rank's staging memory, so the rule holds. Step 5
+    //    reads only this rank's memory, so no third meeting is needed.
     going = meet(here, group, call, 2, Phase::reduced, going);
-    // 5. Hand out.
+    // 5. Copy to the destination.
     for (int rank = 0; rank < group.world; ++rank) {
       const Slice slice = slice_of<T>(count, group.world, rank);
       if (going)
@@ -123,7 +123,7 @@ struct AllReduceTwoShot {
   }
 };
 
-// In symmetric memory: each rank reduces one slice where it lies and writes it to all. Staging memory is not touched.
+// In symmetric memory: each rank reduces one slice in place and writes it to all ranks. Nothing is staged.
 template <class T>
 struct AllReduceInPlace {
   Group group;
@@ -134,9 +134,9 @@ struct AllReduceInPlace {
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    // 1. Meet. Every rank's input is there, and no rank's earlier work still uses it.
+    // 1. Meet. Every rank's input is ready, and no rank's earlier work still uses it.
     bool going = meet(here, group, call, 1, Phase::arrived, is_intact(here, group));
-    // 2. Reduce this rank's slice. It is read and written by this rank alone.
+    // 2. Reduce this rank's slice, which no other rank reads or writes.
     if (going) {
       const Slice slice = slice_of<T>(count, group.world, group.rank);
       const Share<T, Here> share(here, slice.count);
@@ -150,7 +150,7 @@ struct AllReduceInPlace {
     }
     // 3. Meet. Every slice of this rank's memory has been read and written.
     going = meet(here, group, call, 2, Phase::reduced, going);
-    // 4. Meet. That is so for every rank: none has given up before and changed its memory while others still read it.
+    // 4. Meet. Every rank has passed step 3: none has given up earlier and changed its memory while others read it.
     if (meet(here, group, call, 3, Phase::confirmed, going)) return;
     for (int rank = 0; rank < group.world; ++rank) {
       const Slice slice = slice_of<T>(count, group.world, rank);
@@ -159,24 +159,24 @@ struct AllReduceInPlace {
   }
 };
 
-// In symmetric memory with a multicast address: the switch sums, in an order of its own and not in rank order. A
-// 16-bit sum is rounded by the switch and, where the scale is not 1, once more after the multiplication.
+// In symmetric memory with a multicast address: the switch sums, in its own order and not in rank order. The switch
+// rounds a 16-bit sum. If the scale is not 1, the product is rounded once more.
 template <class T>
 struct AllReduceMultimem {
   Group group;
   Call call;
-  T* multicast;  // [count], aligned to 16 bytes and a multiple of them
-  T* own;        // the same memory of this rank by its own address, or nullptr
+  T* multicast;  // [count], aligned to 16 bytes; its size is a multiple of 16 bytes
+  T* own;        // this rank's memory by its own address, or nullptr
   size_t count;
   float scale;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    if (!Here::has_multimem) return;  // the code for earlier devices, which is never launched: see need_multimem
-    // 1. Meet. Every rank's input is there.
+    if (!Here::has_multimem) return;  // code for earlier devices, never launched: see need_multimem
+    // 1. Meet. Every rank's input is ready.
     bool going = meet(here, group, call, 1, Phase::arrived, is_intact(here, group));
     here.between_aliases();
-    // 2. Reduce this rank's slice for all.
+    // 2. Reduce this rank's slice on all ranks.
     if (going) {
       const Slice slice = slice_of<T>(count, group.world, group.rank);
       const Share<T, Here> share(here, slice.count);
@@ -198,7 +198,7 @@ struct AllReduceMultimem {
         spoil_share(here, own + slice.begin, slice.count);
         continue;
       }
-      // Without an address of its own, a rank can only spoil everybody's memory. All ranks have lost this call.
+      // Without its own address, a rank can only spoil the memory of all ranks. The call has failed on all of them.
       const Share<T, Here> share(here, slice.count);
       Packed<T> ones;
       __builtin_memset(&ones, 0xff, sizeof ones);
@@ -208,20 +208,20 @@ struct AllReduceMultimem {
   }
 };
 
-// Rank r gets the sum of the parts for it. The destination may be this rank's part of the source.
+// Rank r gets the sum over ranks of part r. The destination may be this rank's part of the source.
 template <class T>
 struct ReduceScatter {
   Group group;
   Call call;
-  Addresses<const T> parts;  // [counts[r]] each: what is for rank r
+  Addresses<const T> parts;  // [counts[r]]: the part for rank r
   size_t counts[most_ranks];
-  size_t part_elements;  // from one part to the next in staging memory, a multiple of 16 bytes
+  size_t part_elements;  // distance between parts in staging memory, a multiple of 16 bytes
   T* destination;        // [counts[rank]]
   float scale;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    // 1. Stage, each part where its reader expects it.
+    // 1. Stage each part at the place where its reader expects it.
     bool going = is_intact(here, group);
     for (int rank = 0; rank < group.world && going; ++rank)
       copy_share(here, staging<T>(group, group.rank) + rank * part_elements, parts.at[rank], counts[rank]);
@@ -242,7 +242,7 @@ struct ReduceScatter {
   }
 };
 
-// Every rank gets every rank's part. The source may be this rank's destination. T is only how wide an element is.
+// Every rank gets every rank's part. The source may be this rank's destination. T only gives the width of an element.
 template <class T>
 struct AllGather {
   Group group;
@@ -253,7 +253,7 @@ struct AllGather {
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    // 1. Stage; this rank's own part needs no other rank.
+    // 1. Stage, and copy this rank's own part, which needs no other rank.
     bool going = is_intact(here, group);
     if (going) {
       copy_share(here, staging<T>(group, group.rank), source, counts[group.rank]);
@@ -262,7 +262,7 @@ struct AllGather {
     }
     // 2. Meet. This block's share of every rank's part is staged.
     going = meet(here, group, call, 1, Phase::staged, going);
-    // 3. Gather, each rank from the next one on, so that not all read from the same at a time.
+    // 3. Gather. Each rank starts at the next rank, so that not all read from the same rank at once.
     if (going) {
       for (int step = 1; step < group.world; ++step) {
         const int rank = (group.rank + step) % group.world;

@@ -1,4 +1,4 @@
-// CUDA errors become exceptions, by name.
+// Turns CUDA errors into exceptions with their names.
 #pragma once
 #include <cuda_runtime_api.h>
 

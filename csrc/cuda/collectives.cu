@@ -1,4 +1,4 @@
-// The collectives on a GPU: one kernel that runs any body, and its launch.
+// Collectives on a GPU: one kernel that runs any body, and its launch.
 #include "check.h"
 #include "launches.h"
 #include "ptx.h"
@@ -32,8 +32,8 @@ void Gpu::launch(const std::string& operation, const Body& body, int blocks, uin
   check(cudaGetLastError(), operation.c_str());
 }
 
-// A device that has no code of its own here runs what was compiled for sm_80, which has no such instructions: so what
-// counts is the code that was loaded, not the device.
+// Checks the loaded code, not the device. A device without its own code here runs the code for sm_80, which has no
+// multimem instructions.
 template <class Body>
 void Gpu::need_multimem(const std::string& operation, const Body&) {
   cudaFuncAttributes loaded;

@@ -1,4 +1,4 @@
-// Collectives over the memory of peers: what one rank's host side launches on its device.
+// Collectives over the memory of peers: the launches of one rank's host on its device.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,15 +14,14 @@ enum class Operation : int;
 
 // Machine launches bodies (bodies.h): a GPU here, threads of the CPU in the tests.
 //
-// Every method puts one launch on the stream, or one for each piece that fits the workspace; none allocates, waits or
-// keeps count, so all can be captured in a CUDA graph and replayed. All ranks make the same calls in the same order,
-// each rank's on one stream or ordered by events. The results have the bits of rank_order_sum, whatever the algorithm,
-// except all_reduce_multimem's.
+// Every method puts one launch on the stream, or one for each piece that fits the workspace. No method allocates, waits
+// or counts, so a CUDA graph can capture and replay all of them. All ranks make the same calls in the same order, each
+// rank on one stream or ordered by events. Every algorithm but all_reduce_multimem gives the bits of rank_order_sum.
 template <class Machine>
 class Ranks {
  public:
-  // pads[r] and workspace[r] are rank r's memory as mapped here; pads are zero. record: 16 int64 in host memory that
-  // the device writes to, zero. blocks: the most that a launch has, each with a flag for each rank.
+  // pads[r] and workspace[r] are rank r's memory as mapped here; pads are zero. record: 16 int64 in host memory, zero,
+  // which the device writes to. blocks: the largest number in a launch, each with a flag for each rank.
   Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_words, const std::vector<uintptr_t>& workspace,
         size_t workspace_bytes, uintptr_t record, double timeout_s, int blocks);
   ~Ranks();
@@ -40,7 +39,7 @@ class Ranks {
                   uintptr_t stream) const;
 
  private:
-  // The operation with a hash of what the ranks must agree on, this object's own numbers included.
+  // Returns the operation with a hash of all that the ranks must agree on, including this object's parameters.
   Call sign(Operation operation, std::vector<uint64_t> agreed) const;
   int blocks_for(size_t packs) const;
 

@@ -18,7 +18,7 @@ namespace weft {
 
 namespace {
 
-// The driver's function, found when it is first needed: the extension loads where there is no driver.
+// Finds the driver's function at its first use, so that the extension loads without a driver.
 decltype(&cuStreamWriteValue32) stream_write_value() {
   static const auto function = [] {
     void* found = nullptr;
@@ -31,8 +31,8 @@ decltype(&cuStreamWriteValue32) stream_write_value() {
   return function;
 }
 
-// For each copy: the bytes, then 1 in its flag. The write waits for the copy, which every reader of the flag then sees
-// (CU_STREAM_WRITE_VALUE_DEFAULT has a system-wide fence before the write).
+// Copies the bytes of each copy, then writes 1 to its flag. The write waits for the copy, and a reader of the flag sees
+// the copied bytes (CU_STREAM_WRITE_VALUE_DEFAULT has a system-wide fence before the write).
 void copy_and_mark(const std::vector<uintptr_t>& destinations, const std::vector<uintptr_t>& sources,
                    const std::vector<size_t>& bytes, const std::vector<uintptr_t>& flags, uintptr_t stream) {
   const size_t count = destinations.size();

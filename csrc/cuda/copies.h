@@ -1,4 +1,4 @@
-// Copies that set a flag behind each: by the copy engine and the stream itself, without a multiprocessor.
+// Copies that each set a flag at the end. The copy engine and the stream do them, without a multiprocessor.
 #pragma once
 #include <pybind11/pybind11.h>
 

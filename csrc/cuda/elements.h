@@ -1,9 +1,9 @@
-// Elements as kernels see them: their fp32 value and back, and 16 bytes of them that travel together.
+// Elements in kernels: conversion to fp32 and back, and packs of 16 bytes that are moved together.
 //
-// Everything here and in the headers that build on it compiles twice: for GPUs by nvcc, and by a plain C++ compiler,
-// where the tests run the same kernels on threads with 16-bit types of their own.
-// What the host calls as well must be WEFT_ON_BOTH: in a template, nvcc lets a host function call one of the device
-// without a word, and makes the call end the process.
+// This header and those that include it compile twice: by nvcc for GPUs, and by a plain C++ compiler, with which the
+// tests run the same kernels on threads with their own 16-bit types.
+// A function that the host also calls must be WEFT_ON_BOTH. In a template, nvcc lets a host function call a device
+// function without a warning, and the call then ends the process.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -47,7 +47,7 @@ struct Convert<__nv_bfloat16> {
 };
 #endif
 
-// One rounding each: no compiler may merge the two into a fused multiply-add.
+// Each rounds once: no compiler may merge the two into a fused multiply-add.
 #if defined(__CUDA_ARCH__)
 WEFT_ON_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 WEFT_ON_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }

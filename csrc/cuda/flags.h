@@ -1,33 +1,33 @@
-// Flags between ranks: how block b of one rank meets block b of every other, and what happens when it does not.
+// Flags between ranks. Block b of one rank meets block b of every other rank, or gives up after a bounded wait.
 //
-// A signal pad holds one word for each block and rank: word [b * world + r] of a rank's pad is set by rank r and taken
-// back to 0 by the pad's owner, both by compare-and-swap. So pads are zero whenever the ranks are idle, and calls need
-// no counter that differs from one to the next: a CUDA graph can replay them.
+// A signal pad holds one word for each block and rank. Rank r sets word [b * world + r] of a rank's pad, and the pad's
+// owner takes it back to 0, both by compare-and-swap. So pads are zero whenever the ranks are idle, and no counter
+// differs from call to call: a CUDA graph can replay the calls.
 //
-// The value of a flag is the signature of the call and, in its last two bits, which meeting of the call it is. Ranks
-// that call different things see it at their first flag.
+// The value of a flag is the signature of the call. Its last two bits are the number of the meeting within the call.
+// Ranks that make different calls notice at their first flag.
 //
-// What a rank's block wrote before a meeting is seen by the same block of every other rank after it: the setter's
-// swap releases and the taker's acquires, both at system scope, and the block's barrier stands before and after.
+// After a meeting, a block sees everything that the same block of every other rank wrote before it. The setter's swap
+// releases and the taker's swap acquires, both at system scope. A barrier of the block stands before and after.
 //
 // Every wait is bounded. A block that gives up marks its rank as broken, in words of its own pad that no peer uses
-// ([b * world + own rank]), and says why in the record, if it is the first. Later launches see the mark before they
-// touch a flag or staging memory: they tell no peer anything any more, so nothing is ever taken for what it is not.
+// ([b * world + own rank]). If it is the first, it writes the reason to the record. Later launches see the mark before
+// they touch a flag or staging memory. They set no flag any more, so no peer mistakes stale data for new.
 #pragma once
 #include "pieces.h"
 
 namespace weft::cuda {
 
-// What travels with every launch; the same from call to call.
+// Parameters of every launch; the same from call to call.
 struct Group {
-  int rank, world, blocks;  // blocks: the most that a launch has
+  int rank, world, blocks;  // blocks: the largest number in a launch
   uint32_t* pads[most_ranks];
   char* workspace[most_ranks];
   int64_t* record;  // in host memory: see RecordField
   uint64_t timeout_ns;
 };
 
-// Codes in records; those of the Triton kernels begin at 100.
+// Codes in records; codes of the Triton kernels begin at 100.
 enum class Operation : int {
   barrier = 1,
   all_reduce_one_shot,
@@ -38,7 +38,7 @@ enum class Operation : int {
   all_gather,
 };
 
-// What a rank waits for.
+// Events that a rank waits for.
 enum class Phase : int { arrived = 21, staged, reduced, read, confirmed };
 
 struct WaitName {
@@ -63,31 +63,31 @@ constexpr WaitName wait_names[] = {
 
 struct Call {
   Operation operation;
-  uint32_t signature;  // its last two bits are zero: they say which meeting, from 1 on
+  uint32_t signature;  // its last two bits are zero; flags put the meeting there, from 1 on
 };
 
 struct RecordField {
   enum { state, rank, operation, phase, peer, block, seen, expected, claimed };
 };
 
-// Why, in the field `state`.
+// The reason of a failed wait, in the field `state`.
 enum Why : int64_t { nothing, timed_out, mismatched, stopped_by_host };
 
 constexpr uint32_t broken = 1;
-constexpr uint64_t look_every_ns = 100'000;  // at the record: reading host memory takes longer than a whole meeting
+constexpr uint64_t look_every_ns = 100'000;  // between reads of the record: each takes longer than a whole meeting
 
 WEFT_ON_DEVICE uint32_t* word(const Group& group, int owner, int block, int setter) {
   return group.pads[owner] + static_cast<size_t>(block) * group.world + setter;
 }
 
-// Whether this block may begin. Threads may see different answers when another block gives up meanwhile; the first
-// meeting makes them one.
+// Whether this block may begin. Threads may get different answers if another block gives up at the same time; the first
+// meeting makes them agree.
 template <class Here>
 WEFT_ON_DEVICE bool is_intact(const Here& here, const Group& group) {
   return here.read(word(group, group.rank, here.block(), group.rank)) == 0;
 }
 
-// To set a flag, which is expected to be 0, or to take it back, which is expected to have the value.
+// A wait to set a flag, which must be 0 first, or to take it back, which must have the value first.
 struct Wait {
   Phase phase;
   int peer;
@@ -101,7 +101,7 @@ WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, co
   WEFT_ROLLED
   for (int block = 0; block < group.blocks; ++block)
     here.write(word(group, group.rank, block, group.rank), broken);
-  // The fields are written before the state, by one thread only; a state that the host set stays.
+  // One thread writes the fields, and the state after them. A state that the host set stays.
   if (here.read(group.record + RecordField::state) != nothing) return;
   if (here.swap(group.record + RecordField::claimed, 0, 1) != 0) return;
   here.write(group.record + RecordField::rank, group.rank);
@@ -114,7 +114,7 @@ WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, co
   here.swap(group.record + RecordField::state, nothing, why);
 }
 
-// Whether the flag was as expected, and so was changed, before the time was over.
+// Changes the flag once it has the expected value; returns false if it has not in time.
 template <class Here>
 WEFT_ON_DEVICE bool changes_in_time(Here& here, const Group& group, const Call& call, const Wait& wait) {
   uint64_t start = 0, look = 0;
@@ -129,7 +129,7 @@ WEFT_ON_DEVICE bool changes_in_time(Here& here, const Group& group, const Call& 
     } else if (now - start > group.timeout_ns) {
       why = timed_out;
     } else if (now > look) {
-      if (here.read(group.record + RecordField::state) != nothing) why = stopped_by_host;  // or by another wait
+      if (here.read(group.record + RecordField::state) != nothing) why = stopped_by_host;  // or by another failed wait
       look = now + look_every_ns;
     }
     if (why != nothing) {
@@ -139,14 +139,14 @@ WEFT_ON_DEVICE bool changes_in_time(Here& here, const Group& group, const Call& 
   }
 }
 
-// Returns once this block and block b of every other rank have come here: true for all threads, or false for all where
-// that did not happen, or where `going` was false for one of them.
+// Returns once this block and the same block of every other rank have arrived. True for all threads; false for all if
+// that did not happen, or if `going` was false for any thread.
 template <class Here>
 WEFT_ON_DEVICE bool meet(Here& here, const Group& group, const Call& call, int meeting, Phase phase, bool going) {
   if (!here.all(going)) return false;
   const uint32_t flag = call.signature | meeting;
-  // 1. Tell every peer. Its word is 0 once it has taken the flag of the meeting before.
-  // 2. Hear from every peer, and leave its word zero for the next meeting.
+  // 1. Set a flag at every peer. The word is 0 once the peer has taken the flag of the last meeting.
+  // 2. Take every peer's flag, which leaves the word zero for the next meeting.
   WEFT_ROLLED
   for (int step = 1; step <= 2; ++step) {
     WEFT_ROLLED

@@ -1,8 +1,8 @@
-// The host side of the collectives: checks what would corrupt memory, cuts into pieces, signs and launches.
+// Host side of the collectives: checks arguments that could corrupt memory, cuts into pieces, signs and launches.
 //
-// A Machine has the types float16 and bfloat16, `threads` in a block, and
+// A Machine has the types float16 and bfloat16, `threads` per block, and
 //   launch(operation, body, blocks, stream)    puts body(here) for each thread of the blocks on the stream
-//   need_multimem(operation, body)             throws where the body's instructions are not there
+//   need_multimem(operation, body)             throws if the body's instructions are not supported
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -42,7 +42,7 @@ inline uint64_t bits_of(float value) {
   return bits;
 }
 
-// Calls with a zero of the element's type, and a number that tells the types apart.
+// Calls `then` with a zero of the element's type and a number that identifies the type.
 template <class Machine, class Then>
 void with_element(const std::string& operation, const std::string& dtype, Then then) {
   if (dtype == "float32")
@@ -55,7 +55,7 @@ void with_element(const std::string& operation, const std::string& dtype, Then t
     throw std::invalid_argument(operation + " takes float32, float16 and bfloat16, got " + dtype);
 }
 
-// begin and length of each piece; one empty piece of nothing, so that the ranks meet all the same.
+// Calls `then` with begin and length of each piece. A count of 0 has one empty piece, so that the ranks still meet.
 template <class Then>
 void in_pieces(size_t count, size_t most, Then then) {
   size_t begin = 0;
@@ -126,7 +126,7 @@ Call Ranks<Machine>::sign(Operation operation, std::vector<uint64_t> agreed) con
   return {operation, static_cast<uint32_t>(hash & 0x1fffffff) << 2};
 }
 
-// As many as have something to do; the same on every rank, since counts are.
+// Returns the number of blocks with work; the same on every rank, because counts are.
 template <class Machine>
 int Ranks<Machine>::blocks_for(size_t packs) const {
   const size_t busy = (packs + Machine::threads - 1) / Machine::threads;
@@ -245,7 +245,7 @@ void Ranks<Machine>::all_gather(uintptr_t source, const std::vector<uintptr_t>& 
                    1);
     if (bytes[rank] > 0) together |= destinations[rank] | bytes[rank];
   }
-  // The widest element that divides all addresses and sizes here. Ranks may differ in it: their packs do not.
+  // Uses the widest element that divides all addresses and sizes here. Ranks may use different ones; their packs agree.
   const auto gather = [&](auto zero) {
     using T = decltype(zero);
     in_pieces(longest / sizeof(T), workspace_bytes_ / sizeof(T), [&](size_t begin, size_t length) {

@@ -1,4 +1,4 @@
-// Binds the CUDA family. Without nvcc the module has no `cuda` attribute but None, and nothing else changes.
+// Binds the CUDA family. Without nvcc the module's attribute `cuda` is None, and nothing else changes.
 #include "../families.h"
 
 #if defined(WEFT_CUDA_VERSION)
@@ -20,7 +20,7 @@ namespace weft {
 
 namespace cuda {
 struct Gpu;
-extern template class Ranks<Gpu>;  // in collectives.cu, which only nvcc can compile
+extern template class Ranks<Gpu>;  // defined in collectives.cu, which only nvcc can compile
 }  // namespace cuda
 
 namespace {
@@ -28,12 +28,12 @@ namespace {
 py::dict state() {
   py::dict result;
   int driver = 0, devices = 0;
-  cudaDriverGetVersion(&driver);  // 0 where there is no driver
+  cudaDriverGetVersion(&driver);  // 0 if there is no driver
   const cudaError_t error = cudaGetDeviceCount(&devices);
   result["driver"] = driver == 0 ? py::object(py::none()) : py::object(py::int_(driver));
   result["devices"] = error == cudaSuccess ? devices : 0;
   result["error"] = error == cudaSuccess ? py::object(py::none()) : py::object(py::str(cudaGetErrorString(error)));
-  cudaGetLastError();  // "no device" must not be reported by the next call of somebody else
+  cudaGetLastError();  // clears "no device", which the next call of other code would report
   return result;
 }
 
@@ -62,8 +62,8 @@ void rank_order_sum(const std::vector<uintptr_t>& sources, uintptr_t destination
 void register_collectives(py::module_& m) {
   using Ranks = cuda::Ranks<cuda::Gpu>;
   py::class_<Ranks>(m, "Ranks",
-                    "The collectives of one rank on one device, over memory of its peers that is mapped here. Every "
-                    "method only launches, on the given stream; capturing it in a CUDA graph is allowed.")
+                    "Collectives of one rank on one device, over memory of its peers that is mapped here. Every method "
+                    "only launches, on the given stream, and may be captured in a CUDA graph.")
       .def(py::init<int, const std::vector<uintptr_t>&, size_t, const std::vector<uintptr_t>&, size_t, uintptr_t,
                     double, int>(),
            py::arg("rank"), py::arg("pads"), py::arg("pad_words"), py::arg("workspace"), py::arg("workspace_bytes"),
@@ -74,26 +74,26 @@ void register_collectives(py::module_& m) {
            "algorithm: \"one_shot\" or \"two_shot\". The source may be the destination.")
       .def("all_reduce_in_place", &Ranks::all_reduce_in_place, py::arg("addresses"), py::arg("count"),
            py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
-           "addresses[r]: where rank r's symmetric memory is mapped here. offset: of that part in the allocation, so "
-           "that ranks which pass different parts are told so.")
+           "addresses[r]: address of rank r's symmetric memory as mapped here. offset: offset of that part in the "
+           "allocation; ranks that pass different parts then raise an error.")
       .def("all_reduce_multimem", &Ranks::all_reduce_multimem, py::arg("multicast"), py::arg("count"),
            py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0, py::arg("own") = 0,
-           "Sums in the order of the switch, not of the ranks. own: this rank's own address of the memory, where NaN "
-           "goes if a wait gives up; without it they go to the memory of every rank.")
+           "Sums in the order of the switch, not of the ranks. own: this rank's own address of the memory, which is "
+           "filled with NaN if a wait gives up; without it the memory of every rank is.")
       .def("reduce_scatter", &Ranks::reduce_scatter, py::arg("source"), py::arg("destination"), py::arg("counts"),
            py::arg("dtype"), py::arg("scale"), py::arg("stream"))
       .def("all_gather", &Ranks::all_gather, py::arg("source"), py::arg("destinations"), py::arg("bytes"),
            py::arg("stream"));
   py::dict names;
   for (const cuda::WaitName& known : cuda::wait_names) names[py::int_(known.code)] = known.name;
-  m.attr("wait_names") = names;  // what the codes in records stand for: operations and phases
+  m.attr("wait_names") = names;  // names of the operations and phases, by their codes in records
 }
 
 }  // namespace
 
 void register_cuda(py::module_& m) {
   py::module_ cuda = m.def_submodule("cuda", "CUDA kernels on raw pointers, sizes and stream handles.");
-  cuda.def("state", &state, "Driver version, number of devices, and the error that asking for them gave.");
+  cuda.def("state", &state, "Driver version, number of devices, and the error of that query.");
   cuda.def("rank_order_sum", &rank_order_sum, py::arg("sources"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("scale") = 1.0f, py::arg("stream") = 0,
            "destination = scale * sum(sources), in order, accumulated in fp32 and rounded once.");

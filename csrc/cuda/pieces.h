@@ -1,4 +1,4 @@
-// Which elements a thread works on, and how it reads, sums and writes them: 16 bytes at a time where addresses allow.
+// A thread's share of the elements, and its reads, sums and writes: 16 bytes at a time if addresses allow.
 #pragma once
 #include "elements.h"
 
@@ -15,13 +15,13 @@ using Packed = Pack<T, per_pack<T>>;
 
 WEFT_ON_DEVICE bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % pack_bytes == 0; }
 
-// A whole pack from an address that is aligned to its 16 bytes.
+// Loads a whole pack from an address aligned to 16 bytes.
 template <class T>
 WEFT_ON_DEVICE Packed<T> load_wide(const T* from) {
   return *reinterpret_cast<const Packed<T>*>(from);
 }
 
-// The first `valid` elements, from any address.
+// Loads the first `valid` elements from any address.
 template <class T>
 WEFT_ON_DEVICE Packed<T> load_narrow(const T* from, int valid) {
   Packed<T> pack{};
@@ -42,9 +42,9 @@ WEFT_ON_DEVICE void store(T* to, const Packed<T>& pack, int valid, bool wide) {
     if (k < valid) to[k] = pack.values[k];
 }
 
-// A range of elements cut into packs: which of them a thread takes. Pack i belongs to block (i / threads) % blocks,
-// whatever the addresses: so block b of every rank works on the same elements in every step, and two ranks whose
-// memory is aligned differently still agree.
+// A thread's share of a range of elements that is cut into packs. Pack i belongs to block (i / threads) % blocks,
+// independent of addresses. So block b of every rank works on the same elements in every step, even if two ranks'
+// memory is aligned differently.
 template <class T, class Here>
 struct Share {
   size_t count, first, stride;
@@ -54,14 +54,14 @@ struct Share {
         first((static_cast<size_t>(here.block()) * here.threads() + here.thread()) * per_pack<T>),
         stride(static_cast<size_t>(here.blocks()) * here.threads() * per_pack<T>) {}
 
-  // How many of the pack's elements are in the range: none, a part of the last pack, or all.
+  // Returns the number of the pack's elements in the range: all, some in the last pack, or none after it.
   WEFT_ON_DEVICE int valid(size_t at) const {
     if (at >= count) return 0;
     return count - at < static_cast<size_t>(per_pack<T>) ? static_cast<int>(count - at) : per_pack<T>;
   }
 };
 
-// This thread's packs of `from`, four on their way at a time: one alone would wait for memory most of the time.
+// Copies this thread's packs of `from`, four at a time: one alone would wait for memory most of the time.
 template <class T, class Here>
 WEFT_ON_DEVICE void copy_share(const Here& here, T* to, const T* from, size_t count) {
   constexpr int batch = 4;
@@ -78,7 +78,7 @@ WEFT_ON_DEVICE void copy_share(const Here& here, T* to, const T* from, size_t co
         if (share.valid(next + k * share.stride) == per_pack<T>)
           store(to + next + k * share.stride, packs[k], per_pack<T>, true);
     }
-    // What is left is the last pack, if it is a part of one and this thread's.
+    // The last pack is left if it is partial and belongs to this thread.
     next = count - count % per_pack<T>;
     if (next / per_pack<T> % (share.stride / per_pack<T>) != share.first / per_pack<T>) return;
   }
@@ -89,7 +89,7 @@ WEFT_ON_DEVICE void copy_share(const Here& here, T* to, const T* from, size_t co
   }
 }
 
-// NaN in every floating-point type: all bits one.
+// Fills the share with ones in all bits, which is NaN in every floating-point type.
 template <class T, class Here>
 WEFT_ON_DEVICE void spoil_share(const Here& here, T* to, size_t count) {
   const Share<T, Here> share(here, count);
@@ -106,8 +106,8 @@ WEFT_ON_DEVICE Packed<T> scaled(const float (&sums)[per_pack<T>], float scale) {
   return result;
 }
 
-// The contract for one pack: part(0) + part(1) + ... in fp32 in this order, times scale, rounded once. Of aligned
-// packs, the loads of up to eight ranks are on their way together: each takes as long as the way to a peer and back.
+// Returns one pack of part(0) + part(1) + ..., summed in fp32 in this order, times scale, rounded once. Loads of
+// aligned packs from up to eight ranks run at the same time, because each takes a round trip to a peer.
 template <class T, class PartOf>
 WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bool wide, float scale) {
   constexpr int batch = 8;
@@ -135,8 +135,8 @@ WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bo
   return scaled<T>(sums, scale);
 }
 
-// The part of a range that one rank reduces: packs are cut evenly, so that every slice begins where the whole is
-// aligned; the last slices may be empty.
+// The part of a range that one rank reduces. Packs are cut evenly, so every slice begins at a pack of the whole range.
+// The last slices may be empty.
 struct Slice {
   size_t begin, count;
 };

@@ -1,4 +1,4 @@
-// What kernels that meet other ranks need beyond C++: a GPU's own instructions stand here and nowhere else.
+// GPU instructions that kernels of several ranks need beyond C++; no other file has any.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -8,14 +8,14 @@
 
 namespace weft::cuda {
 
-// A thread of a kernel, as the headers beside this one know it. The tests have another one, on threads of the CPU.
+// A thread of a kernel, in the interface that the other headers use. The tests have another one, on CPU threads.
 struct Here {
   __device__ int thread() const { return static_cast<int>(threadIdx.x); }
   __device__ int threads() const { return static_cast<int>(blockDim.x); }
   __device__ int block() const { return static_cast<int>(blockIdx.x); }
   __device__ int blocks() const { return static_cast<int>(gridDim.x); }
 
-  // A barrier of the block: whether it is true for all its threads.
+  // Barrier of the block; returns whether the argument is true for all its threads.
   __device__ bool all(bool mine) const { return __syncthreads_and(mine); }
 
   __device__ uint64_t now_ns() const {
@@ -24,7 +24,7 @@ struct Here {
     return now;
   }
 
-  // Sets a flag that is 0; returns what it saw. The block's writes go before it ...
+  // Sets a flag if it is 0; returns the value seen. The block's earlier writes are visible before the flag ...
   __device__ uint32_t set(uint32_t* flag, uint32_t value) const {
     uint32_t seen;
     asm volatile("atom.release.sys.global.cas.b32 %0, [%1], 0, %2;"
@@ -33,7 +33,7 @@ struct Here {
                  : "memory");
     return seen;
   }
-  // ... and are seen after taking the flag back to 0, which is done if it has the value.
+  // ... to a block that takes the flag back to 0, which happens if the flag has the value.
   __device__ uint32_t take(uint32_t* flag, uint32_t value) const {
     uint32_t seen;
     asm volatile("atom.acquire.sys.global.cas.b32 %0, [%1], %2, 0;"
@@ -51,8 +51,8 @@ struct Here {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
   }
 
-  // The record is in host memory. Swaps of it are atomic among the threads of this GPU, and with the host where the
-  // machine can do that; fields written before a swap are seen by whoever sees its value.
+  // The record is in host memory. Swaps of it are atomic among the threads of this GPU, and with the host if the
+  // machine supports that. A reader that sees a swap's value also sees the fields written before it.
   __device__ int64_t read(const int64_t* field) const {
     int64_t seen;
     asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(seen) : "l"(field) : "memory");
@@ -76,15 +76,15 @@ struct Here {
   static constexpr bool has_multimem = false;
 #endif
 
-  // A multicast address is a second address of memory that kernels also reach by its own. Accesses through the two
-  // are ordered by this fence (PTX ISA, fence.proxy.alias).
+  // A multicast address is a second address of memory that kernels also reach by its own address. This fence orders
+  // accesses through the two (PTX ISA, fence.proxy.alias).
   __device__ void between_aliases() const {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.alias;" ::: "memory");
 #endif
   }
 
-  // The sum over all ranks as the switch forms it: fp32 inside for the 16-bit types, rounded to T.
+  // Loads the sum over all ranks, formed by the switch: in fp32 for the 16-bit types, rounded to T.
   template <class T>
   __device__ Packed<T> load_sum(const T* multicast) const {
     Packed<T> sum{};
@@ -110,7 +110,7 @@ struct Here {
     return sum;
   }
 
-  // To every rank's memory at once. The type only says how wide the words are: bits are not changed.
+  // Stores to every rank's memory at once. The type gives only the width of the words; no bits change.
   template <class T>
   __device__ void store_to_all(T* multicast, const Packed<T>& pack) const {
 #if __CUDA_ARCH__ >= 900

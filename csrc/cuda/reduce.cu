@@ -12,7 +12,7 @@ struct Sources {
   const void* pointers[most_sources];
 };
 
-// One thread a pack at a time, grid-stride. The order of the additions is the loop's: source 0, 1, 2, ...
+// Each thread sums one pack at a time, in a grid-stride loop. The order of the additions is source 0, 1, 2, ...
 template <class T, int n>
 __global__ void __launch_bounds__(256)
     sum_packs(const __grid_constant__ Sources sources, int source_count, T* destination, size_t packs, float scale) {

@@ -1,4 +1,4 @@
-// The reduction contract on GPUs: sources summed in rank order in fp32, rounded once.
+// Reduction on GPUs: sums the sources in rank order in fp32 and rounds once.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -11,7 +11,7 @@ enum class Element { float32, float16, bfloat16 };
 constexpr int most_sources = 16;
 
 // destination[i] = round(scale * (sources[0][i] + sources[1][i] + ...)). The destination may be one of the sources.
-// Reads source_count * count elements and writes count; 16 bytes an access where every pointer is aligned to it.
+// Reads source_count * count elements and writes count, with 16-byte accesses if every pointer is aligned to 16 bytes.
 cudaError_t rank_order_sum(const void* const* sources, int source_count, void* destination, size_t count,
                            Element element, float scale, cudaStream_t stream);
 

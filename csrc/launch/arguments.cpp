@@ -13,7 +13,7 @@ namespace weft::launch {
 
 namespace {
 
-// Reads one launch; its methods throw Python's exceptions.
+// Reader of one launch's arguments. Its methods throw Python's exceptions.
 class Reader {
  public:
   Reader(const Parameters& parameters, Arguments& result) : parameters_(parameters), result_(result) {}
@@ -103,7 +103,7 @@ class Reader {
     add(place).integer = value;
   }
 
-  // The bits of an integer that only a u64 holds.
+  // Returns the bits of an integer that only a u64 holds.
   long long read_unsigned(size_t place, PyObject* object) {
     const unsigned long long value = PyLong_AsUnsignedLongLong(object);
     if (PyErr_Occurred() == nullptr) return static_cast<long long>(value);
@@ -176,7 +176,7 @@ class Reader {
     }
   }
 
-  // An element type of Triton, say: it is known by what str() gives.
+  // Puts another object, for example an element type of Triton, identified by its str().
   void put_other(PyObject* value, PyObject* name) {
     static Facts<std::string, 64> known;
     result_.key.put('o');

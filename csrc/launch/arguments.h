@@ -1,9 +1,9 @@
-// A launch's arguments, read from Python: what each of them is, which makes the key of the compiled variant, and its
+// Arguments of a launch, read from Python: the class of each, which goes into the key of the compiled variant, and its
 // value.
 //
-// The classes are those that Triton 3.7.1 compiles separate variants for (native_specialize_impl in its wheel): None
-// and the integer 1 are constants, an integer or an address that 16 divides is known to be, and an integer is an i32
-// where that holds it.
+// Triton 3.7.1 compiles a separate variant for each class (native_specialize_impl in its wheel). None and the integer
+// 1 are constants. Integers and addresses divisible by 16 have their own classes. An integer is an i32 if an i32 holds
+// it.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -16,7 +16,7 @@
 
 namespace weft::launch {
 
-// An argument's first byte in a key. Archives hold keys, so a letter keeps its meaning.
+// First byte of an argument in a key. Archives contain keys, so a letter never changes its meaning.
 enum class Class : char {
   none = 'N',
   one = '1',
@@ -29,18 +29,18 @@ enum class Class : char {
   boolean = 'b',
   real = 'f',
   tensor = 'p',        // its element type follows
-  tensor_by_16 = 'P',  // likewise
+  tensor_by_16 = 'P',  // its element type follows
   descriptor = 'd',    // its element type, its rank and the sizes of its block follow
 };
 
 constexpr int most_arguments = 127;  // a key counts them in one byte
 constexpr int most_dimensions = 5;  // of a tensor descriptor
 
-// A jit function's parameters, and which of them it is specialised on.
+// Parameters of a jit function, with a mark on those that it is specialised on.
 struct Parameters {
   Parameters(std::string function, std::vector<std::string> names, const std::vector<std::string>& unspecialised);
 
-  // For an error: "kernel f: argument x".
+  // Returns the start of an error: "kernel f: argument x".
   std::string describe(size_t place) const { return "kernel " + function + ": argument " + names[place]; }
 
   std::string function;
@@ -48,7 +48,7 @@ struct Parameters {
   std::vector<char> specialised;
 };
 
-// Of an argument that is no constant.
+// Value of an argument that is not a constant.
 struct Value {
   union {
     int64_t integer;  // also a boolean, an address, and the bits of a u64
@@ -58,7 +58,7 @@ struct Value {
   uint32_t place;  // among all arguments
 };
 
-// Bytes, on the stack as long as they fit there.
+// Bytes of a key, on the stack unless they are too many.
 class Key {
  public:
   Key() = default;
@@ -84,7 +84,7 @@ class Key {
   size_t capacity_ = sizeof short_;
 };
 
-// Reads the arguments and the pairs (name, value) of the constants; both tuples must outlive it.
+// Reads the arguments and the pairs (name, value) of the constants. Both tuples must outlive this object.
 struct Arguments {
   Arguments(const Parameters& parameters, PyObject* arguments, PyObject* constants);
 
@@ -93,12 +93,12 @@ struct Arguments {
   Value values[most_arguments];
 };
 
-// What a key says of an argument that is no constant.
+// Description of an argument that is not a constant, read from a key.
 struct Described {
   Class kind;
   int rank;  // of a descriptor
 };
-// All of them, in order. Throws std::invalid_argument where the bytes are no key.
+// Returns the descriptions in order. Throws std::invalid_argument if the bytes are not a key.
 std::vector<Described> described(std::string_view key);
 
 }  // namespace weft::launch

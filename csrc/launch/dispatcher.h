@@ -1,4 +1,4 @@
-// One jit function's compiled variants for one architecture, and the choice among them at each launch.
+// Compiled variants of one jit function for one architecture, and the choice of a variant at each launch.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -17,10 +17,10 @@ class Dispatcher {
  public:
   explicit Dispatcher(Parameters parameters) : parameters_(std::move(parameters)) {}
 
-  // Throws std::invalid_argument where the key has a kernel, or is not of the kernel's arguments.
+  // Throws std::invalid_argument if the key has a kernel already, or does not describe the kernel's arguments.
   void add(const std::string& key, std::shared_ptr<const Kernel> kernel);
   pybind11::bytes key(const pybind11::tuple& arguments, const pybind11::tuple& constants) const;
-  // False where no kernel has the key. An empty grid is launched by doing nothing.
+  // Returns false if no kernel has the key. Does nothing for an empty grid.
   bool launch(const pybind11::tuple& grid, const pybind11::tuple& arguments, const pybind11::tuple& constants,
               uintptr_t stream) const;
 
@@ -28,12 +28,12 @@ class Dispatcher {
   Grid read(const pybind11::tuple& grid) const;
 
   struct Variant {
-    std::string key;  // what the map's key points to
+    std::string key;  // the map's key points into it
     std::shared_ptr<const Kernel> kernel;
   };
 
   Parameters parameters_;
-  // A variant is never replaced: a launch uses it without the interpreter lock.
+  // Variants are never replaced, because launches use them without the interpreter lock.
   std::unordered_map<std::string_view, std::unique_ptr<const Variant>> variants_;
 };
 

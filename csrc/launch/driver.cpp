@@ -14,7 +14,7 @@ namespace weft::launch {
 namespace {
 
 std::atomic<const Driver*> latest{nullptr};
-std::atomic<pid_t> user{0};  // the first process that had a context
+std::atomic<pid_t> user{0};  // the first process with a context
 
 std::string named_library() {
   const char* named = std::getenv("WEFT_CUDA_DRIVER");
@@ -27,7 +27,7 @@ bool find(void* library, const char* symbol, Pointer& function) {
   return function != nullptr;
 }
 
-// The first entry point that is missing, or null.
+// Finds all entry points; returns the first missing one, or null.
 const char* find_all(void* library, Driver& driver) {
   const char* missing = nullptr;
   const auto need = [&](const char* symbol, auto& function) {
@@ -67,7 +67,7 @@ Search search(const std::string& name) {
   auto found = std::make_unique<Driver>();
   if (const char* missing = find_all(library, *found))
     return {"the CUDA driver " + name + " has no " + missing + "; version 12 or later is needed"};
-  // Needs no cuInit, after which this process could not be forked.
+  // This call needs no cuInit. After cuInit, this process could not be forked.
   const Result result = found->driver_get_version(&found->version);
   if (result != success) return {DriverError(*found, result, "cuDriverGetVersion").what()};
   return {"", found.release()};
@@ -86,14 +86,14 @@ std::string text_of(const Driver& driver, Result result, const char* call) {
   if (first != 0 && first != getpid())
     message += "; this process was forked from one that had used CUDA, and cannot use it: start it by spawn";
   else if (result == 700 || result == 702 || result == 710 || (result >= 714 && result <= 719))
-    // An illegal address, a time-out, an assertion or an exception in a kernel: told by whatever call comes next.
+    // An illegal address, a time-out, an assertion or an exception in a kernel: the next call reports it.
     message += "; work given to the device before may have caused it";
   return message;
 }
 
 Context adopt_context(const Driver& driver, Stream stream) {
   Context context = nullptr;
-  // 0, 1 and 2 are the default streams, which belong to whatever context is current.
+  // 0, 1 and 2 are the default streams, which belong to the current context.
   if (reinterpret_cast<uintptr_t>(stream) > 2) {
     check(driver, driver.stream_get_ctx(stream, &context), "cuStreamGetCtx");
   } else {
@@ -113,7 +113,7 @@ Search find_driver() {
   const std::lock_guard lock(mutex);
   const std::string name = named_library();
   const auto earlier = found.find(name);
-  // One that was not found is looked for again: it may be there now.
+  // Search again for a driver that was not found: it may exist now.
   Search result = earlier == found.end() ? search(name) : Search{"", earlier->second};
   if (result.driver != nullptr) found.emplace(name, result.driver);
   latest.store(result.driver, std::memory_order_release);

@@ -1,7 +1,7 @@
-// The CUDA driver: the entry points that a launch needs, found with dlopen when first needed, and its errors by name.
+// The CUDA driver: the entry points for launches, found with dlopen at their first use, and errors by name.
 //
-// The few types are declared here as the driver's binary interface has them (CUDA driver API reference; cuda.h of CUDA
-// 13), so that this family is built without CUDA too.
+// The few types are declared here as in the driver's binary interface (CUDA driver API reference; cuda.h of CUDA 13).
+// So this family builds without CUDA too.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -81,7 +81,7 @@ struct Driver {
   Result (*func_set_attribute)(Function, int attribute, int value);
   Result (*func_set_cache_config)(Function, int);
   Result (*launch_kernel_ex)(const LaunchConfig*, Function, void** parameters, void** extra);
-  // Null where the driver is older than they are.
+  // Null in a driver older than the version given.
   Result (*ctx_get_id)(Context, unsigned long long*);  // 12.0
   Result (*tensor_map_encode_tiled)(TensorMap*, int element_type, uint32_t rank, void* address, const uint64_t* sizes,
                                     const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
@@ -91,16 +91,16 @@ struct Driver {
 };
 
 struct Search {
-  std::string error;               // empty where it was found
-  const Driver* driver = nullptr;  // null where it was not; never freed, since kernels hold functions of it
+  std::string error;               // empty if the driver was found
+  const Driver* driver = nullptr;  // null if it was not; never freed, because kernels hold its functions
 };
 
-// Looks for the library that WEFT_CUDA_DRIVER names (libcuda.so.1 where it names none), unless that one is in use.
+// Searches the library that WEFT_CUDA_DRIVER names, by default libcuda.so.1; does nothing if that one is in use.
 Search find_driver();
-// The one found last, or found now. Throws std::runtime_error where there is none.
+// Returns the driver found last, or finds it now. Throws std::runtime_error if there is none.
 const Driver& driver();
 
-// The call that failed, the error's name and its text.
+// Error of a driver call, with the call, the error's name and its text.
 class DriverError : public std::runtime_error {
  public:
   DriverError(const Driver& driver, Result result, const char* call);
@@ -110,9 +110,9 @@ inline void check(const Driver& driver, Result result, const char* call) {
   if (result != success) throw DriverError(driver, result, call);
 }
 
-// The number of the current context, never that of another: a new context may stand at the address of an old one.
-// Where none is current, the stream's becomes it, or the primary context of device 0, which is where the CUDA runtime
-// begins in a thread.
+// Returns the number of the current context. It is unique, unlike an address, which a new context may reuse. If none is
+// current, makes the stream's context current, or for a default stream the primary context of device 0, as the CUDA
+// runtime does in a new thread.
 uint64_t current_context(const Driver& driver, Stream stream);
 
 }  // namespace weft::launch

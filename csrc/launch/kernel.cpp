@@ -23,7 +23,7 @@ constexpr std::pair<const char*, Type> type_names[] = {
     {"u1", Type::u1},       {"u8", Type::u8},     {"u16", Type::u16},   {"u32", Type::u32}, {"u64", Type::u64},
 };
 
-// Gives up the interpreter lock: a launch waits where the stream's queue is full, and a load for work on the device.
+// Releases the interpreter lock: a launch waits if the stream's queue is full, and a load waits for work on the device.
 class WithoutLock {
  public:
   WithoutLock() : state_(PyEval_SaveThread()) {}
@@ -81,7 +81,7 @@ bool holds(int64_t value) {
   return static_cast<int64_t>(static_cast<Integer>(value)) == value;
 }
 
-// Whether the C type holds the integer. What is not named here was read as that type.
+// Whether the C type holds the integer. Types not listed here hold every value that was read for them.
 bool holds(Type type, int64_t value) {
   switch (type) {
     case Type::i8:
@@ -103,7 +103,7 @@ bool holds(Type type, int64_t value) {
 
 }  // namespace
 
-// One launch's parameters as the driver reads them: an address for each, little-endian values in slots of 8 bytes.
+// Parameters of one launch as the driver reads them: an address for each, and little-endian values in 8-byte slots.
 class Packed {
  public:
   void add(uint64_t bits) {
@@ -157,7 +157,7 @@ Kernel::Kernel(Description description) : description_(std::move(description)) {
   };
   if (description_.warps < 1 || description_.warps > 32)
     refuse("has " + std::to_string(description_.warps) + " warps; 1 to 32 are possible");
-  // Triton takes scratch memory from an allocator at each launch; none of our kernels needs any.
+  // Triton allocates scratch memory at each launch; weft's kernels need none.
   if (description_.global_scratch_bytes != 0)
     refuse("needs " + std::to_string(description_.global_scratch_bytes) +
            " bytes of global scratch memory for each program, which this launcher does not give");
@@ -278,7 +278,7 @@ const Kernel::Loaded* Kernel::find(const Driver& driver, uint64_t context) const
 }
 
 Function Kernel::load(const Driver& driver, uint64_t context) const {
-  const WithoutLock unlocked;  // before the mutex, whose holder may be waiting for the interpreter lock
+  const WithoutLock unlocked;  // before the mutex: its holder may be waiting for the interpreter lock
   const std::lock_guard lock(loading_);
   if (const Loaded* entry = find(driver, context)) return entry->function;
   const RelaxedCapture relaxed(driver);
@@ -296,7 +296,7 @@ Function Kernel::load_function(const Driver& driver) const {
     allow_shared_memory(driver, function);
     if (cluster_blocks_ > portable_cluster_blocks)
       check(driver, driver.func_set_attribute(function, large_clusters_allowed, 1), "cuFuncSetAttribute");
-    // A driver that loads lazily would otherwise load at the launch, and wait there for the work before it.
+    // Otherwise a driver that loads lazily loads at the launch, and waits there for earlier work.
     if (driver.func_load != nullptr) check(driver, driver.func_load(function), "cuFuncLoad");
   } catch (...) {
     driver.module_unload(module);

@@ -1,5 +1,5 @@
-// A compiled kernel: loaded into each context that it is launched in, and given its arguments as Triton 3.7.1's own
-// launcher gives them (triton/backends/nvidia/driver.c and driver.py in its wheel).
+// Compiled kernel, loaded into each context in which it is launched. Arguments are passed as by Triton 3.7.1's own
+// launcher (triton/backends/nvidia/driver.c and driver.py in its wheel).
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -17,12 +17,12 @@
 
 namespace weft::launch {
 
-// The C type of a parameter that is no constant.
+// C type of a parameter that is not a constant.
 enum class Type { pointer, i1, i8, i16, i32, i64, u1, u8, u16, u32, u64, fp32, fp64, tensor_map };
 
 using Grid = std::array<uint32_t, 3>;
 
-class Packed;  // a launch's parameters as the driver reads them
+class Packed;  // parameters of a launch, as the driver reads them
 
 class Kernel {
  public:
@@ -35,7 +35,7 @@ class Kernel {
     int registers;
     std::optional<Grid> clusters;
     bool cooperative;
-    bool programmatic;  // may start before the launch before it has ended
+    bool programmatic;  // may start before the previous launch has ended
     int64_t global_scratch_bytes;
     int64_t profile_scratch_bytes;
   };
@@ -47,20 +47,21 @@ class Kernel {
 
   const std::string& name() const { return description_.name; }
 
-  // Throws std::invalid_argument where arguments of these classes are not what the kernel takes.
+  // Throws std::invalid_argument if the kernel does not take arguments of these classes.
   void check_takes(const std::vector<Described>& arguments) const;
 
-  // Launches in the current context (see current_context). Called with the interpreter lock, which it gives up while
-  // the driver loads or launches. Python's exceptions, and std::runtime_error with everything that the launch was.
+  // Launches in the current context (see current_context). The caller holds the interpreter lock, which is released
+  // while the driver loads or launches. Throws Python's exceptions, and std::runtime_error with all details of the
+  // launch.
   //
-  // Under stream capture it makes only calls that capture allows. A first launch in a context, which loads the kernel,
-  // does so in the relaxed capture mode: the driver forbids loading in the other modes, although it adds nothing to the
-  // stream. The function is loaded at once, not lazily by the launch.
+  // Under stream capture it makes only calls that capture allows. The first launch in a context loads the kernel, in
+  // the relaxed capture mode. The driver forbids loading in the other modes, although it adds nothing to the stream.
+  // The function is loaded at once, not lazily by the launch.
   void launch(const Parameters& parameters, const Arguments& arguments, Grid grid, Stream stream) const;
 
  private:
-  // A function in one context. A module is never unloaded: a CUDA graph may hold the function for longer than this
-  // object lives, and a context that goes takes its modules along.
+  // The function in one context. A module is never unloaded: a CUDA graph may hold the function longer than this
+  // object lives, and a context destroys its modules at its end.
   struct Loaded {
     const Driver* driver;
     uint64_t context;
@@ -78,8 +79,8 @@ class Kernel {
 
   Description description_;
   std::vector<Type> types_;
-  std::vector<TensorMapLayout> maps_;  // one for each type tensor_map
-  int parameter_count_ = 0;            // as the device sees them, hidden ones included
+  std::vector<TensorMapLayout> maps_;  // one for each argument of type tensor_map
+  int parameter_count_ = 0;            // on the device, including hidden parameters
   uint32_t cluster_blocks_ = 1;
   std::vector<Attribute> attributes_;
   mutable std::mutex loading_;

@@ -1,4 +1,4 @@
-// Binds the launcher of compiled kernels. It is there without CUDA and without a driver too, and says so when asked.
+// Binds the launcher of compiled kernels. It exists without CUDA and without a driver too, and driver() reports that.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -26,7 +26,7 @@ py::dict driver_state() {
   return state;
 }
 
-// The alignment of scratch memory matters only to kernels that have some, which are refused.
+// The alignment of scratch memory is ignored: it matters only for kernels with scratch memory, which are refused.
 std::shared_ptr<Kernel> make_kernel(std::string name, py::bytes cubin, std::vector<std::string> arguments,
                                     uint32_t shared_bytes, uint32_t warps, int registers, std::optional<Grid> clusters,
                                     bool cooperative, bool pdl, int64_t global_scratch_bytes, int64_t,
@@ -41,17 +41,17 @@ std::shared_ptr<Kernel> make_kernel(std::string name, py::bytes cubin, std::vect
 void register_launch(py::module_& m) {
   py::module_ family = m.def_submodule("launch", "Launches of kernels that were compiled ahead of time.");
   family.def("driver", &driver_state,
-             "Looks for the CUDA driver: found, error, version (13010 is 13.1). The environment variable "
-             "WEFT_CUDA_DRIVER names another library than libcuda.so.1; launches use what was looked for last.");
+             "Look for the CUDA driver; return found, error, version (13010 is 13.1). The environment variable "
+             "WEFT_CUDA_DRIVER names another library than libcuda.so.1; launches use the library of the last search.");
   py::class_<Kernel, std::shared_ptr<Kernel>>(family, "Kernel",
-                                              "One compiled variant; it is loaded where it is first launched.")
+                                              "One compiled variant, loaded into a context at its first launch there.")
       .def(py::init(&make_kernel), py::arg("name"), py::arg("cubin"), py::arg("arguments"), py::arg("shared_bytes"),
            py::arg("warps"), py::arg("registers"), py::arg("clusters"), py::arg("cooperative"), py::arg("pdl"),
            py::arg("global_scratch_bytes"), py::arg("global_scratch_align"), py::arg("profile_scratch_bytes"),
-           "arguments: the C types, in order, of the parameters that are no constants: ptr, i1 to i64, u1 to u64, "
-           "fp32, fp64, and tensordesc: followed by the entry of Triton's metadata tensordesc_meta as JSON.")
+           "arguments: the C types, in order, of the parameters that are not constants: ptr, i1 to i64, u1 to u64, "
+           "fp32, fp64, or tensordesc: followed by the entry of Triton's metadata tensordesc_meta as JSON.")
       .def_property_readonly("name", &Kernel::name);
-  py::class_<Dispatcher>(family, "Dispatcher", "The compiled variants of one jit function for one architecture.")
+  py::class_<Dispatcher>(family, "Dispatcher", "Compiled variants of one jit function for one architecture.")
       .def(py::init([](std::string name, std::vector<std::string> parameters,
                        const std::vector<std::string>& unspecialised) {
              return std::make_unique<Dispatcher>(Parameters(std::move(name), std::move(parameters), unspecialised));
@@ -64,11 +64,11 @@ void register_launch(py::module_& m) {
           },
           py::arg("key"), py::arg("kernel"))
       .def("key", &Dispatcher::key, py::arg("arguments"), py::arg("constants"),
-           "The key of a launch: equal exactly where Triton would run the same variant.")
+           "Return the key of a launch; two keys are equal exactly if Triton would run the same variant.")
       .def("launch", &Dispatcher::launch, py::arg("grid"), py::arg("arguments"), py::arg("constants"),
            py::arg("stream"),
-           "Launches the variant of these arguments and constants (pairs of name and value) in the current context. "
-           "False where there is none: nothing was launched.");
+           "Launch the variant for these arguments and constants (pairs of name and value) in the current context. "
+           "Return False, without a launch, if there is none.");
 }
 
 }  // namespace weft

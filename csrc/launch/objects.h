@@ -1,7 +1,7 @@
-// Reading Python objects at every launch: owned references, names that are looked up, and what is known of an object
-// already.
+// Helpers that read Python objects at every launch: owned references, attribute names, and cached facts about objects.
 //
-// pybind11's own handles check for the interpreter lock at each count of a reference, which costs as much as reading.
+// pybind11's own handles check for the interpreter lock at each change of a reference count, which costs as much as the
+// read.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -16,7 +16,7 @@ struct Release {
 };
 using Owned = std::unique_ptr<PyObject, Release>;
 
-// Takes a new reference; throws Python's exception where there is none.
+// Takes a new reference; throws Python's exception if it is null.
 inline Owned owned(PyObject* object) {
   if (object == nullptr) throw pybind11::error_already_set();
   return Owned(object);
@@ -40,7 +40,7 @@ inline const Names& names() {
 
 inline Owned attribute(PyObject* object, PyObject* name) { return owned(PyObject_GetAttr(object, name)); }
 
-// The items of a list or a tuple, which must outlive it.
+// Items of a list or tuple, which must outlive this object.
 class Items {
  public:
   explicit Items(PyObject* sequence) : fast_(owned(PySequence_Fast(sequence, "it must be a list or a tuple"))) {}
@@ -55,8 +55,8 @@ class Items {
   Owned fast_;
 };
 
-// What was found out about an object, by its identity. The object is kept, so that no other takes its place. Few
-// objects are worth it (types, element types); when the table is full, others are looked at anew each time.
+// Cache of facts about objects, by identity. It keeps each object alive, so that no other object gets its address. It
+// is for few objects (types, element types). Once it is full, facts about others are found anew each time.
 template <class Fact, size_t most>
 class Facts {
  public:

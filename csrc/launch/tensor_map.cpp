@@ -18,8 +18,8 @@ constexpr int zero_outside = 0;        // CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 constexpr int nan_outside = 1;         // CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
 constexpr int tfloat32 = 11;           // CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
 
-// Triton's metadata numbers these types as the instruction does; the driver's numbers (CUtensorMapDataType) differ for
-// three of them (TMA_DTYPE_DEVICE_TO_HOST in Triton's launcher).
+// Returns the driver's number (CUtensorMapDataType) of an element type. Triton's metadata has the instruction's
+// numbers, which differ for three types (TMA_DTYPE_DEVICE_TO_HOST in Triton's launcher).
 int driver_element_type(int in_metadata) {
   switch (in_metadata) {
     case 8:
@@ -43,7 +43,7 @@ int read_integers(PyObject* sequence, int64_t* integers, const char* name) {
   return static_cast<int>(items.count());
 }
 
-// Whether a kind of descriptor has these fields; where it has not, it means "zero" and False.
+// Whether a descriptor type has these fields; a missing one means "zero" or False.
 struct Fields {
   bool padding = false;
   bool rounding = false;
@@ -101,7 +101,7 @@ TensorMap TensorMapLayout::encode(const Driver& driver, const Descriptor& descri
   if (descriptor.rank != rank_)
     throw std::invalid_argument("a tensor descriptor has " + std::to_string(descriptor.rank) +
                                 " dimensions; the kernel was compiled for " + std::to_string(rank_));
-  // The fastest dimension comes first; its stride is not given, being one element.
+  // The fastest dimension comes first. Its stride is one element and is not passed.
   uint64_t sizes[most_dimensions], strides[most_dimensions] = {};
   const uint32_t element_strides[most_dimensions] = {1, 1, 1, 1, 1};
   for (int i = 0; i < rank_; ++i) sizes[i] = static_cast<uint64_t>(descriptor.sizes[rank_ - 1 - i]);
@@ -122,8 +122,8 @@ TensorMap TensorMapLayout::encode(const Driver& driver, const Descriptor& descri
                              "-byte elements at address " + std::to_string(descriptor.address) + ", in boxes of " +
                              listed(box, rank_) + " with swizzle " + std::to_string(swizzle_));
   }
-  // Drivers up to 13.1 mark the map of a tensor under 128 KiB in a way that must be undone (CUTLASS, commit b7ecaa6,
-  // and Triton's launcher after it).
+  // Drivers up to 13.1 set a bit in the map of a tensor under 128 KiB that must be cleared (CUTLASS, commit b7ecaa6,
+  // and later Triton's launcher).
   uint64_t last_byte = 0;
   for (int i = 0; i < rank_; ++i)
     last_byte += (sizes[i] - 1) * (i == 0 ? static_cast<uint64_t>(element_bytes_) : strides[i - 1]);

@@ -1,4 +1,4 @@
-// Tensor maps, by which the copy engine finds a tensor: made at each launch from a tensor descriptor.
+// Tensor maps, which describe a tensor to the copy engine. Each launch makes them from tensor descriptors.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -10,7 +10,7 @@
 
 namespace weft::launch {
 
-// A tensor descriptor of Triton, as Python has it.
+// A tensor descriptor of Triton, read from its Python object.
 struct Descriptor {
   explicit Descriptor(PyObject* object);
 
@@ -18,11 +18,11 @@ struct Descriptor {
   int rank;
   int64_t sizes[most_dimensions];
   int64_t strides[most_dimensions];  // in elements
-  bool nan_outside = false;          // what is read outside the tensor is NaN, not 0
+  bool nan_outside = false;          // reads outside the tensor give NaN, not 0
   bool round_to_tf32 = false;
 };
 
-// What the compiler decided about one parameter's map: an entry of the metadata `tensordesc_meta` of Triton 3.7.1.
+// The compiler's layout of one parameter's map: an entry of the metadata `tensordesc_meta` of Triton 3.7.1.
 class TensorMapLayout {
  public:
   explicit TensorMapLayout(const std::string& json);
@@ -32,7 +32,7 @@ class TensorMapLayout {
 
  private:
   int rank_ = 0;
-  uint32_t box_[most_dimensions] = {};  // fastest dimension first, as the driver wants them
+  uint32_t box_[most_dimensions] = {};  // fastest dimension first, as the driver requires
   int swizzle_ = 0;
   int element_bytes_ = 0;
   int element_type_ = 0;

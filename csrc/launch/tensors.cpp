@@ -11,7 +11,7 @@ namespace weft::launch {
 
 namespace {
 
-// New ones go at the end.
+// New types go at the end.
 constexpr const char* element_types[] = {
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",  // integers
     "float16", "bfloat16", "float32", "float64",                                       // floats
@@ -27,7 +27,7 @@ MemoryType look_at(PyObject* object) {
   if (PyObject_HasAttr(object, names().data_ptr) == 0) return result;
   result.memory = Memory::tensor;
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  // The type itself may lack what its objects have.
+  // The type itself may lack attributes that its objects have.
   const Owned data_ptr(PyObject_GetAttr(type, names().data_ptr));
   PyErr_Clear();
   if (data_ptr && Py_TYPE(data_ptr.get()) == &PyMethodDescr_Type) {

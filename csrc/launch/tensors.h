@@ -1,5 +1,5 @@
-// What a launch wants of a tensor: its address and its element type. There is no libtorch here: they are asked for by
-// name, data_ptr() and dtype, as Triton asks.
+// Address and element type of a tensor, for a launch. There is no libtorch here: they are read by name, from data_ptr()
+// and dtype, as Triton does.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -9,8 +9,8 @@ namespace weft::launch {
 
 enum class Memory { none, tensor, descriptor };
 
-// What a type of Python objects is, and the C functions behind its data_ptr and dtype. Where these are not plain (a
-// subclass written in Python), they are null, and looked up at each call.
+// The kind of a Python type, and the C functions behind its data_ptr and dtype. A function that is not plain C (in a
+// subclass written in Python) is null, and is looked up at each call.
 struct MemoryType {
   Memory memory = Memory::none;
   PyCFunction data_ptr = nullptr;
@@ -21,8 +21,8 @@ struct MemoryType {
 MemoryType memory_type(PyObject* object);
 
 int64_t address_of(const MemoryType& type, PyObject* tensor);
-// Its place in the table of torch's element types, or -1 where no kernel takes it. The places stay as they are: keys
-// have them.
+// Returns the element type's place in the table of torch's element types, or -1 if no kernel takes it. Places never
+// change, because keys contain them.
 int element_type_of(const MemoryType& type, PyObject* tensor);
 
 }  // namespace weft::launch

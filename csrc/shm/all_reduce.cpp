@@ -11,7 +11,7 @@ namespace weft::shm {
 
 namespace {
 
-// How an all_reduce treats elements on their way: as they are, or with a fusion.
+// Per-element work of an all_reduce, with or without a fusion.
 class Pass {
  public:
   Pass(DType dtype, ReduceOp op) : element_bytes(size_of(dtype)), wire_bytes(element_bytes) {
@@ -56,11 +56,11 @@ class Pass {
            : plain_(sources.data(), sources.size(), output, count);
   }
 
-  // The norm, where every rank has reduced every element.
+  // Sets the norm if every rank has reduced every element.
   void norm_is_whole() const {
     if (measures()) *squared_norm_ = partial_norm_;
   }
-  // The norm, where every rank has reduced its slice: it is staged before an exchange and added up after it.
+  // If each rank has reduced its slice, its part of the norm is staged before an exchange and added up after it.
   void stage_norm(Call& call) const {
     if (measures()) memcpy(call.next_staging(), &partial_norm_, sizeof partial_norm_);
   }
@@ -86,7 +86,7 @@ class Pass {
   double* squared_norm_ = nullptr;
 };
 
-// One exchange a chunk: every rank stages its chunk and reduces everybody's. Each byte is read world times.
+// One exchange per chunk. Every rank stages its chunk and reduces the chunks of all. Each byte is read world times.
 void all_reduce_one_shot(Call& call, const void* input, void* output, size_t count, const Pass& pass) {
   const size_t chunk = call.staging_bytes() / pass.wire_bytes;
   std::vector<const void*> sources(call.world());
@@ -103,7 +103,7 @@ void all_reduce_one_shot(Call& call, const void* input, void* output, size_t cou
   pass.norm_is_whole();
 }
 
-// Two exchanges a chunk: every rank stages its chunk, reduces its own slice of it, and copies the slices of the others.
+// Two exchanges per chunk. Every rank stages its chunk, reduces its own slice, and copies the slices of the others.
 void all_reduce_two_shot(Call& call, const void* input, void* output, size_t count, const Pass& pass) {
   const size_t chunk = call.staging_bytes() / pass.wire_bytes, line = line_bytes / pass.wire_bytes;
   const int world = call.world();
@@ -130,10 +130,10 @@ void all_reduce_two_shot(Call& call, const void* input, void* output, size_t cou
   pass.add_staged_norms(call);
 }
 
-// Two exchanges in all, in symmetric memory: every rank reduces its own slice straight from the ranks' memory and writes
-// the result to all of them. Each rank reads and writes every byte once, which is the least there is.
+// Two exchanges in all, in symmetric memory. Every rank reduces its own slice straight from the memory of all ranks and
+// writes the result to all of them. Each rank reads and writes every byte once, which is the minimum.
 void all_reduce_in_place(Call& call, const Region& region, size_t offset, size_t count, const Pass& pass) {
-  constexpr size_t block_bytes = 16 << 10;  // a reduced block is copied out while it is in the first-level cache
+  constexpr size_t block_bytes = 16 << 10;  // small enough to be copied out while it is in the first-level cache
   const int world = call.world();
   const size_t bytes = count * pass.element_bytes;
   const size_t slice_bytes = (bytes / world + line_bytes) / line_bytes * line_bytes;
@@ -148,17 +148,17 @@ void all_reduce_in_place(Call& call, const Region& region, size_t offset, size_t
     for (int rank = 0; rank < world; ++rank) copy_bytes(region.part(rank) + offset + block, mine, n);
   }
   pass.stage_norm(call);
-  call.exchange();  // every slice is written everywhere
+  call.exchange();  // after it every slice is written on every rank
   pass.add_staged_norms(call);
 }
 
 void all_reduce(Group& group, const void* input, void* output, size_t count, CallHeader header, const Pass& pass) {
   const size_t bytes = count * pass.element_bytes;
-  // Two exchanges pay once the extra reads of one-shot cost more than the second meeting of the ranks.
+  // From this size on, the extra reads of one-shot cost more than a second exchange.
   constexpr size_t two_shot_from_bytes = 32 << 10;
-  // Below, the copy to a staging buffer costs less than the exchange that zero copy has to spend on agreeing.
+  // Below this size, the copy to a staging buffer costs less than the exchange in which ranks agree on zero copy.
   constexpr size_t zero_copy_from_bytes = 64 << 10;
-  // What travels in another type is staged in any case.
+  // Elements that travel in another type are always staged.
   const bool large =
       bytes >= zero_copy_from_bytes && group.has_had_regions() && group.world() > 1 && !pass.converts();
   std::shared_ptr<Region> region;

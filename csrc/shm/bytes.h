@@ -1,4 +1,4 @@
-// Bytes in memory, as the collectives count them.
+// Helpers for addresses and sizes in bytes.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -17,7 +17,7 @@ inline void copy_bytes(void* destination, const void* source, size_t bytes) {
   if (bytes > 0 && destination != source) memcpy(destination, source, bytes);
 }
 
-// What is left of `bytes` from `offset` on, at most `limit`.
+// Returns the number of bytes from `offset` to `bytes`, at most `limit`.
 inline size_t piece(size_t bytes, size_t offset, size_t limit) {
   return offset < bytes ? std::min(limit, bytes - offset) : 0;
 }

@@ -34,7 +34,7 @@ class Threads {
       waiting_.pop_front();
       lock.unlock();
       callback();
-      callback = nullptr;  // without the lock: what it holds may call back in its turn when it is released
+      callback = nullptr;  // without the lock, because releasing its captures may run further callbacks
       lock.lock();
     }
   }
@@ -52,7 +52,7 @@ void run_on_a_thread(std::function<void()> callback) {
   static Threads* threads = nullptr;  // never destroyed: its threads end with the process
   static pid_t owner = 0;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (owner != getpid()) {  // in a forked child there are no threads but the caller
+  if (owner != getpid()) {  // a forked child has no thread but the caller
     threads = new Threads;
     owner = getpid();
   }

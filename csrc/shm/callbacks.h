@@ -1,11 +1,11 @@
-// Runs callbacks on threads of their own: a callback may itself start a call and wait for it, so it must not run on the
-// thread that would carry that call out, nor behind another callback that waits.
+// Threads for callbacks. A callback may start a call and wait for it. So it must not run on the thread that carries out
+// that call, nor wait behind another callback.
 #pragma once
 #include <functional>
 
 namespace weft::shm {
 
-// At once on an idle thread, or else on a new one; threads are kept for the next.
+// Runs the callback at once, on an idle thread or on a new one. Threads are kept for later callbacks.
 void run_on_a_thread(std::function<void()> callback);
 
 }  // namespace weft::shm

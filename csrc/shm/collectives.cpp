@@ -12,7 +12,7 @@ namespace weft::shm {
 
 namespace {
 
-// Never 0, which stands for "no split".
+// Returns a hash that is never 0: 0 means "no split".
 uint64_t hash_of(const std::vector<size_t>& counts) {
   uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
   for (const size_t count : counts) hash = (hash ^ count) * 0x100000001b3u;
@@ -27,7 +27,7 @@ bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
   return a_bytes > 0 && b_bytes > 0 && at(a, 0) < at(b, b_bytes) && at(b, 0) < at(a, a_bytes);
 }
 
-// Of one rank, where a staging buffer holds a piece for each.
+// Returns one rank's share of a staging buffer that holds a piece for each rank, in bytes.
 size_t share_of_staging(const Call& call) { return call.staging_bytes() / call.world() / line_bytes * line_bytes; }
 
 }  // namespace
@@ -37,7 +37,7 @@ void barrier(Group& group) { Call(group, CallHeader{CallKind::barrier}).exchange
 void all_gather(Group& group, const void* input, const std::vector<void*>& outputs, const std::vector<size_t>& counts,
                 DType dtype) {
   const size_t unit = size_of(dtype), own_bytes = counts[group.rank()] * unit;
-  std::vector<std::byte> saved;  // of an input that lies in another rank's output, and would be overwritten
+  std::vector<std::byte> saved;  // a copy of an input that lies in another rank's output, which would overwrite it
   for (int rank = 0; rank < group.world(); ++rank) {
     if (rank == group.rank() || !overlap(input, own_bytes, outputs[rank], counts[rank] * unit)) continue;
     saved.assign(at(input, 0), at(input, own_bytes));
@@ -147,7 +147,7 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
   const int world = call.world();
   const size_t unit = size_of(dtype);
 
-  // First the sizes: what each rank sends to each, and what it expects of each.
+  // First the sizes: how much each rank sends to each, and how much it expects from each.
   auto* announced = reinterpret_cast<uint64_t*>(call.next_staging());
   std::copy(input_counts.begin(), input_counts.end(), announced);
   std::copy(output_counts.begin(), output_counts.end(), announced + world);

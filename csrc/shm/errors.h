@@ -1,4 +1,4 @@
-// What can go wrong between ranks. Each type is a Python exception of the same name (weft.CommError and below).
+// Errors between ranks. Each type is a Python exception of the same name (weft.CommError and its subclasses).
 #pragma once
 #include <stdexcept>
 #include <string>

@@ -20,14 +20,14 @@ namespace weft::shm {
 namespace {
 
 constexpr auto spin_limit = std::chrono::microseconds(100);
-constexpr auto sleep_slice = std::chrono::milliseconds(10);  // how soon a lost rank is noticed
+constexpr auto sleep_slice = std::chrono::milliseconds(10);  // a lost rank is noticed after at most this time
 constexpr size_t page_bytes = 4096;
 
 constexpr const char* call_names[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast",
                                       "reduce",  "gather",     "scatter",    "all_to_all"};
 static_assert(std::size(call_names) == static_cast<size_t>(CallKind::count));
 
-// How often this process is a fork: a child has its parent's mappings but is no rank.
+// Number of forks between the first process and this one. A child has its parent's mappings but is no rank.
 std::atomic<uint32_t> forks{0};
 const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
@@ -60,8 +60,8 @@ struct Group::Control {
   alignas(64) std::atomic<uint32_t> left;
 };
 
-// The first failure in a group is every rank's failure: a rank that raises will not answer again, so the others must
-// not wait for it.
+// Record of the group's first failure, which every rank raises. A rank that raises does not answer again, so the others
+// must not wait for it.
 struct Group::Failure {
   alignas(64) std::atomic<uint32_t> state;  // 0 none, 1 being written, 2 readable
   FailureKind kind;
@@ -97,8 +97,8 @@ std::string CallHeader::text() const {
   return text + ")";
 }
 
-// The segment: failure record and controls, then the messenger's part, then the staging buffers, each on pages of its
-// own. A new segment is all zeros, which is the initial state of everything in it.
+// The segment holds the failure record and controls, the messenger's part, and the staging buffers, each on its own
+// pages. A new segment is all zeros, which is the initial state of all of them.
 size_t Group::segment_bytes(int world, size_t staging_bytes) {
   return round_up(sizeof(Failure) + world * sizeof(Control), page_bytes) +
          round_up(Messenger::segment_bytes(world), page_bytes) + 2 * world * staging_bytes;
@@ -129,24 +129,24 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
   staging_ = messages + round_up(Messenger::segment_bytes(world_), page_bytes);
   messenger_ = std::make_unique<Messenger>(*this, messages);
   try {
-    reduce_table();  // refuses a WEFT_ISA that does not run here
+    reduce_table();  // throws for a WEFT_ISA that does not run here
     for (int peer = 0; peer < world_; ++peer)
       peers_.push_back(peer == rank_ ? nullptr : std::make_unique<Peer>(ranks[peer].pid, ranks[peer].start_time));
-  } catch (const std::exception& error) {  // the others have the segment already, and wait for this rank in it
+  } catch (const std::exception& error) {  // the other ranks have the segment already and wait for this one
     const auto* refused = dynamic_cast<const std::system_error*>(&error);
-    const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;  // which all see by themselves
+    const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;  // every rank notices that
     if (!peer_has_gone)
       record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " could not join group \"" +
                                                    this->name() + "\": " + error.what());
     throw;
   }
   Call(*this, CallHeader{CallKind::barrier}).exchange();
-  calls_ = 0;  // joining is not a call of the user's
+  calls_ = 0;  // joining does not count as a call of the user
   segment_.close_descriptor();
 }
 
 Group::~Group() {
-  if (forked()) {  // the threads are the parent's, and so is the place in the group
+  if (forked()) {  // the threads and the membership belong to the parent
     queue_->abandon();
     messenger_->abandon();
     queue_.release();
@@ -207,7 +207,7 @@ void Group::run_behind_the_queue(std::function<void()> call) {
   try {
     work->wait(std::nullopt, options_.on_slice);
   } catch (...) {
-    if (!work->done()) {  // interrupted: the call must end before its memory is let go
+    if (!work->done()) {  // interrupted: the call must end before its memory is freed
       record_failure(FailureKind::interrupted,
                      "rank " + std::to_string(label(rank_)) + " was interrupted in a call on group \"" + name() +
                          "\".");
@@ -258,7 +258,7 @@ std::exception_ptr Group::record_failure(FailureKind kind, const std::string& te
     }
     return failure_of(kind, text);
   }
-  // Somebody was first; in a moment it can be read. (Unless the writer died in that moment.)
+  // Another rank was first. Its record is readable soon, unless the writer died while writing.
   for (int tries = 0; tries < 1000; ++tries) {
     if (const std::exception_ptr first = recorded_failure()) return first;
     usleep(10);
@@ -284,16 +284,16 @@ void Group::leave() {
   control(rank_).left.store(1, std::memory_order_release);
   control(rank_).arrived.nudge();
   for (int peer = 0; peer < world_; ++peer) messenger_->nudge(peer);
-  queue_->close();  // soon, where it is in a call: the call has been aborted
+  queue_->close();  // does not wait long: a call under way was aborted
   messenger_->close();
 }
 
-// Raises where a rank that the call still waits for has died, has left, or was named by another rank's failure.
+// Raises if the group has failed, or if a rank that the call still waits for has died or left.
 void Group::check_peers(const Call& call) {
   if (const std::exception_ptr failed = recorded_failure()) std::rethrow_exception(failed);
   for (int peer = 0; peer < world_; ++peer) {
     if (control(peer).arrived.reached(step_) || !lost(peer)) continue;
-    if (control(peer).arrived.reached(step_)) continue;  // it did its part of this exchange before it went
+    if (control(peer).arrived.reached(step_)) continue;  // it completed its part of this exchange before it ended
     const std::string text = "rank " + std::to_string(label(peer)) + how_it_ended(peer) + " in or before " +
                              call.text() + " while rank " + std::to_string(label(rank_)) + " waited for it.";
     std::rethrow_exception(record_failure(FailureKind::rank_lost, text));
@@ -302,14 +302,14 @@ void Group::check_peers(const Call& call) {
 
 void Group::wait_for(int peer, const Call& call) {
   Flag& flag = control(peer).arrived;
-  const bool in_background = queue_->on_thread();  // there the caller computes on this core: do not spin
+  const bool in_background = queue_->on_thread();  // the caller computes on this core, so do not spin
   if (spin(flag, step_, spin_limit, options_.oversubscribed || in_background)) return;
   const auto deadline = Clock::now() + timeout();
   while (!flag.sleep(step_, sleep_slice)) {
     check_peers(call);
     try {
       if (options_.on_slice && !in_background) options_.on_slice();
-    } catch (...) {  // the caller is interrupted (Ctrl-C): it will not finish this call, and the others must know
+    } catch (...) {  // the caller is interrupted (Ctrl-C) and will not finish this call; the others must know
       record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " was interrupted in " + call.text() + ".");
       throw;
     }
@@ -348,7 +348,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
   const size_t part_bytes = round_up(std::max<size_t>(bytes, 1), page_bytes);
   std::unique_ptr<Segment> segment;
   std::string reason;
-  // 1 every rank asks for the same; 2 rank 0 makes it; 3 the others map it; 4 every rank hears whether all could.
+  // 1 every rank asks for the same size; 2 rank 0 makes it; 3 the others map it; 4 all ranks exchange their errors.
   int64_t wanted = static_cast<int64_t>(bytes);
   std::vector<int64_t> all(world_);
   std::vector<void*> places;
@@ -360,7 +360,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
       throw CollectiveMismatchError("empty_symmetric on group \"" + name() + "\": rank 0 asks for " +
                                     std::to_string(all[0]) + " bytes, rank " + std::to_string(peer) + " for " +
                                     std::to_string(all[peer]) + ".");
-  if (bytes > SIZE_MAX / 2 / world_ - page_bytes)  // all of it together could not be counted, let alone be had
+  if (bytes > SIZE_MAX / 2 / world_ - page_bytes)  // the total size would overflow
     throw_errno(ENOMEM, "no machine has " + std::to_string(bytes) + " bytes of symmetric memory for each of " +
                             std::to_string(world_) + " ranks");
   if (rank_ == 0) {
@@ -400,9 +400,9 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
 }
 
 Call::Call(Group& group, const CallHeader& header) : group_(group), header_(header) {
-  group_.check_usable();  // before the lock: in a forked child nobody may be there to release it
+  group_.check_usable();  // before the lock: in a forked child no thread may be left to release it
   lock_ = std::unique_lock<std::mutex>(group_.one_call_at_a_time_);
-  group_.check_usable();  // again: it may have been left while this call waited for its turn
+  group_.check_usable();  // again, because the group may have been left while this call waited for the lock
   ++group_.calls_;
 }
 
@@ -445,7 +445,7 @@ void Call::compare_headers() const {
   bool same = true;
   for (int rank = 0; rank < group_.world_; ++rank) same = same && header_of(rank) == header_;
   if (same) return;
-  // Every rank sees the same headers, so every rank raises the same words.
+  // Every rank sees the same headers, so every rank raises the same text.
   std::string text = "call #" + std::to_string(group_.calls_) + " on group \"" + group_.name() + "\": ";
   std::vector<bool> told(group_.world_, false);
   for (int rank = 0; rank < group_.world_; ++rank) {

@@ -1,15 +1,15 @@
-// A group of ranks over one shared segment, and the one primitive that every collective is made of: the exchange.
+// Group of ranks over one shared segment, and the exchange, the primitive of every collective.
 //
 //   segment   [failure record][control of rank 0 .. W-1][staging of rank 0, even][rank 0, odd][rank 1, even] ...
 //
 // Exchange number s of a rank:
-//   1 write    its staging buffer of parity s (and, in a call's first exchange, its call header of parity s)
+//   1 write    its staging buffer of parity s, and its call header of parity s in a call's first exchange
 //   2 publish  raise its flag to s
 //   3 wait     until every rank's flag has reached s
 //   4 read     any rank's staging buffer of parity s
-// Invariant: a rank writes parity s only after it has seen every flag at s-1, and a rank raises its flag to s-1 only
-// after it has read what it needed of s-2, the last use of that parity. So two buffers suffice, no barrier trails a
-// collective, and no flag is ever reset.
+// Invariant: a rank writes parity s only after it has seen every flag at s-1. A rank raises its flag to s-1 only after
+// it has read all that it needs from s-2, the last use of that parity. So two buffers suffice, no collective ends with
+// a barrier, and no flag is ever reset.
 #pragma once
 #include <atomic>
 #include <forward_list>
@@ -34,28 +34,28 @@ enum class CallKind : uint32_t {
   count
 };
 
-// What an all_reduce of floating-point numbers does in the same pass, besides.
+// Further steps of an all_reduce of floating-point numbers, in the same pass over the data.
 struct Fusion {
   bool used = false;
-  DType wire = DType::float32;  // the type that travels: inputs are rounded to it, and so is the result
-  double scale = 1;             // of the result, before it is rounded
-  bool measured = false;        // the squared norm of the result is wanted
+  DType wire = DType::float32;  // the type that travels: inputs and the result are rounded to it
+  double scale = 1;             // factor on the result before it is rounded
+  bool measured = false;        // the call computes the squared norm of the result
 
   bool operator==(const Fusion& other) const {
     return used == other.used && wire == other.wire && scale == other.scale && measured == other.measured;
   }
 };
 
-// What a rank believes it is calling. Ranks compare all of it but the place before any data moves.
+// Description of a rank's call. Ranks compare all fields except the place before any data moves.
 struct CallHeader {
   CallKind kind;
   DType dtype = DType::uint8;
   ReduceOp op = ReduceOp::sum;
   uint32_t root = 0;
   uint64_t count = 0;   // elements
-  uint64_t layout = 0;  // hash of the split over ranks; 0 where there is none
-  uint64_t place = 0;   // of the data in symmetric memory; 0 elsewhere
-  Fusion fusion = {};   // of an all_reduce
+  uint64_t layout = 0;  // hash of the split over ranks; 0 if there is none
+  uint64_t place = 0;   // place of the data in symmetric memory; 0 if it lies elsewhere
+  Fusion fusion = {};   // for all_reduce
 
   bool operator==(const CallHeader& other) const;
   std::string text() const;
@@ -63,7 +63,7 @@ struct CallHeader {
 
 enum class FailureKind : int { rank_lost = 1, timed_out, mismatched, interrupted };
 
-// Memory of which every rank of a group has a part of the same size, mapped by all.
+// Symmetric memory: one part of the same size per rank of a group, mapped by all ranks.
 struct Region {
   Region(Segment mapped, size_t part_bytes, int own_rank, uint64_t place)
       : segment(std::move(mapped)), bytes(part_bytes), rank(own_rank), first_place(place) {}
@@ -82,19 +82,19 @@ struct RankIdentity {
 };
 
 struct GroupOptions {
-  size_t staging_bytes = 0;        // of one buffer; a multiple of 4096
-  Clock::duration timeout{};       // of one wait
+  size_t staging_bytes = 0;        // per buffer; a multiple of 4096
+  Clock::duration timeout{};       // limit of one wait
   bool oversubscribed = false;     // more ranks on this machine than cores: do not spin
-  std::function<void()> on_slice;  // called now and then during long waits; may throw to interrupt
-  std::vector<int> labels = {};    // what errors call the ranks; empty: their numbers
+  std::function<void()> on_slice;  // called from time to time during long waits; may throw to interrupt
+  std::vector<int> labels = {};    // names of the ranks in errors; empty means their numbers
 };
 
-// Faults on purpose, for tests: random delays wherever ranks meet, and death at the n-th such point.
+// Injected faults for tests: random delays at every point where ranks meet, and death at the n-th such point.
 struct InjectedFaults {
   uint64_t seed = 0;
   uint32_t longest_delay_us = 0;
-  uint64_t die_at_point = 0;    // 1 is the first; 0 never
-  bool wait_for_death = false;  // the messenger, between looking for messages and looking for lost ranks
+  uint64_t die_at_point = 0;    // 1 is the first point; 0 means never
+  bool wait_for_death = false;  // in the messenger, between its checks for messages and for lost ranks
 };
 
 class Group {
@@ -116,10 +116,10 @@ class Group {
   bool oversubscribed() const { return options_.oversubscribed; }
   const std::function<void()>& on_slice() const { return options_.on_slice; }
   void inject(const InjectedFaults& faults);
-  void wait_for_death() const;  // where that is injected
-  uint64_t calls() const { return calls_; }  // the number that errors give the last call
+  void wait_for_death() const;  // returns at once unless that fault is injected
+  uint64_t calls() const { return calls_; }  // number of the last call in errors
 
-  // Runs a call (a function of collectives.h) after those submitted before it, and waits for it.
+  // Runs a call (a function of collectives.h) after all calls submitted earlier, and waits for it.
   template <class Function>
   void run(Function&& call) {
     check_usable();
@@ -131,24 +131,24 @@ class Group {
   std::shared_ptr<Work> submit(std::function<void()> call);
   Messenger& messenger();
 
-  // Memory for `bytes` a rank that all ranks reach; a collective call, made of several, so to be given to `run`.
+  // Creates memory of `bytes` per rank that all ranks reach. It makes several collective calls, so pass it to `run`.
   std::shared_ptr<Region> create_region(size_t bytes);
-  // The place of memory in symmetric memory, and the region; 0 where it is elsewhere.
+  // Returns the place of `data` in symmetric memory and sets the region; returns 0 if `data` lies elsewhere.
   uint64_t place_of(const void* data, size_t bytes, std::shared_ptr<Region>* region) const;
   bool has_had_regions() const { return next_place_ > 1; }  // the same on every rank
 
   std::vector<int> lost_ranks() const;
-  bool lost(int peer) const;  // has died or left; of any_rank: every other rank has
+  bool lost(int peer) const;  // whether the peer has died or left; for any_rank, whether every other rank has
   std::string how_it_ended(int peer) const;
   std::exception_ptr recorded_failure() const;
-  // The first failure of the group is every rank's; returns it.
+  // Returns the group's first failure, which every rank raises; that is this one if there is none yet.
   std::exception_ptr record_failure(FailureKind kind, const std::string& text);
 
-  bool forked() const;  // this process is a child of the one that joined, and has no place in the group
+  bool forked() const;  // this process is a child of the one that joined, and is not a rank
 
-  // Ends every call that is under way, on every rank.
+  // Ends every call under way, on every rank.
   void abort();
-  // Says good-bye: who waits for this rank from now on is told at once. Later calls here are refused.
+  // Leaves the group. A rank that waits for this one from now on fails at once. Refuses later calls here.
   void leave();
 
  private:
@@ -166,16 +166,16 @@ class Group {
   void check_peers(const class Call& call);
   void fault_point();
 
-  std::forward_list<std::string> names_;  // the newest first; another thread may still read an older one
+  std::forward_list<std::string> names_;  // newest first; another thread may still read an older name
   std::atomic<const std::string*> name_;
   const int rank_;
   const int world_;
-  const uint32_t forks_;  // of the process that joined
+  const uint32_t forks_;  // fork count of the process that joined
   Segment segment_;
   std::byte* staging_ = nullptr;  // in the segment
   GroupOptions options_;
   std::atomic<Clock::duration> timeout_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // none at this rank's own place
+  std::vector<std::unique_ptr<Peer>> peers_;  // null for this rank itself
   std::mutex one_call_at_a_time_;
   uint32_t step_ = 0;
   std::atomic<uint64_t> calls_{0};
@@ -185,12 +185,12 @@ class Group {
   mutable std::mutex regions_mutex_;
   std::vector<std::weak_ptr<Region>> regions_;
   std::atomic<uint64_t> next_place_{1};
-  // Last, so that their threads end before what they use.
+  // Last, so that their threads end before the members that they use.
   std::unique_ptr<Queue> queue_;
   std::unique_ptr<Messenger> messenger_;
 };
 
-// One collective in progress. Collectives are written against this class alone.
+// One collective in progress; the only interface that collectives use.
 class Call {
  public:
   Call(Group& group, const CallHeader& header);
@@ -200,9 +200,9 @@ class Call {
   size_t staging_bytes() const { return group_.staging_bytes(); }
 
   std::byte* next_staging();                 // this rank's buffer for the coming exchange
-  const std::byte* staged(int rank) const;   // what a rank wrote before the last exchange
+  const std::byte* staged(int rank) const;   // data that a rank wrote before the last exchange
   void exchange();
-  bool same_place() const;  // after an exchange: every rank's data is at this rank's place, in symmetric memory
+  bool same_place() const;  // after an exchange: whether all ranks' data is at the same place in symmetric memory
 
   std::string text() const;  // all_reduce #17 on group "tp"
 

@@ -24,8 +24,8 @@ namespace {
 
 std::string stat_path(pid_t pid) { return "/proc/" + std::to_string(pid) + "/stat"; }
 
-// The fields of /proc/<pid>/stat from the third (state) on; none, and errno, where it cannot be read. The second field,
-// the command, may hold spaces and parentheses.
+// Returns the fields of /proc/<pid>/stat from the third (state) on; none, with errno set, if it cannot be read. The
+// second field, the command, may hold spaces and parentheses.
 std::vector<std::string> process_stat(pid_t pid) {
   const std::string path = stat_path(pid);
   std::vector<std::string> fields;
@@ -43,7 +43,7 @@ std::vector<std::string> process_stat(pid_t pid) {
   return fields;
 }
 
-// Linux 6.15 and later: what a reaped process left, readable by whoever held a pidfd (struct pidfd_info, version 0).
+// Exit information of a reaped process, for the holder of a pidfd (struct pidfd_info, version 0). Linux 6.15 and later.
 struct PidfdInfo {
   uint64_t mask;
   uint64_t cgroup;
@@ -64,7 +64,7 @@ uint64_t process_start_time(pid_t pid) {
   constexpr size_t start_time_field = 22 - 3;
   errno = 0;
   const auto fields = process_stat(pid);
-  // Only where the process is not there: no descriptor left, say, tells nothing of it.
+  // Other errors, for example no descriptor left, do not mean that the process is gone.
   if (fields.empty() && errno != 0 && errno != ENOENT && errno != ESRCH) throw_errno(errno, "cannot read " + stat_path(pid));
   return fields.size() > start_time_field ? std::stoull(fields[start_time_field]) : 0;
 }
@@ -72,7 +72,7 @@ uint64_t process_start_time(pid_t pid) {
 Peer::Peer(pid_t pid, uint64_t start_time)
     : pid_(pid), descriptor_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
   if (descriptor_ < 0) throw_errno(errno, "cannot watch process " + std::to_string(pid) + " (pidfd_open)");
-  try {  // asked after the open: from here on the number cannot change hands
+  try {  // after the open, because the pid cannot be reused from then on
     if (process_start_time(pid) != start_time)
       throw_errno(ESRCH, "process " + std::to_string(pid) + " is no longer the rank that announced itself");
   } catch (...) {
@@ -87,7 +87,7 @@ Peer::~Peer() {
 
 bool Peer::alive() const {
   pollfd poll_descriptor{descriptor_, POLLIN, 0};
-  // Readable from the moment the process has ended, reaped or not. A poll that a signal interrupts says nothing.
+  // The pidfd is readable once the process has ended, reaped or not. A poll that a signal interrupts proves nothing.
   return poll(&poll_descriptor, 1, 0) != 1;
 }
 

@@ -1,4 +1,4 @@
-// Whether a peer process still lives, asked of the kernel through a pidfd and not guessed from a timeout.
+// Liveness of peer processes: the kernel reports it through a pidfd, so no timeout has to guess it.
 #pragma once
 #include <sys/types.h>
 
@@ -7,13 +7,13 @@
 
 namespace weft::shm {
 
-// Ticks since boot at which a process started: with the pid, a name that is not used twice. 0 where there is no such
-// process.
+// Returns the start time of a process in ticks since boot; 0 if there is no such process. A pid and a start time
+// together identify one process.
 uint64_t process_start_time(pid_t pid);
 
 class Peer {
  public:
-  // Throws std::system_error where the process is gone, or is another one that got its number.
+  // Throws std::system_error if the process is gone, or if another process has its pid now.
   Peer(pid_t pid, uint64_t start_time);
   Peer(const Peer&) = delete;
   ~Peer();

@@ -134,7 +134,7 @@ void Messenger::check_open() const {
   if (closing_) throw CommError("the group was destroyed; create it again to use it.");
 }
 
-// Moves what was just posted as far as it goes; the thread takes over what is left.
+// Advances the posted operations as far as possible; the thread takes over the rest.
 void Messenger::post() {
   decltype(finished_) finished;
   bool left = false;
@@ -162,7 +162,7 @@ void Messenger::help(Clock::duration patience) {
     finished.swap(finished_);
   }
   for (auto& [work, failure] : finished) work->finish(failure);
-  if (!finished.empty()) nudge(group_.rank());  // who waits for one of them may sleep at the bell
+  if (!finished.empty()) nudge(group_.rank());  // a waiter for one of them may sleep at the bell
   if (moved || !finished.empty()) return;
   if (spin(mine, seen + 1, spin_limit, group_.oversubscribed())) return;
   mine.sleep(seen + 1, std::min<Clock::duration>(patience, sleep_slice));
@@ -182,9 +182,9 @@ void Messenger::run() {
       waiting = busy();
     }
     for (auto& [work, failure] : finished) work->finish(failure);
-    if (!finished.empty()) nudge(group_.rank());  // who waits for one of them may sleep at the bell
+    if (!finished.empty()) nudge(group_.rank());  // a waiter for one of them may sleep at the bell
     if (moved || !finished.empty()) continue;
-    // Idle, it sleeps until something is posted; busy, it also looks for lost ranks.
+    // An idle thread sleeps until an operation is posted; a busy one also checks for lost ranks.
     bell(group_.rank()).sleep(seen + 1, waiting ? Clock::duration(sleep_slice) : std::chrono::seconds(1));
   }
 }
@@ -195,7 +195,7 @@ bool Messenger::busy() const {
 }
 
 bool Messenger::advance() {
-  if (group_.recorded_failure()) return false;  // a message that was given up half-way leaves its ring unreadable
+  if (group_.recorded_failure()) return false;  // a message abandoned half-way leaves its ring unreadable
   bool moved = false;
   for (int rank = 0; rank < group_.world(); ++rank) {
     moved |= advance_sends(rank);
@@ -237,7 +237,7 @@ bool Messenger::advance_sends(int destination) {
   return moved;
 }
 
-// Whether a rank (or any) has sent bytes that have not been read: it may be gone, but its message is there.
+// Whether bytes from a rank (or any rank) are unread. Its message can still be read after the rank is gone.
 bool Messenger::unread(int source) const {
   for (int peer = 0; peer < group_.world(); ++peer) {
     const Channel& in = channel(peer, group_.rank());
@@ -295,7 +295,7 @@ void Messenger::start_message(int source) {
   message.expected = message.receive != receives_.end();
   if (message.expected) {
     message.receive->claimed = true;
-    message.receive->source = source;  // from here on it depends on that rank alone
+    message.receive->source = source;  // from here on the receive depends on that rank only
   }
   if (message.expected && message.receive->header.bytes() == message.header.bytes()) {
     message.target = message.receive->data;
@@ -312,11 +312,11 @@ void Messenger::finish_message(int source) {
   message.active = false;
   if (message.expected) {
     deliver(message.receive, message.header, source);
-    if (message.arrival != arrivals_.end()) arrivals_.erase(message.arrival);  // fitted no receive; an error by now
+    if (message.arrival != arrivals_.end()) arrivals_.erase(message.arrival);  // did not fit; the receive failed
     return;
   }
   message.arrival->whole = true;
-  // A receive may have been posted while the message was still coming in.
+  // A receive may have been posted while the message was arriving.
   const auto receive = std::find_if(receives_.begin(), receives_.end(), [&](const Receive& posted) {
     return !posted.claimed && posted.header.tag == message.header.tag &&
            (posted.source == any_rank || posted.source == source);
@@ -328,7 +328,7 @@ void Messenger::finish_message(int source) {
   arrivals_.erase(message.arrival);
 }
 
-// The payload is in place, or does not fit.
+// Completes a receive. The payload is in place, or does not fit, which is an error.
 void Messenger::deliver(std::list<Receive>::iterator receive, const MessageHeader& header, int source) {
   if (receive->from != nullptr) *receive->from = source;
   std::exception_ptr failure;
@@ -342,7 +342,7 @@ void Messenger::deliver(std::list<Receive>::iterator receive, const MessageHeade
   receives_.erase(receive);
 }
 
-// Ends what cannot be done any more: with a rank that is gone, in a group that has failed, past its time.
+// Ends operations that cannot complete: the peer is gone, the group has failed, or the time is over.
 void Messenger::give_up_on_the_lost() {
   group_.wait_for_death();
   const std::exception_ptr failed = group_.recorded_failure();

@@ -1,16 +1,16 @@
-// Messages between two ranks of a group: one byte ring a direction, tags matched by the receiver.
+// Messages between two ranks of a group, over one byte ring per direction. The receiver matches tags.
 //
 //   sender                                            receiver
-//   1 copy header and payload into free space         1 see bytes it has not read
-//   2 publish `written`, ring the receiver's bell     2 at a header: the first posted receive of that tag, or else a
-//   3 wait at its own bell for space                    buffer of its own, which a later receive takes
+//   1 copy header and payload into free space         1 see unread bytes
+//   2 publish `written`, ring the receiver's bell     2 at a header, choose the first posted receive of that tag, or a
+//   3 wait at its own bell for space                    new buffer that a later receive takes
 //                                                     3 copy the payload out, publish `read`, ring the sender's bell
 //
-// A message whose receive is not posted yet does not keep back those behind it, once anything is received from that
-// rank at all. A send is done when its bytes are in the ring.
+// A message without a posted receive does not block later ones, once anything is received from that rank at all. A send
+// is done when its bytes are in the ring.
 //
-// Whoever posts an operation moves it on as far as it goes; whoever waits for one goes on moving; a thread of its own
-// does the rest while the caller computes.
+// The thread that posts an operation advances it as far as possible. A thread that waits for one keeps advancing all of
+// them. The messenger's own thread does the rest while the caller computes.
 #pragma once
 #include <deque>
 #include <list>
@@ -25,11 +25,11 @@
 namespace weft::shm {
 
 class Group;
-struct Channel;  // shared: the ring of one direction between two ranks
+struct Channel;  // in shared memory: the ring of one direction between two ranks
 
 constexpr int any_rank = -1;
 
-// What travels before a payload; a line of its own, so that a header never wraps round the ring.
+// Header before a payload. It fills a cache line, so it never wraps round the ring.
 struct alignas(64) MessageHeader {
   uint64_t count;
   DType dtype;
@@ -42,25 +42,25 @@ class Messenger {
  public:
   static size_t segment_bytes(int world);
 
-  // `memory` (shared, zero at first): a bell for each rank, then the channels in order of (from, to).
+  // `memory` is shared and zero at first. It holds a bell for each rank, then the channels in order of (from, to).
   Messenger(Group& group, std::byte* memory);
   ~Messenger() { close(); }
 
-  // Data must stay where it is until the work is done.
+  // The data must stay in place until the work is done.
   std::shared_ptr<Work> send(int destination, const void* data, const MessageHeader& header);
-  // `source` may be any_rank; `from`, which names the source in the end, must live until then.
+  // `source` may be any_rank. `from` receives the source's rank, and must live until the work is done.
   std::shared_ptr<Work> receive(int source, void* data, const MessageHeader& header, int* from);
 
-  void nudge(int rank);  // makes whoever waits at that rank look at the group again
-  void close();          // what is not done ends with an error; later operations are refused
-  void abandon();        // after a fork
+  void nudge(int rank);  // wakes all waiters of that rank, so that they check the group again
+  void close();          // ends operations under way with an error; refuses later ones
+  void abandon();        // for a forked child
 
  private:
   struct Send {
     std::shared_ptr<Work> work;
     MessageHeader header;
     const std::byte* data;
-    uint64_t position;  // in header and padded payload
+    uint64_t position;  // in the header and padded payload
     Clock::time_point deadline;
   };
   struct Receive {
@@ -72,13 +72,13 @@ class Messenger {
     bool claimed;
     Clock::time_point deadline;
   };
-  struct Arrival {  // a message that came before its receive, or one that fits no receive
+  struct Arrival {  // a message that came before its receive or does not fit it
     MessageHeader header;
     int source;
     std::vector<std::byte> payload;
     bool whole;
   };
-  struct Incoming {  // the message that is being read from one rank
+  struct Incoming {  // the message being read from one rank
     bool active = false;
     MessageHeader header;
     uint64_t position;  // in the padded payload
@@ -112,8 +112,8 @@ class Messenger {
   std::vector<std::deque<Send>> sends_;  // by destination
   std::list<Receive> receives_;          // in the order posted
   std::vector<Incoming> incoming_;       // by source
-  std::list<Arrival> arrivals_;          // in the order they came
-  std::vector<std::pair<std::shared_ptr<Work>, std::exception_ptr>> finished_;  // to be told once the lock is free
+  std::list<Arrival> arrivals_;          // in order of arrival
+  std::vector<std::pair<std::shared_ptr<Work>, std::exception_ptr>> finished_;  // to finish without the lock
   bool closing_ = false;
   std::thread thread_;
 };

@@ -56,8 +56,8 @@ ReduceOp op_of(uint32_t code) {
   return static_cast<ReduceOp>(code);
 }
 
-// Threads of ours must not ask for the interpreter lock once the interpreter is ending: they would be torn down in the
-// middle of a destructor. From then on callbacks are dropped, and what they hold is never released.
+// weft's threads must not ask for the interpreter lock once the interpreter is ending: they would be killed inside a
+// destructor. From then on callbacks are dropped, and their captures are never released.
 std::atomic<bool> interpreter_is_ending{false};
 std::atomic<int> threads_in_python{0};
 
@@ -77,7 +77,7 @@ void wait_for_callbacks_at_exit() {
 
 const std::thread::id importing_thread = std::this_thread::get_id();
 
-// Ctrl-C must end a wait. Python delivers signals on the main thread alone.
+// Lets Ctrl-C end a wait. Python delivers signals on the main thread only.
 void raise_pending_signals() {
   if (std::this_thread::get_id() != importing_thread || interpreter_is_ending.load()) return;
   const py::gil_scoped_acquire gil;
@@ -89,7 +89,7 @@ Clock::duration seconds(double value) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(value, longest)));
 }
 
-// The exceptions as Python knows them.
+// The Python exception types.
 struct {
   py::handle comm, rank_lost, mismatch, timeout;
 } errors;
@@ -136,7 +136,7 @@ py::object as_python(const std::exception_ptr& raised) {
 
 void register_work(py::module_& m) {
   py::module_::import("atexit").attr("register")(py::cpp_function(&wait_for_callbacks_at_exit));
-  py::class_<Work, std::shared_ptr<Work>>(m, "Work", "An operation that runs while its caller goes on.")
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work", "Operation that runs in the background.")
       .def("done", &Work::done)
       .def(
           "wait",
@@ -145,11 +145,12 @@ void register_work(py::module_& m) {
             if (timeout_s) limit = seconds(*timeout_s);
             return work.wait(limit, raise_pending_signals);
           },
-          py::arg("timeout_s") = py::none(), NoGil(), "False where the time passed first; raises what the operation did.")
+          py::arg("timeout_s") = py::none(), NoGil(),
+          "Wait until it is done; False if the time passes first. Raises the operation's error.")
       .def(
           "then",
           [](Work& work, py::function callback) {
-            // Whichever thread lets go of it last must hold the interpreter lock.
+            // The thread that releases it last must hold the interpreter lock.
             const std::shared_ptr<py::function> held(new py::function(std::move(callback)), [](py::function* function) {
               const MayUsePython may;
               if (!may) return;
@@ -168,7 +169,7 @@ void register_work(py::module_& m) {
               }
             });
           },
-          py::arg("callback"), "callback(error or None), at once or on a thread of its own.");
+          py::arg("callback"), "Call callback(error or None) once it is done, at once or on another thread.");
 }
 
 void register_reductions(py::module_& m) {
@@ -182,14 +183,14 @@ void register_reductions(py::module_& m) {
   m.def(
       "check_reduction",
       [](uint32_t dtype, uint32_t op) { reduce_function(reduce_table(), dtype_of(dtype), op_of(op)); },
-      py::arg("dtype"), py::arg("op"), "ValueError where the operator means nothing for the type.");
+      py::arg("dtype"), py::arg("op"), "Raise ValueError if the operator has no meaning for the type.");
   m.def(
       "copy_past_cache",
       [](Address source, Address destination, size_t bytes) {
         copy_past_cache(pointer(destination), pointer(source), bytes);
       },
       py::arg("source"), py::arg("destination"), py::arg("bytes"), NoGil(),
-      "A copy that leaves the cache alone: for what is not read again soon.");
+      "Copy that bypasses the cache, for data that is not read again soon.");
   m.def(
       "reduce",
       [](const std::vector<Address>& sources, Address destination, size_t count, uint32_t dtype, uint32_t op,
@@ -202,7 +203,7 @@ void register_reductions(py::module_& m) {
       "destination = op over sources, in order, accumulated in fp32 and rounded once; all in this process.");
 }
 
-// Runs a call after those submitted before it. Returns None, or the Work where the caller does not wait.
+// Runs a call after all calls submitted earlier. Returns null, or the Work if `asynchronous`.
 template <class Function>
 std::shared_ptr<Work> start(Group& group, bool asynchronous, Function call) {
   const py::gil_scoped_release no_gil;
@@ -211,7 +212,7 @@ std::shared_ptr<Work> start(Group& group, bool asynchronous, Function call) {
   return nullptr;
 }
 
-// A group joins its threads when it ends, and they may be about to ask for the interpreter lock.
+// Deletes a group without the interpreter lock: it joins its threads, which may be about to ask for that lock.
 struct EndWithoutGil {
   void operator()(Group* group) const {
     const py::gil_scoped_release no_gil;
@@ -256,7 +257,7 @@ void register_collectives(py::class_<Group, GroupHolder>& group) {
           },
           py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), py::arg("wire"),
           py::arg("scale"), py::arg("squared_norm"), asynchronous,
-          "A sum or average that also casts, scales and measures; squared_norm: of one double, or 0.")
+          "Sum or average that also casts, scales and measures. squared_norm: the address of a double, or 0.")
       .def(
           "all_gather",
           [](Group& g, Address input, const std::vector<Address>& outputs, const std::vector<size_t>& counts,
@@ -336,7 +337,7 @@ void register_collectives(py::class_<Group, GroupHolder>& group) {
           asynchronous);
 }
 
-// Where a receive from any rank says whom it heard from; Python keeps it until the work is done.
+// Source rank of a receive from any rank. Python keeps it alive until the work is done.
 struct Source {
   int rank = any_rank;
 };
@@ -383,7 +384,7 @@ void register_group(py::module_& m) {
               addresses.push_back(reinterpret_cast<uintptr_t>(region.segment.data() + at));
             return addresses;
           },
-          "Where each rank's part is mapped here.");
+          "Addresses of each rank's part as mapped here.");
 
   py::class_<Group, GroupHolder> group(m, "Group", "Ranks over one segment. Addresses are integers, counts elements.");
   group
@@ -405,7 +406,7 @@ void register_group(py::module_& m) {
           },
           py::arg("bytes"), NoGil())
       .def("lost_ranks", &Group::lost_ranks, "Ranks that have died or left.")
-      .def("abort", &Group::abort, NoGil(), "Ends every call under way, on every rank, with an error.")
+      .def("abort", &Group::abort, NoGil(), "End every call under way, on every rank, with an error.")
       .def("leave", &Group::leave, NoGil())
       .def(
           "inject_faults",
@@ -414,8 +415,8 @@ void register_group(py::module_& m) {
           },
           py::arg("seed") = 0, py::arg("longest_delay_us") = 0, py::arg("die_at_point") = 0,
           py::arg("wait_for_death") = false, NoGil(),
-          "For tests: random delays wherever ranks meet, death by SIGKILL at the n-th such point, and a messenger that\n"
-          "waits for the death of a rank between looking for messages and looking for lost ranks.");
+          "For tests: random delays at every point where ranks meet, death by SIGKILL at the n-th such point, and a\n"
+          "messenger that waits for the death of a rank between its checks for messages and for lost ranks.");
   register_collectives(group);
   register_messages(m, group);
 }

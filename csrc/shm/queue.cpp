@@ -56,7 +56,7 @@ void Queue::run() {
     } catch (...) {
       error = std::current_exception();
     }
-    call = nullptr;  // what it holds is released before anybody learns that it is done
+    call = nullptr;  // releases its captures before any waiter learns that it is done
     lock.lock();
     running_ = false;
     lock.unlock();

@@ -1,4 +1,4 @@
-// Runs a group's calls one after another on a thread of its own, so that they go on while the caller computes.
+// Queue of a group's calls. Its own thread runs them one after another while the caller computes.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -21,11 +21,11 @@ class Queue {
   // The thread starts with the first call.
   std::shared_ptr<Work> submit(std::function<void()> call);
   bool idle() const;       // nothing is waiting or running
-  bool on_thread() const;  // the caller is one of the calls
+  bool on_thread() const;  // the caller runs inside one of the calls
 
-  void close();  // returns when the calls that are in it are done; later ones are refused
+  void close();  // returns when all queued calls are done; refuses later ones
 
-  // After a fork the thread is in the parent; the child must let go of what it cannot join.
+  // For a forked child: the thread runs in the parent, so the child cannot join it and must detach it.
   void abandon();
 
  private:

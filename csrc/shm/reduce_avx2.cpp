@@ -1,4 +1,4 @@
-// The reduction loops for one instruction set; setup.py gives this file its compiler flags.
+// Reduction loops for one instruction set; setup.py sets the compiler flags of this file.
 #include "reduce_kernels.h"
 
 namespace weft::shm {

@@ -1,7 +1,8 @@
-// The reduction loops, compiled once per instruction set: plain C++ that the compiler vectorises.
+// Reduction loops in plain C++ that the compiler vectorises, compiled once per instruction set.
 //
-// Included by one source file per instruction set. Everything is in an unnamed namespace and uses no inline function of
-// the standard library: the linker must not pick one file's AVX-512 copy of a shared function for a machine without it.
+// One source file per instruction set includes this one. Everything is in an unnamed namespace and uses no inline
+// function of the standard library. Otherwise the linker could pick one file's AVX-512 copy of a shared function for a
+// machine without AVX-512.
 #pragma once
 #include "reduce.h"
 
@@ -16,7 +17,7 @@ inline To bits_of(From from) {
   return to;
 }
 
-// Each element type: how it is stored, what it is summed in, and the two conversions.
+// Each element type has the type it is stored in, the type it is summed in, and the two conversions.
 template <class T>
 struct Native {
   using Stored = T;
@@ -55,7 +56,7 @@ struct Float16 {
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Adding 0.5 lines the bits of a half-precision denormal up with the end of the fp32 mantissa, rounded.
+    // Adding 0.5 aligns the bits of a half-precision denormal with the end of the fp32 mantissa, and rounds them.
     const uint32_t denormal = bits_of<uint32_t>(bits_of<float>(magnitude) + 0.5f) - 0x3f000000u;
     const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
     const uint32_t infinite_or_nan = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -118,7 +119,7 @@ struct Xor {
 
 constexpr size_t block = 2048;  // elements; the accumulators of one block stay in the first-level cache
 
-// sums[0 .. n) = op over the sources' elements from `begin` on.
+// sums[0 .. n) = op over the sources, for the n elements from `begin` on.
 template <class Type, class Op>
 inline void accumulate(const void* const* sources, size_t source_count, size_t begin, size_t n,
                        typename Type::Sum* sums) {
@@ -180,7 +181,7 @@ void sum(const void* const* sources, size_t source_count, void* destination, siz
     accumulate<From, Add>(sources, source_count, begin, n, sums);
     if (epilogue.average)
       for (size_t i = 0; i < n; ++i) sums[i] = sums[i] / divisor;
-    for (size_t i = 0; i < n; ++i) {  // to multiply by 1 changes nothing
+    for (size_t i = 0; i < n; ++i) {  // a scale of 1 changes nothing
       sums[i] = From::load(From::store(sums[i] * scale));
       out[begin + i] = To::store(sums[i]);
     }

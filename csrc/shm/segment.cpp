@@ -25,10 +25,10 @@ int create_descriptor(size_t bytes) {
   if (fd < 0) throw_errno(errno, "memfd_create failed");
   int error = 0;
   if (fchmod(fd, 0600) != 0) error = errno;
-  // fallocate, not posix_fallocate: the latter falls back to writing page by page where it is not supported.
+  // fallocate, not posix_fallocate, which writes page by page if the file system lacks support.
   while (error == 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes)) != 0)
     if (errno != EINTR) error = errno;
-  // Sealed against shrinking: no rank can make another's access fault.
+  // Sealed against shrinking, so that no rank can make another's access fault.
   if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) error = errno;
   if (error != 0) {
     ::close(fd);

@@ -26,7 +26,7 @@ void copy_past_cache(void* destination, const void* source, size_t bytes) {
     for (int part = 0; part < 4; ++part) _mm_stream_si128(place + part, _mm_loadu_si128(line + part));
   }
   memcpy(to + done, from + done, bytes - done);
-  _mm_sfence();  // these stores are ordered by nothing else
+  _mm_sfence();  // nothing else orders these stores
 }
 
 #else

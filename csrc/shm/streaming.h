@@ -1,12 +1,12 @@
-// Copies that leave the cache alone.
+// Copies that do not evict data from the cache.
 #pragma once
 #include <cstddef>
 
 namespace weft::shm {
 
-// memcpy whose stores go past the cache: a line that is written whole is then not read first, which is a third of a
-// copy's traffic. For what is not read again before the cache would have lost it. Visible to who synchronises with this
-// thread afterwards, as ordinary stores are.
+// memcpy with stores that bypass the cache. A whole line is then written without being read first, which saves a third
+// of the copy's traffic. Use it for data that is read again only after the cache would have evicted it. A thread that
+// synchronises with this one afterwards sees the stores, as it sees ordinary ones.
 void copy_past_cache(void* destination, const void* source, size_t bytes);
 
 }  // namespace weft::shm

@@ -1,4 +1,4 @@
-// Element types and reduction operators that the collectives know; the numbers are shared with Python.
+// Element types and reduction operators of the collectives; Python uses the same numbers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace weft::shm {
 
 enum class DType : uint32_t {
   float32, float64, float16, bfloat16, int8, uint8, int16, int32, int64, boolean,
-  // What is moved and not reduced: told apart, so that ranks that disagree are found.
+  // Types that are moved but not reduced. They have codes of their own, so that disagreeing ranks are found.
   uint16, uint32, uint64, complex32, complex64, complex128, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2,
   float8_e5m2fnuz, float8_e8m0fnu,
   count

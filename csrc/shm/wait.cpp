@@ -28,14 +28,14 @@ void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("isb");  // what `yield` promises and most cores do not do
+  asm volatile("isb");  // pauses, which `yield` does not do on most cores
 #endif
 }
 
 }  // namespace
 
 // The writer stores `value` and then reads `sleepers`; the waiter adds itself to `sleepers` and then reads `value`.
-// Both sequentially consistent, so at least one of the two sees the other, and no wake-up is lost.
+// Both are sequentially consistent, so at least one of the two sees the other, and no wake-up is lost.
 void Flag::raise_to(uint32_t target) {
   value.store(target, std::memory_order_seq_cst);
   if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(&value);

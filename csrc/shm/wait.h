@@ -1,4 +1,4 @@
-// A flag that one process raises and others wait for: a bounded spin, then sleep in the kernel.
+// Flag that one process raises and others wait for, by a bounded spin and then by sleeping in the kernel.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -8,7 +8,7 @@ namespace weft::shm {
 
 using Clock = std::chrono::steady_clock;
 
-// One writer. The value only grows; it wraps, so it is compared by difference.
+// Has one writer. The value only grows. It wraps, so it is compared by difference.
 struct alignas(64) Flag {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
@@ -17,20 +17,20 @@ struct alignas(64) Flag {
     return static_cast<int32_t>(value.load(std::memory_order_acquire) - target) >= 0;
   }
 
-  // Everything written before is visible to whoever sees the new value.
+  // A process that sees the new value sees everything written before.
   void raise_to(uint32_t target);
 
-  // Raises it by one; for a flag of many writers, where that there is news is all that counts.
+  // Raises the value by one. For a flag with many writers that only signals a change.
   void ring();
 
-  // Returns whether the target is reached; false after at most `limit` of sleep. May return early.
+  // Sleeps for at most `limit`, and returns whether the target is reached. May return early.
   bool sleep(uint32_t target, Clock::duration limit);
 
-  // Wakes whoever sleeps without a new value, so that it looks at the rest of the group's state.
+  // Wakes all sleepers without a new value, so that they check the rest of the group's state.
   void nudge();
 };
 
-// Spins for at most `limit`; where ranks outnumber cores, it gives the core away instead of spinning.
+// Spins for at most `limit`. If `oversubscribed` (ranks outnumber cores), yields the core a few times instead.
 bool spin(const Flag& flag, uint32_t target, Clock::duration limit, bool oversubscribed);
 
 }  // namespace weft::shm

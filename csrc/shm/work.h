@@ -1,4 +1,4 @@
-// The outcome of an operation that runs while its caller goes on.
+// Handle of an operation that runs in the background.
 #pragma once
 #include <condition_variable>
 #include <exception>
@@ -13,21 +13,22 @@ namespace weft::shm {
 
 class Work {
  public:
-  // Who waits may lend a hand: `help` moves the operation on, and returns after at most the time it is given.
+  // A waiting thread calls `help`, which advances the operation and returns after at most the given time.
   using Help = std::function<void(Clock::duration)>;
   explicit Work(Help help = nullptr) : help_(std::move(help)) {}
 
   bool done() const;
 
-  // Waits until it is done and rethrows its error. `on_slice` is called now and then, and may throw to give up waiting.
-  // Returns false where `limit` passed first.
+  // Waits until the operation is done and rethrows its error. Returns false if `limit` passes first. Calls `on_slice`
+  // from time to time, which may throw to stop waiting.
   bool wait(std::optional<Clock::duration> limit, const std::function<void()>& on_slice);
 
-  // Calls back once it is done, with its error if it has one: at once, or on a thread of its own.
+  // Calls `callback` once the operation is done, with its error or null. If it is done already, that is at once on this
+  // thread; otherwise on another thread.
   using Callback = std::function<void(std::exception_ptr)>;
   void then(Callback callback);
 
-  void finish(std::exception_ptr error);  // once
+  void finish(std::exception_ptr error);  // called once
 
  private:
   const Help help_;

@@ -1,1 +1,1 @@
-"""Communication between ranks: the "weft" backend of torch.distributed, and what the ops call underneath it."""
+"""Communication between ranks: the "weft" backend of torch.distributed, and the layer that the ops call."""

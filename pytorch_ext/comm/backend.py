@@ -1,8 +1,8 @@
-"""The "weft" backend of torch.distributed: a ProcessGroup whose ranks share memory.
+"""The "weft" backend of torch.distributed: a ProcessGroup that works over shared memory.
 
-A subclass in Python of torch's ProcessGroup: it costs a few microseconds a call and links against no libtorch, so one
-build serves every torch. What is asked for with async_op=True runs on a thread of the engine's while the caller
-goes on; everything else completes before it returns.
+It subclasses torch's ProcessGroup in Python. That costs a few microseconds a call, and links against no libtorch: one
+build serves every torch. A call with async_op=True runs on a thread of the engine; every other call completes before
+it returns.
 """
 
 # torch declares these methods with overloads, and some of them twice, under an old name and a new one.
@@ -23,26 +23,26 @@ from weft.comm.inter_host import Message
 from weft.comm.multi_host import SpanningEngine
 from weft.comm.rendezvous import join
 
-_DEVICE_TYPE = "cuda"  # of the other half of "cpu:weft,cuda:nccl"
+_DEVICE_TYPE = "cuda"  # the device of the other half of "cpu:weft,cuda:nccl"
 
 Tensors = list[torch.Tensor]
 
 
 class WeftProcessGroup(dist.ProcessGroup):
-    """Collectives on CPU tensors: over shared memory inside a machine, over gloo between machines.
+    """Process group for CPU tensors: over shared memory inside a machine, over gloo between machines.
 
-    Those on CUDA tensors go to the backend that the group was given for them ("cpu:weft,cuda:nccl"). torch, which keeps
-    a backend for each device type elsewhere, gives a backend that is a process group all calls.
+    Collectives of CUDA tensors go to the group's backend for CUDA ("cpu:weft,cuda:nccl"). torch normally picks a
+    backend by device type, but it sends every call here because this backend is itself a process group.
     """
 
     engine: Engine | SpanningEngine
     timeout: timedelta
-    communicator: Communicator | None = None  # what the ops use of this group; see `comm.registry`
+    communicator: Communicator | None = None  # set by `comm.registry`; the ops use it
     _cuda_half: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, options) -> "WeftProcessGroup":
-        """From c10d's DistributedBackendOptions; called by init_process_group and new_group."""
+        """Return the group for c10d's DistributedBackendOptions; init_process_group and new_group call this."""
         ranks_on_machine = dist.get_world_size() if dist.is_initialized() else options.group_size
         group = cls(options.group_rank, options.group_size)
         group.engine = join(
@@ -58,7 +58,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         group.timeout = options.timeout
         return group
 
-    # What torch asks a backend for.
+    # Properties that torch reads from a backend.
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "weft"
@@ -86,10 +86,13 @@ class WeftProcessGroup(dist.ProcessGroup):
     set_timeout = _set_default_timeout
 
     def cuda_half(self) -> dist.ProcessGroup:
-        """The group of the same ranks for CUDA tensors, of "cpu:weft,cuda:nccl"; it ends with the default group.
+        """Return the group of the same ranks for CUDA tensors.
 
-        torch gives a backend that is a process group of its own, as this one is, the whole of the group, and makes no
-        other: so this makes it. The first call is a collective one. TypeError where no other backend was asked for.
+        torch makes no second backend for "cpu:weft,cuda:nccl", because this backend is a process group and gets every
+        call. This method makes it. Every rank must take part in the first call. The group ends with the default group.
+
+        Raises:
+            TypeError: the group was started without a backend for CUDA.
         """
         backend = backends_of(self).get("cuda")
         if backend is None:
@@ -113,7 +116,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         return self._cuda_half
 
     def shutdown(self) -> None:
-        self.communicator = self._cuda_half = None  # it knows this group: without it, the last reference is the last
+        self.communicator = self._cuda_half = None  # both refer to this group and would keep it alive
         self.engine.leave()
 
     def abort(self) -> None:
@@ -150,7 +153,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         return _Work(pending, outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts=None) -> dist.Work:
-        """outputs[r][i] = rank r's inputs[i]: here torch has one list a rank, where allgather has one a tensor."""
+        """Set outputs[r][i] to rank r's inputs[i]; `outputs` has one list per rank, in allgather one per tensor."""
         return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts=None) -> "_Work":
@@ -236,7 +239,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         (x,) = tensors
         return _Work([self.engine.receive(x, None, tag)], tensors)
 
-    # The names that torch used before 2.13.
+    # Names of torch before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -244,30 +247,32 @@ class WeftProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def monitored_barrier(self, opts=None, wait_all_ranks: bool = False) -> None:
-        """A barrier: every one here names all ranks that are late. A method only, since the function of that name in
-        torch.distributed refuses every backend but gloo."""
+        """Wait for all ranks; an error names every late rank, as in each barrier of this group.
+
+        Call it as a method: torch.distributed.monitored_barrier refuses every backend but gloo.
+        """
         self.engine.barrier()
 
-    def _check_parts(self, what: str, tensors: Tensors) -> None:
-        """A gradient that knows that ranks have different parts of it refuses to be summed over them."""
+    def _check_parts(self, operation: str, tensors: Tensors) -> None:
+        """Raise for a gradient that must not be summed because each rank holds a different part of it."""
         for x in tensors:
             if hasattr(type(x), "refuse_to_join"):
-                x.refuse_to_join(what, dist.get_process_group_ranks(self))  # type: ignore[attr-defined]
+                x.refuse_to_join(operation, dist.get_process_group_ranks(self))  # type: ignore[attr-defined]
 
-    def _check_one_each(self, what: str, kind: str, tensors: Tensors) -> None:
+    def _check_one_each(self, operation: str, kind: str, tensors: Tensors) -> None:
         if len(tensors) != self.size():
-            raise ValueError(f"{what}: expected {self.size()} {kind} tensors, one per rank, got {len(tensors)}")
+            raise ValueError(f"{operation}: expected {self.size()} {kind} tensors, one per rank, got {len(tensors)}")
 
-    def _rows(self, what: str, x: torch.Tensor, sizes: list[int]) -> Tensors:
-        """x cut along its first dimension; no sizes: in equal parts."""
+    def _rows(self, operation: str, x: torch.Tensor, sizes: list[int]) -> Tensors:
+        """Return x cut along its first dimension, into equal parts if `sizes` is empty."""
         if not sizes:
             if x.size(0) % self.size():
                 raise ValueError(
-                    f"{what}: {x.size(0)} rows do not divide by {self.size()} ranks; pass the sizes of the splits"
+                    f"{operation}: {x.size(0)} rows do not divide by {self.size()} ranks; pass the sizes of the splits"
                 )
             return list(x.split(x.size(0) // self.size())) if x.size(0) else [x] * self.size()
         if len(sizes) != self.size() or sum(sizes) != x.size(0):
-            raise ValueError(f"{what}: splits {sizes} must be {self.size()} sizes that add up to {x.size(0)} rows")
+            raise ValueError(f"{operation}: splits {sizes} must be {self.size()} sizes that add up to {x.size(0)} rows")
         return list(x.split(sizes))
 
 
@@ -285,7 +290,7 @@ def _first_tensor(arguments) -> torch.Tensor | None:
 
 
 def _by_device(name: str, on_cpu: Callable) -> Callable:
-    """The method of that name: this group's on CPU tensors, its CUDA half's on CUDA tensors."""
+    """Return a method that calls `on_cpu` for CPU tensors and the CUDA half's method `name` for CUDA tensors."""
 
     @functools.wraps(on_cpu)
     def method(self, *arguments, **options):
@@ -308,28 +313,28 @@ for _name in (
 
 
 class _Work(dist.Work):
-    """What torch waits for: nothing, where everything is done already, or what the engine still does."""
+    """Handle that torch waits for; it holds the operations that are not done yet."""
 
     def __init__(self, pending: Sequence[Pending | Message | None], result):
         super().__init__()
-        self._pending = [one for one in pending if one is not None]
+        self._pending = [operation for operation in pending if operation is not None]
         self._result = result
 
     @classmethod
     def all_of(cls, works: list["_Work"], result) -> "_Work":
-        return cls([one for work in works for one in work._pending], result)
+        return cls([operation for work in works for operation in work._pending], result)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit_s = timeout.total_seconds() if timeout else None
-        for one in self._pending:
-            if not one.wait(limit_s):
+        for operation in self._pending:
+            if not operation.wait(limit_s):
                 raise TimeoutError(f"the operation was not done within {limit_s:.3g} s; it goes on")
         return True
 
     synchronize = wait
 
     def is_completed(self) -> bool:
-        return all(one.done() for one in self._pending)
+        return all(operation.done() for operation in self._pending)
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -366,13 +371,13 @@ class _Work(dist.Work):
 
         if not self._pending:
             one_is_done(None)
-        for one in self._pending:
-            one.then(one_is_done)
+        for operation in self._pending:
+            operation.then(one_is_done)
         return future
 
 
 def _lost_members(members: list[int]) -> list[int]:
-    """Which of a group in the making, given by global ranks, the default group has already lost."""
+    """Return the ranks of a new group that the default group has lost; `members` are the global ranks of the group."""
     default = dist.group.WORLD
     if not isinstance(default, WeftProcessGroup):
         return []
@@ -388,18 +393,18 @@ def _waits(opts) -> bool:
 
 
 def _flat_parts(x: torch.Tensor, world: int) -> Tensors:
-    """Equal parts of x in memory order, one per rank. Of an x that is not contiguous there are none: see below."""
+    """Return equal parts of x, one per rank: in memory order if x is contiguous, else equal numbers of rows."""
     if x.is_contiguous():
         flat = x.view(-1)
         return list(flat.split(flat.numel() // world)) if flat.numel() else [flat] * world
     if x.size(0) % world:
         raise ValueError(f"a strided output of shape {tuple(x.shape)} cannot be cut into {world} equal parts of rows")
-    return list(x.split(x.size(0) // world))  # each is copied into when the whole is there
+    return list(x.split(x.size(0) // world))  # the engine copies into each at the end
 
 
-def _check_same_size(what: str, a: torch.Tensor, a_name: str, b: torch.Tensor, b_name: str) -> None:
+def _check_same_size(operation: str, a: torch.Tensor, a_name: str, b: torch.Tensor, b_name: str) -> None:
     if a.numel() != b.numel() or a.dtype != b.dtype:
         raise ValueError(
-            f"{what}: {a_name} is {a.dtype} with {a.numel()} elements, {b_name} {b.dtype} with {b.numel()}; "
+            f"{operation}: {a_name} is {a.dtype} with {a.numel()} elements, {b_name} {b.dtype} with {b.numel()}; "
             "they must be alike"
         )

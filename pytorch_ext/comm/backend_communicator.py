@@ -1,4 +1,4 @@
-"""The communicator of any other torch.distributed backend, composed of what every backend has."""
+"""Communicator over any torch.distributed backend, built from calls that every backend has."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from weft.comm.fusion import Fusion
 
 
 class BackendCommunicator(Communicator):
-    """Over another backend of torch.distributed: uneven shards are padded, and sums are in that backend's order."""
+    """Communicator over any backend of torch.distributed; pads uneven shards and sums in the backend's order."""
 
     @property
     def transport(self) -> str:

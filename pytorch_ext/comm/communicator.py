@@ -1,4 +1,4 @@
-"""What the ops call: collectives on one group, in the shape that layers need (in place, along a dimension, uneven)."""
+"""Collectives on one group in the forms that the ops need: in place, along a dimension, of uneven sizes."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,15 +16,25 @@ from weft.comm.wait_record import WaitRecord, name_of, watch_for_losses
 
 
 class Communicator:
-    """Collectives on one group. Tensors are of any shape; a shard's sizes are listed in rank order."""
+    """Collectives on one group; the base class of every transport.
+
+    Tensors may have any shape. Lists of sizes and of parts are in rank order.
+
+    Attributes:
+        group: the process group.
+        rank: this rank in the group.
+        world_size: ranks in the group.
+        unreached: by device, why ranks do not reach each other's memory there; "" if they do.
+        workspaces: by kernel and device, the workspaces of kernels that write to other ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self._records: dict[torch.device, WaitRecord] = {}
-        self.unreached: dict[torch.device, str] = {}  # why ranks do not reach each other's memory there; "": they do
-        self.workspaces: dict[tuple[str, torch.device], Any] = {}  # of kernels that write to other ranks
+        self.unreached: dict[torch.device, str] = {}
+        self.workspaces: dict[tuple[str, torch.device], Any] = {}
 
     @property
     def name(self) -> str:
@@ -32,43 +42,47 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """What carries the collectives, and why not the faster thing."""
+        """Transport in use, and why no faster one is."""
         raise NotImplementedError
 
     @property
     def engine(self) -> Engine | SpanningEngine | None:
-        """The weft engine that carries tensors in the host's memory, where the group has one."""
+        """weft engine for tensors in host memory; None if the group has none."""
         return None if self.host is self else self.host.engine
 
     @property
     def host(self) -> "Communicator":
-        """What serves tensors in the host's memory: this one, or a part of it."""
+        """Communicator for tensors in host memory: this one, or a part of it."""
         return self
 
     def cuda_group(self) -> dist.ProcessGroup | None:
-        """The group with a store of its own over which the ranks' GPUs meet; None where there is no backend for them.
-        The first call of it is a collective one."""
+        """Return the group for CUDA tensors, which has its own store; None if no backend serves them.
+
+        Every rank must take part in the first call.
+        """
         return None
 
     @property
     def timeout_s(self) -> float:
-        """How long a kernel waits for another rank: the group's own timeout where torch tells it."""
-        timeout = getattr(self.group, "timeout", None)  # the weft backend's
+        """Seconds that a kernel waits for another rank: the group's timeout, or torch's default if it is not known."""
+        timeout = getattr(self.group, "timeout", None)  # set by the weft backend
         if not isinstance(timeout, timedelta):
-            with suppress(RuntimeError):  # a backend that has no options
+            with suppress(RuntimeError):  # a backend without options
                 timeout = self.group._get_backend(self.group._device_types[0]).options._timeout
         return (timeout or default_pg_timeout).total_seconds()
 
     def all_gather_object(self, note: Any) -> list:
-        """Every rank's note (anything that can be pickled), in rank order. Slow; for what is set up once."""
-        told = [None] * self.world_size
-        with torch.inference_mode(False):  # gloo writes to what it is given
-            dist.all_gather_object(told, note, group=self.group)
-        return told
+        """Return every rank's `note` (any object that pickles), in rank order. Slow: use it during set-up only."""
+        gathered = [None] * self.world_size
+        with torch.inference_mode(False):  # gloo writes to the tensors that it gets
+            dist.all_gather_object(gathered, note, group=self.group)
+        return gathered
 
     def record(self, device: torch.device) -> WaitRecord:
-        """Where kernels of this group on that device leave word of a wait that failed. Made when first asked for; from
-        then on kernels stop waiting once the group's engine, if it has one, has lost a rank."""
+        """Return the record of failed waits that kernels of this group write on `device`.
+
+        The first call makes it. From then on, waiting kernels stop if the group's engine loses a rank.
+        """
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._records:
@@ -79,12 +93,12 @@ class Communicator:
         return self._records[device]
 
     def check_waits(self) -> None:
-        """Raises what kernels left word of; see `weft.check_waits`."""
+        """Raise the failure that kernels recorded; see `weft.check_waits`."""
         for record in self.records:
             record.check_past(self._stopped_a_kernel)
 
     def _stopped_a_kernel(self) -> bool:
-        """Whether a kernel that leaves no record then gave up because the host told it to."""
+        """Return whether a kernel gave up because the host stopped it; such a kernel writes no record."""
         return False
 
     @property
@@ -98,7 +112,7 @@ class Communicator:
         return id(self.group)
 
     def __deepcopy__(self, memo):
-        return self  # a copied model talks to the same ranks
+        return self  # a copied model uses the same ranks
 
     def __reduce__(self):
         raise TypeError("a layer that is split over ranks cannot be pickled: save its state_dict instead")
@@ -106,50 +120,60 @@ class Communicator:
     def all_reduce_(
         self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
     ) -> torch.Tensor:
-        """The sum over ranks (or what `op` says), in place. deterministic=False permits the order of the hardware."""
+        """Reduce x over ranks in place, and return it.
+
+        Args:
+            x: the tensor.
+            op: the reduction.
+            fusion: further steps of the same pass over the data.
+            deterministic: False permits the order of summation of the hardware.
+        """
         raise NotImplementedError
 
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
-        """The root's x, in place."""
+        """Copy the root's x to every rank in place, and return it."""
         raise NotImplementedError
 
     def all_gather_into(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """parts[r] = rank r's x; parts are contiguous and of each rank's size."""
+        """Set parts[r] to rank r's x. Parts are contiguous, and part r has the size of rank r's x."""
         raise NotImplementedError
 
     def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
-        """output = the sum over ranks of their parts[this rank]; all contiguous."""
+        """Set `output` to the sum over ranks of parts[this rank]. All tensors are contiguous."""
         raise NotImplementedError
 
     def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """outputs[r] = rank r's parts[this rank]; outputs are contiguous and of the right size."""
+        """Set outputs[r] to rank r's parts[this rank]. Outputs are contiguous and of the right size."""
         raise NotImplementedError
 
     def all_to_all(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the ranks have for this one, in rank order; parts may differ in the size of their first dimension."""
+        """Send parts[r] to rank r; return the received parts in rank order.
+
+        Parts may differ in the size of their first dimension.
+        """
         rows = torch.tensor([[part.size(0) for part in parts]], device=parts[0].device)
-        told = self.all_gather(rows, 0, [1] * self.world_size)[:, self.rank].tolist()
-        outputs = [parts[0].new_empty([count, *parts[0].shape[1:]]) for count in told]
+        counts = self.all_gather(rows, 0, [1] * self.world_size)[:, self.rank].tolist()
+        outputs = [parts[0].new_empty([count, *parts[0].shape[1:]]) for count in counts]
         self.all_to_all_into(parts, outputs)
         return outputs
 
     def all_sizes(self, x: torch.Tensor, dim: int) -> list[int]:
-        """The size of every rank's x along `dim`, in rank order."""
+        """Return the size of every rank's x along `dim`, in rank order."""
         if self.world_size == 1:
             return [x.size(dim)]
-        # Over the host's engine, if there is one: a GPU would have to be waited for.
+        # Over the host's engine if there is one: otherwise the host must wait for the GPU.
         device = torch.device("cpu") if self.engine is not None else x.device
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=device)
         self.all_gather_into(torch.tensor([x.size(dim)], device=device), list(sizes.split(1)))
         return sizes.tolist()
 
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        """The ranks' x one after another along `dim`; their sizes along it may differ."""
+        """Return the x of all ranks concatenated along `dim`; sizes[r] is the size of rank r's x along it."""
         if self.world_size == 1:
             return x
         dim %= x.dim()
         shape = list(x.shape)
-        if _leads(x.shape, dim):  # the parts lie one after another in the result itself
+        if _leads(x.shape, dim):  # each part is one piece of the result's memory
             shape[dim] = sum(sizes)
             whole = x.new_empty(shape)
             self.all_gather_into(x, list(whole.split(list(sizes), dim)))
@@ -159,7 +183,7 @@ class Communicator:
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        """This rank's shard along `dim` of the sum over ranks of x."""
+        """Return this rank's shard of the sum of x over ranks; sizes[r] is the size of rank r's shard along `dim`."""
         if self.world_size == 1:
             return x
         parts = [part.contiguous() for part in x.split(list(sizes), dim)]
@@ -169,7 +193,7 @@ class Communicator:
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The group's backends by device type, as they were asked for."""
+    """Return {device type: backend} of the group, as configured at its creation."""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 

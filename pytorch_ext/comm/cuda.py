@@ -1,7 +1,8 @@
-"""Collectives of a group whose tensors may be on GPUs: weft's kernels over peer memory, or the group's backend.
+"""Collectives of a group with tensors on GPUs: weft's kernels over peer memory, or the group's backend.
 
-Tensors in host memory go to the weft engine where that is the group's CPU backend, else to torch's. For CUDA tensors
-the first collective decides, once and on every rank alike, whether the ranks reach each other's memory.
+Tensors in host memory go to the weft engine if it is the group's CPU backend, and to torch's backend otherwise. The
+first collective of CUDA tensors checks whether the ranks reach each other's memory. All ranks get the same result, and
+it holds from then on.
 """
 
 from dataclasses import replace
@@ -26,30 +27,34 @@ _DEVICE_TYPE = "cuda"
 _MOST_RANKS = 16
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-# Sizes are of one rank's tensor, and none of them has been measured with these kernels: that takes several GPUs.
-# One-shot below: vLLM's custom all-reduce (csrc/custom_all_reduce.cuh, tuned on A100 and smaller) takes it at every
-# size with 2 ranks, below 512 KiB with up to 4 and below 256 KiB with up to 8. For more than 8 there is torch's
-# Inductor, which takes it up to 128 KiB (torch._inductor.config._collective.one_shot_all_reduce_threshold_bytes).
+# Sizes are of one rank's tensor. None of them has been measured with these kernels, because that takes several GPUs.
+# Limits of one-shot: vLLM's custom all-reduce (csrc/custom_all_reduce.cuh, tuned on A100 and smaller) uses it at every
+# size with 2 ranks, below 512 KiB with up to 4, and below 256 KiB with up to 8. For more than 8 ranks the limit is that
+# of torch's Inductor, 128 KiB (torch._inductor.config._collective.one_shot_all_reduce_threshold_bytes).
 _ONE_SHOT_BELOW_BYTES = {2: 1 << 62, 4: 512 << 10, 8: 256 << 10, _MOST_RANKS: 128 << 10}
-# Above, NCCL, but not for sums that must be in the order of ranks: where vLLM's custom all-reduce hands over by default
-# (max_size in custom_all_reduce.py). all_gather, whose whole tensor counts, has no published figure and shares it.
+# Above this size NCCL is used, except for sums that must be in rank order. It is the default limit of vLLM's custom
+# all-reduce (max_size in custom_all_reduce.py). all_gather has no published limit and uses the same one, for the size
+# of the gathered tensor.
 LARGEST_BYTES = 8 << 20
 
 _PADS_BYTES = 256 << 10
-_WORKSPACE_BYTES = LARGEST_BYTES  # what is larger goes through it in pieces
-_BLOCKS = 36  # of a launch; vLLM's search found it best or nearly so, more blocks contend for the links
+_WORKSPACE_BYTES = LARGEST_BYTES  # larger tensors pass through it in pieces
+_BLOCKS = 36  # per launch; best or nearly so in vLLM's search: more blocks contend for the links
 
 
 class DeviceCommunicator(Communicator):
-    """Each tensor by the transport of its device.
+    """Communicator that chooses the transport by a tensor's device.
 
-    Sums and averages of float32, float16 and bfloat16 on GPUs that reach each other's memory are in rank order in fp32,
-    rounded once (an average is the sum times fp32(1 / W)), whatever their size: in pieces of LARGEST_BYTES, or where
-    they lie in symmetric memory. Other types and operators go to the backend and are summed in its order. So do, where
-    that is NCCL, all_gather over LARGEST_BYTES and sums of that size that may be in any order (deterministic=False).
+    weft's kernels sum and average float32, float16 and bfloat16 on GPUs that reach each other's memory. They sum in
+    rank order in fp32 and round once; an average is the sum times fp32(1 / W). This holds for every size: a tensor is
+    reduced in pieces of LARGEST_BYTES, or in place if it lies in symmetric memory.
 
-    Launches are on torch's current stream; on another stream than the last, they wait for that one. They can be
-    captured in CUDA graphs once one collective has run. While a graph is replayed, the group must do nothing else.
+    The backend takes other types and operators, and sums in its own order. NCCL also takes all_gather over
+    LARGEST_BYTES, and sums over that size that may be in any order (deterministic=False).
+
+    Launches are on torch's current stream. If that is not the stream of the last launch, it first waits for the last
+    one. CUDA graphs can capture launches once one collective has run. While a graph is replayed, the group must do
+    nothing else.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -62,8 +67,8 @@ class DeviceCommunicator(Communicator):
         self._backend: Communicator | None = None
         self._kernels: _Kernels | None = None
         self._why_not = ""
-        self._lent: list[ref[Lent]] = []  # the symmetric memory that is in use
-        self._lent_so_far = 0  # the same on every rank: lending is a collective call
+        self._lent: list[ref[Lent]] = []  # symmetric memory in use
+        self._lent_so_far = 0  # the same on every rank, because lending is a collective call
 
     @property
     def host(self) -> Communicator:
@@ -105,9 +110,9 @@ class DeviceCommunicator(Communicator):
             return x
         backend, kernels = self._on(x.device)
         code = op_code(op)
-        mine = x.dtype in _NAMES and code in (SUM, _AVERAGE)
+        supported = x.dtype in _NAMES and code in (SUM, _AVERAGE)
         any_order = not deterministic and self._is_nccls(_bytes(x)) and self._place_of(x) is None
-        if kernels is None or not mine or any_order:
+        if kernels is None or not supported or any_order:
             return backend.all_reduce_(x, op, fusion)
         scale = 1.0 if code == SUM else 1.0 / self.world_size
         if fusion is None:
@@ -149,7 +154,10 @@ class DeviceCommunicator(Communicator):
     # Symmetric memory.
 
     def lend(self, window: SymmetricMemory) -> torch.Tensor:
-        """This rank's part as a tensor; while it is in use, the window stays mapped, and known to all_reduce_."""
+        """Return this rank's part as a tensor.
+
+        The window stays mapped, and all_reduce_ recognises it, as long as a tensor in it lives.
+        """
         self._lent_so_far += 1
         lent = Lent(window, self._lent_so_far)
         self._lent = [other for other in self._lent if other() is not None]
@@ -157,22 +165,25 @@ class DeviceCommunicator(Communicator):
         return _as_tensor(lent)
 
     def _place_of(self, x: torch.Tensor) -> "tuple[Lent, int] | None":
-        """The symmetric memory that all of x lies in as it is, and where in it."""
+        """Return the symmetric memory that holds x, and the offset of x in bytes; None if x lies elsewhere.
+
+        Also None for an x that is not contiguous, or a negative view.
+        """
         if self._lent and x.is_contiguous() and not x.is_neg():
-            for one in self._lent:
-                lent = one()
+            for reference in self._lent:
+                lent = reference()
                 if lent is not None and 0 <= (offset := x.data_ptr() - lent.address) < lent.bytes:
                     return lent, offset
         return None
 
-    # How.
+    # Choice of transport, and launches.
 
     def _is_nccls(self, bytes: int) -> bool:
-        """Whether NCCL does it where any order of summation will do, or nothing is summed."""
+        """Return whether NCCL carries this size if any order of summation is allowed or nothing is summed."""
         return bytes > LARGEST_BYTES and self._backend_name == "nccl"
 
     def _reduce(self, kernels: "_Kernels", x: torch.Tensor, scale: float, deterministic: bool) -> None:
-        """x = scale * the sum over ranks of x, in place."""
+        """Set x to scale times the sum of x over ranks."""
         place = self._place_of(x)
         if place is None:
             whole = _flat(x)
@@ -183,12 +194,14 @@ class DeviceCommunicator(Communicator):
                 x.detach().copy_(whole.view(x.shape))
             return
         lent, offset = place
-        window, what = lent.window, (x.numel(), _NAMES[x.dtype], scale)
-        where = (lent.number % 2**16 << 48) + offset  # the ranks must mean the same memory
+        window, operation = lent.window, (x.numel(), _NAMES[x.dtype], scale)
+        place_id = (lent.number % 2**16 << 48) + offset  # kernels compare it: all ranks must use the same memory
         if window.multicast and not deterministic and offset % 16 == 0 and _bytes(x) % 16 == 0:
-            kernels.launch("all_reduce_multimem", window.multicast + offset, *what, offset=where, own=x.data_ptr())
+            kernels.launch(
+                "all_reduce_multimem", window.multicast + offset, *operation, offset=place_id, own=x.data_ptr()
+            )
         else:
-            kernels.launch("all_reduce_in_place", [at + offset for at in window.addresses], *what, offset=where)
+            kernels.launch("all_reduce_in_place", [at + offset for at in window.addresses], *operation, offset=place_id)
 
     def _with_backend(self, x: torch.Tensor) -> Communicator:
         return self._on(x.device)[0] if x.device.type == _DEVICE_TYPE else self._host
@@ -205,7 +218,7 @@ class DeviceCommunicator(Communicator):
         return self._backend, self._kernels
 
     def _choose(self, device: torch.device) -> None:
-        """Decides, with all ranks, what carries CUDA tensors."""
+        """Choose the transport of CUDA tensors, together with all ranks."""
         stream = StreamOrder(device)
         if stream.capturing():
             raise RuntimeError(
@@ -221,7 +234,7 @@ class DeviceCommunicator(Communicator):
                     window = open_symmetric_memory(self, _PADS_BYTES + _WORKSPACE_BYTES, device)
                     kernels, obstacle = _made(self, window, stream)
                     self._why_not = self._first_of(obstacle)
-                except (ValueError, OSError) as error:  # the same on every rank
+                except (ValueError, OSError) as error:  # raised by every rank
                     self._why_not = str(error)
         self._kernels = None if self._why_not else kernels
         self._backend = BackendCommunicator(group)
@@ -235,13 +248,13 @@ class DeviceCommunicator(Communicator):
         return "this weft was built without CUDA" if _C.cuda is None else ""
 
     def _first_of(self, obstacle: str) -> str:
-        """What keeps the first of the ranks from it that anything does."""
-        told = self.all_gather_object(obstacle)
-        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason), "")
+        """Return the obstacle of the lowest rank that has one, or ""; every rank passes its own."""
+        obstacles = self.all_gather_object(obstacle)
+        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(obstacles) if reason), "")
 
 
 class Lent:
-    """A window's part of this rank, as torch takes memory over from elsewhere: whoever holds a tensor holds this."""
+    """This rank's part of a window, in the form from which torch makes a tensor; the tensor keeps it alive."""
 
     def __init__(self, window: SymmetricMemory, number: int):
         self.window, self.number = window, number
@@ -253,7 +266,7 @@ class Lent:
 
 
 class _Kernels:
-    """The extension's collectives on one group and device, with the memory that they meet in."""
+    """Collectives of the extension on one group and device, with their flags and workspace."""
 
     def __init__(self, ranks: DeviceCommunicator, window: SymmetricMemory, stream: "StreamOrder"):
         self._record, self._stream, self._window = ranks.record(stream.device), stream, window
@@ -269,7 +282,7 @@ class _Kernels:
         )
 
     def broken(self) -> bool:
-        """Whether one of them has given up: it marks the words of its rank's pad that no peer uses."""
+        """Return whether a kernel has given up; it then marks words of its rank's pad that no peer uses."""
         words = self._window.mine[:_PADS_BYTES].view(torch.int32)
         world = len(self._window.parts)
         return bool(words[self._window.rank : _BLOCKS * world : world].any())
@@ -281,14 +294,14 @@ class _Kernels:
 
 
 def one_shot_below(world: int) -> int:
-    """Bytes of a tensor below which all_reduce is one-shot: every rank reads all of every other's."""
+    """Return the size in bytes below which all_reduce is one-shot: each rank reads every other's whole tensor."""
     return next(bytes for most, bytes in _ONE_SHOT_BELOW_BYTES.items() if world <= most)
 
 
 def _made(ranks: DeviceCommunicator, window: SymmetricMemory, stream: StreamOrder) -> tuple[_Kernels | None, str]:
     try:
         return _Kernels(ranks, window, stream), ""
-    except (ValueError, RuntimeError) as error:  # of this rank's driver: the others must hear of it
+    except (ValueError, RuntimeError) as error:  # from this rank's driver; the other ranks must learn of it
         return None, str(error)
 
 
@@ -306,20 +319,20 @@ def _bytes(x: torch.Tensor) -> int:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """x's elements in order, in one dimension; x's own memory where that is possible."""
+    """Return x's elements in order, in one dimension, in x's own memory if possible."""
     return x.detach().resolve_neg().contiguous().view(-1)
 
 
 def _side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one after another; no copy where they lie so already, as those of one tensor do."""
+    """Return a tensor that starts where the parts lie one after another; copy only parts that do not already."""
     unit = parts[0].element_size()
     together = all(left.data_ptr() + len(left) * unit == right.data_ptr() for left, right in pairwise(parts))
     return parts[0] if together else torch.cat(parts)
 
 
-def _check_part(what: str, mine: torch.Tensor, part: torch.Tensor) -> None:
-    if mine.dtype != part.dtype or mine.numel() != part.numel():
+def _check_part(operation: str, x: torch.Tensor, part: torch.Tensor) -> None:
+    if x.dtype != part.dtype or x.numel() != part.numel():
         raise ValueError(
-            f"{what}: this rank's part is {part.dtype} with {part.numel()} elements, its tensor {mine.dtype} with "
-            f"{mine.numel()}; they must be alike"
+            f"{operation}: this rank's part is {part.dtype} with {part.numel()} elements, its tensor {x.dtype} with "
+            f"{x.numel()}; they must be alike"
         )

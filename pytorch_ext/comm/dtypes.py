@@ -1,4 +1,4 @@
-"""torch's element types and reductions by the codes that weft._C knows them by."""
+"""Codes of torch's element types and reductions in weft._C."""
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ _OPS: dict[int, int] = {
 
 
 def op_code(op) -> int:
-    """Of a torch.distributed.ReduceOp (or of its bare enumerator); ValueError where there is none."""
+    """Return the code of a torch.distributed.ReduceOp or of its bare enumerator; ValueError if it has none."""
     code = _OPS.get(int(getattr(op, "op", op)))
     if code is None:
         raise ValueError(f"the weft backend does not reduce by {op}; it takes {', '.join(_C.reduce_ops)}")
@@ -33,7 +33,7 @@ def op_code(op) -> int:
 
 
 def dtype_code(x: torch.Tensor) -> int:
-    """Of x's type, for a reduction; TypeError where there is none."""
+    """Return the code of x's type for a reduction; TypeError if it has none."""
     code = DTYPES.get(x.dtype)
     if code is None:
         names = ", ".join(str(dtype) for dtype in DTYPES)
@@ -42,6 +42,6 @@ def dtype_code(x: torch.Tensor) -> int:
 
 
 def byte_code(x: torch.Tensor) -> tuple[int, int]:
-    """(code, elements of that code per element of x) for moving x's bytes; every type can be moved."""
+    """Return (code, elements of that code per element of x) for moving x's bytes; every type can be moved."""
     code = _MOVED.get(x.dtype)
     return (code, 1) if code is not None else (_C.dtypes["uint8"], x.element_size())

@@ -1,7 +1,7 @@
-"""The engine's collectives on tensors: checks, addresses, codes; strided tensors through a contiguous copy.
+"""Collectives of the engine on tensors: checks, addresses and type codes.
 
-Every method takes `wait`: True completes before it returns; False returns at once, and the tensors must not be touched
-before the Pending that it returns is done.
+Strided tensors go through a contiguous copy. Every collective takes `wait`. With wait=True it completes before it
+returns. With wait=False it returns a Pending at once, and the tensors must not be touched before that is done.
 """
 
 import threading
@@ -17,11 +17,11 @@ from weft.comm.dtypes import DTYPES, SUM, byte_code, dtype_code
 from weft.comm.fusion import Fusion
 
 _STRIDED = torch.strided
-_LOOKED_AT = 64  # of the operations in flight, at a time
+_LOOKED_AT = 64  # operations in flight that each new one checks
 
 
 class Pending:
-    """Operations that run while their caller goes on, and what is left to do when they are done."""
+    """Operations under way, and the steps to run when they are done."""
 
     def __init__(self, works: list[_C.Work], finish: list[Callable[[], object]], source: _C.Source | None = None):
         self._works, self._finish, self._source = works, finish, source
@@ -34,7 +34,7 @@ class Pending:
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """False where the time passed first; raises what the operations did."""
+        """Wait until all is done; return False if the time passes first. Raises the error of an operation."""
         for work in self._works:
             if not work.wait(timeout_s):
                 return False
@@ -42,7 +42,7 @@ class Pending:
         return True
 
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
-        """callback(error or None) once all is done."""
+        """Call callback(error or None) once all is done."""
 
         def last_is_done(error: BaseException | None) -> None:
             if error is None:
@@ -50,7 +50,7 @@ class Pending:
             callback(error)
 
         if self._works:
-            self._works[-1].then(last_is_done)  # they are done in order
+            self._works[-1].then(last_is_done)  # operations are done in order
         else:
             last_is_done(None)
 
@@ -59,14 +59,14 @@ class Pending:
         return self._source.rank if self._source is not None else -1
 
     def _complete(self) -> None:
-        with self._completing:  # whoever waits and whoever calls back: both find it complete
+        with self._completing:  # a waiting thread and a callback must both find it complete
             for finish in self._finish:
                 finish()
             self._finish = []
 
 
 class Engine:
-    """One group's shared-memory engine, as tensors see it."""
+    """Shared-memory engine of one group, with collectives on tensors."""
 
     def __init__(self, group: _C.Group):
         self.group = group
@@ -78,13 +78,13 @@ class Engine:
     def all_reduce(
         self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None
     ) -> Pending | None:
-        """x = op over ranks of x, in place."""
+        """Reduce x by `op` over ranks, in place."""
         check(x)
         whole = x.contiguous()
         address, count, code = whole.data_ptr(), whole.numel(), dtype_code(whole)
         if fusion is None:
             work = self.group.all_reduce(address, address, count, code, op, not wait)
-            if work is None and whole is x:  # most calls: nothing is left to do
+            if work is None and whole is x:  # the usual case: nothing is left to do
                 return None
             return self._after(work, whole, copy_backs=[(x, whole)])
         wire = code if fusion.wire_dtype is None else DTYPES[fusion.wire_dtype]
@@ -93,7 +93,7 @@ class Engine:
         return self._after(work, (whole, fusion), copy_backs=[(x, whole)])
 
     def broadcast(self, x: torch.Tensor, root: int, wait: bool = True) -> Pending | None:
-        """x = the root's x, in place."""
+        """Set x to the root's x."""
         check(x)
         code, scale = byte_code(x)
         whole = x.contiguous()
@@ -101,7 +101,7 @@ class Engine:
         return self._after(work, whole, copy_backs=[(x, whole)])
 
     def all_gather(self, x: torch.Tensor, parts: list[torch.Tensor], wait: bool = True) -> Pending | None:
-        """parts[r] = rank r's x; sizes may differ between ranks."""
+        """Set parts[r] to rank r's x; sizes may differ between ranks."""
         check(x, *parts)
         check_same_dtype("all_gather", x, parts)
         code, scale = byte_code(x)
@@ -113,7 +113,7 @@ class Engine:
     def reduce_scatter(
         self, parts: list[torch.Tensor], output: torch.Tensor, op: int = SUM, wait: bool = True
     ) -> Pending | None:
-        """output = op over ranks of their parts[this rank]; sizes may differ between ranks."""
+        """Set `output` to parts[this rank] reduced by `op` over ranks; sizes may differ between ranks."""
         check(output, *parts)
         check_same_dtype("reduce_scatter", output, parts)
         sources, (target,) = [part.contiguous() for part in parts], contiguous_outputs([output])
@@ -124,7 +124,7 @@ class Engine:
         return self._after(work, (sources, target), copy_backs=[(output, target)])
 
     def reduce(self, x: torch.Tensor, root: int, op: int = SUM, wait: bool = True) -> Pending | None:
-        """At the root, x = op over ranks of x; elsewhere x stays."""
+        """Reduce x by `op` over ranks into the root's x; x stays as it is on other ranks."""
         check(x)
         whole = x.contiguous()
         address = whole.data_ptr()
@@ -132,7 +132,7 @@ class Engine:
         return self._after(work, whole, copy_backs=[(x, whole)])
 
     def gather(self, x: torch.Tensor, parts: list[torch.Tensor], root: int, wait: bool = True) -> Pending | None:
-        """At the root, parts[r] = rank r's x; elsewhere parts is empty."""
+        """Set the root's parts[r] to rank r's x; parts is empty on other ranks."""
         check(x, *parts)
         check_same_dtype("gather", x, parts)
         code, scale = byte_code(x)
@@ -141,7 +141,7 @@ class Engine:
         return self._after(work, (source, targets), copy_backs=zip(parts, targets, strict=True))
 
     def scatter(self, parts: list[torch.Tensor], output: torch.Tensor, root: int, wait: bool = True) -> Pending | None:
-        """output = the root's parts[this rank]; parts is empty elsewhere."""
+        """Set `output` to the root's parts[this rank]; parts is empty on other ranks."""
         check(output, *parts)
         check_same_dtype("scatter", output, parts)
         code, scale = byte_code(output)
@@ -150,7 +150,7 @@ class Engine:
         return self._after(work, (sources, target), copy_backs=[(output, target)])
 
     def all_to_all(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], wait: bool = True) -> Pending | None:
-        """outputs[r] = rank r's inputs[this rank]; any sizes on which the two ranks agree."""
+        """Set outputs[r] to rank r's inputs[this rank]; both ranks must give the same size."""
         check(*inputs, *outputs)
         check_same_dtype("all_to_all", inputs[0], [*inputs, *outputs])
         code, scale = byte_code(inputs[0])
@@ -176,19 +176,19 @@ class Engine:
         return self._pending(work, whole)
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> Pending:
-        """source=None: from whichever rank sends that tag first; `Pending.source` says which."""
+        """Receive x from rank `source`, or with None from the first rank that sends the tag; see `Pending.source`."""
         check(x)
         code, scale = byte_code(x)
         (whole,) = contiguous_outputs([x])
-        heard_from = _C.Source()
+        sender = _C.Source()
         work = self.group.receive(
-            -1 if source is None else source, whole.data_ptr(), whole.numel() * scale, code, tag, heard_from
+            -1 if source is None else source, whole.data_ptr(), whole.numel() * scale, code, tag, sender
         )
-        pending = self._pending(work, (whole, heard_from), [(x, whole)])
-        pending._source = heard_from
+        pending = self._pending(work, (whole, sender), [(x, whole)])
+        pending._source = sender
         return pending
 
-    # The group's life.
+    # Life of the group.
 
     def rename(self, name: str) -> None:
         self.group.rename(name)
@@ -197,11 +197,11 @@ class Engine:
         self.group.set_timeout(timeout.total_seconds())
 
     def lost_ranks(self) -> list[int]:
-        """Ranks that are known to have died or left."""
+        """Return the ranks that are known to have died or left."""
         return self.group.lost_ranks()
 
     def abort(self) -> None:
-        """Ends every call under way, on every rank, with an error."""
+        """End every call under way, on every rank, with an error."""
         self.group.abort()
 
     def leave(self) -> None:
@@ -216,7 +216,7 @@ class Engine:
 
     def _pending(self, work: _C.Work, keep, copy_backs=()) -> Pending:
         with self._submitting:
-            # Of many some, in turn: the time to post n would grow with n squared.
+            # Check a bounded number of them, in turn. Checking all makes posting n operations take time n squared.
             for _ in range(min(len(self._in_flight), _LOOKED_AT)):
                 pair = self._in_flight.popleft()
                 if not pair[0].done():
@@ -227,7 +227,7 @@ class Engine:
 
 def copy_back(target: torch.Tensor, whole: torch.Tensor) -> None:
     if target is not whole:
-        target.detach().copy_(whole.detach())  # what a collective does is not for autograd to see
+        target.detach().copy_(whole.detach())  # autograd does not record collectives
 
 
 def contiguous_outputs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -252,7 +252,7 @@ def _refuse(x: torch.Tensor) -> None:
     raise TypeError("the weft backend takes no conjugate or negative views: resolve_conj() or resolve_neg() them")
 
 
-def check_same_dtype(what: str, x: torch.Tensor, others: list[torch.Tensor]) -> None:
+def check_same_dtype(operation: str, x: torch.Tensor, others: list[torch.Tensor]) -> None:
     for other in others:
         if other.dtype != x.dtype:
-            raise TypeError(f"{what}: tensors of {x.dtype} and of {other.dtype}; they must be of one type")
+            raise TypeError(f"{operation}: tensors of {x.dtype} and of {other.dtype}; they must be of one type")

@@ -1,4 +1,4 @@
-"""The communicator of a group in shared memory: one crossing into C++ a call."""
+"""Communicator of a group of the weft backend: each call enters C++ once."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from weft.comm.multi_host import SpanningEngine
 
 
 class EngineCommunicator(Communicator):
-    """Over shared memory: sums in rank order in fp32, rounded once."""
+    """Communicator over the weft engine; sums in rank order in fp32 and rounds once."""
 
     def __init__(self, group: WeftProcessGroup):
         super().__init__(group)

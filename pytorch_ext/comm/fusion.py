@@ -1,4 +1,4 @@
-"""What an all_reduce of floating-point numbers does in its own pass over the data, besides reducing."""
+"""Rounding, scaling and norm that an all_reduce of floating-point numbers does in its own pass over the data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +10,16 @@ _NARROWER = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Fusion:
-    """In this order: inputs are rounded to the wire type, summed (or averaged) in fp32, scaled, rounded to the wire
-    type, and widened; the squared norm is of the result, in fp64.
+    """Further steps of an all_reduce in its pass over the data.
+
+    Inputs are rounded to the wire type, summed (or averaged) in fp32, scaled, rounded to the wire type, and widened, in
+    this order. The squared norm is that of the result, in fp64.
 
     Attributes:
         wire_dtype: bfloat16 or float16 for float32 tensors; None is the tensor's own type.
-        scale: multiplies the result before it is rounded.
-        squared_norm: a float64 CPU tensor of one element that becomes the sum of squares of the result, the same bits
-            on every rank; it is finite exactly where every element is (of fp64 tensors: where no square overflows).
+        scale: factor on the result before it is rounded.
+        squared_norm: a float64 CPU tensor of one element that receives the sum of squares of the result, the same bits
+            on every rank. It is finite exactly if every element is; for fp64 tensors, if no square overflows.
     """
 
     wire_dtype: torch.dtype | None = None
@@ -26,7 +28,12 @@ class Fusion:
 
     @classmethod
     def of(cls, x: torch.Tensor, wire_dtype=None, scale=1.0, squared_norm=None) -> "Fusion | None":
-        """None where nothing is asked for. Raises ValueError or TypeError for what cannot be done with x."""
+        """Return the Fusion for x, or None if the arguments ask for nothing.
+
+        Raises:
+            TypeError: x is not a floating-point tensor.
+            ValueError: x cannot travel as wire_dtype, or squared_norm is not as described above.
+        """
         if wire_dtype in (None, x.dtype) and scale == 1.0 and squared_norm is None:
             return None
         if not x.is_floating_point():
@@ -46,7 +53,7 @@ class Fusion:
         return cls(wire_dtype if wire_dtype != x.dtype else None, scale, squared_norm)
 
     def around(self, reduce: Callable[[torch.Tensor], object], x: torch.Tensor) -> None:
-        """The same in passes of its own, around a reduction in place that cannot do it."""
+        """Run the in-place reduction `reduce` on x, with the same steps in passes of their own."""
         sent = x if self.wire_dtype is None else x.to(self.wire_dtype)
         reduce(sent)
         if self.scale != 1.0:

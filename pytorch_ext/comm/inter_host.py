@@ -1,6 +1,7 @@
-"""What joins the machines of a group: gloo connections, and the first failure, which is every rank's.
+"""Connections between the machines of a group, over gloo, and the group's first failure.
 
-A failure is told through the store, and by closing the connections, so that who waits at their other ends looks there.
+Every rank raises the first failure. The failing rank writes it to the store and closes its connections. That wakes the
+ranks at the other ends, which then read the store.
 """
 
 import json
@@ -21,12 +22,12 @@ _ERRORS = {
     error.__name__: error
     for error in (_C.RankLostError, _C.CollectiveTimeoutError, _C.CollectiveMismatchError, _C.CommError)
 }
-_LOOKS_EVERY_S = 0.1  # whether the group has failed
-_ANOTHER_KNOWS_WITHIN_S = 1.5  # a rank's neighbours see it die; who only loses a connection asks them first
+_LOOKS_EVERY_S = 0.1  # for a failure of the group
+_ANOTHER_KNOWS_WITHIN_S = 1.5  # neighbours see a rank die; a rank that only lost a connection asks them first
 
 
 class InterHost:
-    """One rank's connections: to its lane (None: it is in none), and to everyone."""
+    """Connections of one rank: to the other ranks of its lane, if it is in one, and to all ranks."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class InterHost:
         self._lost_ranks = lost_ranks
         self._connections: dict[str, Any] = {}
         try:
-            meeting = store.clone()  # gloo waits at it, and a store's client answers nobody else while it waits
+            meeting = store.clone()  # gloo blocks this client of the store while it waits
             if lane is not None:
                 lane_store = dist.PrefixStore(f"lane/{lane}", meeting)
                 self._connections["lane"] = self._connect(lane_store, own, len(hosts))
@@ -61,7 +62,7 @@ class InterHost:
             ) from error
 
     def _connect(self, store, rank: int, world: int) -> Any:
-        """A ProcessGroupGloo, unless the group fails before its ranks have met: gloo would wait for all of its time."""
+        """Return a ProcessGroupGloo; raise as soon as the group fails, where gloo would wait until its timeout."""
         made: Future = Future()
 
         def make() -> None:
@@ -74,24 +75,24 @@ class InterHost:
         while not wait([made], _LOOKS_EVERY_S).done:
             lost = self._lost_ranks()
             if lost or self._store.check(["failure"]):
-                who = f"rank {', '.join(map(str, lost))} was lost" if lost else "a rank was lost"
+                loss = f"rank {', '.join(map(str, lost))} was lost" if lost else "a rank was lost"
                 raise self.fail(
-                    _C.RankLostError(f'{who} while group "{self._name()}" was made (rank {self.rank} waited).')
+                    _C.RankLostError(f'{loss} while group "{self._name()}" was made (rank {self.rank} waited).')
                 )
         return made.result()
 
     @property
     def lane(self) -> Any:
-        """The ProcessGroupGloo of this rank's lane, in which a machine's number is its rank."""
+        """ProcessGroupGloo of this rank's lane; its ranks are the numbers of the machines."""
         return self._connection("lane")
 
     @property
     def everyone(self) -> Any:
-        """The ProcessGroupGloo of the whole group."""
+        """ProcessGroupGloo of the whole group."""
         return self._connection("everyone")
 
-    def _connection(self, of: str) -> Any:
-        connection = self._connections.get(of)
+    def _connection(self, name: str) -> Any:
+        connection = self._connections.get(name)
         if connection is None:
             raise self.failure or _C.CommError(f'group "{self._name()}" was destroyed; create it again to use it.')
         return connection
@@ -102,21 +103,23 @@ class InterHost:
             connection.set_timeout(timeout)
 
     def finish(self, work: dist.Work) -> None:
-        """Waits for a collective of gloo, and looks now and then whether the group has failed."""
+        """Wait for a collective of gloo; raise the group's failure if it fails first."""
         while True:
             try:
                 work.wait(timedelta(milliseconds=100))
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # its own error, if it has one
+                    work.wait()  # raises the error of the work, if any
                     return
                 if self.failure is not None:
                     raise self.failure from None
 
     def fail(self, error: BaseException) -> BaseException:
-        """The group's first failure: this one, or what another rank told before. Closes the connections, and then tells
-        `on_failure`."""
+        """Close the connections, call `on_failure`, and return the group's first failure.
+
+        That is the failure that another rank wrote to the store earlier, or else `error`.
+        """
         if self.failure is None:
             self.failure = self._first_failure(error)
             for connection in self._connections.values():
@@ -127,32 +130,38 @@ class InterHost:
         return self.failure
 
     def close(self) -> None:
-        self._connections = {}  # what they have sent still arrives
+        self._connections = {}  # data already sent still arrives
 
-    def lost(self, what: str, error: RuntimeError) -> BaseException:
-        """The failure behind an error of gloo's: what a rank that knows more tells, or else that a machine is gone."""
+    def lost(self, operation: str, error: RuntimeError) -> BaseException:
+        """Return the failure behind an error of gloo.
+
+        That is the failure that a better informed rank writes to the store within 1.5 s. Without one it is the loss of
+        a rank on another machine, or its timeout.
+        """
         deadline = time.monotonic() + _ANOTHER_KNOWS_WITHIN_S
         with suppress(RuntimeError):
             while time.monotonic() < deadline and self.failure is None and not self._store.check(["failure"]):
                 time.sleep(0.02)
         where = f"a rank of {self._elsewhere}, on other machines,"
-        who = f"(rank {self.rank} waited): {error}"
+        details = f"(rank {self.rank} waited): {error}"
         if "imed out" in str(error):
             limit = f"{self.timeout.total_seconds():.3g} s"
-            return self.fail(_C.CollectiveTimeoutError(f"{where} did not answer in {what} within {limit} {who}"))
-        return self.fail(_C.RankLostError(f"{where} was lost in {what} {who}"))
+            return self.fail(
+                _C.CollectiveTimeoutError(f"{where} did not answer in {operation} within {limit} {details}")
+            )
+        return self.fail(_C.RankLostError(f"{where} was lost in {operation} {details}"))
 
     def _first_failure(self, error: BaseException) -> BaseException:
         try:
-            note = json.dumps([type(error).__name__, str(error)])
-            kind, text = json.loads(self._store.compare_set("failure", "", note).decode())
+            message = json.dumps([type(error).__name__, str(error)])
+            kind, text = json.loads(self._store.compare_set("failure", "", message).decode())
             return _ERRORS[kind](text)
-        except (RuntimeError, ValueError):  # the store has gone with its host
+        except (RuntimeError, ValueError):  # the store is gone with its host
             return error
 
 
 class Later:
-    """An outcome that is still to come; what torch waits for, like an engine's Pending."""
+    """Result of an operation under way; torch waits for it as for an engine's Pending."""
 
     source = -1
 
@@ -170,33 +179,41 @@ class Later:
         return True
 
     def then(self, callback: Callable[[BaseException | None], None]) -> None:
-        # On a thread of its own: a callback may start a collective and wait for it.
+        # On its own thread, because a callback may start a collective and wait for it.
         self._future.add_done_callback(
             lambda future: threading.Thread(target=callback, args=(future.exception(),), daemon=True).start()
         )
 
 
 class Message(Later):
-    """A message on its way over gloo. gloo closes the connection where a wait for a message runs out of time, and does
-    not say whether one has come: who only asks, or waits for a while, asks a thread that waits until the end."""
+    """Message under way over gloo.
+
+    gloo closes the connection if a wait for a message times out, and cannot say whether a message has come. So `done`
+    and a bounded `wait` leave the waiting to a background thread, which waits until the end.
+    """
 
     def __init__(
-        self, between: InterHost, what: str, start: Callable[[], dist.Work], finish: Callable[[], object] = lambda: None
+        self,
+        between: InterHost,
+        operation: str,
+        start: Callable[[], dist.Work],
+        finish: Callable[[], object] = lambda: None,
     ):
         super().__init__(Future())
-        self._between, self._what, self._start, self._finish = between, what, start, finish  # they keep its memory
-        self._completing = threading.Lock()  # by whoever asks first, and never let go
+        self._between, self._operation = between, operation
+        self._start, self._finish = start, finish  # the closures keep the message's memory alive
+        self._completing = threading.Lock()  # taken by the first caller, never released
         try:
             self._work = start()
-        except RuntimeError as error:  # gloo's
-            raise between.lost(what, error) from error
+        except RuntimeError as error:  # from gloo
+            raise between.lost(operation, error) from error
 
     def done(self) -> bool:
         self._complete_in_background()
         return super().done()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        # Ctrl-C is the main thread's, and would not end a wait inside of gloo.
+        # The main thread does not wait inside gloo: Ctrl-C would not end that wait.
         if timeout_s is None and threading.current_thread() is not threading.main_thread():
             self._complete()
         else:
@@ -221,9 +238,9 @@ class Message(Later):
         try:
             self._work.wait(self._between.timeout)
             self._finish()
-        except RuntimeError as error:  # gloo's
-            self._future.set_exception(self._between.lost(self._what, error))
-        except BaseException as error:  # whoever else waits must hear of it
+        except RuntimeError as error:  # from gloo
+            self._future.set_exception(self._between.lost(self._operation, error))
+        except BaseException as error:  # other threads that wait must get it too
             self._future.set_exception(error)
         else:
             self._future.set_result(None)

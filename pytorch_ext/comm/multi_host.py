@@ -1,16 +1,18 @@
-"""Collectives of a group whose ranks run on several machines: shared memory inside each, gloo between them.
+"""Collectives of a group on several machines: shared memory inside each machine, gloo between machines.
 
-H machines, L lanes: the first L ranks of every machine, L being the fewest ranks on any. Lane i's ranks, one a machine,
-are joined over gloo and carry one L-th of what crosses:
+H is the number of machines. L, the number of lanes, is the smallest number of ranks on any machine. Lane i connects the
+i-th rank of every machine over gloo, and carries one L-th of the data between machines:
 
     all_reduce(x [n])   1 inside    reduce_scatter in rank order: lane i holds its pieces of the machine's sum, in fp32
-                        2 between   all_to_all: machine h's piece to machine h; summed in the order of machines
+                        2 between   all_to_all: piece h goes to machine h, which sums in the order of machines
                         3 between   all_gather of the summed pieces, rounded once
                         4 inside    all_gather of the lanes' pieces
 
-so a machine sends 2 (H-1)/H n elements, the least there is. The other collectives are made of the same steps. Before
-any data moves, all ranks compare what they are calling. The order of summation is fixed and every rank gets the same
-bits; they are those of one machine where each machine has one rank, and may differ from them in rounding elsewhere.
+A machine sends 2 (H-1)/H n elements, which is the minimum. The other collectives use the same steps. All ranks compare
+their calls before any data moves.
+
+The order of summation is fixed, and every rank gets the same bits. They equal the bits of one machine if each machine
+has one rank, and may differ from them by rounding otherwise.
 """
 
 import os
@@ -32,11 +34,11 @@ from weft.comm.inter_host import InterHost, Later, Message
 
 AVERAGE = _C.reduce_ops["avg"]
 _HEADER_BYTES = 192
-_CHUNK_BYTES = 4 << 20  # of a lane's part; smaller ones wait for more messages, larger ones overlap less
+_CHUNK_BYTES = 4 << 20  # of a lane's part; smaller chunks wait for more messages, larger chunks overlap less
 
 
 class SpanningEngine:
-    """One group over several machines, with the methods of `Engine`."""
+    """Engine of a group on several machines, with the methods of `Engine`."""
 
     def __init__(self, local: Engine, hosts: list[list[int]], rank: int, store, name: str, timeout: timedelta):
         self.local, self.hosts, self.rank = local, hosts, rank
@@ -56,7 +58,7 @@ class SpanningEngine:
         self._run("join()", lambda: None, wait=True)
         self._calls = 0  # joining is not a call of the user's
 
-    # Collectives; see Engine for what each gives.
+    # Collectives; `Engine` describes each.
 
     def all_reduce(self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None):
         check(x)
@@ -97,8 +99,8 @@ class SpanningEngine:
             piece = self._reduced_piece(flat, [sum(counts[rank] for rank in host) for host in self.hosts], op)
             pieces = [flat.new_empty(size) for size in self._lane_sizes(sum(counts[r] for r in self._neighbours))]
             self.local.all_gather(piece.to(output.dtype), pieces)
-            mine = torch.cat(pieces).split([counts[rank] for rank in self._neighbours])[self.local.rank]
-            output.copy_(mine.view(output.shape))
+            part = torch.cat(pieces).split([counts[rank] for rank in self._neighbours])[self.local.rank]
+            output.copy_(part.view(output.shape))
 
         return self._run(f"reduce_scatter({output.dtype}, {OP_NAMES[op]}, parts of {counts})", body, wait)
 
@@ -212,7 +214,7 @@ class SpanningEngine:
     def barrier(self, wait: bool = True):
         return self._run("barrier()", lambda: None, wait)
 
-    # Messages go over gloo, to neighbours too: a receive from any rank must hear them all in one place.
+    # Messages to ranks of the same machine also go over gloo: a receive from any rank then waits in one place.
 
     def send(self, x: torch.Tensor, destination: int, tag: int) -> Message:
         check(x)
@@ -237,10 +239,10 @@ class SpanningEngine:
                 return self.between.everyone.recv_anysource([data], tag)
             return self.between.everyone.recv([data], source, tag)
 
-        what = f"receive from {'any rank' if source is None else f'rank {source}'}"
-        return Message(self.between, what, start, lambda: copy_back(x, whole))
+        operation = f"receive from {'any rank' if source is None else f'rank {source}'}"
+        return Message(self.between, operation, start, lambda: copy_back(x, whole))
 
-    # The group's life.
+    # Life of the group.
 
     def rename(self, name: str) -> None:
         self._name = name
@@ -251,7 +253,7 @@ class SpanningEngine:
         self.between.set_timeout(timeout)
 
     def lost_ranks(self) -> list[int]:
-        """Ranks of this machine that are known to have died or left; of another machine's nothing is known."""
+        """Return the ranks of this machine that have died or left; other machines are not watched."""
         return [self._neighbours[lost] for lost in self.local.lost_ranks()]
 
     def abort(self) -> None:
@@ -270,7 +272,7 @@ class SpanningEngine:
             self._thread.shutdown(wait=False)
         self.between.close()
 
-    # How a call runs.
+    # How a call is run.
 
     @property
     def _neighbours(self) -> list[int]:
@@ -285,7 +287,7 @@ class SpanningEngine:
         return self.local.rank < self.lanes
 
     def _run(self, text: str, body: Callable[[], None], wait: bool) -> Later | None:
-        """Runs a call after those submitted before it."""
+        """Run a call after all earlier calls."""
         self._check_usable()
         if wait and (self._last is None or self._last.done()):
             self._execute(text, body)
@@ -307,13 +309,13 @@ class SpanningEngine:
                 self._agree(text)
                 body()
             except _C.CollectiveMismatchError:
-                raise  # of every rank, and nothing has moved
+                raise  # every rank raises it, and no data has moved
             except _C.CommError as error:
                 raise self.between.fail(error) from error
-            except RuntimeError as error:  # gloo's
-                what = f'{text.partition("(")[0]} #{self._calls} on group "{self._name}"'
-                raise self.between.lost(what, error) from error
-            except BaseException as error:  # Ctrl-C, or no memory: the others must not wait for this rank
+            except RuntimeError as error:  # from gloo
+                operation = f'{text.partition("(")[0]} #{self._calls} on group "{self._name}"'
+                raise self.between.lost(operation, error) from error
+            except BaseException as error:  # Ctrl-C or no memory: other ranks must not wait for this one
                 self.between.fail(
                     _C.CommError(f'rank {self.rank} was stopped in {text} on group "{self._name}": {error!r}')
                 )
@@ -329,14 +331,14 @@ class SpanningEngine:
             raise _C.CommError(f'group "{self._name}" was destroyed; create it again to use it.')
         failure = self.between.failure
         if failure is not None:
-            raise type(failure)(*failure.args)  # with a traceback of its own
+            raise type(failure)(*failure.args)  # a new exception has its own traceback
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not a rank of a group of {self.world_size}")
 
     def _agree(self, text: str) -> None:
-        """Every rank hears what every rank calls."""
+        """Check that every rank makes the same call; raise CollectiveMismatchError on every rank otherwise."""
         header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         encoded = text.encode()
         if len(encoded) > _HEADER_BYTES:  # long lists of sizes
@@ -345,40 +347,42 @@ class SpanningEngine:
         headers = torch.zeros(len(self.hosts), max(map(len, self.hosts)), _HEADER_BYTES, dtype=torch.uint8)
         self.local.all_gather(header, list(headers[self.host, : len(self._neighbours)]))
         if self._lane == 0:
-            mine = headers[self.host].clone()
-            self.between.finish(self.between.lane.allgather([list(headers)], [mine]))
+            local_headers = headers[self.host].clone()
+            self.between.finish(self.between.lane.allgather([list(headers)], [local_headers]))
         self.local.broadcast(headers, 0)
         callers: dict[str, list[int]] = {}
         for host, of_host in zip(self.hosts, headers, strict=True):
             for rank, row in zip(host, of_host, strict=False):
                 callers.setdefault(bytes(row.tolist()).rstrip(b"\0").decode(), []).append(rank)
         if len(callers) > 1:
-            told = ", ".join(
+            calls = ", ".join(
                 f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))} called {called}"
                 for called, ranks in sorted(callers.items(), key=lambda item: min(item[1]))
             )
-            raise _C.CollectiveMismatchError(f'call #{self._calls} on group "{self._name}": {told}.')
+            raise _C.CollectiveMismatchError(f'call #{self._calls} on group "{self._name}": {calls}.')
 
-    # What the collectives are made of.
+    # Steps of the collectives.
 
     def _lane_sizes(self, count: int) -> list[int]:
-        """How many of `count` elements each neighbour holds: all of them in the lanes."""
+        """Return the number of elements, of `count` in all, that each neighbour holds; ranks in no lane hold none."""
         return _even(count, self.lanes) + [0] * (len(self._neighbours) - self.lanes)
 
     def _all_reduce(self, x: torch.Tensor, op: int, fusion: Fusion | None) -> None:
-        """In place, by the steps at the top of this file. A lane's part of x lies in one piece, and so does each
-        machine's of that."""
+        """Reduce x in place, by the steps at the top of this file.
+
+        A lane's part of x is contiguous, and so is each machine's piece of that part.
+        """
         wire = x.dtype if fusion is None or fusion.wire_dtype is None else fusion.wire_dtype
-        flat = x.reshape(-1).to(wire)  # x's own memory, where that can be
+        flat = x.reshape(-1).to(wire)  # shares x's memory if possible
         wide = _widened(flat)
         lane_sizes = self._lane_sizes(flat.numel())
         if len(self._neighbours) == 1:
-            mine = wide
+            lane_part = wide
         else:
-            mine = wide.new_empty(lane_sizes[self._lane])
-            self.local.reduce_scatter(list(wide.split(lane_sizes)), mine, _inner(op))
+            lane_part = wide.new_empty(lane_sizes[self._lane])
+            self.local.reduce_scatter(list(wide.split(lane_sizes)), lane_part, _inner(op))
         scale = 1.0 if fusion is None else fusion.scale
-        column = self._all_reduced_between(mine, wire, op, scale) if len(mine) else flat.new_empty(0)
+        column = self._all_reduced_between(lane_part, wire, op, scale) if len(lane_part) else flat.new_empty(0)
         if len(self._neighbours) == 1:
             flat = column
         else:
@@ -387,8 +391,10 @@ class SpanningEngine:
             x.copy_(flat.view(x.shape))
 
     def _all_reduced_between(self, x: torch.Tensor, wire: torch.dtype, op: int, scale: float) -> torch.Tensor:
-        """op over the machines of x, scaled, as `wire`; perhaps in x's memory. In chunks: while one is summed the next
-        is on its way in, and the one before it on its way out."""
+        """Return x reduced by `op` over the machines, times `scale`, as type `wire`; it may share x's memory.
+
+        Works in chunks. While one chunk is summed, the next is arriving and the previous one is being sent.
+        """
         total = x if x.dtype == wire else x.new_empty(len(x), dtype=wire)
         chunk = max(1, _CHUNK_BYTES // x.element_size())
         coming = None
@@ -407,7 +413,7 @@ class SpanningEngine:
             row = target.new_zeros(step)
             row[: len(summed)] = summed
             rows = target.new_empty([len(self.hosts), step])
-            work = self.between.lane.allgather([[_bytes(one) for one in rows]], [_bytes(row)])
+            work = self.between.lane.allgather([[_bytes(part) for part in rows]], [_bytes(row)])
             for delivery in going:
                 self._deliver(*delivery)
             going = [(work, rows, target)]
@@ -420,25 +426,31 @@ class SpanningEngine:
         target.copy_(rows.view(-1)[: len(target)])
 
     def _shares(self, x: torch.Tensor) -> list[int]:
-        """How much of x each machine sums: as much as any, but for the last ones, which may have less."""
+        """Return the number of elements of x that each machine sums; only the last machines may have fewer."""
         most = -(-len(x) // len(self.hosts))
         return [min(most, max(0, len(x) - most * machine)) for machine in range(len(self.hosts))]
 
     def _reduced_piece(self, flat: torch.Tensor, sizes: Sequence[int], op: int) -> torch.Tensor:
-        """This lane's piece of this machine's range of op over all ranks of flat, not yet rounded; sizes are the
-        ranges'. A rank that is in no lane gets nothing."""
+        """Return this lane's piece of `flat` reduced by `op` over all ranks, not yet rounded.
+
+        `sizes` are the numbers of elements in each machine's range of `flat`. The piece lies in this machine's range.
+        It is empty on a rank that is in no lane.
+        """
         wide = _widened(flat)
         pieces = [part.split(_even(part.numel(), self.lanes)) for part in wide.split(list(sizes))]
         parts = [torch.cat([of_host[lane] for of_host in pieces]) for lane in range(self.lanes)]
         parts += [wide.new_empty(0)] * (len(self._neighbours) - self.lanes)
-        mine = torch.empty_like(parts[self._lane])
-        self.local.reduce_scatter(parts, mine, _inner(op))
-        if not len(mine):
-            return mine
-        return self._sum(*self._exchange(mine, [of_host[self._lane].numel() for of_host in pieces]), op)
+        lane_part = torch.empty_like(parts[self._lane])
+        self.local.reduce_scatter(parts, lane_part, _inner(op))
+        if not len(lane_part):
+            return lane_part
+        return self._sum(*self._exchange(lane_part, [of_host[self._lane].numel() for of_host in pieces]), op)
 
     def _exchange(self, x: torch.Tensor, sizes: Sequence[int]) -> tuple[dist.Work, torch.Tensor]:
-        """Sends each machine its piece of x, of these sizes; the ones of this machine arrive, one a row."""
+        """Start to send each machine its piece of x, of `sizes` elements.
+
+        Returns the work and the tensor that receives this machine's pieces, one row per sending machine.
+        """
         count, unit = sizes[self.host], x.element_size()
         received = x.new_empty([len(self.hosts), count])
         work = self.between.lane.alltoall_base(
@@ -447,7 +459,7 @@ class SpanningEngine:
         return work, received
 
     def _sum(self, work: dist.Work, received: torch.Tensor, op: int) -> torch.Tensor:
-        """op over the rows, in the order of machines, once they are there."""
+        """Return the rows reduced by `op` in the order of machines, after waiting for `work`."""
         self.between.finish(work)
         total = torch.empty_like(received[0])
         addresses = [row.data_ptr() for row in received]
@@ -456,7 +468,13 @@ class SpanningEngine:
         return total.div_(self.world_size) if op == AVERAGE else total
 
     def _from_all_machines(self, piece: torch.Tensor | None, like: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The machines' ranges one after another, of which each lane has its piece of its machine's."""
+        """Return the ranges of all machines, concatenated.
+
+        Args:
+            piece: this lane's piece of its machine's range; None on a rank that is in no lane.
+            like: a tensor of the result's type.
+            sizes: elements in each machine's range.
+        """
         lane_sizes = [_even(size, self.lanes) for size in sizes]  # [machine][lane]
         totals = [sum(of_host[lane] for of_host in lane_sizes) for lane in range(self.lanes)]
         column = like.new_empty(0)
@@ -482,9 +500,12 @@ class SpanningEngine:
 
 
 def _check_outputs(*tensors: torch.Tensor) -> None:
-    """Refuses here what a copy would refuse later, where it would be taken for an error of gloo's: a lost rank."""
+    """Raise ValueError for outputs that a copy cannot write to.
+
+    Without this check the copy would raise later, and its error would be taken for one of gloo: a lost rank.
+    """
     for x in tensors:
-        if torch._debug_has_internal_overlap(x) == 1:  # what copies ask
+        if torch._debug_has_internal_overlap(x) == 1:  # the check that a copy makes
             raise ValueError(
                 f"cannot write to a tensor of shape {tuple(x.shape)} and strides {x.stride()}: more than one element "
                 "lies at the same place; clone() it first"
@@ -492,7 +513,7 @@ def _check_outputs(*tensors: torch.Tensor) -> None:
 
 
 def _inner(op: int) -> int:
-    """What the steps of a reduction reduce by: an average divides at the end."""
+    """Return the operator of a reduction's steps: the sum for an average, which divides at the end."""
     return SUM if op == AVERAGE else op
 
 
@@ -501,7 +522,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def _even(count: int, parts: int) -> list[int]:
-    """Balanced sizes, of which some may be 0 (`weft.split_sizes` refuses those: a layer must not be empty)."""
+    """Return balanced sizes, some perhaps 0 (`weft.split_sizes` refuses 0, because a layer must not be empty)."""
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
@@ -510,5 +531,5 @@ def _like(x: torch.Tensor) -> str:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
+    """Return a contiguous tensor's memory as uint8."""
     return x.detach().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Messages between ranks that go on while their senders compute: what a ring passes on."""
+"""Messages between the ranks of a ring, in flight while their senders compute."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,18 @@ import torch.distributed as dist
 
 from weft.comm.communicator import Communicator
 
-_TAG = 0x5745  # of a ring's messages; those of one sender arrive in their order
+_TAG = 0x5745  # tag of all messages of a ring; messages of one sender arrive in order
 
 
 class PendingTransfer:
-    """Messages under way. The tensors must not be touched before `wait` returns."""
+    """Messages under way; their tensors must not be touched before `wait` returns."""
 
     def __init__(self, pending: Sequence):
         self._pending = pending
 
     def wait(self) -> None:
-        for one in self._pending:
-            one.wait()
+        for operation in self._pending:
+            operation.wait()
 
 
 def send_recv(
@@ -28,8 +28,18 @@ def send_recv(
     received: Sequence[torch.Tensor],
     source: int | None,
 ) -> PendingTransfer:
-    """Begins to send tensors to one rank and to fill others from another; None: nobody. All are contiguous; both sides
-    give as many, of the same sizes and types, in the same order."""
+    """Start to send tensors to one rank and to receive tensors from another.
+
+    All tensors are contiguous. Sender and receiver give the same number of tensors, of the same sizes and types, in the
+    same order.
+
+    Args:
+        ranks: the communicator of the group.
+        sent: tensors to send.
+        to: rank to send to; None sends nothing.
+        received: tensors to fill.
+        source: rank to receive from; None receives nothing.
+    """
     if to is None and source is None:
         return PendingTransfer([])
     engine = ranks.engine

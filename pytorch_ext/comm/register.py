@@ -1,4 +1,4 @@
-"""Registers the "weft" backend with torch.distributed, without importing torch for who does not need it."""
+"""Registration of the "weft" backend with torch.distributed, without importing torch."""
 
 import importlib.abc
 import importlib.util
@@ -8,7 +8,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def register_backend_when_torch_is_imported() -> None:
-    """Now, if torch.distributed is there; otherwise at the end of its import."""
+    """Register the backend now if torch.distributed is imported, else at the end of its import."""
     if _C10D in sys.modules:
         _register(sys.modules[_C10D])
     else:
@@ -26,7 +26,7 @@ def _create(options, _backend_options):
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs `_register` right after torch.distributed's own module has been executed."""
+    """Import hook that runs `_register` right after torch.distributed's own module has run."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _C10D:

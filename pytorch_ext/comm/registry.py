@@ -1,4 +1,4 @@
-"""The communicator of a group: made when first asked for, and kept for as long as the group is."""
+"""Communicators by group: made at the first request, and kept as long as the group lives."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,11 +9,11 @@ from weft.comm.cuda import DeviceCommunicator
 from weft.comm.engine_communicator import EngineCommunicator
 
 Group = dist.ProcessGroup | DeviceMesh | Communicator | None  # None is the default group
-_of_group: dict[dist.ProcessGroup, Communicator] = {}  # of groups of torch's own, which cannot hold theirs
+_of_group: dict[dist.ProcessGroup, Communicator] = {}  # for groups of other backends, which cannot hold theirs
 
 
 def communicator(group: Group = None) -> Communicator:
-    """The communicator of a ProcessGroup, a one-dimensional DeviceMesh, or the default group (None).
+    """Return the communicator of a ProcessGroup, a one-dimensional DeviceMesh, or the default group (None).
 
     Raises:
         ValueError: this rank is not in the group, the mesh has several dimensions, or there is no default group.
@@ -65,21 +65,24 @@ def _process_group(group) -> dist.ProcessGroup:
 
 
 def check_waits(group: Group = None) -> None:
-    """Raises what kernels of the group that waited for other ranks, and gave up, left word of.
+    """Raise the failure of the group's kernels that gave up waiting for another rank.
 
-    Collectives of CUDA tensors look at it by themselves before they launch. A CUDA graph that is replayed does not:
-    where a rank was lost, its kernels end when their time has passed, or as soon as the loss is noticed, and their
-    output is NaN. So ask after a replay:
+    Collectives of CUDA tensors check this before they launch. A replayed CUDA graph does not. If a rank is lost, the
+    graph's kernels end at their timeout or as soon as the loss is noticed, and their output is NaN. Call this after a
+    replay:
 
         graph.replay()
         torch.cuda.synchronize()
         weft.check_waits()
 
+    The group stays broken after any of these errors.
+
     Args:
         group: None is the default group.
 
     Raises:
-        RankLostError: a rank died or left. CollectiveTimeoutError: a rank did not come within the group's timeout.
-        CollectiveMismatchError: the ranks made different calls. After any of them the group stays broken.
+        RankLostError: a rank died or left.
+        CollectiveTimeoutError: a rank did not come within the group's timeout.
+        CollectiveMismatchError: the ranks made different calls.
     """
     communicator(group).check_waits()

@@ -1,4 +1,4 @@
-"""How ranks that share only a torch Store become a group: of shared memory, or of several machines."""
+"""Joining of ranks that share only a torch Store into a group, in shared memory or over several machines."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from weft import _C
 from weft.comm.engine import Engine
 from weft.comm.multi_host import SpanningEngine
 
-STAGING_KIB = 256  # of one buffer; two a rank. Chosen so that what two ranks exchange stays in the caches.
+STAGING_KIB = 256  # per buffer, two buffers a rank; small enough that an exchange of two ranks stays in the caches
 
 
 def join(
@@ -27,18 +27,26 @@ def join(
     ranks_on_machine: int,
     lost_ranks: Callable[[], list[int]] = list,
 ) -> Engine | SpanningEngine:
-    """Joins the group that meets at `store`; returns once every rank has mapped the memory of its machine.
+    """Join the group that meets at `store`; return once every rank has mapped the memory of its machine.
 
-    Each rank announces its process and machine. On each machine the first rank creates a segment, the others open it
-    and say so; a rank that cannot says why, and all on that machine raise it. Machines are then joined over gloo.
+    Each rank announces its process and machine. On each machine the first rank creates a segment, and the others open
+    it and confirm. If a rank cannot, it announces the reason, and all ranks of that machine raise it. Machines are then
+    connected over gloo.
 
     Args:
-        ranks_on_machine: all ranks that compete for this machine's cores, of this group or not.
-        lost_ranks: ranks of this group that are known to be gone already, looked at while waiting.
+        store: a torch Store that all ranks of the group share.
+        rank: this rank in the group.
+        world: ranks in the group.
+        name: the group's name in errors.
+        timeout: time limit of joining, and of each later wait.
+        ranks_on_machine: ranks that compete for this machine's cores, including those of other groups.
+        lost_ranks: returns the ranks of this group that are known to be gone; called while waiting.
 
     Raises:
-        ValueError: the ranks run different versions. OSError: the memory could not be had.
-        RankLostError: a rank died after it announced itself. CollectiveTimeoutError: a rank did not come.
+        ValueError: the ranks run different versions.
+        OSError: the memory cannot be allocated or opened.
+        RankLostError: a rank died after it announced itself.
+        CollectiveTimeoutError: a rank did not come in time.
     """
     meeting = _Rendezvous(store, name, rank, timeout, lost_ranks, labels=list(range(world)))
     meeting.announce(f"process/{rank}", _describe_process())
@@ -60,17 +68,17 @@ def join(
         )
         inside.processes = [processes[neighbour] for neighbour in neighbours]
         local = Engine(_share_memory(inside, min(ranks_on_machine, len(neighbours))))
-        if rank == 0:  # its own place in the store, which no earlier group of this name has used
+        if rank == 0:  # a prefix of the store that no earlier group of this name has used
             meeting.announce("token", {"token": secrets.token_hex(8)})
         token = meeting.read("token", 0)["token"]
         engine = SpanningEngine(local, hosts, rank, dist.PrefixStore(token, store), name, timeout)
         inside.clear()
-    meeting.clear()  # every rank has read everything: joining was a barrier
+    meeting.clear()  # joining was a barrier, so every rank has read everything
     return engine
 
 
 def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
-    """The group of the ranks of one machine, whose processes the meeting knows."""
+    """Return the group of the ranks of this machine, given in `meeting.processes`."""
     rank, processes = meeting.rank, meeting.processes
     world = len(processes)
     segment, error = None, None
@@ -118,26 +126,26 @@ def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
 
 
 def _hosts(processes: list[dict]) -> list[list[int]]:
-    """The ranks of each machine, machines in the order of their first ranks."""
+    """Return the ranks of each machine, in the order of the machines' first ranks."""
     machines = list(dict.fromkeys(process["machine"] for process in processes))
     return [[rank for rank, process in enumerate(processes) if process["machine"] == machine] for machine in machines]
 
 
 class _Rendezvous:
-    """The exchange of a few notes through the store, with an eye on who is still there."""
+    """Exchange of short messages through the store, which watches for lost ranks."""
 
     def __init__(
         self, store, name: str, rank: int, timeout: timedelta, lost_ranks: Callable[[], list[int]], labels: list[int]
     ):
         self.store, self.name, self.rank, self.timeout_s = store, name, rank, timeout.total_seconds()
-        self.labels = labels  # what errors call the ranks
+        self.labels = labels  # names of the ranks in errors
         self.deadline = time.monotonic() + self.timeout_s
         self.lost_ranks = lost_ranks
-        self.processes: list[dict] = []  # once they are known, their lives are watched
+        self.processes: list[dict] = []  # watched once known
         self.announced: list[str] = []
 
-    def announce(self, key: str, note: dict) -> None:
-        self.store.set(key, json.dumps(note))
+    def announce(self, key: str, message: dict) -> None:
+        self.store.set(key, json.dumps(message))
         self.announced.append(key)
 
     def read(self, key: str, from_rank: int) -> dict:
@@ -154,14 +162,14 @@ class _Rendezvous:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.02)
             return json.loads(self.store.get(key))
-        except dist.DistError as error:  # the store itself: its host has gone, say
+        except dist.DistError as error:  # the store failed, for example because its host is gone
             raise _C.CommError(
                 f'rank {self.labels[self.rank]} lost the store while it joined group "{self.name}": {error}'
             ) from error
 
     @contextlib.contextmanager
     def losing_ranks(self) -> Iterator[None]:
-        """What the system refuses because a rank has gone, its memory with it, is told as the loss of that rank."""
+        """Turn an OSError into the loss of a rank if one is gone, because its memory is gone with it."""
         try:
             yield
         except OSError as error:
@@ -172,13 +180,13 @@ class _Rendezvous:
 
     def _lost(self, ranks: list[int]) -> _C.RankLostError:
         names = ", ".join(str(self.labels[rank]) for rank in ranks)
-        told = f"rank {names} was lost before it" if len(ranks) == 1 else f"ranks {names} were lost before they"
-        return _C.RankLostError(f'{told} joined group "{self.name}" (rank {self.labels[self.rank]} waited).')
+        loss = f"rank {names} was lost before it" if len(ranks) == 1 else f"ranks {names} were lost before they"
+        return _C.RankLostError(f'{loss} joined group "{self.name}" (rank {self.labels[self.rank]} waited).')
 
     def clear(self) -> None:
-        """A later group of the same name at the same store must not read these notes."""
+        """Delete this rank's messages: a later group of the same name at the same store must not read them."""
         for key in self.announced:
-            with contextlib.suppress(RuntimeError):  # a store that cannot delete, or has gone with its host
+            with contextlib.suppress(RuntimeError):  # the store cannot delete, or is gone with its host
                 self.store.delete_key(key)
 
     def _gone(self, rank: int) -> bool:
@@ -189,7 +197,7 @@ class _Rendezvous:
         process = self.processes[rank]
         try:
             started = _C.process_start_time(process["pid"])
-        except OSError:  # no descriptor left, say: nothing is known of the rank
+        except OSError:  # for example no descriptor left; the rank's state is unknown
             return False
         return started != process["start_time"] or _is_zombie(process["pid"])
 

@@ -1,4 +1,4 @@
-"""Launches that share flags, from whatever streams: each waits for the one before."""
+"""Order of launches that share flags, on any streams: each waits for the one before."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 class StreamOrder:
-    """Where launches on one device go: torch's current stream. They share flags, so one waits for the other."""
+    """Order of launches on one device. Each goes to torch's current stream and waits for the launch before."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -21,10 +21,10 @@ class StreamOrder:
 
     @contextmanager
     def next(self) -> Iterator[int]:
-        """The handle of the current stream, with the device made current."""
+        """Yield the handle of the current stream, with the device made current."""
         with self.on_device():
             stream = torch.cuda.current_stream()
-            # A captured launch is ordered by its graph: it neither waits for what runs now, nor is it waited for.
+            # The graph orders captured launches: they and launches outside the capture do not wait for each other.
             if self._last is not None and stream != self._last and _captures(self._last) == self.capturing():
                 stream.wait_stream(self._last)
             self._last = stream

@@ -1,4 +1,4 @@
-"""Symmetric memory as kernels want it: where each rank's part is mapped here."""
+"""Symmetric memory for kernels: the addresses at which this rank has mapped every rank's part."""
 
 import ctypes
 import os
@@ -17,13 +17,13 @@ from weft.comm.rendezvous import _describe_process
 
 @dataclass(frozen=True)
 class SymmetricMemory:
-    """One allocation of the same size on every rank, mapped by all.
+    """One allocation of the same size on every rank, mapped by all ranks.
 
     Attributes:
-        rank: whose view this is.
-        parts: [bytes] uint8 each: every rank's part, in rank order, as this rank reaches it.
-        multicast: an address that writes to all parts at once; 0 where there is none.
-        owner: what keeps the memory mapped.
+        rank: the rank that has mapped `parts`.
+        parts: every rank's part as mapped here, in rank order; each is [bytes] uint8.
+        multicast: an address that writes to all parts at once; 0 if there is none.
+        owner: the object that keeps the memory mapped.
     """
 
     rank: int
@@ -41,11 +41,19 @@ class SymmetricMemory:
 
 
 def open_symmetric_memory(ranks: Communicator, bytes: int, device: torch.device) -> SymmetricMemory:
-    """A window of zeros. A collective call: every rank asks for the same size; all parts are zero when it returns.
+    """Allocate symmetric memory; every part is zero when this returns.
+
+    A collective call: every rank asks for the same size.
+
+    Args:
+        ranks: the communicator of the group.
+        bytes: size of each rank's part.
+        device: a CPU or CUDA device.
 
     Raises:
-        ValueError: ranks that do not reach each other's memory.
-        CollectiveMismatchError: ranks ask for different sizes. OSError: the memory cannot be had; on every rank.
+        ValueError: the ranks do not reach each other's memory.
+        CollectiveMismatchError: the ranks ask for different sizes.
+        OSError: a rank cannot allocate or map the memory; every rank raises it.
     """
     if device.type == "cpu":
         return _on_cpu(ranks, bytes)
@@ -70,11 +78,11 @@ def _on_cpu(ranks: Communicator, bytes: int) -> SymmetricMemory:
 
 
 def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) -> SymmetricMemory:
-    """Each rank allocates and zeroes its part; where all could, they map each other's."""
-    # Not torch's `empty`: that takes from a pool, in which one rank's piece may lie at another place than its peer's.
+    """Allocate and zero this rank's part; if every rank could, map the parts of all."""
+    # Not torch's `empty`: it allocates from a pool, where ranks may get pieces at different places.
     memory, error = _tried(lambda: _zeros(bytes, device))
-    told = ranks.all_gather_object(Asked(bytes, error, **_place(device)))
-    _check(ranks, told)
+    requests = ranks.all_gather_object(Asked(bytes, error, **_place(device)))
+    _check(ranks, requests)
     handle, error = _tried(lambda: _SymmetricMemory.rendezvous(memory, name))
     for rank, reason in enumerate(ranks.all_gather_object(error)):
         if reason:
@@ -86,22 +94,22 @@ def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) ->
 def _zeros(bytes: int, device: torch.device) -> torch.Tensor:
     memory = _SymmetricMemory.empty_strided_p2p((max(bytes, 1),), (1,), torch.uint8, device)
     memory.zero_()
-    torch.cuda.synchronize(device)  # nobody may see it before it is zero
+    torch.cuda.synchronize(device)  # no rank may see it before it is zero
     return memory
 
 
 def _tried(action: Callable[[], Any]) -> tuple[Any, str]:
-    """What the action gave, and what it raised: the ranks must hear of it before one of them goes its own way."""
+    """Return the action's result and "", or None and the error's text, so that ranks can agree on what follows."""
     try:
-        given = action()
+        result = action()
     except (RuntimeError, OSError) as error:
         return None, str(error).strip().splitlines()[0] or type(error).__name__
-    return given, "" if given is not None else "torch does not know the memory"
+    return result, "" if result is not None else "torch does not know the memory"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one rank tells the others of the memory that it wants to share."""
+    """One rank's request for symmetric memory, which every rank receives."""
 
     bytes: int
     error: str
@@ -118,10 +126,10 @@ def _place(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _check(ranks: Communicator, told: list[Asked]) -> None:
-    """Raises on every rank what keeps any two from sharing memory."""
-    first = told[0]
-    for rank, asked in enumerate(told):
+def _check(ranks: Communicator, requests: list[Asked]) -> None:
+    """Raise, on every rank, the reason that keeps any two ranks from sharing memory."""
+    first = requests[0]
+    for rank, asked in enumerate(requests):
         if asked.bytes != first.bytes:
             raise _C.CollectiveMismatchError(
                 f'symmetric memory of group "{ranks.name}": rank 0 asks for {first.bytes} bytes, rank {rank} for '
@@ -131,12 +139,12 @@ def _check(ranks: Communicator, told: list[Asked]) -> None:
             raise ValueError(
                 f'symmetric memory needs a group on one machine; ranks 0 and {rank} of group "{ranks.name}" are on two'
             )
-        same = next(other for other, one in enumerate(told) if one.gpu == asked.gpu)
-        if same != rank and not all(one.may_share_gpu for one in told):
+        same = next(other for other, request in enumerate(requests) if request.gpu == asked.gpu)
+        if same != rank and not all(request.may_share_gpu for request in requests):
             raise ValueError(
                 f'symmetric memory needs a GPU for each rank; ranks {same} and {rank} of group "{ranks.name}" are on '
                 "one (for tests, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 on every rank permits it)"
             )
-    for rank, asked in enumerate(told):
+    for rank, asked in enumerate(requests):
         if asked.error:
             raise OSError(f"rank {rank} could not get {asked.bytes} bytes of symmetric memory: {asked.error}")

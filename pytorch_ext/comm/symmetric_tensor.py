@@ -1,4 +1,4 @@
-"""Tensors that every rank of a group can reach."""
+"""Tensors in symmetric memory, which every rank of a group can reach."""
 
 import math
 from collections.abc import Sequence
@@ -19,30 +19,34 @@ def empty_symmetric(
     group: Group = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """An uninitialised tensor in memory that all ranks of the group have mapped; `weft.all_reduce` of it, or of a
-    contiguous part of it, copies nothing: each rank reduces its slice where it lies and writes it to all.
+    """Return an uninitialised tensor in memory that all ranks of the group have mapped.
 
-    A collective call: every rank asks for the same size, in the same order. The memory lives as long as a tensor in it.
-    On a GPU all ranks must then reduce the same part of it; on the CPU they agree to copy where they do not.
+    `weft.all_reduce` of it, or of a contiguous part of it, copies nothing: each rank reduces its slice in place and
+    writes it to all ranks. On a GPU all ranks must then reduce the same part. On the CPU they may reduce different
+    parts, which are then copied.
+
+    A collective call: every rank asks for the same sizes in the same order. The memory lives as long as any tensor in
+    it.
 
     Args:
-        shape: of the tensor, as ints or one sequence.
-        dtype: torch.get_default_dtype() where None.
-        group: of a backend that reaches the device; None is the default group.
-        device: "cpu" (None as well), which needs the weft backend, or a CUDA device.
+        shape: shape of the tensor, as ints or one sequence.
+        dtype: element type; None is torch.get_default_dtype().
+        group: a group with a backend for the device; None is the default group.
+        device: "cpu" or None, which needs the weft backend, or a CUDA device.
 
     Raises:
-        ValueError: ranks that do not reach each other's memory: of several machines, of another backend on the CPU, of
-            GPUs without peer access. CollectiveMismatchError: ranks ask for different sizes. OSError: the memory cannot
-            be had; on every rank.
+        ValueError: the ranks do not reach each other's memory. They run on several machines, use another backend on the
+            CPU, or have GPUs without peer access.
+        CollectiveMismatchError: the ranks ask for different sizes.
+        OSError: a rank cannot allocate or map the memory; every rank raises it.
     """
-    sizes: tuple[int, ...] = tuple(chain.from_iterable([one] if isinstance(one, int) else one for one in shape))
+    sizes: tuple[int, ...] = tuple(chain.from_iterable([size] if isinstance(size, int) else size for size in shape))
     dtype, device = dtype or torch.get_default_dtype(), torch.device(device or "cpu")
     ranks = communicator(group)
     if device.type == "cpu":
         return _on_cpu(ranks, sizes, dtype)
     window = open_symmetric_memory(ranks, math.prod(sizes) * dtype.itemsize, device)
-    assert isinstance(ranks, DeviceCommunicator)  # no other opens a window on a GPU
+    assert isinstance(ranks, DeviceCommunicator)  # only this class opens a window on a GPU
     if not math.prod(sizes):
         return torch.empty(sizes, dtype=dtype, device=device)
     return ranks.lend(window).view(dtype).view(sizes)

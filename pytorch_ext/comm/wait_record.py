@@ -1,8 +1,8 @@
-"""What a kernel leaves for the host when it gives up waiting for another rank, and the errors that this becomes.
+"""Record of a kernel that gave up waiting for another rank, and the errors that the host raises for it.
 
 A kernel cannot raise. It writes a record to memory that the host reads, fills its output with NaN, and ends. The host
-looks at the record before each launch and when it is asked (`weft.check_waits`). The record is never cleared: flags may
-be left half way, so the group stays broken.
+reads the record before each launch and in `weft.check_waits`. The record is never cleared: flags may be left in any
+state, so the group stays broken.
 """
 
 import ctypes
@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from weft import _C
 
-WORDS = 16  # int64: state, rank, operation, phase, peer, block, seen, expected, claimed; the rest is free
+WORDS = 16  # int64: state, rank, operation, phase, peer, block, seen, expected, claimed; the rest is unused
 _IDLE, _TIMED_OUT, _MISMATCHED, _STOPPED = range(4)
 _PEER, _CLAIMED = 4, 8
 _LOOK_EVERY_S = 0.1
 
-# Names of the codes of operations and phases from 100 on: who launches kernels that wait adds theirs. Those below 100
-# are the extension's.
+# Names of operations and phases by code. Codes below 100 belong to the extension. Other modules that launch waiting
+# kernels add theirs from 100 on.
 WAIT_NAMES: dict[int, str] = {}
 
 
@@ -30,27 +30,28 @@ class WaitRecord:
     """One rank's record for the kernels of one group on one device.
 
     Attributes:
-        memory: [16] int64 that kernels write and the host reads; pinned where the device is a GPU.
-        timeout_s: what bounds a wait.
+        memory: [16] int64 that kernels write and the host reads; pinned if the device is a GPU.
+        timeout_s: limit of a wait, in seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float):
         self.memory = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._state = ctypes.c_int64.from_address(self.memory.data_ptr())  # read in a tenth of a microsecond
         self._group, self.timeout_s = group, timeout_s
-        self._lost: list[int] | None = None  # one that left because another died may be among them
+        self._lost: list[int] | None = None  # may include a rank that left because another died
         self._found: tuple[type[_C.CommError], str] | None = None
 
     @property
     def address(self) -> int:
-        """Where kernels reach it: pinned memory has one address for the host and every device."""
+        """Address for kernels: pinned memory has one address for the host and every device."""
         return self.memory.data_ptr()
 
     def check(self) -> None:
-        """For who is about to launch a kernel that waits: raises where a wait has failed, and where one would.
+        """Call before launching a waiting kernel. Raises if a wait failed or is bound to.
 
         Raises:
-            CollectiveTimeoutError, CollectiveMismatchError, RankLostError: what the record says, now and from now on.
+            CollectiveTimeoutError, CollectiveMismatchError, RankLostError: the failure in the record; every later call
+                raises it again.
         """
         if self._state.value != _IDLE:
             if self._found is None:
@@ -59,13 +60,18 @@ class WaitRecord:
             raise kind(text)
 
     def check_past(self, marked: Callable[[], bool]) -> None:
-        """The same of waits that have ended: a rank that leaves when all is done is no failure. It waits for no kernel;
-        `marked` says whether one has left its mark elsewhere, as those do that the host stopped."""
+        """Raise the failure of waits that have ended. A rank that leaves after all is done is no failure.
+
+        Waits for no kernel.
+
+        Args:
+            marked: returns whether a kernel that the host stopped has left a mark outside the record.
+        """
         if self._state.value != _STOPPED or self.memory[_CLAIMED] != 0 or marked():
             self.check()
 
     def stop(self, lost: list[int]) -> None:
-        """Ends every wait under way and to come, because these ranks are gone. The first failure stays."""
+        """End every present and future wait, because the ranks `lost` are gone. An earlier failure stays."""
         if self._state.value == _IDLE:
             self._lost = lost
             self.memory[_PEER] = lost[0]
@@ -86,23 +92,29 @@ class WaitRecord:
                 f"and expected {expected:#x}). Every rank must call the same operation with the same type, sizes, "
                 "scale and place in symmetric memory. Create the group again to use it."
             )
-        lost = [peer] if self._lost is None else self._lost  # a kernel that gave up has written there too
+        lost = [peer] if self._lost is None else self._lost  # a kernel that gave up writes `peer` too
         gone = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
         during = f" in or before {call} while {waited}" if operation else f' on group "{name_of(self._group)}"'
         return _C.RankLostError, f"{gone} died or left{during}. Create the group again without it."
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """What the group is called in errors: its description, or else torch's name."""
+    """Return the group's name in errors: its description, or torch's name if it has none."""
     desc = group.group_desc
     return desc if desc and desc != "undefined" else group.group_name
 
 
 def watch_for_losses(ranks, engine) -> None:
-    """Looks now and then, on a thread of its own, whether the engine has lost a rank, and ends the waits of the
-    communicator's records then. The thread ends with that, with the communicator, or with the group."""
-    of = weakref.ref(ranks), weakref.ref(engine)
-    threading.Thread(target=_look, args=of, name="weft watch", daemon=True).start()
+    """Start a thread that stops the waits of the communicator's records once the engine has lost a rank.
+
+    The thread checks every 0.1 s. It ends after that, or with the communicator or the group.
+
+    Args:
+        ranks: the communicator.
+        engine: its engine.
+    """
+    references = weakref.ref(ranks), weakref.ref(engine)
+    threading.Thread(target=_look, args=references, name="weft watch", daemon=True).start()
 
 
 def _look(communicator: weakref.ref, its_engine: weakref.ref) -> None:
@@ -115,10 +127,10 @@ def _look(communicator: weakref.ref, its_engine: weakref.ref) -> None:
             for record in ranks.records:
                 record.stop(lost)
             return
-        del ranks, engine  # or this thread would keep them alive
+        del ranks, engine  # so that this thread does not keep them alive
 
 
 def _name(code: int) -> str:
-    """What an operation or a phase is called."""
+    """Return the name of an operation or a phase."""
     names = WAIT_NAMES if _C.cuda is None else {**getattr(_C.cuda, "wait_names", {}), **WAIT_NAMES}
     return names.get(code, f"code {code}")

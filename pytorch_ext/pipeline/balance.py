@@ -1,4 +1,4 @@
-"""Which layers go together: contiguous parts whose largest cost is as small as it can be."""
+"""The grouping of layers into contiguous parts whose largest cost is as small as possible."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,14 @@ from torch import nn
 
 from weft.pipeline.layer_graph import Chain
 
-_ROUNDS = 3  # of timing; the fastest counts
+_ROUNDS = 3  # of timing; the fastest round counts
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """How many of the costs, in sequence, go to each part; at least one each. The largest sum is as small as it can be;
-    among such cuts, the sums are as equal as they can be (least squares) up to there, from the front.
+    """Return the number of costs in each part, in sequence, at least one each.
+
+    The largest sum of a part is as small as possible. Among such cuts, the sums up to each part are as equal as
+    possible (least squares), from the front.
 
     Raises:
         ValueError: fewer costs than parts.
@@ -41,7 +43,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def times(chain: Chain, inputs: Sequence[torch.Tensor]) -> list[float]:
-    """Seconds that each layer takes forward on these inputs; the fastest of a few rounds."""
+    """Return the forward seconds of each layer on these inputs, the fastest of a few rounds."""
     stages = chain.stages([1] * len(chain.layers))
     fastest = [float("inf")] * len(stages)
     with undisturbed(chain.model), torch.no_grad():
@@ -63,7 +65,7 @@ def _synchronize(values) -> None:
 
 @contextmanager
 def undisturbed(*modules: nn.Module) -> Iterator[None]:
-    """Runs that leave no trace: buffers (a norm's running means) and random numbers are afterwards what they were."""
+    """Restore buffers (a norm's running means) and random numbers after the runs inside."""
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     try:
         with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""Where a model is cut into the stages of a pipeline, the same on all ranks; and what is refused before."""
+"""The cut of a model into the stages of a pipeline, the same on all ranks, and the checks before it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,13 @@ from weft.pipeline.schedules import SCHEDULES, Schedule
 
 @dataclass(frozen=True)
 class StageCut:
-    """
+    """A model cut into stages.
+
     Attributes:
-        stages: all of them, of every rank.
+        stages: the stages of all ranks.
+        layers_per_stage: number of layers of each stage.
         inputs: names of the arguments of the model's forward that a step gives.
-        settings: attributes of the model that its code has read, and that must stay as they were.
+        settings: attributes of the model that its code has read and that must stay as they were.
     """
 
     stages: list[fx.GraphModule]
@@ -35,6 +37,7 @@ class StageCut:
 
 
 def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> None:
+    """Raise ValueError for a model, schedule, loss or reduction that Pipeline cannot use."""
     if isinstance(model, LayerSplit | DataParallel):
         raise ValueError(
             f"Pipeline: the model is a {type(model).__name__}, as weft.parallelize returns it for a mesh with pp "
@@ -50,22 +53,22 @@ def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> No
     if SCHEDULES[schedule].halves and recomputes(model):
         whole = ", ".join(repr(name) for name, plan in SCHEDULES.items() if not plan.halves)
         raise ValueError(
-            f"Pipeline: schedule={schedule!r} takes each backward in parts, of which every one would compute the "
+            f"Pipeline: schedule={schedule!r} takes each backward in parts, and every part would compute the "
             f'activations again: use {whole}, or recompute="none" in weft.parallelize'
         )
 
 
 def dimensions_of(mesh) -> dict[str, DeviceMesh]:
-    """The mesh's dimensions, "pp" among them."""
+    """Return the mesh's dimensions by name. Raise ValueError if "pp" is not among them."""
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else None
     if names is None or "pp" not in names:
-        told = type(mesh).__name__ if names is None else f"one with the dimensions {names}"
-        raise ValueError(f'Pipeline: mesh must be a DeviceMesh with a dimension "pp", got {told}: weft.init_mesh(pp=2)')
+        kind = type(mesh).__name__ if names is None else f"one with the dimensions {names}"
+        raise ValueError(f'Pipeline: mesh must be a DeviceMesh with a dimension "pp", got {kind}: weft.init_mesh(pp=2)')
     return {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
 
 
 def sharing_of(model: nn.Module, along: dict[str, DeviceMesh]) -> Sharing | None:
-    """How the model shares its sequence, which must be as the mesh says."""
+    """Return how the model shares its sequence. Raise ValueError if the mesh says otherwise."""
     sharing = sharing_in(model).get("")
     ranks = communicator(along["cp"]) if "cp" in along else None
     if ranks is not None and ranks.world_size > 1 and (sharing is None or sharing.ranks != ranks):
@@ -92,30 +95,33 @@ def cut_of(
     balance: str | Sequence[int],
     example,
 ) -> StageCut:
-    """The stages of a model, cut as the first rank would cut it. A collective call.
+    """Cut a model into stages as the first rank would cut it. A collective call.
 
     Raises:
-        ValueError: as of Pipeline.
+        ValueError: as in Pipeline.
     """
     plan, ranks = SCHEDULES[schedule], along["pp"].size()
     total = _number_of_stages(plan, schedule, ranks, stages_per_rank, microbatches)
     chain = chain_of("Pipeline", model, layers, arguments)
     sizes = _sizes(chain, total, schedule, balance, example)
-    for dimension in along.values():  # shards and times may differ, the cut must not
-        told = communicator(dimension).all_gather_object((schedule, microbatches, total, len(chain.layers), sizes))
-        if any(note[:4] != told[0][:4] for note in told):
+    for dimension in along.values():  # shards and times may differ between ranks, the cut must not
+        cuts = communicator(dimension).all_gather_object((schedule, microbatches, total, len(chain.layers), sizes))
+        if any(cut[:4] != cuts[0][:4] for cut in cuts):
             raise ValueError(
                 "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
-                + "; ".join(f"rank {rank} has {note[:4]}" for rank, note in enumerate(told))
+                + "; ".join(f"rank {rank} has {cut[:4]}" for rank, cut in enumerate(cuts))
             )
-        sizes = told[0][4]
+        sizes = cuts[0][4]
     stages = chain.stages(sizes)
     _refuse_shared_means(stages, [plan.rank_of(stage, ranks) for stage in range(total)])
     return StageCut(stages, tuple(sizes), [str(node.target) for node in chain.inputs], chain.settings)
 
 
 def _refuse_shared_means(stages: Sequence[fx.GraphModule], owners: Sequence[int]) -> None:
-    """Parameters that several ranks use have their gradients summed; running means would follow each rank's own."""
+    """Raise ValueError if stages of several ranks use one norm with running means.
+
+    Gradients of a parameter on several ranks are summed, but each rank would keep its own running means.
+    """
     users: dict[nn.Module, set[int]] = {}
     for owner, stage in zip(owners, stages, strict=True):
         for name, module in stage.named_modules():
@@ -123,8 +129,8 @@ def _refuse_shared_means(stages: Sequence[fx.GraphModule], owners: Sequence[int]
                 users.setdefault(module, set()).add(owner)
                 if len(users[module]) > 1:
                     raise ValueError(
-                        f"Pipeline: {name} keeps running means, and stages of several ranks use it, of which each "
-                        "would keep its own: give each use a norm of its own, or cut elsewhere (balance=[...])"
+                        f"Pipeline: {name} keeps running means, and stages of several ranks use it: each rank "
+                        "would keep its own. Give each use a norm of its own, or cut elsewhere (balance=[...])"
                     )
 
 
@@ -145,7 +151,7 @@ def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | Non
 
 
 def _sizes(chain: Chain, stages: int, name: str, balance, example) -> list[int]:
-    """How many layers each stage has."""
+    """Return the number of layers of each stage."""
     layers = len(chain.layers)
     if layers < stages:
         raise ValueError(

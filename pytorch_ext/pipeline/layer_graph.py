@@ -1,8 +1,8 @@
 """A model's forward as a chain of layers, which can be cut between any two of them.
 
-torch.fx traces the outermost code of the model; the elements of its outermost ModuleLists and Sequentials, and every
-other module on the way, stay whole and are called as they are. A cut passes on every value that is needed behind it, so
-that skip connections, masks and tables of angles go along. Stages hold the model's own modules and parameters.
+torch.fx traces the outermost code of the model. The elements of its outermost ModuleLists and Sequentials, and every
+other module that the code calls, stay whole. A cut passes on every value that a later layer needs, so skip connections,
+masks and tables of angles cross it. Stages hold the model's own modules and parameters.
 """
 
 import inspect
@@ -23,13 +23,13 @@ from weft.sharding.shard import shard_of
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that has parameters, with the parameterless operations that follow it.
+    """A module with parameters, together with the parameterless operations that follow it.
 
     Attributes:
-        name: the module's.
-        nodes: of the trace.
-        parameters: the distinct ones that it uses.
-        buffers: of the modules that it calls.
+        name: name of the module.
+        nodes: its nodes of the trace.
+        parameters: the distinct parameters that it uses.
+        buffers: buffers of the modules that it calls.
     """
 
     name: str
@@ -53,10 +53,13 @@ class Chain:
     settings: "ReadAttributes"
 
     def stages(self, sizes: Sequence[int]) -> list[fx.GraphModule]:
-        """The model cut into stages of so many layers each, in sequence.
+        """Cut the model into stages in sequence.
 
-        The first takes the model's inputs; each one but the last returns a tuple, which are the next one's arguments;
-        the last returns what the model returns.
+        The first stage takes the model's inputs. Each stage but the last returns a tuple: the arguments of the next
+        stage. The last stage returns the model's output.
+
+        Args:
+            sizes: number of layers of each stage.
         """
         stages, before, crossing = [], 0, list(self.inputs)
         for size in sizes:
@@ -77,7 +80,7 @@ class Chain:
             copies[node] = graph.placeholder(node.name)
 
         def copy_of(node: fx.Node) -> fx.Node:
-            if node not in copies:  # a parameter or buffer, which every stage that uses it has
+            if node not in copies:  # a parameter or buffer: every stage that uses it has it
                 copies[node] = graph.node_copy(node, copy_of)
             return copies[node]
 
@@ -91,21 +94,21 @@ class Chain:
 
 
 class UncuttableError(ValueError):
-    """A forward that cannot be cut between its layers as it is written."""
+    """Error for a forward that cannot be cut between its layers as it is written."""
 
 
 def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments: Sequence[str] | None) -> Chain:
-    """The chain of a model.
+    """Return the chain of a model.
 
     Args:
-        who: begins the texts of errors.
-        layers: names of modules that are called one after the other, each with what the one before returned; a `*`
-            stands for the elements of a ModuleList. None traces the model's forward.
-        arguments: those of forward that a call gives; by default those that have no default of their own.
+        who: first word of the error messages.
+        layers: names of modules that run one after another, each on the output of the one before; a `*` stands for the
+            elements of a ModuleList. None traces the model's forward.
+        arguments: names of the arguments of forward that a call gives. The default is those without a default value.
 
     Raises:
-        UncuttableError: a forward that cannot be traced, that has hooks, or that asks whether it trains. ValueError: no
-            such module, a model without parameters.
+        UncuttableError: the forward cannot be traced, has hooks, or asks whether the model trains.
+        ValueError: there is no such module, or the model has no parameters.
     """
     settings = ReadAttributes(who)
     graph = _traced(who, model, arguments, settings) if layers is None else _listed(who, model, layers)
@@ -133,16 +136,18 @@ _OWN = {*vars(nn.Module()), *dir(nn.Module), "training"}
 
 
 class ReadAttributes:
-    """Attributes that the traced code has read, which stay as they were: numbers, strings and flags of modules, and of
-    the plain objects (configurations) that modules hold."""
+    """Attributes that the traced code has read and that must stay as they were.
+
+    These are numbers, strings and flags of modules, and of the plain objects (configurations) that modules hold.
+    """
 
     def __init__(self, who: str):
         self._who = who
-        self._read: dict[tuple[str, str], tuple[weakref.ref, object]] = {}  # the module, and what it had
+        self._read: dict[tuple[str, str], tuple[weakref.ref, object]] = {}  # module and value
 
     @contextmanager
     def noting(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Note what these modules' attributes are while their code runs."""
+        """Record the attributes that the code of these modules reads."""
         names = {id(module): name for name, module in modules.items()}
 
         def noted(module, attribute):
@@ -159,24 +164,24 @@ class ReadAttributes:
             del nn.Module.__getattribute__
 
     def check(self) -> None:
-        """Raises ValueError where one of them is another now. A module that is gone has none."""
+        """Raise ValueError if an attribute has changed. A module that no longer exists is not checked."""
         for (name, attribute), (of_module, before) in self._read.items():
             module = of_module()
             if module is not None and _settings_of(getattr(module, attribute, None)) != before:
                 changed = f"{name}.{attribute}".removeprefix(".")
                 raise ValueError(
-                    f"{self._who}: {changed} was changed after the model was cut, whose forward has asked for it once "
-                    "and for all: set it before the model is cut, or let a layer ask"
+                    f"{self._who}: {changed} was changed after the model was cut, and the cut model keeps "
+                    "the value that its forward read: set it before the model is cut, or let a layer read it"
                 )
 
 
 def _settings_of(value) -> object:
-    """What to compare of an attribute; None where nothing is."""
+    """Return the part of an attribute's value that is compared, or None if nothing is."""
     if type(value) in _SIMPLE:
         return type(value).__name__, value
     if callable(value) or isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__"):
         return None
-    return {key: one for key, one in vars(value).items() if type(one) in _SIMPLE}
+    return {key: part for key, part in vars(value).items() if type(part) in _SIMPLE}
 
 
 def _name(run: Sequence[fx.Node]) -> str:
@@ -188,7 +193,7 @@ def _parameters(model: nn.Module, run: Sequence[fx.Node]) -> list[nn.Parameter]:
     found: dict[int, nn.Parameter] = {}
     for node in run:
         if node.op == "call_module":
-            found |= {id(one): one for one in model.get_submodule(str(node.target)).parameters()}
+            found |= {id(parameter): parameter for parameter in model.get_submodule(str(node.target)).parameters()}
         for used in node.all_input_nodes:
             if used.op == "get_attr":
                 owner, _, name = str(used.target).rpartition(".")
@@ -222,7 +227,8 @@ def _listed(who: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
                 )
             value = graph.call_module(name, (value,))
     graph.output(value)
-    used = {id(one) for node in graph.nodes if node.op == "call_module" for one in _parameters(model, [node])}
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    used = {id(parameter) for node in calls for parameter in _parameters(model, [node])}
     left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
     if left_out:
         raise ValueError(f"{who}: layers={list(layers)} leave out {left_out[0]}, without which it is another model")
@@ -233,11 +239,11 @@ def _some(named: dict[str, nn.Module]) -> str:
     return ", ".join([name for name in named if name.count(".") < 2 and name][:20])
 
 
-_CONSTANT = "_tensor_constant"  # as torch.fx calls them
+_CONSTANT = "_tensor_constant"  # torch.fx's prefix
 
 
 def _modes() -> tuple:
-    """What a `with` around operations may have changed of them."""
+    """Return the settings that a `with` around operations may change."""
     autocast = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         for kind in ("cpu", "cuda")
@@ -246,9 +252,9 @@ def _modes() -> tuple:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the root, and into modules that contain a list of layers; all others are called as they are."""
+    """Tracer that enters the root and the modules that contain a list of layers; other modules are leaves."""
 
-    proxy_buffer_attributes = True  # a table of positions that the model's own code cuts to the length
+    proxy_buffer_attributes = True  # the model's own code may cut a buffer, a table of positions, to the length
 
     def __init__(self, who: str, opened: set[str]):
         super().__init__()
@@ -258,13 +264,13 @@ class _Tracer(fx.Tracer):
 
     @property
     def constants(self) -> list[torch.Tensor]:
-        """Tensors that the forward made of nothing that it was given, which every call has from now on."""
+        """Tensors that the forward made without its arguments; every call of the cut model uses these."""
         return [
             x for x, name in self.tensor_attrs.items() if isinstance(x, torch.Tensor) and name.startswith(_CONSTANT)
         ]
 
     def get_fresh_qualname(self, prefix: str) -> str:
-        """The same names in every trace of a model."""
+        """Return the same names in every trace of a model."""
         self._constants += 1
         return f"{prefix}{self._constants - 1}"
 
@@ -340,7 +346,7 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, setting
 
 
 def _numbers_in(model: nn.Module, opened: set[str]) -> dict[str, float]:
-    """Attributes of these modules that are numbers, such as a count of calls."""
+    """Return the attributes of these modules that are numbers, for example a count of calls."""
     return {
         f"{name}.{attribute}".removeprefix("."): value
         for name in opened
@@ -354,7 +360,10 @@ def _random_states() -> tuple:
 
 
 def _has_hooks(module: nn.Module, of_model: bool) -> bool:
-    """Others than those at the edge of a model that shares its sequence, for which the stages stand in."""
+    """Check for hooks that would not run in a stage.
+
+    Hooks at the edge of a model that shares its sequence do not count: the stages do their work.
+    """
     if module._backward_hooks or module._backward_pre_hooks:
         return True
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -362,7 +371,7 @@ def _has_hooks(module: nn.Module, of_model: bool) -> bool:
 
 
 def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> tuple[list[str], dict]:
-    """The arguments of forward that a call gives, and the others with their defaults."""
+    """Return the names of forward's arguments that a call gives, and the defaults of the others."""
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(model.forward).parameters.items()
@@ -374,7 +383,7 @@ def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> t
         missing = [name for name in given if name not in arguments]
         if unknown or missing:
             raise ValueError(
-                f"{who}: arguments={list(arguments)}, and forward takes {', '.join(known)}, of which "
+                f"{who}: arguments={list(arguments)}, and forward takes {', '.join(known)}; "
                 f"{', '.join(given) or 'none'} must be given"
             )
         given = [name for name in known if name in arguments]
@@ -384,7 +393,7 @@ def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> t
 
 
 def _only(given: Sequence[str], graph: fx.Graph) -> fx.Graph:
-    """The graph without the arguments that have been replaced by their values, and torch.fx's checks of these."""
+    """Erase the arguments that are replaced by their default values, and torch.fx's checks of them."""
     for node in list(graph.nodes):
         if node.op == "placeholder" and node.target not in given:
             _erase(graph, node)

@@ -1,7 +1,7 @@
-"""LayerSplit: a model's layers on several devices, one after the other: the plain way to hold what does not fit on one.
+"""LayerSplit: a model's layers on several devices, one after another, for a model that does not fit on one.
 
-One device computes at a time. `weft.Pipeline` is what makes them all compute; this needs no micro-batches, no schedule
-and no loss of its own, and a model need not be written for it.
+One device computes at a time; `weft.Pipeline` makes them all compute. LayerSplit needs no micro-batches, no schedule,
+no loss and no change to the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,31 +28,32 @@ from weft.sharding.owners import mark
 
 
 class LayerSplit(nn.Module):
-    """The model, its layers spread over devices or ranks by memory; called as the model is, with the model's results.
+    """The model with its layers spread over devices or ranks by memory; called like the model, with the same results.
 
         split = weft.LayerSplit(model, ["cuda:0", "cuda:1"])  # one process, several devices
         split = weft.LayerSplit(model, weft.init_mesh(pp=2))  # two ranks, each with its layers
         loss(split(inputs), targets).backward()
 
-    Values and gradients are the plain model's, bit for bit. Layers that share a parameter go to one place, so that it
-    stays one; activations go there and back. Parameters keep the model's names.
+    Values and gradients are those of the plain model, bit for bit. Layers that share a parameter go to one place, so
+    that the parameter stays one; activations travel there and back. Parameters keep the model's names.
 
-    In one process every layer is called with its arguments on its device, and outputs stay where the last layer is: put
-    targets on `output.device`. Any model works, those of transformers included.
+    In one process every layer runs on its device, and its arguments move there. Outputs stay on the device of the last
+    layer: put targets on `output.device`. Any model works, also those of transformers.
 
-    Across ranks each rank keeps its layers only, every rank calls with the same inputs, and every rank gets the whole
-    output. The same loss is to be computed on all of them, and backward called on all: it goes back through the ranks.
-    Activations go from stage to stage. Where the forward cannot be cut (those of transformers), every rank runs it,
-    and each layer's output goes to all of them: that moves more, and works for any model.
+    Across ranks, each rank keeps its own layers. Every rank calls with the same inputs and gets the whole output. Every
+    rank must compute the same loss and call backward, which runs back through the ranks.
+
+    Across ranks, activations go from stage to stage. If the forward cannot be cut (as in transformers), every rank runs
+    it, and the output of each layer goes to all ranks. This moves more data and works for any model.
 
     Args:
         model: the same on every rank.
-        devices_or_mesh: devices, one of which may be named several times; or a mesh with "pp", or of one dimension.
-        layers, arguments, check_calls: across ranks, as of `weft.Pipeline`.
+        devices_or_mesh: devices, which may repeat; or a mesh with "pp", or of one dimension.
+        layers, arguments, check_calls: across ranks, as in `weft.Pipeline`.
 
     Raises:
-        ValueError: more devices or ranks than layers; across ranks, with layers or arguments given, a forward that
-            cannot be cut.
+        ValueError: more devices or ranks than layers; across ranks, a forward that cannot be cut, if layers or
+            arguments are given.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LayerSplit(nn.Module):
                 raise ValueError(
                     "LayerSplit: layers and arguments are for a mesh; over devices the model runs as it is"
                 )
-            _over_devices(model, [torch.device(one) for one in devices_or_mesh])
+            _over_devices(model, [torch.device(device) for device in devices_or_mesh])
             hold(self, model, [model])
             self._whole = (model,)
             self._call = model.__call__
@@ -83,17 +84,17 @@ class LayerSplit(nn.Module):
         return self._call(*inputs, **options)
 
     def check_replicas(self) -> None:
-        """See `weft.check_replicas`."""
+        """Check that replicas agree, as `weft.check_replicas` does."""
         check_replicas(self)
 
     def train(self, mode: bool = True) -> "LayerSplit":
-        for whole in self._whole:  # whose own code may ask
+        for whole in self._whole:  # its own code may read `training`
             whole.train(mode)
         return super().train(mode)
 
 
 class _Uncopied:
-    """What runs the layers of a split, and would run those of the original in a copy of it."""
+    """Call that runs the layers of a split; not copied, since a copy would run the layers of the original."""
 
     def __init__(self, call: Callable):
         self._call = call
@@ -106,7 +107,7 @@ class _Uncopied:
 
 
 def _over_devices(model: nn.Module, devices: list[torch.device]) -> None:
-    """Moves every layer to its device, and what it is called with to it."""
+    """Move every layer to its device, and its arguments in every call."""
     layers = [layer for layer in _layers_of(model).values() if _tensors_of(layer)]
     for tensor in _tensors_outside(model):
         tensor.data = tensor.data.to(devices[0])
@@ -116,7 +117,7 @@ def _over_devices(model: nn.Module, devices: list[torch.device]) -> None:
 
 
 def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The elements of the outermost lists of modules, and every other module that has no such list in it."""
+    """Return the elements of the outermost module lists, and every other module that contains no such list."""
     opened = opened_in(model)
     return {
         name: module
@@ -130,9 +131,9 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _tensors_outside(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers of no layer, used by the model's own code."""
+    """Return the parameters and buffers of no layer, which the model's own code uses."""
     opened = [model.get_submodule(name) for name in opened_in(model)]
-    tensors = [one for module in opened for one in (*module._parameters.values(), *module._buffers.values())]
+    tensors = [x for module in opened for x in (*module._parameters.values(), *module._buffers.values())]
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -153,7 +154,7 @@ def _along(mesh: DeviceMesh) -> Communicator:
 
 
 def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers, arguments):
-    """Keeps this rank's layers; returns what runs all of them."""
+    """Keep this rank's layers; return the function that runs all layers."""
     ranks = _along(mesh)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     sharing = sharing_in(model).get("")
@@ -168,22 +169,22 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
     runs = [(place, len(list(layers_there))) for place, layers_there in groupby(places)]
     stages = chain.stages([size for _, size in runs])
     segments = [
-        (place, Stage(stage, number, len(runs)) if place == ranks.rank else None)  # what others hold is theirs
+        (place, Stage(stage, number, len(runs)) if place == ranks.rank else None)  # None: on another rank
         for number, ((place, _), stage) in enumerate(zip(runs, stages, strict=True))
     ]
-    mine = [segment for _, segment in segments if segment is not None]
-    hold(split, model, mine)
-    mark({parameter: {ranks.rank} for segment in mine for parameter in segment.parameters()}, ranks)
+    own = [segment for _, segment in segments if segment is not None]
+    hold(split, model, own)
+    mark({parameter: {ranks.rank} for segment in own for parameter in segment.parameters()}, ranks)
     taken = [str(node.target) for node in chain.inputs]
-    held = StageParams(split, (segment.stage for segment in mine))
-    settings = chain.settings  # not the chain, which has all layers
+    held = StageParams(split, (segment.stage for segment in own))
+    settings = chain.settings  # `call` must not keep the chain, which has all layers
 
     def call(*inputs, **named):
         values = _in_order(taken, inputs, named)
         settings.check()
         held.renew(split)
         begun = begin("LayerSplit", sharing, values)
-        for segment in mine:
+        for segment in own:
             segment.begin(*begun)
         return run(segments, values, ranks, device)
 
@@ -191,18 +192,18 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
 
 
 def _relayed(split: LayerSplit, model: nn.Module, ranks: Communicator, device: torch.device):
-    """Of a model that cannot be cut: every rank runs its forward, and of each layer one has the parameters."""
+    """Keep this rank's layers of a model that cannot be cut; return the call of the model, which every rank runs."""
     owners = _owners(model, ranks.world_size)
     layers = _layers_of(model)
-    mine = [layer for name, layer in layers.items() if owners.get(name, ranks.rank) == ranks.rank]
-    outside = nn.ParameterList(one for one in _tensors_outside(model) if isinstance(one, nn.Parameter))
-    mark({one: {ranks.rank} for layer in mine for one in layer.parameters()}, ranks)
-    mark({one: set(range(ranks.world_size)) for one in outside}, ranks)
+    own = [layer for name, layer in layers.items() if owners.get(name, ranks.rank) == ranks.rank]
+    outside = nn.ParameterList(x for x in _tensors_outside(model) if isinstance(x, nn.Parameter))
+    mark({parameter: {ranks.rank} for layer in own for parameter in layer.parameters()}, ranks)
+    mark({parameter: set(range(ranks.world_size)) for parameter in outside}, ranks)
     others = nn.Module()
     for number, tensor in enumerate(_tensors_outside(model)):
         if not isinstance(tensor, nn.Parameter):
             others.register_buffer(str(number), tensor)
-    hold(split, model, [*mine, outside, others])
+    hold(split, model, [*own, outside, others])
     relay = Relay(ranks, device)
     relay.take(model, owners)
     split._whole = (model,)
@@ -216,7 +217,11 @@ def _relayed(split: LayerSplit, model: nn.Module, ranks: Communicator, device: t
 
 
 def _owners(model: nn.Module, ranks: int) -> dict[str, int]:
-    """The rank of each layer with parameters. ValueError: more ranks than layers, a parameter also used outside."""
+    """Return the rank of each layer that has parameters.
+
+    Raises:
+        ValueError: more ranks than layers, or a layer's parameter is also used outside of layers.
+    """
     layers = {name: layer for name, layer in _layers_of(model).items() if any(True for _ in layer.parameters())}
     outside = {id(tensor) for tensor in _tensors_outside(model)}
     for name, layer in layers.items():
@@ -230,7 +235,11 @@ def _owners(model: nn.Module, ranks: int) -> dict[str, int]:
 
 
 def _in_order(names: Sequence[str], inputs: Sequence, named: Mapping) -> list:
-    """A call's arguments. TypeError, on every rank that is called so, where they are not those that it was cut for."""
+    """Return a call's arguments in the order of `names`.
+
+    Raises:
+        TypeError: the model was cut for other arguments; on every rank with this call.
+    """
     left = names[len(inputs) :]
     if len(inputs) > len(names) or set(named) != set(left):
         given = f"{len(inputs)} by their place and {', '.join(named) or 'none'} by name"
@@ -242,7 +251,7 @@ def _in_order(names: Sequence[str], inputs: Sequence, named: Mapping) -> list:
 
 
 def check_layers(model: nn.Module, ranks: int) -> None:
-    """Raises ValueError where the model has fewer layers than ranks, or none."""
+    """Raise ValueError if the model has fewer layers than ranks, or none."""
     try:
         _places_of(chain_of("LayerSplit", model, None, None), ranks)
     except UncuttableError:

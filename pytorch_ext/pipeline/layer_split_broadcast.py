@@ -1,10 +1,12 @@
-"""A model whose forward cannot be cut, on several ranks: each runs it, and of every layer one rank has the parameters.
+"""A model whose forward cannot be cut, on several ranks: all run it, and each layer's parameters are on one.
 
-A layer runs where it is; its output goes to all ranks, and in backward the gradient of its inputs does. What stands
-between layers runs on every rank, on the same values and with the same random numbers, and so has the same gradient.
+A layer runs on its rank. Its output goes to all ranks, and in backward the gradients of its inputs go to all ranks. The
+code between layers runs on every rank, on the same values and with the same random numbers, so its gradients are the
+same on every rank.
 
-Per layer, with p ranks: forward the outputs from one rank to p - 1, backward the gradients of the inputs likewise. Of
-two layers the later one in forward must come first in backward on every rank: each returns a token that the next takes.
+Per layer, with p ranks: forward sends the outputs from one rank to p - 1, backward sends the gradients of the inputs in
+the same way. Every rank must run backward in the reverse order of forward: each layer returns a token, and the next
+layer takes it.
 """
 
 import pickle
@@ -42,11 +44,17 @@ class Relay:
     def __init__(self, ranks: Communicator, device: torch.device):
         self.ranks, self.device = ranks, device
         self.layers: dict[str, nn.Module] = {}
-        self.inside = False  # of a layer
-        self.token = torch.zeros((), requires_grad=True)  # of the layer before
+        self.inside = False  # while a layer runs
+        self.token = torch.zeros((), requires_grad=True)  # from the previous layer
 
     def take(self, model: nn.Module, owners: Mapping[str, int]) -> None:
-        """Each of these layers, by name, runs on its rank from now on; on the others its parameters are on "meta"."""
+        """Run each layer in `owners` on its rank from now on.
+
+        On the other ranks the layer's parameters move to the "meta" device.
+
+        Args:
+            owners: name of a layer -> its rank.
+        """
         for name, owner in owners.items():
             layer = self.layers[name] = model.get_submodule(name)
             layer.forward = Relayed(layer, owner, self)  # type: ignore[method-assign]
@@ -54,13 +62,16 @@ class Relay:
                 layer.to("meta")
 
     def follow(self, token: torch.Tensor) -> None:
-        """The next layer takes this token. One of a layer without gradients, in a no_grad of the model's own, has no
-        backward: the next layer follows the one before."""
+        """Keep this token for the next layer.
+
+        A layer that runs in a no_grad of the model has no backward and gives a token without a gradient. The next layer
+        then takes the token of the layer before it.
+        """
         if token.requires_grad:
             self.token = token
 
     def run(self, model: nn.Module, inputs: Sequence, named: Mapping):
-        """The model's forward, on every rank, with the first rank's random numbers."""
+        """Run the model's forward, on every rank, with the random numbers of the first rank."""
         refuse_records(model, named)
         self.token = torch.zeros((), requires_grad=True)
         seed = self.ranks.broadcast_(torch.randint(2**62, (1,)).to(self.device), 0)
@@ -69,7 +80,7 @@ class Relay:
 
 
 class _Outside(TorchFunctionMode):
-    """Refuses what computes with a layer's parameter outside of the layer: one rank alone has that parameter."""
+    """Mode that refuses computation with a layer's parameter outside of the layer: one rank alone has it."""
 
     def __init__(self, relay: Relay):
         super().__init__()
@@ -94,7 +105,7 @@ class _Outside(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _OutputKind:
-    """Of a tensor that a layer returned."""
+    """Shape, dtype and mark of a tensor that a layer returns."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -102,16 +113,16 @@ class _OutputKind:
 
 
 class Relayed:
-    """The forward of a layer that is on one rank."""
+    """Forward of a layer that is on one rank."""
 
     def __init__(self, layer: nn.Module, owner: int, relay: Relay):
         self.layer, self.forward, self.owner, self.relay = layer, layer.forward, owner, relay
 
     def __call__(self, *args, **kwargs):
-        refuse_caches(self.layer, args, kwargs, "of which every rank would fill its own layers' part alone")
+        refuse_caches(self.layer, args, kwargs, "and every rank would fill the part of its own layers alone")
         leaves, structure = tree_flatten((args, kwargs))
         refuse_results_of_custom_functions(leaves)
-        seed = int(torch.randint(2**62, (1,)))  # drawn on every rank, whether the layer draws or not
+        seed = int(torch.randint(2**62, (1,)))  # on every rank, so that all ranks draw alike
         if self.owner != self.relay.ranks.rank:
             return self._received(leaves)
         token, *given = Enter.apply(self.relay.token, self.owner, self.relay.ranks, *_tensors(leaves))
@@ -130,18 +141,19 @@ class Relayed:
             refuse_results_of_custom_functions(leaves)
             kinds = [_kind_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
             pickle.dumps((kinds, structure))
-        except CommError:  # the others have it already, or cannot be told
+        except CommError:  # the other ranks have it already, or cannot be reached
             raise
         except Exception as error:
-            dist.broadcast_object_list([(None, self._told(error))], group=self.relay.ranks.group, group_src=self.owner)
+            failure = None, self._peer_error(error)
+            dist.broadcast_object_list([failure], group=self.relay.ranks.group, group_src=self.owner)
             raise
         finally:
             self.relay.inside = False
         dist.broadcast_object_list([(kinds, structure)], group=self.relay.ranks.group, group_src=self.owner)
         return self._sent(token, leaves, structure)
 
-    def _told(self, error: Exception) -> Exception:
-        """What the ranks that wait for the layer raise, of a type that each of them knows."""
+    def _peer_error(self, error: Exception) -> Exception:
+        """Return the error that the waiting ranks raise, of a type that each of them knows."""
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         if str(error).startswith("LayerSplit: "):
             return kind(str(error))
@@ -171,7 +183,7 @@ class Relayed:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """They change when a tensor is written to; tensors of inference_mode have none."""
+    """Return the tensors' version counters, which change on a write; None for a tensor of inference_mode."""
     return [None if x.is_inference() else x._version for x in tensors]
 
 
@@ -180,7 +192,7 @@ def _tensors(leaves: list) -> list[torch.Tensor]:
 
 
 def _with(leaves: list, tensors: Sequence[torch.Tensor]) -> list:
-    """The leaves, with these in the places of their tensors."""
+    """Return the leaves with `tensors` in place of their tensors."""
     values = iter(tensors)
     return [
         x.like(next(values)) if isinstance(x, SharedSequence) else next(values) if isinstance(x, torch.Tensor) else x
@@ -201,7 +213,7 @@ def _again(x: torch.Tensor, kind: _OutputKind, cuts: Sequence[SequenceCut]) -> t
 
 
 class Enter(torch.autograd.Function):
-    """Inputs of a layer, on its rank. forward: nothing travels; backward: the gradients of the inputs, to all ranks."""
+    """Inputs of a layer, on its rank. forward: sends nothing; backward: sends the inputs' gradients to all ranks."""
 
     @staticmethod
     def forward(ctx, token, owner, ranks, *values):
@@ -210,7 +222,7 @@ class Enter(torch.autograd.Function):
         return token.clone(), *(x.view_as(x) for x in values)
 
     @staticmethod
-    @once_differentiable  # what travels back has no graph
+    @once_differentiable  # the gradients that travel back have no graph
     def backward(ctx, _, *gradients):
         needed = ctx.needs_input_grad[3:]
         sent = [dx.contiguous() if need else None for dx, need in zip(gradients, needed, strict=True)]
@@ -221,7 +233,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Outputs of a layer, on its rank. forward: to all ranks; backward: nothing, every rank has the same gradient."""
+    """Outputs of a layer, on its rank. forward: sends them to all ranks; backward: sends nothing, all ranks agree."""
 
     @staticmethod
     def forward(ctx, token, owner, ranks, *values):
@@ -232,14 +244,14 @@ class Leave(torch.autograd.Function):
         return token.clone(), *outputs
 
     @staticmethod
-    @once_differentiable  # what travels back has no graph
+    @once_differentiable  # the gradients that travel back have no graph
     def backward(ctx, token, *gradients):
         needed = ctx.needs_input_grad[3:]
         return token, None, None, *(dy if need else None for dy, need in zip(gradients, needed, strict=True))
 
 
 class Elsewhere(torch.autograd.Function):
-    """A layer that is on another rank. forward: its outputs come from there; backward: the gradients of its inputs."""
+    """A layer on another rank. forward: receives its outputs; backward: receives the gradients of its inputs."""
 
     @staticmethod
     def forward(ctx, token, owner, ranks, device, expected, *values):
@@ -252,7 +264,7 @@ class Elsewhere(torch.autograd.Function):
         return token.clone(), *outputs
 
     @staticmethod
-    @once_differentiable  # what travels back has no graph
+    @once_differentiable  # the gradients that travel back have no graph
     def backward(ctx, *_):
         needed = ctx.needs_input_grad[5:]
         got = []
@@ -266,11 +278,11 @@ _RECORDS = ("output_attentions", "output_router_logits")
 
 
 def refuse_records(model: nn.Module, named: Mapping) -> None:
-    """Raises ValueError where a model of transformers is asked for what it records inside of its layers."""
-    configurations = [one.config for one in models_of_transformers(model)]
+    """Raise ValueError if a model of transformers is asked for values that it records inside of layers."""
+    configurations = [part.config for part in models_of_transformers(model)]
     for name in _RECORDS if configurations else ():
         if named.get(name, any(getattr(config, name, False) for config in configurations)):
             raise ValueError(
-                f"{type(model).__name__}: {name} asks for what is recorded inside of the layers, of which each rank "
+                f"{type(model).__name__}: {name} asks for what is recorded inside of the layers, and each rank "
                 f"would return its own alone: call the model with {name}=False, or on a mesh with pp=1"
             )

@@ -1,7 +1,7 @@
 """A chain of layers on ranks, one whole batch at a time: autograd functions send activations on and gradients back.
 
-Of two functions on a rank the later one in forward must come first in backward, and each must come, whatever becomes of
-the activations: each returns a token that the next one takes.
+A rank must run backward in the reverse order of forward, and run every function even if nothing uses its activations.
+So each function returns a token, and the next function takes it.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from weft.pipeline.layer_split_broadcast import Elsewhere, Enter
 from weft.pipeline.stage import Stage
 from weft.pipeline.stage_boundary import differentiable
 
-_PLAIN = (bool, int, float, str, type(None))  # what crosses ranks beside tensors
+_PLAIN = (bool, int, float, str, type(None))  # types that cross ranks, in addition to tensors
 
 
 class Send(torch.autograd.Function):
-    """token = (values -> to);  backward: dvalues <- to. Values that are no floating point have no gradient."""
+    """token = (values -> to);  backward: dvalues <- to. Values that are not floating point have no gradient."""
 
     @staticmethod
     def forward(ctx, token, to, ranks, *values):
@@ -32,7 +32,7 @@ class Send(torch.autograd.Function):
         return torch.zeros_like(token)
 
     @staticmethod
-    @once_differentiable  # what travels back has no graph
+    @once_differentiable  # the gradients that travel back have no graph
     def backward(ctx, _):
         gradients: list[torch.Tensor | None] = []
         for number, like in enumerate(ctx.likes):
@@ -46,7 +46,7 @@ class Send(torch.autograd.Function):
 
 
 class Receive(torch.autograd.Function):
-    """token, values <- source;  backward: dvalues -> source, zeros for those that nothing has used."""
+    """token, values <- source;  backward: dvalues -> source, zeros for unused values."""
 
     @staticmethod
     def forward(ctx, token, source, ranks, device, kinds):
@@ -59,7 +59,7 @@ class Receive(torch.autograd.Function):
         return torch.zeros_like(token), *values
 
     @staticmethod
-    @once_differentiable  # what travels back has no graph
+    @once_differentiable  # the gradients that travel back have no graph
     def backward(ctx, _, *gradients):
         for gradient, needed in zip(gradients, ctx.differentiable, strict=True):
             if needed:
@@ -68,9 +68,9 @@ class Receive(torch.autograd.Function):
 
 
 class Share(torch.autograd.Function):
-    """output = the root's values, on every rank;  backward: the root's own dvalues; on the others the token alone.
+    """output = the root's values, on every rank;  backward: the root's own dvalues, the token alone on the other ranks.
 
-    Every rank computes the same loss of the same output, so that the root's gradient is everyone's.
+    Every rank computes the same loss from the same output, so the root's gradient is the gradient of every rank.
     """
 
     @staticmethod
@@ -85,14 +85,21 @@ class Share(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # what travels back has no graph
+    @once_differentiable  # the gradients that travel back have no graph
     def backward(ctx, *gradients):
         own = [dy if needed else None for dy, needed in zip(gradients, ctx.differentiable, strict=False)]
-        return torch.zeros(()), None, None, None, None, *own  # none on the other ranks, which gave no values
+        return torch.zeros(()), None, None, None, None, *own  # own: empty on the other ranks
 
 
 def run(segments: Sequence[tuple[int, Stage | None]], values: Sequence, ranks: Communicator, device: torch.device):
-    """The segments (rank, and the stage if it is ours) one after the other; the output, whole, on every rank."""
+    """Run the segments one after another.
+
+    Args:
+        segments: (rank, stage) each; the stage is None if it is on another rank.
+
+    Returns:
+        The whole output, on every rank.
+    """
     token, values = _entered(torch.zeros((), requires_grad=True), values, segments[0][0], ranks, device)
     output = None
     for number, (owner, segment) in enumerate(segments):
@@ -109,15 +116,18 @@ def run(segments: Sequence[tuple[int, Stage | None]], values: Sequence, ranks: C
         values = output if isinstance(output, tuple) else (output,)
         if number + 1 < len(segments):
             after = segments[number + 1][0]
-            about = [(x.shape, x.dtype) for x in values], segment.leaving
-            dist.send_object_list([about], group=ranks.group, group_dst=after)
+            header = [(x.shape, x.dtype) for x in values], segment.leaving
+            dist.send_object_list([header], group=ranks.group, group_dst=after)
             token = Send.apply(token, after, ranks, *values)
     return _shared(token, output, segments[-1][0], ranks, device)
 
 
 def _entered(token: torch.Tensor, values: Sequence, owner: int, ranks: Communicator, device: torch.device):
-    """The inputs, whose gradient every rank gets although the first stage's alone uses them: on each they may come from
-    parameters of its own, or from another model that is split."""
+    """Return the inputs, with a backward that gives every rank their gradient.
+
+    The first stage's rank alone uses the inputs. On every rank they may come from its own parameters, or from another
+    model that is split.
+    """
     needing = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
     if not needing or not torch.is_grad_enabled():
         return token, values
@@ -125,20 +135,23 @@ def _entered(token: torch.Tensor, values: Sequence, owner: int, ranks: Communica
         (token,) = Elsewhere.apply(token, owner, ranks, device, [], *needing)
         return token, values
     token, *entered = Enter.apply(token, owner, ranks, *needing)
-    later = iter(x.clone() for x in entered)  # a layer may change what it is given in place, but no view of several
+    later = iter(x.clone() for x in entered)  # a layer may change its input in place, which a view of several forbids
     return token, [next(later) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in values]
 
 
 def _shared(token: torch.Tensor, output, root: int, ranks: Communicator, device: torch.device):
-    """The root's output, whole, on every rank. TypeError, on every rank, for one that holds something else than tensors
-    and plain values."""
+    """Return the root's whole output, on every rank.
+
+    Raises:
+        TypeError: the output holds a value that is neither a tensor nor plain; on every rank.
+    """
     leaves, structure = tree_flatten(output) if root == ranks.rank else ([], None)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     others = [None if isinstance(x, torch.Tensor) else (x,) for x in leaves]
     strange = [type(x).__name__ for (x,) in filter(None, others) if not isinstance(x, _PLAIN)]
     kinds = [(x.shape, x.dtype) for x in tensors]
-    told = (strange, None, None, None) if strange else ([], kinds, others, structure)
-    strange, kinds, others, structure = ranks.all_gather_object(told)[root]
+    description = (strange, None, None, None) if strange else ([], kinds, others, structure)
+    strange, kinds, others, structure = ranks.all_gather_object(description)[root]
     if strange:
         raise TypeError(
             f"LayerSplit: the model returns a {strange[0]}; across ranks it can return tensors, numbers, texts and "

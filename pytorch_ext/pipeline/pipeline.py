@@ -1,6 +1,7 @@
 """Pipeline: a model's layers on ranks in sequence, each batch cut into micro-batches that follow one another.
 
-Schedules are those of torch.distributed.pipelining; weft cuts the model, sums what is tied and keeps the time.
+The schedules are those of torch.distributed.pipelining. weft cuts the model, sums the gradients of tied parameters and
+measures the time of each action.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,42 +36,48 @@ Inputs = torch.Tensor | Sequence[torch.Tensor]
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of a model, and how a step runs through all of them.
+    """This rank's stages of a model, and a step that runs through the stages of all ranks.
 
         mesh = weft.init_mesh(pp=4)
         pipe = weft.Pipeline(model, mesh, schedule="1f1b", microbatches=8, loss=nn.functional.cross_entropy)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-        loss = pipe.step(inputs, targets)  # the whole batch's, on every rank; gradients are those of the whole batch
+        loss = pipe.step(inputs, targets)  # of the whole batch, on every rank; so are the gradients
         optimizer.step()
 
-    Parameters keep the model's names; all ranks' state_dicts together are the model's. A parameter that several stages
-    use (tied embeddings) has a copy on each of their ranks; after a step each has the sum of all gradients, the same
-    bits. To split layers over "tp" and the sequence over "cp" as well, call `weft.parallelize(model, mesh["cp", "tp"])`
-    first; with parts=True of its context, inputs and targets are this rank's parts, and the loss is the sum of what
-    these ranks' parts give. Where the mesh has "dp", each of these ranks gives its own part of the batch, and gradients
-    and the loss are averaged over them, or added up with reduction="sum". See docs/pipeline.md.
+    Parameters keep the model's names. The state_dicts of all ranks together are the model's state_dict. A parameter
+    that several stages use (tied embeddings) has a copy on the rank of each stage; after a step every copy has the sum
+    of all gradients, with the same bits.
+
+    To split layers over "tp" and the sequence over "cp" as well, call `weft.parallelize(model, mesh["cp", "tp"])`
+    first. With parts=True in its context, inputs and targets are this rank's parts, and the loss is the sum over the
+    parts of these ranks.
+
+    If the mesh has "dp", each of its ranks gives its own part of the batch. Gradients and the loss are averaged over
+    "dp", or added up with reduction="sum". See docs/pipeline.md.
 
     Args:
-        model: the same whole model on every rank, of which the stages of others can be freed afterwards.
+        model: the same whole model on every rank. A rank can free the stages of other ranks afterwards.
         mesh: a mesh of init_mesh, or its "pp" alone.
         schedule: "afab" (GPipe), "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
-        microbatches: into how many equal parts, along their first dimension, a step cuts inputs and targets.
+        microbatches: number of equal parts, along the first dimension, into which a step cuts inputs and targets.
         loss: loss(output, targets) -> scalar, of a micro-batch.
-        reduction: "mean": the loss is a mean over the micro-batch, and the step's is the mean of these. "sum": losses
-            add up, for what is divided by a count of its own (tokens that are not padding).
-        balance: "parameters": the stage with the most has as few as possible; "time": likewise with the layers'
-            forward times, measured on `example`; or the number of layers of each stage.
+        reduction: "mean": the loss is a mean over the micro-batch, and the loss of a step is the mean of these. "sum":
+            losses add up, for a loss that is divided by its own count (tokens that are not padding).
+        balance: "parameters": the largest stage has as few parameters as possible. "time": the slowest stage takes as
+            little forward time as possible, measured per layer on `example`. Or a list: the number of layers of each
+            stage.
         example: a micro-batch of inputs, for balance="time".
-        layers: names of modules called one after the other, `*` for the elements of a list, where the model's forward
-            cannot be traced: ["embedding", "blocks.*", "head"].
-        arguments: names of forward's arguments that a step gives, where these are more than those without a default.
+        layers: names of modules that run one after another, `*` for the elements of a list: ["embedding", "blocks.*",
+            "head"]. For a model whose forward cannot be traced.
+        arguments: names of the arguments of forward that a step gives. The default is those without a default value.
         stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
-        check_calls, check_replicas_every: as of `weft.parallelize`; steps count, and their inputs and targets are
-            compared over "pp" and "tp".
+        check_calls, check_replicas_every: as in `weft.parallelize`. Each step counts as a call; its inputs and targets
+            are compared over "pp" and "tp".
 
     Raises:
-        ValueError: a mesh without "pp", more stages than layers, fewer micro-batches than the schedule needs, a model
-            that cannot be cut; before anything is sent. Also ranks that say different things; on every rank.
+        ValueError: the mesh has no "pp", there are more stages than layers, the schedule needs more micro-batches, or
+            the model cannot be cut; raised before any rank sends. Also if ranks pass different arguments; raised on
+            every rank.
     """
 
     def __init__(
@@ -96,43 +103,43 @@ class Pipeline(nn.Module):
         self._ranks: Communicator = communicator(along["pp"])
         self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
         self._plan, self._microbatches, self._reduction = SCHEDULES[schedule], microbatches, reduction
-        self._name, self._loss = schedule, partial(loss)  # which may be a module, and is none of the model's
+        self._name, self._loss = schedule, partial(loss)  # partial: a loss that is a module must not become a submodule
         self._sharing = sharing_of(model, along)
         cut = cut_of(model, along, schedule, microbatches, stages_per_rank, layers, arguments, balance, example)
         self._total, self.layers_per_stage = len(cut.stages), cut.layers_per_stage
         self._taken, self._settings = cut.inputs, cut.settings
         self._device = _device_of(mesh)
-        fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # of all stages
+        fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # before the cut: all stages
         self._loss_type = torch.float64 if fp64 else torch.float32
         self._keep_own_stages(model, cut.stages)
         self._clock = StageClock(self._device)
         self._schedule = None
         self._built_for: tuple | None = None
-        self._arriving: dict[int, Marks] = {}  # of the shapes that it is built for
+        self._arriving: dict[int, Marks] = {}  # for the shapes in _built_for
         splitters = {shard.communicator for shard in map(shard_of, self.parameters()) if shard is not None}
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
 
     def step(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of a batch. A collective call.
+        """Run forward and backward of a batch. A collective call.
 
         Args:
-            inputs: what the model takes, a tensor or several: [batch, ...] each. The same on every rank of the pipeline
-                (only the first stage's rank reads them, except for their shapes).
-            targets: [batch, ...], which the last stage's rank reads.
+            inputs: the arguments of the model, a tensor or several, [batch, ...] each. The same on every rank of the
+                pipeline: only the rank of the first stage reads the values, the other ranks read the shapes.
+            targets: [batch, ...], read by the rank of the last stage.
 
         Returns:
-            The batch's loss, a detached fp32 scalar (fp64 of an fp64 model), the same on every rank. Gradients have
-            been added to `.grad`.
+            The batch's loss, a detached fp32 scalar (fp64 for an fp64 model), the same on every rank. The gradients are
+            added to `.grad`.
 
         Raises:
-            ValueError: a batch that is not a multiple of the micro-batches; before anything is sent.
-            RankLostError: a rank was lost.
+            ValueError: the batch is not a multiple of the micro-batches; raised before any rank sends.
+            RankLostError: a rank is lost.
         """
         self._ties.renew(self._held.renew(self))
         given = self._checked(inputs, targets)
         self._same_calls.look(self, "Pipeline", (given, targets))
         schedule = self._schedule_for(given, self._begun(given, targets))
-        dist.barrier(self._ranks.group)  # from here on, every rank's clock counts
+        dist.barrier(self._ranks.group)  # the clocks of all ranks start here
         self._clock.reset()
         earlier = self._put_aside()
         losses: list[torch.Tensor] = []
@@ -153,7 +160,10 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
-        """The batch's loss as of `step`, without gradients; one micro-batch after the other. A collective call."""
+        """Return the batch's loss as `step` does, without gradients. A collective call.
+
+        Micro-batches run one after another.
+        """
         self._ties.renew(self._held.renew(self))
         given = self._checked(inputs, targets)
         begun = self._begun(given, targets)
@@ -167,15 +177,15 @@ class Pipeline(nn.Module):
         return self._loss_everywhere(losses)
 
     def timeline(self) -> Timeline:
-        """The last step as it ran on all ranks. A collective call.
+        """Return the last step as it ran on all ranks. A collective call.
 
         Raises:
-            ValueError: there has been none.
+            ValueError: no step has run.
         """
-        told = self._ranks.all_gather_object(self._clock.actions(self._ranks.rank))
-        if not all(told):
+        actions = self._ranks.all_gather_object(self._clock.actions(self._ranks.rank))
+        if not all(actions):
             raise ValueError("Pipeline.timeline: no step has run yet; call step() first")
-        return timeline_of(self._name, self._total, self._microbatches, told)
+        return timeline_of(self._name, self._total, self._microbatches, actions)
 
     def __deepcopy__(self, memo):
         raise TypeError("a Pipeline cannot be copied: copy the model first, and cut both")
@@ -185,11 +195,9 @@ class Pipeline(nn.Module):
             "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
         )
 
-    # How it is done.
-
     def _keep_own_stages(self, model: nn.Module, stages: Sequence[fx.GraphModule]) -> None:
-        mine = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
-        self._stages = {number: Stage(stages[number], number, self._total) for number in mine}
+        numbers = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
+        self._stages = {number: Stage(stages[number], number, self._total) for number in numbers}
         hold(self, model, self._stages.values())
         holders = holders_of(stages, self._owner)
         mark(holders, self._ranks)
@@ -202,7 +210,7 @@ class Pipeline(nn.Module):
         return self._plan.rank_of(stage, self._ranks.world_size)
 
     def check_replicas(self) -> None:
-        """See `weft.check_replicas`."""
+        """Check that replicas agree, as `weft.check_replicas` does."""
         check_replicas(self)
 
     @property
@@ -240,10 +248,13 @@ class Pipeline(nn.Module):
                     f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
                     'and "dp": remove main_grad, or use dp=1 and no ties'
                 )
-        return tuple(x.contiguous() for x in given)  # a stage's inputs are to have the strides that it was built for
+        return tuple(x.contiguous() for x in given)  # contiguous: a stage is built for these strides
 
     def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
-        """The gradients of earlier steps that ranks have summed already, which are not to be summed again."""
+        """Take off and return the gradients of earlier steps that ranks have summed.
+
+        Applies to parameters whose gradients this step sums over ranks; the earlier sum must not be summed again.
+        """
         summed = (tie.parameter for tie in self._ties.ties) if self._replicas is None else self.parameters()
         earlier = {parameter: parameter.grad for parameter in summed if parameter.grad is not None}
         for parameter in earlier:
@@ -251,19 +262,22 @@ class Pipeline(nn.Module):
         return earlier
 
     def _begun(self, given: tuple[torch.Tensor, ...], targets: torch.Tensor):
-        """What the stages are told before a batch: how its sequence is shared, and a seed."""
-        alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # others read none
+        """Return the arguments of Stage.begin for a batch: how its sequence is shared, and a seed."""
+        alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # read on this rank
         return begin("Pipeline", self._sharing, given, alike)
 
     def _schedule_for(self, given: tuple[torch.Tensor, ...], begun):
-        """torch's schedule for inputs of these shapes; made anew when they change, or the types of what stages send."""
+        """Return torch's schedule for inputs of these shapes.
+
+        A new schedule is built if the shapes change, or the dtypes of the values that stages send.
+        """
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes = [(x.shape, x.dtype) for x in given], autocast, [parameter.dtype for parameter in self.parameters()]
         if self._built_for != shapes:
             for stage in self._stages.values():
                 stage.begin(*begun)
-            # clones: a model may change its inputs in place, which the step does
+            # clones: a model may change its inputs in place, and the step still needs them
             self._schedule = self._built(tuple(x.chunk(self._microbatches)[0].clone() for x in given))
             self._built_for = shapes
             self._arriving = {number: stage.arriving for number, stage in self._stages.items()}
@@ -273,8 +287,12 @@ class Pipeline(nn.Module):
         return self._schedule
 
     def _built(self, microbatch: tuple[torch.Tensor, ...]):
-        """torch would find the shapes between stages by running these on uninitialised memory, which a norm's running
-        means would keep and an embedding would be indexed with. So a real micro-batch goes through first."""
+        """Build torch's schedule, with the shapes of a real micro-batch.
+
+        torch finds the shapes between stages by running the stages on uninitialised memory: a norm would keep its
+        values in its running means, and an embedding would be indexed with them. So a real micro-batch runs through the
+        stages first.
+        """
         shapes: dict[int, tuple] = {}
         with undisturbed(self), torch.no_grad():
             self._through(microbatch, shapes)
@@ -300,7 +318,11 @@ class Pipeline(nn.Module):
         )
 
     def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
-        """One micro-batch through all stages, without a schedule: the output where the last stage is, else None."""
+        """Run one micro-batch through all stages, without a schedule.
+
+        Returns:
+            The output on the rank of the last stage, else None.
+        """
         output = None
         marks: Marks = ()
         for number, stage in self._stages.items():
@@ -333,17 +355,20 @@ class Pipeline(nn.Module):
     def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), device=self._device, dtype=self._loss_type)
         if self._ends_here:
-            loss = torch.stack([one.detach().to(loss.dtype) for one in losses]).sum()
+            loss = torch.stack([value.detach().to(loss.dtype) for value in losses]).sum()
         loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))
         if self._sharing is not None and self._sharing.parts:
             loss = self._sharing.ranks.all_reduce_(loss)
         return loss if self._replicas is None else self._over_replicas(loss)
 
     def _sum_gradients_over_replicas(self, replicas: Communicator) -> None:
-        """Which layers a batch uses may depend on its values: what one replica has no gradient of, another may have."""
+        """Sum every gradient that any replica has.
+
+        Which layers a batch uses may depend on its values: a parameter may have a gradient on some replicas only.
+        """
         parameters = list(self.parameters())
-        told = replicas.all_gather_object([parameter.grad is not None for parameter in parameters])
-        for parameter, *used in zip(parameters, *told, strict=True):
+        have_grad = replicas.all_gather_object([parameter.grad is not None for parameter in parameters])
+        for parameter, *used in zip(parameters, *have_grad, strict=True):
             if any(used):
                 if parameter.grad is None:
                     parameter.grad = gradient_like(parameter, torch.zeros_like(parameter.detach()))
@@ -360,7 +385,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _like(x: torch.Tensor, needed: bool) -> torch.Tensor:
-    """x without its memory."""
+    """Return a tensor like x on the meta device."""
     return torch.empty_like(x, device="meta", requires_grad=needed and differentiable(x))
 
 
@@ -372,7 +397,7 @@ def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[tu
 
 
 def _raise_cause(error: RuntimeError) -> None:
-    """torch wraps what a stage raises; who waits for a lost rank shall read that."""
+    """Raise the CommError under torch's wrapping, if there is one: a lost rank must be readable from the error."""
     if "'_input_metadata' is invalid" in str(error):
         raise RuntimeError(
             f"this schedule takes a backward in two, which torch {torch.__version__} cannot do where a layer is an "

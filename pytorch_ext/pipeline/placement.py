@@ -1,4 +1,4 @@
-"""Which layers go where by memory: contiguous runs; what shares a parameter with an earlier layer goes with that."""
+"""The place of each layer by memory: contiguous runs, and layers that share a parameter together."""
 
 from collections.abc import Sequence
 from math import prod
@@ -10,27 +10,32 @@ from weft.sharding.shard import shard_of
 
 
 def placed(layers: Sequence[Sequence[torch.Tensor]], places: int) -> list[int]:
-    """The place of each layer, given by its parameters and buffers. The fullest place has as few bytes as it can.
+    """Return the place of each layer. The fullest place has as few bytes as possible.
 
-    A shard counts as the whole, so that ranks with uneven shards place layers alike.
+    A layer that shares a parameter with an earlier layer goes to the same place. A shard counts as the whole parameter,
+    so that ranks with uneven shards place layers alike.
+
+    Args:
+        layers: the parameters and buffers of each layer.
+        places: number of places.
 
     Raises:
-        ValueError: fewer layers than places, not counting those that must go with another.
+        ValueError: fewer layers than places, not counting layers that must go with another.
     """
     leader: list[int] = []
     users: dict[int, list[int]] = {}
     for number, tensors in enumerate(layers):
-        sharing = {leader[user] for one in tensors for user in users.get(id(one), ())}
+        sharing = {leader[user] for x in tensors for user in users.get(id(x), ())}
         leads = min(sharing, default=number)
-        leader = [leads if other in sharing else other for other in leader]  # it may join what stood apart
+        leader = [leads if other in sharing else other for other in leader]  # a layer may join groups
         leader.append(leads)
-        for one in tensors:
-            users.setdefault(id(one), []).append(number)
+        for x in tensors:
+            users.setdefault(id(x), []).append(number)
     cost = dict.fromkeys(leader, 0)
-    distinct = {id(one): (one, number) for number, tensors in reversed([*enumerate(layers)]) for one in tensors}
-    for one, number in distinct.values():
-        shard = shard_of(one)
-        cost[leader[number]] += prod(one.shape if shard is None else shard.global_shape) * one.element_size()
+    distinct = {id(x): (x, number) for number, tensors in reversed([*enumerate(layers)]) for x in tensors}
+    for x, number in distinct.values():
+        shard = shard_of(x)
+        cost[leader[number]] += prod(x.shape if shard is None else shard.global_shape) * x.element_size()
     leaders = list(cost)
     if len(leaders) < places:
         raise ValueError(

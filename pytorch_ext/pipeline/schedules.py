@@ -1,4 +1,4 @@
-"""The schedules by their names: how many stages a rank has, which, and how many micro-batches they need."""
+"""The schedules by name: the stages of each rank, and the number of micro-batches they need."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ class Schedule:
 
     Attributes:
         kind: its class.
-        stages_per_rank: how many a rank has where the caller does not say.
-        fixed: and it can have no other number.
+        stages_per_rank: stages of a rank, by default.
+        fixed: stages_per_rank cannot be changed.
         v_shaped: rank r of p has stages r and 2p - 1 - r, so that the first rank has both ends; otherwise r, r + p, ...
-        halves: it takes a backward in two, of the inputs and of the weights.
-        obstacle: (ranks, stages, micro-batches) -> why it cannot run so, and the way out; "" where it can.
+        halves: it splits a backward in two, for the inputs and for the weights.
+        obstacle: (ranks, stages, micro-batches) -> the reason why it cannot run, and the way out; "" if it can.
     """
 
     kind: type

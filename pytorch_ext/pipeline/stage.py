@@ -1,7 +1,7 @@
-"""A stage as it is called: with random numbers of its own, and with shared tensors where the model shares its sequence.
+"""A stage with its own random numbers, and with shared tensors if the model shares its sequence.
 
-What leaves such a stage for the next are this rank's parts, with marks that say along which dimension; the next one,
-which the same rank of "cp" has, makes shared tensors of them again.
+Such a stage sends this rank's parts to the next stage, with marks that name the sequence dimension. The next stage is
+on the same rank of "cp" and makes shared tensors of them again.
 """
 
 from contextlib import nullcontext
@@ -20,12 +20,12 @@ from weft.context_parallel.shared_sequence import (
 )
 from weft.running import followed
 
-_PRIME = 1_000_003  # so that seeds of stages and of calls do not meet
+_PRIME = 1_000_003  # keeps the seeds of stages and of calls apart
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Of a value that crosses: this rank's part along `axis`; the rest as of a SequenceCut."""
+    """Mark of a value between stages: this rank has its part along `axis`; blocks and region as in SequenceCut."""
 
     axis: int
     blocks: int
@@ -39,7 +39,8 @@ class Stage(nn.Module):
     """One stage of a model.
 
     Attributes:
-        arriving, leaving: marks of what the stage before sends, which is to be told, and of what this one sends.
+        arriving: marks of the values from the stage before; the caller sets them.
+        leaving: marks of the values that this stage sends.
     """
 
     def __init__(self, stage: fx.GraphModule, number: int, total: int):
@@ -47,14 +48,15 @@ class Stage(nn.Module):
         self.stage, self.number, self.last = stage, number, number + 1 == total
         self.arriving: Marks = ()
         self.leaving: Marks = ()
-        # Not registered again; the containers around them are the trace's, and do not know whether the model trains.
+        # A tuple, so that they are not registered again. Their containers belong to the trace, and their `training` is
+        # not the model's.
         names = [str(node.target) for node in stage.graph.nodes if node.op == "call_module"]
         self._called = tuple(stage.get_submodule(name) for name in names)
         self._begun: tuple[SharedCall | None, int] = (None, 0)
         self._trains, self._runs = False, 0
 
     def begin(self, call: SharedCall | None, seed: int) -> None:
-        """Before the forwards of a batch."""
+        """Prepare for the forwards of a batch."""
         self._begun, self._runs = (call, seed), 0
         self._trains = any(part.training for module in self._called for part in module.modules())
 
@@ -86,7 +88,7 @@ class Stage(nn.Module):
 
 
 def begin(who: str, sharing: Sharing | None, inputs, alike=None) -> tuple[SharedCall | None, int]:
-    """What `Stage.begin` takes, for a batch. A collective call where the sequence is shared."""
+    """Return the arguments of `Stage.begin` for a batch. A collective call if the sequence is shared."""
     if sharing is None:
         return None, int(torch.randint(2**62, (1,)))
     call = agreed(who, sharing, inputs, alike)

@@ -1,4 +1,4 @@
-"""What a value becomes where it leaves one stage for the next."""
+"""The form of a value that leaves one stage for the next."""
 
 import torch
 from torch import fx
@@ -7,16 +7,16 @@ from weft.context_parallel.shared_sequence import SharedSequence
 
 
 def differentiable(x: torch.Tensor) -> bool:
-    """Whether values of its type can have a gradient."""
+    """Return whether values of this dtype can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
 @fx.wrap
 def cross(value):
-    """The value as it can be sent, and so that its gradient can be.
+    """Return the value in a form that can be sent, and whose gradient can be sent back.
 
     Raises:
-        TypeError: something else than a tensor.
+        TypeError: the value is not a tensor.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(
@@ -33,9 +33,9 @@ def cross(value):
 class _Crossing(torch.autograd.Function):
     """y = x, in its own memory; backward  dx = dy, which is contiguous as it was sent.
 
-    y is no view, since torch's split backward detaches stage outputs in place. It requires a gradient even where x does
-    not: that backward finds the weights of a stage between its outputs and inputs, and would drop the gradients of all
-    where no input requires one (a frozen embedding in the stage before).
+    y is no view, since torch's split backward detaches stage outputs in place. y requires a gradient even if x does
+    not: torch's split backward searches for the weights of a stage between its outputs and inputs. If no input requires
+    a gradient (a frozen embedding in the stage before), it would drop the gradients of all weights.
     """
 
     @staticmethod

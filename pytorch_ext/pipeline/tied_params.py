@@ -1,8 +1,8 @@
-"""Parameters of which several ranks hold a copy because several stages use them (tied embeddings).
+"""Parameters with a copy on several ranks, because several stages use them (tied embeddings).
 
-Each rank's backward gives the gradient of its own uses. After a step every holder sends its own to the others and adds
-them up in the order of ranks, in fp32, rounded once: the same bits everywhere, so that copies which start alike and are
-stepped alike stay alike.
+The backward of each rank gives the gradient of its own uses. After a step every holder sends its gradient to the others
+and adds all of them in the order of ranks, in fp32, rounded once. The sum has the same bits on every holder, so copies
+that start alike and take the same steps stay alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from weft.sharding.sharded_grad import gradient_like, local
 
 @dataclass
 class Tie:
-    """One parameter, and the ranks that hold it."""
+    """A parameter and the ranks that hold it."""
 
     parameter: nn.Parameter
     holders: tuple[int, ...]
 
 
 class Ties:
-    """This rank's ties, in the order of `holders`, which is every rank's."""
+    """This rank's ties, in the order of `holders`, which is the same on every rank."""
 
     def __init__(self, holders: dict[nn.Parameter, set[int]], ranks: Communicator):
         self.ranks = ranks
@@ -37,13 +37,13 @@ class Ties:
 
     @torch.no_grad()
     def align(self) -> None:
-        """Every copy becomes the first holder's; those on the meta device once they have values."""
+        """Set every copy to the copy of the first holder. Copies on the meta device follow once they have values."""
         for tie in self.ties:
             if not tie.parameter.is_meta:
                 tie.parameter.copy_(self._exchange(tie, tie.parameter.detach())[0])
 
     def renew(self, changed: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Parameters have become others, on all holders alike."""
+        """Replace parameters that have changed, on all holders alike."""
         for tie in self.ties:
             tie.parameter = changed.get(tie.parameter, tie.parameter)  # type: ignore[assignment]
         if changed:
@@ -51,7 +51,7 @@ class Ties:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """.grad of every tied parameter becomes the sum of all holders'."""
+        """Set .grad of every tied parameter to the sum over its holders."""
         for tie in self.ties:
             if not tie.parameter.requires_grad:
                 continue
@@ -64,7 +64,7 @@ class Ties:
             tie.parameter.grad = gradient_like(tie.parameter, total.to(tie.parameter.dtype))
 
     def _exchange(self, tie: Tie, own: torch.Tensor) -> list[torch.Tensor]:
-        """Every holder's tensor, in the order of ranks."""
+        """Return the tensors of all holders, in the order of ranks."""
         own = own.contiguous()
         parts = [own if rank == self.ranks.rank else torch.empty_like(own) for rank in tie.holders]
         others = [(rank, part) for rank, part in zip(tie.holders, parts, strict=True) if rank != self.ranks.rank]
@@ -77,7 +77,7 @@ class Ties:
 
 
 def holders_of(stages: Sequence[nn.Module], rank_of: Callable[[int], int]) -> dict[nn.Parameter, set[int]]:
-    """The ranks that hold each parameter, where stage s is on rank_of(s)."""
+    """Return the ranks that hold each parameter. Stage s is on rank_of(s)."""
     holders: dict[nn.Parameter, set[int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.parameters():

@@ -1,4 +1,4 @@
-"""When each action of a step began and ended: torch's pipeline stage, with a clock."""
+"""Start and end of each action of a step: torch's pipeline stage with a clock."""
 
 import time
 from dataclasses import dataclass
@@ -10,8 +10,12 @@ from torch.distributed.pipelining import PipelineStage
 
 @dataclass(frozen=True)
 class Action:
-    """One computation of one stage on one micro-batch. kind: "F" forward, "B" backward, "I" and "W" its two halves: of
-    the inputs and of the weights. Times in seconds."""
+    """One computation of one stage on one micro-batch.
+
+    Attributes:
+        kind: "F" forward, "B" backward, or one of its two halves: "I" for the inputs, "W" for the weights.
+        start, end: in seconds.
+    """
 
     rank: int
     stage: int
@@ -26,7 +30,7 @@ class Action:
 
 
 class StageClock:
-    """Marks of the host's time, or on CUDA of the device's (events, which are read only when asked for)."""
+    """Time marks: of the host, or on CUDA of the device (events, which are read only on request)."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -44,12 +48,12 @@ class StageClock:
         return event
 
     def extend(self) -> None:
-        """The last action goes on until now."""
+        """Move the end of the last action to now."""
         stage, kind, microbatch, start, _ = self.marks[-1]
         self.marks[-1] = (stage, kind, microbatch, start, self.now())
 
     def actions(self, rank: int) -> list[Action]:
-        """Since the origin."""
+        """Return the actions since the last reset."""
         return [
             Action(rank, stage, kind, microbatch, self._seconds(start), self._seconds(end))
             for stage, kind, microbatch, start, end in self.marks

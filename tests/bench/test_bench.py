@@ -288,7 +288,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_measured(fake, tmp_pa
     ],
     ids=str,
 )
-def test_bad_usage_is_told_with_exit_code_2(arguments, said, capsys):
+def test_bad_usage_is_reported_with_exit_code_2(arguments, said, capsys):
     if said is not None:
         assert said in refused(capsys, *arguments)
         return
@@ -403,7 +403,7 @@ def saved(folder, name, of, **changed):
     return str(folder / name)
 
 
-def test_the_exit_code_tells_a_regression(rows, tmp_path, capsys):
+def test_the_exit_code_gives_a_regression(rows, tmp_path, capsys):
     a = saved(tmp_path, "a.json", scaled(tight(rows)))
     slow = scaled(tight(rows))
     slow[1] = scaled(tight(rows), ours=1.5)[1]
@@ -465,7 +465,7 @@ def test_make_gpu_keeps_what_can_be_compared(fake, tmp_path, monkeypatch):
 # How far it is
 
 
-def tells(rank):
+def prints(rank):
     progress.tell(3, 5)
     assert progress._drawing.acquire(blocking=False), "forked in the middle of a line"
 
@@ -476,7 +476,7 @@ def test_ranks_tell_the_process_that_started_them_how_far_they_are(monkeypatch):
     drawn = io.StringIO()
     with progress.Bar("fake", Console(file=drawn, force_terminal=True, width=100)) as bar:
         for number in range(4):
-            run_ranks(tells, 2, backend=None, timeout_s=20)
+            run_ranks(prints, 2, backend=None, timeout_s=20)
             bar.rows = number + 1
         assert list(progress._told) == [3, 5]
         deadline = time.monotonic() + 20
@@ -485,11 +485,11 @@ def test_ranks_tell_the_process_that_started_them_how_far_they_are(monkeypatch):
     assert "fake: 4 rows" in drawn.getvalue() and "round 3 of 5" in drawn.getvalue()
 
 
-def test_every_round_is_told_and_nothing_is_drawn_where_nobody_watches(monkeypatch):
-    told = []
-    monkeypatch.setattr(progress, "tell", lambda *told_: told.append(told_))
+def test_every_round_is_reported_and_nothing_is_drawn_where_nobody_watches(monkeypatch):
+    message = []
+    monkeypatch.setattr(progress, "tell", lambda *told_: message.append(told_))
     measure.alternate({"a": lambda: None, "b": lambda: None}, meet=lambda: None, rounds=3, calls=1)
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)], "the first round warms up"
+    assert message == [(0, 3), (1, 3), (2, 3), (3, 3)], "the first round warms up"
     drawn = io.StringIO()
     with progress.Bar("fake", Console(file=drawn)):
         pass
@@ -525,21 +525,21 @@ def test_a_measured_machine_is_hardware_for_the_planner(tmp_path, monkeypatch, c
     assert main(["bench", "--save", str(path), "--ranks", "3"]) == 0
     said = capfd.readouterr().out
     assert "fp32 product 64x128x32" in said and "shared by 3 ranks" in said
-    told, hardware = json.loads(path.read_text()), Hardware.of(path)
-    assert hardware.devices_per_node == 3 and hardware.full_speed_ranks == told["environment"]["cores"]
+    message, hardware = json.loads(path.read_text()), Hardware.of(path)
+    assert hardware.devices_per_node == 3 and hardware.full_speed_ranks == message["environment"]["cores"]
     assert hardware.memory_bytes * 3 == pytest.approx(machine.memory_bytes(), rel=1e-6)
     assert 0 < hardware.matmul_fraction <= 1 and hardware.launch_s > 0 and hardware.reserved_bytes > 1 << 20
     fastest = max(
-        2 * m * n * k / told["measured"]["times"][f"{m}x{n}x{k}"]["p50_us"] * 1e6 for m, n, k in machine.SHAPES
+        2 * m * n * k / message["measured"]["times"][f"{m}x{n}x{k}"]["p50_us"] * 1e6 for m, n, k in machine.SHAPES
     )
     assert hardware.peak_flops["fp32"] == pytest.approx(fastest)
-    assert len(told["measured"]["node"]) == len(told["measured"]["network"]) == 3 * 2
-    assert told["command"].startswith("weft bench --save") and told["environment"]["torch"]
+    assert len(message["measured"]["node"]) == len(message["measured"]["network"]) == 3 * 2
+    assert message["command"].startswith("weft bench --save") and message["environment"]["torch"]
 
     job = ["--gpus", "3", "--sequence-length", "64", "--global-batch", "6", "--precision", "fp32"]
     assert main(["plan", "gpt2", *job, "--hardware", str(path)]) == 0
     assert hardware.name in capfd.readouterr().out
-    path.write_text(json.dumps({**told, "weft_hardware": 1}))
+    path.write_text(json.dumps({**message, "weft_hardware": 1}))
     assert main(["plan", "gpt2", *job, "--hardware", str(path)]) == 2
     assert "weft_hardware is 1, and this weft reads version 2" in capfd.readouterr().err
 

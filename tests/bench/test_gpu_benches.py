@@ -187,7 +187,7 @@ def test_a_row_that_was_not_measured_says_so_and_is_in_no_mean():
     assert on_gpu.figures(row(10.0, {}, library=5.0).as_dict()) == "      10.0 us  0.50x library  50% of ceiling"
 
 
-def test_blocks_copy_round_and_round_until_they_are_told_to_stop(device):
+def test_blocks_copy_round_and_round_until_they_are_reported_to_stop(device):
     steps_each = 5
     copier = copy_interference.Copier(device, 4 * copy_interference._STEP, steps_each)
     copier.target.fill_(-1)

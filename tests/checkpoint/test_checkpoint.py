@@ -458,7 +458,7 @@ def test_an_optimizer_of_another_class_is_refused(saved):
 def save_what_is_wrong(rank, path):
     mesh = weft.init_mesh(dp=2, tp=2, device_type="cpu")
     model = net(mesh["tp"])
-    told = []
+    message = []
     for wrong in ("half", "drifted", "one rank", "step"):
         other, group = None, None
         if wrong == "half":
@@ -471,8 +471,8 @@ def save_what_is_wrong(rank, path):
             step = rank if wrong == "step" else 0
             weft.save_checkpoint(model, other, path / str(rank % 2) if group else path, group=group, step=step)
         except (weft.CheckpointError, ValueError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            message.append(f"{type(error).__name__}: {error}")
+    return message
 
 
 def save_unlike_replicas(rank, path):
@@ -492,9 +492,9 @@ def test_unlike_replicas_are_stored_once_where_nobody_is_to_compare_them(tmp_pat
 
 
 def test_what_ranks_do_not_have_together_is_refused_on_every_rank(tmp_path):
-    told = run_ranks(save_what_is_wrong, 4, tmp_path)
-    assert all(len(one) == 4 and one[1:] == told[0][1:] for one in told)
-    half, drifted, one_rank, step = told[0]
+    message = run_ranks(save_what_is_wrong, 4, tmp_path)
+    assert all(len(one) == 4 and one[1:] == message[0][1:] for one in message)
+    half, drifted, one_rank, step = message[0]
     assert step == "CheckpointError: the ranks save different steps: 0, 1, 2, 3"
     assert "CheckpointError: the ranks together do not have these tensors once: embedding.weight (72 of 132)" in half
     assert "different values of what they should have alike: down.bias of rank" in drifted

@@ -118,13 +118,13 @@ class Table(nn.Module):
 def check_refusals(rank, folder):
     whole = model_of(False).state_dict()
 
-    def refused(model, error, told, **changes):
+    def refused(model, error, message, **changes):
         tensors = {name: tensor for name, tensor in {**whole, **changes}.items() if tensor is not None}
         if rank == 0:
             save_file(tensors, folder / "wrong.safetensors")
         dist.barrier()
         before = {name: id(parameter) for name, parameter in model.named_parameters()}
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             load_safetensors(model, folder / "wrong.safetensors")
         assert before == {name: id(parameter) for name, parameter in model.named_parameters()}, "it is as it was"
         dist.barrier()

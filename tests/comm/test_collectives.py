@@ -223,7 +223,7 @@ def test_expanded_overlapping_and_strided_tensors():
 def refusals(rank):
     x = torch.ones(2)
     calls = dist.group.WORLD.engine.group.calls
-    for error, told, call in (
+    for error, words, call in (
         (ValueError, "does not reduce by", lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))),
         (
             TypeError,
@@ -240,7 +240,7 @@ def refusals(rank):
         (ValueError, "the input has 3 elements", lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.empty(3))),
         (TypeError, "takes dense tensors", lambda: dist.group.WORLD.allreduce([x.to_sparse()])),
     ):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=words):
             call()
     assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
 
@@ -450,7 +450,7 @@ def many_at_once(rank):
     dist.all_reduce(torch.ones(3))  # waits behind what was submitted before it
     for i, (work, x) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() and (x == 3 * i + 3).all()
-    for _ in range(5):  # whoever waits finds a strided result complete, though a future completes it too
+    for _ in range(5):  # a waiting rank finds a strided result complete, though a future completes it too
         large = torch.ones(1000, 1000).t()
         work = dist.all_reduce(large, async_op=True)
         future = work.get_future()

@@ -504,8 +504,8 @@ def one_rank_cannot(rank):
 
     def limited(*arguments):
         # A rank that cannot get the memory: all hear of it, and raise the same.
-        told = ranks.all_gather_object("no driver" if rank == 1 else "")
-        raise OSError(f"rank {1} could not get memory: {told[1]}") if any(told) else opened(*arguments)
+        answers = ranks.all_gather_object("no driver" if rank == 1 else "")
+        raise OSError(f"rank {1} could not get memory: {answers[1]}") if any(answers) else opened(*arguments)
 
     gpus.open_symmetric_memory = limited
     assert (weft.all_reduce(torch.ones(10)) == 3).all()
@@ -550,7 +550,7 @@ def told_transport(rank):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_transport_is_told(world):
+def test_the_transport_is_reported(world):
     run_ranks(told_transport, world, backend=BOTH)
 
 
@@ -605,7 +605,7 @@ def other_call(rank):
     assert 'on group "default_pg"' in texts[0] and f"rank {1 - rank} made" in texts[0]
 
 
-def test_ranks_that_call_different_things_are_told():
+def test_ranks_that_call_different_things_are_reported():
     run_ranks(other_call, 2, backend=BOTH)
 
 
@@ -613,7 +613,7 @@ def late(rank):
     pretend(timeout_s=2)
     weft.all_reduce(torch.ones(1))
     if rank == 1:
-        dist.barrier()  # comes when the other has told
+        dist.barrier()  # returns when the other rank has said so
         return
     x = torch.ones(10)
     weft.all_reduce(x)
@@ -658,7 +658,7 @@ def test_a_rank_that_dies_is_named_at_once():
 
 
 def leaves_in_order(rank):
-    """Whoever leaves when all is done has failed nobody; but nobody can call it any more."""
+    """A rank that leaves when all is done fails no other rank; nobody can call it any more."""
     ranks = pretend()
     x = weft.all_reduce(torch.ones(10))
     if rank == 1:

@@ -70,7 +70,7 @@ def die_in_a_message(rank):
             time.sleep(0.01)
         dist.recv(x)  # from anyone: finds the start of a message that has no end; rank 2 lives
     if rank == 2:
-        dist.recv(x, 0)  # waits for a live rank, and is told of the dead one all the same
+        dist.recv(x, 0)  # waits for a live rank, and hears of the dead one all the same
 
 
 def test_a_rank_that_dies_in_a_message_to_anyone_is_named():
@@ -208,7 +208,7 @@ def disagree(rank, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("operation", "ranks 0, 2 called all_reduce(float32, 8 elements, sum), rank 1 called barrier()"),
         ("type", "rank 1 called all_reduce(bfloat16, 8 elements, sum)"),
@@ -219,10 +219,10 @@ def disagree(rank, what):
         ("split", "rank 1 called all_gather(float32, 8 elements, split "),
     ],
 )
-def test_ranks_that_disagree_all_raise_the_same_words(what, told):
+def test_ranks_that_disagree_all_raise_the_same_words(what, message):
     outcomes = try_ranks(disagree, 3, what)
     texts = {outcome.value for outcome in outcomes}
-    assert len(texts) == 1 and told in texts.pop(), outcomes
+    assert len(texts) == 1 and message in texts.pop(), outcomes
     assert all(outcome.error is None for outcome in outcomes)
 
 
@@ -237,11 +237,11 @@ def misjudge(rank, sent):
 @pytest.mark.parametrize(
     "sent", [torch.ones(5), torch.ones(7), torch.ones(6, dtype=torch.int32)], ids=["less", "more", "type"]
 )
-def test_a_message_that_does_not_fit_its_receive_is_told(sent):
-    told = run_ranks(misjudge, 2, sent)[0]
+def test_a_message_that_does_not_fit_its_receive_is_reported(sent):
+    message = run_ranks(misjudge, 2, sent)[0]
     kind = str(sent.dtype).removeprefix("torch.")
-    assert f"rank 1 sent ({kind}, {len(sent)} elements, tag 0) to rank 0" in told
-    assert told.endswith("which receives (float32, 6 elements, tag 0).")
+    assert f"rank 1 sent ({kind}, {len(sent)} elements, tag 0) to rank 0" in message
+    assert message.endswith("which receives (float32, 6 elements, tag 0).")
 
 
 def interrupt_one(rank):
@@ -259,7 +259,7 @@ def interrupt_one(rank):
         raise
 
 
-def test_ctrl_c_ends_a_wait_and_the_others_are_told():
+def test_ctrl_c_ends_a_wait_and_the_others_are_reported():
     outcomes = try_ranks(interrupt_one, 2)
     assert isinstance(outcomes[0].error, KeyboardInterrupt)
     assert isinstance(outcomes[1].error, weft.CommError)
@@ -376,12 +376,12 @@ def run_out_of_descriptors(rank):
     finally:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            store.wait(["told/0", "told/2"], timedelta(seconds=MEET_WITHIN_S))
+            store.wait(["noticed/0", "noticed/2"], timedelta(seconds=MEET_WITHIN_S))
         else:
-            store.set(f"told/{rank}", "")
+            store.set(f"noticed/{rank}", "")
 
 
-def test_a_rank_that_cannot_join_tells_the_others():
+def test_a_rank_that_cannot_join_gives_the_others():
     outcomes = try_ranks(run_out_of_descriptors, 3)
     for outcome in outcomes:
         assert "Too many open files" in str(outcome.error), outcome

@@ -188,17 +188,17 @@ def fail_before_machines_meet(rank, how):
         dist.new_group([0, 1, 2])
     finally:
         if rank == 1:
-            store.wait(["told/0", "told/2"], timedelta(seconds=MEET_WITHIN_S))
+            store.wait(["noticed/0", "noticed/2"], timedelta(seconds=MEET_WITHIN_S))
         else:
-            store.set(f"told/{rank}", "")
+            store.set(f"noticed/{rank}", "")
 
 
 @pytest.mark.parametrize("how", ["dies", "lives"])
 def test_a_rank_that_fails_before_machines_have_met_is_noticed(how):
     outcomes = spread(fail_before_machines_meet, "aab", how, run=try_ranks, timeout_s=30)
-    told = "rank 1 was lost" if how == "dies" else "rank 1 could not reach the other machines"
+    message = "rank 1 was lost" if how == "dies" else "rank 1 could not reach the other machines"
     for survivor in (outcomes[0], outcomes[2]):
-        assert isinstance(survivor.error, weft.CommError) and told in str(survivor.error), outcomes
+        assert isinstance(survivor.error, weft.CommError) and message in str(survivor.error), outcomes
 
 
 def interrupt_a_receive(rank):

@@ -159,7 +159,7 @@ def test_other_devices_are_refused():
     run_ranks(check_devices, 1)
 
 
-def test_what_a_device_is_called_tells_it_from_others(monkeypatch):
+def test_the_name_of_a_device_distinguishes_it_from_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "b71c"}))
     monkeypatch.setenv("WEFT_HOST", "left")
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)

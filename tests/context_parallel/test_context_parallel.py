@@ -325,8 +325,8 @@ def drops(rank):
     assert abs((kept > 0).double().mean() - 0.6) < 0.05
     first, second = (weft.shard_sequence(kept, dim=1, layout="contiguous"), kept[:, 200 * (1 - rank) :][:, :200])
     assert not torch.equal(first, second), "the ranks drop different ones"
-    told = weft.all_gather(torch.cat([t.detach().flatten() for t in (kept, pooled, dropped)]).unsqueeze(0))
-    assert torch.equal(told[0], told[1]), "what they have whole they have alike"
+    message = weft.all_gather(torch.cat([t.detach().flatten() for t in (kept, pooled, dropped)]).unsqueeze(0))
+    assert torch.equal(message[0], message[1]), "what they have whole they have alike"
     assert not torch.equal(model(x)[0], kept)
     before = torch.get_rng_state()
     model.eval()
@@ -672,7 +672,7 @@ def types(rank):
         output.double().square().sum().backward()
         return output.detach()
 
-    for dtype, step, told in (
+    for dtype, step, message in (
         (torch.bfloat16, None, "ring"),
         (torch.float32, autocast, "ring"),
         (torch.float64, None, "weft.context_attention does not take torch.float64"),
@@ -685,7 +685,7 @@ def types(rank):
             str(d) for d in report.differences if not d.ok and (dtype, d.name[-8:]) != (torch.float64, "key.bias")
         ]
         assert not faults, str(report)
-        assert told in str(weft.explain(model))
+        assert message in str(weft.explain(model))
 
 
 def test_every_type_and_autocast_are_as_accurate_as_unsplit():

@@ -90,15 +90,15 @@ def pads(rank):
         batch = {"input_ids": tokens, "labels": tokens, **extra}
         report = weft.verify(model, reference, batch, step=step)
         assert report.ok, f"{list(extra)}\n{report}"
-        told = " ".join(row.kind for row in weft.explain(model).sequence)
-        assert "has a mask that is not the causal one" in told
+        message = " ".join(row.kind for row in weft.explain(model).sequence)
+        assert "has a mask that is not the causal one" in message
     strict, _ = models("Llama")
     weft.parallelize(strict, mesh, context={"strict": True})
     with pytest.raises(ValueError, match="strict: .* has a mask that is not the causal one"):
         strict(tokens, attention_mask=attention_mask, use_cache=False)
 
 
-def test_padding_and_packed_documents_are_right_and_told():
+def test_padding_and_packed_documents_are_right_and_reported():
     run_ranks(pads, 2)
 
 
@@ -199,7 +199,7 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
 
 
 def refuses_weights(rank):
-    mesh, told = (
+    mesh, message = (
         weft.init_mesh(cp=2, device_type="cpu"),
         "no rank computes attention weights: .*output_attentions=False",
     )
@@ -208,7 +208,7 @@ def refuses_weights(rank):
         model.set_attn_implementation("eager")
         model.config.output_attentions = model.model.config.output_attentions = asked
         model = weft.parallelize(model, mesh)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             model(tokens_of(9), **({} if asked else {"output_attentions": True}))
         assert len(model(tokens_of(9), output_attentions=False, output_hidden_states=True).hidden_states) == 3
 

@@ -79,15 +79,15 @@ def calls_at_random(rank):
             draw = Draw(ranks, name, owner, number)
             try:
                 for expected, found in outcomes(draw, func):
-                    told = f"{owner}.{name} #{number} {draw.told} {draw.cut.layout} {draw.cut.blocks}"
+                    words = f"{owner}.{name} #{number} {draw.shapes} {draw.cut.layout} {draw.cut.blocks}"
                     if isinstance(expected, torch.Tensor):
-                        assert isinstance(found, torch.Tensor), told
+                        assert isinstance(found, torch.Tensor), words
                         close = {"rtol": 1e-4, "atol": 1e-5} if expected.dtype == torch.float32 else {}
-                        message = lambda text: f"{text}\n{told}"  # noqa: B023, E731
+                        message = lambda text: f"{text}\n{words}"  # noqa: B023, E731
                         torch.testing.assert_close(found, expected, equal_nan=True, msg=message, **close)
                     else:
                         assert found == expected or (isinstance(expected, bool) and bool(found) == expected), (
-                            told,
+                            words,
                             found,
                         )
                 done[name] += 1

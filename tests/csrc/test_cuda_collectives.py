@@ -286,7 +286,7 @@ def test_a_rank_that_does_not_come_is_named_and_results_are_nan(operation):
 
 
 @pytest.mark.gpu
-def test_ranks_that_call_different_things_are_told_so():
+def test_ranks_that_call_different_things_raise():
     ranks = VirtualRanks(2, timeout_s=60)
     trials = [Trial("one_shot", ranks, torch.float32, [count]) for count in (5000, 5001)]
     torch.cuda.synchronize()

@@ -101,11 +101,11 @@ def test_a_rank_that_does_not_come_is_named_and_results_are_nan(program):
     assert len(found) == len(OPERATIONS)
     for record, (code, phase) in zip(found, OPERATIONS.values(), strict=True):
         assert record["block"] in (0, 1) and record["expected"] % 4 == 1, record
-        told = {key: record[key] for key in ("state", "rank", "operation", "phase", "peer", "seen")}
-        assert told == dict(state=TIMED_OUT, rank=0, operation=code, phase=phase, peer=2, seen=0)
+        message = {key: record[key] for key in ("state", "rank", "operation", "phase", "peer", "seen")}
+        assert message == dict(state=TIMED_OUT, rank=0, operation=code, phase=phase, peer=2, seen=0)
 
 
-def test_ranks_that_call_different_things_are_told_so(program):
+def test_ranks_that_call_different_things_raise(program):
     of_0, of_1, of_2 = records(output(program, "different"))
     for rank, record in enumerate((of_0, of_1, of_2)):
         assert (record["state"], record["rank"], record["operation"]) == (MISMATCHED, rank, 2)

@@ -162,7 +162,7 @@ def names(calls) -> list[str]:
 # --- finding the driver
 
 
-def test_the_driver_is_found_and_its_version_told(library):
+def test_the_driver_is_found_and_its_version_reported(library):
     with driver_at(library) as state:
         assert state == {"found": True, "error": None, "version": 13010}
 
@@ -207,9 +207,9 @@ def test_an_older_driver_launches_what_it_can(tmp_path):
 
 def test_the_stub_of_the_extension_names_what_is_there():
     tree = ast.parse((Path(__file__).parents[2] / "pytorch_ext" / "_C.pyi").read_text())
-    (told,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "_Launch"]
-    assert {node.name for node in told.body} == {name for name in dir(_C.launch) if not name.startswith("_")}
-    for node in told.body:
+    (message,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "_Launch"]
+    assert {node.name for node in message.body} == {name for name in dir(_C.launch) if not name.startswith("_")}
+    for node in message.body:
         if isinstance(node, ast.ClassDef):
             members = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} - {"__init__"}
             assert members == {name for name in vars(getattr(_C.launch, node.name)) if not name.startswith("_")}
@@ -994,7 +994,7 @@ def test_a_child_that_does_not_touch_cuda_is_fine(library):
     )
 
 
-def test_a_child_of_a_process_that_used_cuda_is_told_why_it_cannot(library):
+def test_a_child_of_a_process_that_used_cuda_learns_why_it_cannot(library):
     output = forked(library, "launch(); assert in_child(launch) == 1; launch()")
     assert "child: kernel kernel (grid 1x1x1" in output and "CUDA_ERROR_NOT_INITIALIZED" in output
     assert "this process was forked from one that had used CUDA, and cannot use it: start it by spawn" in output

@@ -300,7 +300,7 @@ def scaled(rank, shards):
     model = weft.DataParallel(mlp(), shard_optimizer=shards)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1) if shards else torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    told = []
+    message = []
     for step in range(4):
         before = model.module[0].weight.detach().clone()
         optimizer.zero_grad()
@@ -312,14 +312,14 @@ def scaled(rank, shards):
         scaler.step(optimizer)
         scaler.update()
         assert found == torch.equal(before, model.module[0].weight)
-        told.append((found, scaler.get_scale()))
-    return told, [parameter.detach().clone() for parameter in model.parameters()]
+        message.append((found, scaler.get_scale()))
+    return message, [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def test_a_scaler_skips_the_same_steps_on_every_rank():
-    (told, whole), (_, other) = run_ranks(scaled, 2, False)
+    (message, whole), (_, other) = run_ranks(scaled, 2, False)
     (sharded_told, sharded), (other_told, _) = run_ranks(scaled, 2, True)
-    assert told == sharded_told == other_told == [(False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
+    assert message == sharded_told == other_told == [(False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
     assert all(map(torch.equal, whole, other)) and all(map(torch.equal, whole, sharded))
 
 
@@ -376,7 +376,7 @@ def another_order(rank):
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_a_backward_reduces_as_its_own_forward_was_told():
+def test_a_backward_reduces_as_its_own_forward_was_asked():
     run_ranks(another_order, 2)
 
 

@@ -47,7 +47,7 @@ def another_module(rank, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("more", "rank 1 has the parameter 'extra.weight' (torch.float32 (5, 5) on cpu), which rank 0 does not train"),
         ("fewer", "rank 0 has the parameter '4.weight' (torch.float32 (5, 29) on cpu), which rank 1 does not train"),
@@ -63,9 +63,9 @@ def another_module(rank, what):
         ("option", "rank 0 has bucket_mb=25, rank 1 has bucket_mb=1"),
     ],
 )
-def test_ranks_that_wrap_different_modules_all_say_so_when_they_wrap_them(what, told):
+def test_ranks_that_wrap_different_modules_all_say_so_when_they_wrap_them(what, message):
     texts = set(run_ranks(another_module, 3, what))
-    assert len(texts) == 1 and told in texts.pop()
+    assert len(texts) == 1 and message in texts.pop()
 
 
 def wrapped_wrongly(rank):
@@ -304,7 +304,7 @@ class Repeated(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("sparse", "rank 1: the gradient of '0.weight' is torch.sparse_coo; gradients must be dense"),
         ("graph", "rank 1: the gradient of '0.weight' is to be differentiated (create_graph=True)"),
@@ -313,10 +313,10 @@ class Repeated(nn.Module):
         ("repeated", "rank 1: 'layer.weight' got another gradient after the 1 that it got in the first backward"),
     ],
 )
-def test_a_gradient_that_cannot_be_reduced_is_named_with_its_rank(what, told):
+def test_a_gradient_that_cannot_be_reduced_is_named_with_its_rank(what, message):
     texts = set(run_ranks(bad_gradient, 2, what))
     assert len(texts) == 1
-    assert all(part in text for text in texts for part in told.split(": ", 1))
+    assert all(part in text for text in texts for part in message.split(": ", 1))
 
 
 def not_finite(rank, checks):

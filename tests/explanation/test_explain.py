@@ -92,18 +92,18 @@ def bytes_told_and_sent(rank):
             y = layer(x)
         with counted() as backward:
             y.sum().backward()
-        (told,) = weft.explain(layer, tokens=TOKENS).layers
-        found.append((str(layer), told.forward_bytes, forward.bytes, told.backward_bytes, backward.bytes))
+        (message,) = weft.explain(layer, tokens=TOKENS).layers
+        found.append((str(layer), message.forward_bytes, forward.bytes, message.backward_bytes, backward.bytes))
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_bytes_that_are_told_are_those_that_the_layers_send(world):
+def test_the_bytes_that_are_reported_are_those_that_the_layers_send(world):
     """On average over the ranks, uneven shards included; both are rounded down collective by collective."""
     for rows in zip(*run_ranks(bytes_told_and_sent, world), strict=True):
-        for told, sent in ((1, 2), (3, 4)):
+        for message, sent in ((1, 2), (3, 4)):
             average = sum(row[sent] for row in rows) / world
-            assert all(abs(row[told] - average) < 3 for row in rows), rows
+            assert all(abs(row[message] - average) < 3 for row in rows), rows
     assert any(row[1] for row in rows) == (world > 1)
 
 
@@ -160,7 +160,7 @@ def test_an_explanation_is_text_a_table_and_json():
     run_ranks(shows, 2)
 
 
-def test_where_a_kernels_machine_code_comes_from_is_told(tmp_path):
+def test_where_a_kernels_machine_code_comes_from_is_reported(tmp_path):
     """In a process that does not interpret, with no archive: by triton, and why."""
     code = (
         "import torch; from weft.ops.kernel_choice import origin; from weft.kernels import dispatch, launch; "
@@ -268,7 +268,7 @@ def tells_of_the_mesh(rank):
     assert [line.partition(")")[0][-4:] for line in records.lines] == ["tp=2", "dp=2", "pp=2", "cp=2"]
 
 
-def test_what_each_dimension_of_the_mesh_does_is_told_and_logged():
+def test_what_each_dimension_of_the_mesh_does_is_reported_and_logged():
     run_ranks(tells_of_the_mesh, 2)
 
 

@@ -35,11 +35,11 @@ class Draw(random.Random):
         function, owner: the name of the function that is to be called, and of the module or class that has it.
         shape, axis: of the first argument and of its sequence.
         of_shapes: only shapes are compared.
-        told: what was drawn.
+        shapes: the arguments that were drawn.
     """
 
     of_shapes = False
-    told: object = None
+    shapes: object = None
 
     def __init__(self, ranks, function: str, owner: str, number: int):
         super().__init__(f"{function} {owner} {number}")
@@ -667,7 +667,7 @@ def outcomes(draw: Draw, func: Callable) -> Iterator[tuple[object, object]]:
     args, kwargs = CASES[draw.function](draw)
     if draw.often(0.1) and draw.owner != "TensorBase":
         args, kwargs = args[1:], {"input": args[0], **kwargs}
-    draw.told = tree_map_only(Operand, lambda one: (tuple(one.leaf.shape), one.cut and one.axis), (args, kwargs))
+    draw.shapes = tree_map_only(Operand, lambda one: (tuple(one.leaf.shape), one.cut and one.axis), (args, kwargs))
     operands = list({id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, Operand)}.values())
     expected = _called(draw, func, args, kwargs, operands, shared=False)
     found = _called(draw, func, args, kwargs, operands, shared=True)

@@ -191,7 +191,7 @@ def test_the_hash_of_a_source_is_of_all_that_it_imports_and_of_nothing_else(tmp_
     assert archive.source_hash("weft.kernels.attention", tmp_path) == hashes[-1]
 
 
-# The parameters of the machine code, as the machine code itself tells them, beside those that a launch passes.
+# The parameters of the machine code, as the machine code itself lists them, beside those that a launch passes.
 PARAMETERS = """
 import json, re, sys
 from pathlib import Path
@@ -297,7 +297,7 @@ class Launcher:
 
 
 class Function(without_triton.Function):
-    """A jit function that tells what Triton was to run."""
+    """A jit function that says what Triton was to run."""
 
     def __getitem__(self, grid):
         return lambda *arguments, **options: self.run.append((grid, arguments, options))

@@ -1,4 +1,4 @@
-"""Buckets: packing, unpacking and the sum in rank order, to the bit; and what the same pass tells of the numbers."""
+"""Buckets: packing, unpacking and the sum in rank order, to the bit; and what the same pass finds out about the numbers."""
 
 import math
 

@@ -46,7 +46,7 @@ def meet_differently(peers):
     return peers.record.clone(), peers.memory[: signal.DATA_OFFSET].zero_()
 
 
-def test_ranks_that_call_different_things_are_told_so(device):
+def test_ranks_that_call_different_things_raise(device):
     with pytest.raises(AssertionError, match="CollectiveMismatchError" if device.type == "cpu" else "left"):
         run_as_ranks(meet_differently, 2, BYTES, device)
 

@@ -14,7 +14,7 @@ def replace(values, index, value):
 
 
 class Model:
-    """A flag is 0 or 1: calls of one kind have one signature, so nothing but the protocol tells them apart.
+    """A flag is 0 or 1: calls of one kind have one signature, so nothing but the protocol distinguishes them.
 
     Ranks each run a list of steps `step(state) -> state, or None while blocked` over cells of shared memory.
     """
@@ -225,19 +225,19 @@ def test_each_part_of_the_gathering_is_needed(fault):
         gathers(2, 2, **fault).explore()
 
 
-def reductions(calls, *, tells=True, done=True):
-    """matmul + all_reduce of two ranks, from where the sums are made: each tells both of its sum; both fetch both."""
+def reductions(calls, *, posts=True, done=True):
+    """matmul + all_reduce of two ranks, from where the sums are made: each posts its sum to both; both fetch both."""
     model, world = Model(), 2
     for rank in range(world):
         steps = []
         for call in range(1, calls + 1):
             steps.append(model.write(model.cell("sum", rank), call))
             for peer in range(world):
-                steps += tells * [model.post(model.cell("flag", "summed", peer, rank))]
+                steps += posts * [model.post(model.cell("flag", "summed", peer, rank))]
             for owner in range(world):
-                steps += tells * [model.wait(model.cell("flag", "summed", rank, owner))]
+                steps += posts * [model.wait(model.cell("flag", "summed", rank, owner))]
                 steps.append(model.read(model.cell("sum", owner), call, f"rank {rank}, call {call},"))
-            steps += tells * [model.write(model.cell("flag", "summed", rank, owner), 0) for owner in range(world)]
+            steps += posts * [model.write(model.cell("flag", "summed", rank, owner), 0) for owner in range(world)]
             steps += model.meet(world, rank) if done else []
         model.programs.append(steps)
     return model
@@ -245,6 +245,6 @@ def reductions(calls, *, tells=True, done=True):
 
 def test_sums_are_fetched_when_they_are_there_and_not_overwritten_before():
     assert reductions(4).explore() > 100
-    for fault in ({"tells": False}, {"done": False}):
+    for fault in ({"posts": False}, {"done": False}):
         with pytest.raises(Violated, match="read|posted"):
             reductions(3, **fault).explore()

@@ -305,7 +305,7 @@ def check_refusals(rank):
     x = torch.ones(2, 5, 12)
     nested = torch.nested.nested_tensor([torch.ones(2, 12), torch.ones(3, 12)])
     calls = dist.group.WORLD.engine.group.calls
-    for error, told, call in (
+    for error, message, call in (
         (ValueError, "num_heads=2: 2 elements cannot be split over 3 ranks", lambda: make(nn.MultiheadAttention(8, 2))),
         (
             ValueError,
@@ -338,7 +338,7 @@ def check_refusals(rank):
         (ValueError, "enable_nested_tensor=False", lambda: model(nested, nested, nested)),
         (ValueError, "last dimension must be 12", lambda: model(x[..., :8], x[..., :8], x[..., :8])),
     ):
-        with pytest.raises(error, match=re.compile(told, re.DOTALL)):
+        with pytest.raises(error, match=re.compile(message, re.DOTALL)):
             call()
     assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
 

@@ -140,7 +140,7 @@ def check_steps(rank, whole, path):
 
 
 def check_loads(whole, x):
-    """A whole state_dict, into branches on ranks that were told."""
+    """A whole state_dict, into branches on ranks that were given."""
     assignment = [(n + 1) % dist.get_world_size() for n in range(4)]
     again = weft.parallelize(net(2), plan={**PLAN, "inception": {"style": "branches", "assignment": assignment}})
     again.load_state_dict(whole.state_dict())
@@ -268,7 +268,7 @@ def check_refusals(rank):
     hooked = Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x))
     hooked.register_forward_hook(lambda *_: None)
     calls = dist.group.WORLD.engine.group.calls
-    for told, call in (
+    for message, call in (
         ("has hooks, which its replacement would lose", lambda: Branches.from_block(hooked)),
         ("uses gain in a branch, and not a module", lambda: Branches.from_block(Odd(gains))),
         ("gain of Odd is in no branch", lambda: Branches.from_block(Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x)))),
@@ -292,7 +292,7 @@ def check_refusals(rank):
         ("combine='product' is not one of 'concat', 'sum'", lambda: Branches(tied, combine="product")),
         ("1 is split over ranks inside of a branch", lambda: inner(torch.ones(2, 4))),
     ):
-        with pytest.raises(ValueError, match=re.compile(told, re.DOTALL)):
+        with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
             call()
     block = nn.Sequential(Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x)))
     before = {name: p.clone() for name, p in block.named_parameters()}

@@ -72,16 +72,16 @@ def check_layers(rank, dtype):
                 layer = weft.ParallelConv2d(
                     case.inputs, case.outputs, case.kernel, **options, style=style, **ends, dtype=dtype
                 )
-                told = f"{case} {style} W={world} {ends}"
-                assert torch.equal(layer.weight, take(layer.weight, whole.weight)), told
+                message = f"{case} {style} W={world} {ends}"
+                assert torch.equal(layer.weight, take(layer.weight, whole.weight)), message
                 ins = None if style == "column" or open_end else layer._inputs
                 outs = None if style == "row" or open_end else layer._outputs
                 y, dx, gradients = gradients_of(layer, own(x, ins, rank), own(dy, outs, rank))
-                close(y, own(expected[0], outs, rank), f"{told} y")
-                close(dx, own(expected[1], ins, rank), f"{told} dx")
+                close(y, own(expected[0], outs, rank), f"{message} y")
+                close(dx, own(expected[1], ins, rank), f"{message} dx")
                 for name, gradient in gradients.items():
                     parameter = layer.get_parameter(name)
-                    close(gradient, take(parameter, expected[2][name]), f"{told} d{name}")
+                    close(gradient, take(parameter, expected[2][name]), f"{message} d{name}")
 
 
 def own(t, cut, rank):
@@ -210,7 +210,7 @@ def check_refusals(rank):
     norm = weft.nn.ChannelBatchNorm2d.from_norm(nn.BatchNorm2d(6))
     depthwise = weft.ParallelConv2d(6, 6, 3, groups=6, **column)
     calls = dist.group.WORLD.engine.group.calls
-    for error, told, call in (
+    for error, message, call in (
         (
             ValueError,
             "style='filters' is not one of 'column', 'row'",
@@ -267,7 +267,7 @@ def check_refusals(rank):
             lambda: weft.parallelize(Normed(), plan={"norm": "channels"}),
         ),
     ):
-        with pytest.raises(error, match=re.compile(told, re.DOTALL)):
+        with pytest.raises(error, match=re.compile(message, re.DOTALL)):
             call()
     assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
 

@@ -60,7 +60,7 @@ def test_an_existing_table_keeps_its_state():
 def check_refusals(rank):
     layer = weft.ParallelEmbedding(8, 2)
     calls = dist.group.WORLD.engine.group.calls
-    for error, told, call in (
+    for error, message, call in (
         (IndexError, "tokens span -1 to 3; they must lie in 0 to 7", lambda: layer(torch.tensor([-1, 3]))),
         (IndexError, "tokens span 0 to 8", lambda: layer(torch.tensor([0, 8]))),
         (TypeError, "tokens must be int64 or int32, got torch.float32", lambda: layer(torch.ones(2))),
@@ -76,7 +76,7 @@ def check_refusals(rank):
             lambda: weft.ParallelEmbedding.from_embedding(nn.Embedding(8, 2, sparse=True)),
         ),
     ):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             call()
     assert dist.group.WORLD.engine.group.calls == calls
 

@@ -323,7 +323,7 @@ def test_gradients_of_a_shared_head_are_summed_in_rank_order_and_rounded_once():
 def check_refusals(rank):
     column = dict(style="column")
     calls = dist.group.WORLD.engine.group.calls
-    for told, call in (
+    for message, call in (
         (r"parts=\(4, 4\) must be sizes that add up to 9", lambda: weft.ParallelLinear(4, 9, parts=(4, 4), **column)),
         (
             r"unit=\(2, 3, 4\) must be one number, or one for each of the 2 parts",
@@ -344,7 +344,7 @@ def check_refusals(rank):
             lambda: weft.ParallelLinear(4, 5, unit=2, heads=(8, 2), style="row"),
         ),
     ):
-        with pytest.raises(ValueError, match=re.compile(told)):
+        with pytest.raises(ValueError, match=re.compile(message)):
             call()
     assert dist.group.WORLD.engine.group.calls == calls
 

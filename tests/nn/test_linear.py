@@ -66,13 +66,13 @@ def check_layer(rank, style, dtype, sequence_parallel, bias, activation):
 
         take_x, take_y = (sequence_part, feature_part) if style == "column" else (feature_part, sequence_part)
         y, dx, gradients = gradients_of(layer, take_x(x), take_y(dy).contiguous())
-        told = f"{style} {case} W={world}"
-        assert_close(y, take_y(plain[0]), take_y(exact[0]), f"{told} y")
-        assert_close(dx, take_x(plain[1]), take_x(exact[1]), f"{told} dx")
+        message = f"{style} {case} W={world}"
+        assert_close(y, take_y(plain[0]), take_y(exact[0]), f"{message} y")
+        assert_close(dx, take_x(plain[1]), take_x(exact[1]), f"{message} dx")
         for name, gradient in gradients.items():
             shard = layer.shards.get(name)
             take = shard.take if shard else (lambda t: t)
-            assert_close(gradient, take(plain[2][name]), take(exact[2][name]), f"{told} d{name}")
+            assert_close(gradient, take(plain[2][name]), take(exact[2][name]), f"{message} d{name}")
         if world == 1:
             unsharded = gradients_of(whole, x, dy)
             assert torch.equal(y, unsharded[0]) and torch.equal(dx, unsharded[1])
@@ -300,12 +300,12 @@ def check_state_dict(rank):
     twin = weft.ParallelLinear(5, 7, style="column")
     twin.load_state_dict(layer.state_dict())
     assert torch.equal(twin.bias, layer.bias)
-    for wrong, told in (
+    for wrong, message in (
         ({"weight": torch.ones(2, 5), "bias": layer.bias}, r"weight has shape \(2, 5\); expected .*whole \(7, 5\)"),
         ({"weight": layer.weight}, 'Missing key.*"bias"'),
         ({**layer.state_dict(), "gain": torch.ones(1)}, 'Unexpected key.*"gain"'),
     ):
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=message):
             twin.load_state_dict(wrong)
     assert torch.equal(twin.weight, layer.weight)
 
@@ -357,8 +357,8 @@ def check_refusals(rank):
         (TypeError, "input is torch.float64 .* the weight torch.float32", lambda: layer(torch.ones(2, 6).double())),
     ]
     calls = dist.group.WORLD.engine.group.calls
-    for error, told, call in refused:
-        with pytest.raises(error, match=re.compile(told, re.DOTALL)):
+    for error, message, call in refused:
+        with pytest.raises(error, match=re.compile(message, re.DOTALL)):
             call()
     assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
 

@@ -339,8 +339,8 @@ def test_auto_moves_the_fewest_bytes_and_says_so():
     assert choose(call(2, 32, 2), causal, False).method == "ring", "few KV heads are cheaper to pass on"
     assert choose(call(2, 32, 2), causal, True).method == "all_gather", "packed documents do not go round a ring"
     assert choose(call(8, 4, 4), causal, False).method == "ring", "fewer heads than ranks"
-    told = str(choose(call(4, 32, 8), windowed, False))
-    assert told.startswith("ring: MiB that a rank sends forward: ring ") or "ulysses" in told
+    message = str(choose(call(4, 32, 8), windowed, False))
+    assert message.startswith("ring: MiB that a rank sends forward: ring ") or "ulysses" in message
     assert choose(call(1, 4, 4), causal, False).reason == "there is one rank"
     assert choose(call(4, 4, 4), causal, False, "ulysses").reason == 'method="ulysses"'
 

@@ -170,7 +170,7 @@ def test_it_runs_over_another_backend():
 
 def check_refusals(rank):
     logits, target = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
-    for error, told, call in (
+    for error, message, call in (
         (ValueError, "reduction='max' is not one of 'mean', 'sum', 'none'", lambda: loss(reduction="max")),
         (ValueError, "label_smoothing=1.5 must lie between 0 and 1", lambda: loss(label_smoothing=1.5)),
         (TypeError, "logits must be floating point", lambda: weft.parallel_cross_entropy(logits.long(), target)),
@@ -186,7 +186,7 @@ def check_refusals(rank):
         def out_of_range(value):
             return weft.parallel_cross_entropy(logits, target.index_fill(0, torch.tensor([1]), value))
 
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             call()
     dist.barrier()
 

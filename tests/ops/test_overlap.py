@@ -119,7 +119,7 @@ def disagrees(rank):
     return "no error"
 
 
-def test_ranks_that_pass_different_sizes_are_told_so():
+def test_ranks_that_pass_different_sizes_raise():
     for text in run_ranks(disagrees, 2):
         assert "all_gather + matmul" in text
 
@@ -147,11 +147,11 @@ def cannot(rank):
     cpu = torch.device("cpu")
     with kernel_choice.prefer("kernel"):
         layer.communicator.unreached[cpu] = "they are far apart"
-        told = weft.explain(layer, tokens=1024).layers[0].communication["dgrad"]
-        assert told == "all_reduce, one after the other: they are far apart"
+        message = weft.explain(layer, tokens=1024).layers[0].communication["dgrad"]
+        assert message == "all_reduce, one after the other: they are far apart"
         layer.communicator.unreached.clear()
-        told = weft.explain(weft.RowParallelLinear(65536, 16), tokens=16).layers[0].communication["forward"]
-    assert "one after the other: the product splits K in" in told, "then the bits would be others"
+        message = weft.explain(weft.RowParallelLinear(65536, 16), tokens=16).layers[0].communication["forward"]
+    assert "one after the other: the product splits K in" in message, "then the bits would be others"
 
 
 CPU = "the product is not our kernel's (ATen: the kernels run on CUDA devices, the tensors are on the CPU)"

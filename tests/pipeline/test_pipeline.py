@@ -72,10 +72,10 @@ def run_schedule(rank, schedule, microbatches):
 @pytest.mark.parametrize(("schedule", "world"), [*cases.covering(SCHEDULES, [3]), *cases.covering(SCHEDULES, [2, 4])])
 def test_every_schedule_is_the_single_process(schedule, world):
     microbatches = 4 if world == 3 and schedule != "dualpipev" else 8
-    told = run_ranks(run_schedule, world, schedule, microbatches, timeout_s=120)
-    assert set().union(*(names for names, _, _ in told)) == set(model_of().state_dict())
-    assert len({loss.item() for _, loss, _ in told}) == 1
-    actions = told[0][2]
+    message = run_ranks(run_schedule, world, schedule, microbatches, timeout_s=120)
+    assert set().union(*(names for names, _, _ in message)) == set(model_of().state_dict())
+    assert len({loss.item() for _, loss, _ in message}) == 1
+    actions = message[0][2]
     assert len(actions) == len(set(actions))
     stages = world * STAGES[schedule]
     assert sum("F" in name for name in actions) == stages * microbatches
@@ -113,9 +113,9 @@ def train_tied(rank, schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_tied_copies_stay_bit_identical_through_training(schedule):
-    told = run_ranks(train_tied, 2, schedule)
-    assert all(map(len, told))
-    assert all(torch.equal(copy, told[0][0]) for copies in told for copy in copies)
+    message = run_ranks(train_tied, 2, schedule)
+    assert all(map(len, message))
+    assert all(torch.equal(copy, message[0][0]) for copies in message for copy in copies)
 
 
 def train_whole():
@@ -448,7 +448,7 @@ def draw(rank, folder):
     return timeline
 
 
-def test_a_timeline_tells_what_ran_when(tmp_path):
+def test_a_timeline_gives_what_ran_when(tmp_path):
     timeline, other = run_ranks(draw, 2, tmp_path)
     assert timeline == other
     assert timeline.formula == pytest.approx(1 / 5)
@@ -457,7 +457,7 @@ def test_a_timeline_tells_what_ran_when(tmp_path):
     for action in timeline.actions:
         assert 0 <= action.start <= action.end
         stage, microbatch = action.stage, action.microbatch
-        # Ranks' clocks begin at a barrier, which they leave at slightly different times: order is told within a rank.
+        # Ranks' clocks begin at a barrier, which they leave at slightly different times: order is certain within a rank.
         if action.kind != "F":
             assert end_of[f"{stage}F{microbatch}"] <= action.start
         if action.kind == "W":
@@ -516,7 +516,7 @@ def step_until_a_partner_dies(rank):
     mesh, model = weft.init_mesh(pp=2, tp=2, device_type="cpu"), linears(4)
     weft.parallelize(model, mesh["tp"], plan={"2": {"style": "column", "gather_output": True}})
     if rank == 3:
-        forwards = itertools.count()  # number 0 is the one that tells the shapes
+        forwards = itertools.count()  # number 0 finds the shapes
         model[3].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(forwards) == 1 else None)
     x = torch.randn(4, 4)
     pipeline_of(model, mesh=mesh, microbatches=2, loss=F.mse_loss).step(x, x)
@@ -632,7 +632,7 @@ def expect_refusals(rank):
             dict(model=nn.Sequential(linears(4)), layers=["1.*"]),
             "names '1.\\*', and no module is called that; there are 0",
         ),
-        (dict(arguments=["y"]), "forward takes input, of which input must be given"),
+        (dict(arguments=["y"]), "forward takes input; input must be given"),
     ]
     for options, text in refusals:
         known = dict(model=linears(4), mesh=mesh, microbatches=4, loss=F.mse_loss) | options

@@ -23,9 +23,9 @@ def weft(*arguments, code=0):
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_who_leaves_gets_no_traceback(options):
     main = f"from weft.cli import main; import sys; sys.exit(main({['plan', *LLAMA, *options]!r}))"
-    told = subprocess.Popen([sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    told.stdout.close()
-    assert (told.stderr.read(), told.wait()) == ("", 1)
+    words = subprocess.Popen([sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words.stdout.close()
+    assert (words.stderr.read(), words.wait()) == ("", 1)
 
 
 @pytest.mark.parametrize("command", [["bench", "collectives"], ["tune", "matmul"]])
@@ -46,13 +46,13 @@ def test_the_arithmetic_imports_the_standard_library_only():
 
 
 def test_a_plan_is_a_table_reasons_and_the_commands_that_start_it():
-    told = weft("plan", *LLAMA)
+    words = weft("plan", *LLAMA)
     for heading in ("TFLOP/s", "MFU", "bubble", "waits", "optimizer", "activations"):
-        assert heading in told
-    assert "Not chosen:\n  pp " in told
-    assert "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $HOST:29500 --nproc-per-node 8 train.py" in told
-    assert "mesh = weft.init_mesh(pp=" in told
-    assert "selective computes again its attention and MLP" in " ".join(told.split())
+        assert heading in words
+    assert "Not chosen:\n  pp " in words
+    assert "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $HOST:29500 --nproc-per-node 8 train.py" in words
+    assert "mesh = weft.init_mesh(pp=" in words
+    assert "selective computes again its attention and MLP" in " ".join(words.split())
 
 
 def test_no_digit_is_cut_at_80_columns(monkeypatch, capsys):
@@ -65,14 +65,14 @@ def test_no_digit_is_cut_at_80_columns(monkeypatch, capsys):
     runs = (LLAMA, ["gpt-3-175b", "--gpus", "3072", "--hardware", "a100", "--sequence-length", "2048"])
     for arguments in (runs[0], [*runs[1], "--global-batch", "1536"]):
         assert main(["plan", *arguments, "--top", "5"]) == 0
-        told = capsys.readouterr().out
-        assert max(map(len, told.splitlines())) <= 80, told
-        told = told.partition("TFLOP/s per device")[0]
-        rows = [line.split() for line in told.splitlines() if line[:3].strip().isdigit()]
-        assert len(rows) == 10, told
-        assert [row[0] for row in rows] == list("12345" * 2), told
-        assert "…" not in told
-        assert all(len(row) == 9 for row in rows[5:]), told
+        words = capsys.readouterr().out
+        assert max(map(len, words.splitlines())) <= 80, words
+        words = words.partition("TFLOP/s per device")[0]
+        rows = [line.split() for line in words.splitlines() if line[:3].strip().isdigit()]
+        assert len(rows) == 10, words
+        assert [row[0] for row in rows] == list("12345" * 2), words
+        assert "…" not in words
+        assert all(len(row) == 9 for row in rows[5:]), words
 
 
 def test_a_leaner_way_is_called_so():
@@ -89,7 +89,7 @@ def test_a_leaner_way_is_called_so():
 
 
 def test_json_is_the_function_s_plans():
-    told = json.loads(weft("plan", *LLAMA, "--json", "--top", "3", "--precision", "fp16", "--recompute", "full"))
+    words = json.loads(weft("plan", *LLAMA, "--json", "--top", "3", "--precision", "fp16", "--recompute", "full"))
     from weft import plan
 
     plans = plan(
@@ -101,20 +101,20 @@ def test_json_is_the_function_s_plans():
         precision="fp16",
         recompute="full",
     )
-    assert told["plans"] == [json.loads(json.dumps(found.as_dict())) for found in plans[:3]]
-    assert {found["recompute"] for found in told["plans"]} == {"full"}
-    assert all(set(rejection) == {"family", "why"} for rejection in told["rejected"])
-    first = told["plans"][0]
+    assert words["plans"] == [json.loads(json.dumps(found.as_dict())) for found in plans[:3]]
+    assert {found["recompute"] for found in words["plans"]} == {"full"}
+    assert all(set(rejection) == {"family", "why"} for rejection in words["rejected"])
+    first = words["plans"][0]
     assert sum(size for name, size in first["memory_bytes"].items() if name != "total") == pytest.approx(
         first["memory_bytes"]["total"]
     )
 
 
 def test_validate_prints_each_run_and_the_mean_error():
-    told = weft("plan", "--validate", PUBLISHED)
-    assert "137 TFLOP/s" in told and "mean error" in told
-    told = json.loads(weft("plan", "--validate", PUBLISHED, "--json"))
-    assert told["mean_error"] == pytest.approx(sum(abs(row["error"]) for row in told["rows"]) / len(told["rows"]))
+    words = weft("plan", "--validate", PUBLISHED)
+    assert "137 TFLOP/s" in words and "mean error" in words
+    words = json.loads(weft("plan", "--validate", PUBLISHED, "--json"))
+    assert words["mean_error"] == pytest.approx(sum(abs(row["error"]) for row in words["rows"]) / len(words["rows"]))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def elsewhere(argument):
 
 
 def parameter_bytes(ptx: str) -> list[int]:
-    """The size of every parameter, as the machine code was told them."""
+    """The size of every parameter, as the machine code declares them."""
     entry = ptx.split(".visible .entry")[1].split("{")[0]
     return [int(array or int(bits) // 8) for bits, array in PARAMETER.findall(entry)]
 

@@ -1,4 +1,4 @@
-// A CUDA driver without a device, for tests: it records every call, and fails where it is told to.
+// A CUDA driver without a device, for tests: it records every call, and fails on request.
 //
 // It is compiled against NVIDIA's own cuda.h, so what it reads of a launch is what a driver would read. What a real one
 // refuses, as far as a launcher can get it wrong, it refuses too: a function of a context that is gone or not current,

@@ -344,10 +344,10 @@ def result_of(model, batch):
     return output.logits, output.logits.square().sum() if loss is None else loss
 
 
-def assert_close(result, expected, told):
+def assert_close(result, expected, message):
     """Norms and rotary positions of transformers are computed in fp32, whatever the model's type."""
     error = (result.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-3)
-    assert error < 1e-5, f"{told}: {error:.2e}"
+    assert error < 1e-5, f"{message}: {error:.2e}"
 
 
 def check_model(name, world):
@@ -463,10 +463,10 @@ VARIED = {
 
 @pytest.mark.parametrize("what", VARIED)
 def test_a_width_with_which_something_else_is_computed_stays_whole_with_a_way_out(what):
-    way, told = VARIED[what]
+    way, message = VARIED[what]
     found = automatic_plan(Plain(Varied(way)), 2)
-    assert ("blocks.0.attention.c_attn" in found.plan) == (told is None), found
-    assert told is None or told in found.whole["blocks.0.attention.c_attn"]
+    assert ("blocks.0.attention.c_attn" in found.plan) == (message is None), found
+    assert message is None or message in found.whole["blocks.0.attention.c_attn"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -500,7 +500,7 @@ def test_what_the_model_returns_is_gathered_where_there_is_much_of_it():
     assert few.plan == {} and few.whole["0"] == "the model returns its features, and there are few of them"
 
 
-def test_what_has_fewer_units_than_ranks_stays_whole_and_is_told():
+def test_what_has_fewer_units_than_ranks_stays_whole_and_is_reported():
     found = split_of("Llama", 5)
     assert "4 units (model.layers.0.self_attn.k_proj" in found.whole["model.layers.0.self_attn.q_proj"]
     assert "are fewer than 5 ranks" in found.whole["model.layers.0.self_attn.q_proj"]
@@ -559,13 +559,13 @@ BETWEEN = {
 
 @pytest.mark.parametrize("what", BETWEEN)
 def test_only_what_works_on_each_feature_alone_may_stand_between(what):
-    between, told = BETWEEN[what]
+    between, message = BETWEEN[what]
     found = automatic_plan(Pair(between), 2)
-    if told is None:
+    if message is None:
         assert found.plan == {"up": "column", "down": "row"}
         return
     assert found.plan == {}
-    assert any(part in found.whole["up"] for part in told.split("|")), found.whole["up"]
+    assert any(part in found.whole["up"] for part in message.split("|")), found.whole["up"]
 
 
 class Scaled(nn.Module):
@@ -721,12 +721,12 @@ def test_the_model_is_not_touched():
         assert type(module) is kind and {**vars(module)} == attributes
 
 
-def test_bad_arguments_are_told():
-    for told, options in (
+def test_bad_arguments_are_refused():
+    for message, options in (
         ("world=0", {"world": 0}),
         ("does not split the sequence", {"world": 2, "sequence_parallel": True}),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             automatic_plan(Pair(None), **options)
 
 

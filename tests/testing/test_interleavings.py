@@ -74,7 +74,7 @@ def sleep_model(*, announces=True, kernel_looks_again=True):
         value, sleepers, asleep, seen = state
         if pc == 0:
             return (1, sleepers, asleep, seen), 1
-        return (value, sleepers, asleep and not sleepers, seen), 2  # wake whoever announced itself
+        return (value, sleepers, asleep and not sleepers, seen), 2  # wake the one that announced itself
 
     def waiter(state, pc):
         value, sleepers, asleep, seen = state

@@ -51,7 +51,7 @@ def test_new_processes_run_as_ranks(ranks_module):
         ("never_returns", 8, r"rank 0 of 2: exit code -?\d+, None"),
     ],
 )
-def test_a_rank_that_fails_dies_or_hangs_is_told(ranks_module, function, timeout_s, text):
+def test_a_rank_that_fails_dies_or_hangs_is_reported(ranks_module, function, timeout_s, text):
     start = time.monotonic()
     with pytest.raises(RanksFailedError, match=text):
         run_ranks(getattr(ranks_module, function), 2, timeout_s=timeout_s, start="spawn")

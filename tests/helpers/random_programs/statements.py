@@ -1,7 +1,7 @@
 """What statements of random programs do, by name: the ways in which people write models.
 
 FUNCTIONS: name to f(x, number). PAIRS: name to f(x, y). LAYERS: name to (layer(sample, number), f(x, layer, number));
-PARAMETERS and BUFFERS likewise, with a tensor in the layer's place. `number` is 1 or more. A sequence is dimension 1 and
+PARAMETERS and BUFFERS in the same way, with a tensor in the layer's place. `number` is 1 or more. A sequence is dimension 1 and
 features are dimension -1 of [batch, length, features]; an image's channels are dimension 1.
 """
 
