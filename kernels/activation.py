@@ -1,14 +1,14 @@
-"""Activations and their derivatives as pieces of other kernels, in fp32; and the backward of a gated one as its own.
+"""Activations and their derivatives as parts of other kernels, in fp32; the backward of a gated one is its own kernel.
 
 gelu        z Phi(z), Phi the normal distribution function (Hendrycks and Gimpel 2016), to 1e-7 by a formula of
-            Abramowitz and Stegun 1964 (7.1.26): a library's erf is some thirty times the machine code
+            Abramowitz and Stegun 1964 (7.1.26): a library's erf takes about thirty times the machine code
 gelu_tanh   its approximation z (1 + tanh(sqrt(2/pi) (z + 0.044715 z^3))) / 2
 relu        max(z, 0)
 silu        z sigmoid(z)
 gated       y = act(gate) * up, with z [M, 2F] = gate [M, F] beside up [M, F] (Shazeer 2020; SwiGLU is silu)
 
-`gated_backward` reads 3 M F elements (dy, gate, up) and writes 2 M F (dgate, dup); about 20 M F operations. Held by
-tests/kernels/test_matmul.py.
+`gated_backward` reads 3 M F elements (dy, gate, up) and writes 2 M F (dgate, dup); about 20 M F operations.
+Tests: tests/kernels/test_matmul.py.
 """
 
 import torch
@@ -18,21 +18,25 @@ from weft.kernels.language import tl, triton
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
-_BLOCK = 1024  # elements a program: at 4 warps 8 a thread, one 16-byte access of 16-bit elements
+_BLOCK = 1024  # elements per program: with 4 warps 8 per thread, one 16-byte access of 16-bit elements
 
 
 def check_activation(op: str, activation: str | None) -> str:
-    """The name a kernel takes; "none" for None. ValueError where there is no such activation."""
+    """Return the activation's name for a kernel ("none" for None); raise ValueError if it does not exist."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation={activation!r} is not one of None, {', '.join(map(repr, ACTIVATIONS))}")
     return activation or "none"
 
 
 def gated_backward(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
-    """dz [M, 2F] of y = act(z[:, :F]) * z[:, F:], from dy [M, F] of any strides.
+    """Return dz [M, 2F] of y = act(z[:, :F]) * z[:, F:].
+
+    Args:
+        dy: [M, F], any strides.
+        z: [M, 2F], any strides.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take.
+        ValueError, TypeError: the kernel does not take an argument.
     """
     op = "gated_backward"
     check_activation(op, activation)
@@ -61,7 +65,7 @@ def gated_backward(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.
 
 @triton.jit
 def activate(z, NAME: tl.constexpr):
-    """act(z) of fp32 z; "none" is the identity."""
+    """Return act(z) of fp32 z; "none" is the identity."""
     if NAME == "gelu":
         distribution, _ = _normal(z)
         return z * distribution
@@ -76,7 +80,7 @@ def activate(z, NAME: tl.constexpr):
 
 @triton.jit
 def derivative(z, NAME: tl.constexpr):
-    """act'(z) of fp32 z."""
+    """Return act'(z) of fp32 z."""
     if NAME == "gelu":
         distribution, exponential = _normal(z)
         return distribution + z * (0.3989422804014327 * exponential)
@@ -93,7 +97,7 @@ def derivative(z, NAME: tl.constexpr):
 
 @triton.jit
 def _normal(z):
-    """Phi(z) and exp(-z^2 / 2). The tail is computed as such, so that what is small stays accurate."""
+    """Return Phi(z) and exp(-z^2 / 2). The tail is computed by itself, so that small values stay accurate."""
     exponential = tl.exp(-0.5 * z * z)
     t = 1 / (1 + 0.3275911 * 0.7071067811865476 * tl.abs(z))
     polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

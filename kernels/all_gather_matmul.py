@@ -1,20 +1,22 @@
-"""all_gather_matmul: y = act(all_gather(x_shard_m) @ w.T + b), the forward of a column-parallel layer whose input is
-split along the sequence; and dx = all_gather(dz_shard_m) @ w, the dgrad of a row-parallel one.
+"""all_gather_matmul: y = act(all_gather(x_shard_m) @ w.T + b) and dx = all_gather(dz_shard_m) @ w.
+
+The first is the forward of a column-parallel layer with its input split along the sequence, the second the dgrad of a
+row-parallel layer with its output split so.
 
     x_shard_m [M_r, K]    x [M, K], filled while the product runs    w [N, K]    y [M, N]
 
-    1. Each rank puts its rows into its window, and all meet.
-    2. Copies (the copy engine's, on a stream of their own) fetch the other ranks' rows, from rank r + 1 on, in chunks;
-       behind each chunk they set its flag, in this rank's own memory.
-    3. The product (the kernel of matmul.py) begins with the rows that were here before; each tile waits for the flags
-       of its rows. Tiles are taken in the order in which chunks come.
-    4. Behind the copies, all meet again: nobody reads windows any more.
+    1. Each rank copies its rows into its window, and all ranks meet.
+    2. The copy engine, on a stream of its own, fetches the other ranks' rows in chunks, from rank r + 1 on. After each
+       chunk it sets the chunk's flag, in this rank's own memory.
+    3. The product (the kernel of matmul.py) starts with this rank's own rows. Each tile waits for the flags of its
+       rows, and tiles run in the order in which chunks come.
+    4. After the copies all ranks meet again: no rank reads windows any more.
 
 Bytes over the links: (M - M_r) K elements in, as many out; device memory and operations are those of the product. The
-kernel fills the device, so nothing that it waits for may need a multiprocessor: copies and their flags do not.
+kernel fills the device, so it may only wait for work that needs no multiprocessor, like the copies and their flags.
 
-Each element of y is the same sum in the same order whatever its tile's turn: the bits are those of all_gather and then
-matmul with the same tile configuration. Held by tests/kernels/test_all_gather_matmul.py.
+Each element of y is the same sum in the same order, regardless of its tile's turn. So the bits are those of all_gather
+and then matmul with the same tile configuration. Tests: tests/kernels/test_all_gather_matmul.py.
 """
 
 import torch
@@ -38,18 +40,20 @@ def all_gather_matmul(
     precision: str = "ieee",
     config: MatmulConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Steps 3: act(x @ b + bias) of an x that is being filled.
+    """Compute act(x @ b + bias) while x is being filled (step 3).
 
     Args:
-        x: [M, K], whose chunks are valid once their flags are set.
-        b: [K, N]; bias: [N]. Others as in `matmul`.
+        x: [M, K]; a chunk of its rows is valid once its flag is set.
+        b: [K, N].
         arrivals: the rows' chunks and flags.
+        bias: [N].
+        activation, keep_z, precision, config: as in `matmul`.
 
     Returns:
-        (y [M, N], z [M, N] where kept).
+        y [M, N], and z [M, N] or None.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take, before anything is launched.
+        ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
     """
     rows, flags = arrivals.rows, arrivals.flags
     if x.size(0) != rows.total:
@@ -70,7 +74,7 @@ def all_gather_matmul(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launcher once for each variant to check, on meta tensors; for inside `launch.recording`."""
+    """Call the launcher once for each variant to check, on meta tensors; use inside `launch.recording`."""
     peers, m, n, k = signal.unlaunched(), 4096, 2048, 1024
     rows = Rows.of((m, k), 0, (m // peers.world,) * peers.world)
     arrivals = Arrivals(peers, rows, torch.empty(len(rows.chunks), dtype=torch.int32, device="meta"))

@@ -5,11 +5,11 @@
     1, 2. As in matmul_reduce_scatter.py: each rank owns M / W of the rows and sums them, here into its own window; then
           it posts the chunk's second flag at every rank.
     3. Each rank waits for a chunk's second flag and copies the rows from their owner's window to y.
-    4. It sets its flags back to 0, and all meet.
+    4. Each rank sets its flags back to 0, and all ranks meet.
 
-Bytes over the links: 2 (M - M_r) N elements out, as many in, the least that an all-reduce takes (two-shot).
+Bytes over the links: 2 (M - M_r) N elements out, as many in. This is the minimum of an all-reduce (two-shot).
 
-The bits are those of matmul and then all_reduce. Held by tests/kernels/test_all_reduce.py.
+The bits are those of matmul and then all_reduce. Tests: tests/kernels/test_all_reduce.py.
 """
 
 import torch
@@ -21,7 +21,7 @@ from weft.kernels.language import tl, triton
 from weft.kernels.matmul import matmul_to_peers
 from weft.kernels.matmul_reduce_scatter import Inbox, check_rows, sum_parts
 
-_ROWS, _COLUMNS = 16, 256  # of a tile that is copied
+_ROWS, _COLUMNS = 16, 256  # size of a copied tile
 
 
 def matmul_all_reduce(
@@ -33,18 +33,20 @@ def matmul_all_reduce(
     precision: str = "ieee",
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of a @ b.
+    """Return the sum over ranks of a @ b.
 
     Args:
-        a: [M, K_r]; b: [K_r, N]; K_r may differ between ranks.
-        peers: whose window has `Inbox(rows, N, a.dtype).window_bytes(True)` bytes.
-        rows: which rank sums which of the M rows; the same on every rank.
+        a: [M, K_r]; K_r may differ between ranks.
+        b: [K_r, N].
+        peers: a window of at least `Inbox(rows, N, a.dtype).window_bytes(True)` bytes.
+        rows: the rank that sums each of the M rows; the same on every rank.
+        precision, config: as in `matmul`.
 
     Returns:
         [M, N] of a's type, the same bits on every rank.
 
     Raises:
-        ValueError, TypeError: what the kernels do not take, before anything is launched.
+        ValueError, TypeError: the kernels do not take an argument. Raised before any launch.
     """
     op = "matmul_all_reduce"
     inbox = Inbox(rows, b.size(-1), a.dtype)
@@ -52,7 +54,7 @@ def matmul_all_reduce(
     inbox.check(op, peers, sums=True)
     agreed = signal.signature(op, inbox)
     matmul_to_peers(a, b, inbox.departures(peers, agreed), precision=precision, config=config)
-    sum_parts(inbox, peers, inbox.sums(peers), agreed, signal.MATMUL_ALL_REDUCE, tell=True)
+    sum_parts(inbox, peers, inbox.sums(peers), agreed, signal.MATMUL_ALL_REDUCE, notify=True)
     out = torch.empty(a.size(0), inbox.columns, dtype=a.dtype, device=a.device)
     _fetch(inbox, peers, out, agreed)
     inbox.flags(peers).zero_()
@@ -61,7 +63,7 @@ def matmul_all_reduce(
 
 
 def _fetch(inbox: Inbox, peers: signal.Peers, out: torch.Tensor, agreed: int) -> None:
-    """Step 3."""
+    """Copy the sums from the owners' windows to `out` (step 3)."""
     (table,) = peers.keep(inbox.rows.table(out.device))
     units = table.size(0) * triton.cdiv(inbox.columns, _COLUMNS)
     programs = min(units, peers.processors)
@@ -94,7 +96,7 @@ def _fetch_kernel(
     sums_offset,
     columns,
     chunks,
-    begin,  # the chunk to begin with: the ranks do not all go to one owner
+    begin,  # the first chunk to fetch: ranks differ in it, so that they do not all read from one owner
     programs,
     agreed,
     spoiled,
@@ -114,12 +116,12 @@ def _fetch_kernel(
         target = tl.load(table + 4 * chunk + 3)
         c = (unit % blocks) * COLUMNS + tl.arange(0, COLUMNS)
 
-        # 1. The owner has summed the chunk.
+        # 1. Wait until the owner has summed the chunk.
         signal.wait(flags + chunk, agreed, spoiled, record, timeout_us, rank, owner,
                     signal.MATMUL_ALL_REDUCE, signal.SUMMED)  # fmt: skip
         sound = signal.is_sound(spoiled)
 
-        # 2. Its rows, as they are.
+        # 2. Copy its rows.
         source = signal.at(addresses, owner, sums_offset)
         if ALIGNED:
             source = tl.multiple_of(source, 16)
@@ -133,12 +135,14 @@ def _fetch_kernel(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launcher once for each variant to check, on meta tensors; for inside `launch.recording`. The product's
-    are matmul_reduce_scatter's."""
+    """Call the launcher once for each variant to check, on meta tensors; use inside `launch.recording`.
+
+    The product has the variants of matmul_reduce_scatter.
+    """
     peers, m, n = signal.unlaunched(), 4096, 2048
     rows = Rows.of((m, n), 0, (m // peers.world,) * peers.world)
     for dtype in (torch.bfloat16, torch.float16):
         for columns in (n, n - 1):
             inbox = Inbox(rows, columns, dtype)
-            sum_parts(inbox, peers, inbox.sums(peers), 1, signal.MATMUL_ALL_REDUCE, tell=True)
+            sum_parts(inbox, peers, inbox.sums(peers), 1, signal.MATMUL_ALL_REDUCE, notify=True)
             _fetch(inbox, peers, torch.empty(m, columns, dtype=dtype, device="meta"), 1)

@@ -1,8 +1,7 @@
-"""`python -m weft.kernels.aot`: compiles every variant of every op ahead of time, without a GPU, into one archive for
-each architecture.
+"""`python -m weft.kernels.aot`: compile every variant of every op ahead of time into one archive for each architecture.
 
-What has not changed since the last time is taken from the cache. The same sources and the same Triton, at the same
-paths, give the same bytes.
+No GPU is needed. Variants that have not changed since the last run come from the cache. The same sources and the same
+Triton, at the same paths, give the same bytes.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from weft.kernels.archive import Machine
 def build(
     ops: Sequence[str], architectures: Sequence[str], out: Path, cache: Path, processes: int | None = None
 ) -> None:
-    """Writes the archives of the architectures, and says how large each is and how much was compiled for it."""
+    """Write the archives of the architectures; print the size of each and the number of variants compiled for it."""
     began = time.monotonic()
     where = {_key(*place): place for place in variants.places(ops, architectures)}  # two ops may share a variant
     built = variants.on_each(partial(_compile, cache), list(where.values()), processes)
@@ -46,18 +45,18 @@ def _recorded(op: str, architecture: str, number: int) -> launch.Launch:
 
 
 def _compile(cache: Path, op: str, architecture: str, number: int) -> tuple[Machine, bool]:
-    """The variant's machine code, and whether it had to be compiled now."""
+    """Return the variant's machine code, and True if it was compiled now."""
     recorded = _recorded(op, architecture, number)
     try:
         compiled, fresh = machine_code.cached(recorded, architecture, cache)
-    except Exception as error:  # whatever the compiler raises
+    except Exception as error:  # the compiler may raise anything
         name = f"{dispatch.full_name(recorded.kernel)} ({recorded}) for {architecture}"
         raise RuntimeError(f"{name} does not compile: {str(error).strip()}") from None
     return compiled.machine, fresh
 
 
 def _key(op: str, architecture: str, number: int) -> tuple[str, str, bytes]:
-    """What the variant is found by: architecture, kernel, and the launcher's own key."""
+    """Return the variant's key: architecture, kernel, and the launcher's own key."""
     recorded = _recorded(op, architecture, number)
     constants = dispatch.constants_of(recorded.constants, recorded.warps, recorded.stages)
     key = dispatch.dispatcher(recorded.kernel).key(recorded.arguments, constants)
@@ -81,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"triton {triton.__version__} is installed; install {archive.TRITON}, whose kernels weft knows to launch"
         )
-    # The package imports no extension; this tool needs its keys, which are those that a launch looks for.
+    # weft.kernels imports no extension, but this tool needs the extension's keys: a launch looks them up.
     launch.use(importlib.import_module("weft._C").launch)
     build(options.op or variants.OPS, options.architecture or known, options.out, options.cache)
     return 0

@@ -1,10 +1,10 @@
-"""Archives of compiled kernels: one file for each architecture, written by aot.py, read where a kernel is launched.
+"""Archives of compiled kernels: one file for each architecture. aot.py writes it and a kernel launch reads it.
 
     the line "weft compiled kernels 2"
     8 bytes: the length of the manifest (little-endian)
     the manifest, JSON, deflated: architecture, triton's version, a hash of each kernel's source, and the variants
-    the variants' machine code, each packed by itself, so that a launch unpacks one (LZMA, told that instructions have
-    16 bytes: three quarters of what deflating leaves)
+    the variants' machine code, each packed by itself, so that a launch unpacks only one (LZMA with its parameters set
+    for instructions of 16 bytes: three quarters of the deflated size)
 
 Equal contents give equal bytes. This file imports the standard library only: setup.py loads it by its path.
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = Path(__file__).parent
-COMPILED = SOURCES / "compiled"  # where an installation has its archives
-# Launching passes what the launcher of this Triton passes (hidden parameters, tensor maps): csrc/launch.
+COMPILED = SOURCES / "compiled"  # the folder of an installation's archives
+# csrc/launch passes the same arguments as this Triton's launcher (hidden parameters, tensor maps).
 TRITON = "3.7"
 HOW_TO_BUILD = "`python -m weft.kernels.aot` compiles them, and `make wheel` puts them into a wheel"
 
@@ -31,20 +31,20 @@ _LENGTH_BYTES = 8
 
 
 class ArchiveError(RuntimeError):
-    """An archive that cannot be used, and why."""
+    """Error of an archive that cannot be used; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One variant's machine code, and what its launch must know.
+    """One variant's machine code and launch parameters.
 
     Attributes:
         entry: the function's name in the machine code.
-        arguments: the C type of each parameter that is no constant: "ptr", "i32", "fp32" and the like; of a tensor
-            descriptor "tensordesc:" and what its tensor map needs, as JSON.
+        arguments: the C type of each parameter that is no constant: "ptr", "i32", "fp32" and the like. For a tensor
+            descriptor it is "tensordesc:" and the parameters of its tensor map, as JSON.
         clusters: programs in a cluster, if there are clusters.
-        pdl: it may start before the launch before it has ended.
-        profile_scratch_bytes: like the global ones, of hidden memory for each program.
+        pdl: the kernel may start before the previous launch has ended.
+        global_scratch_bytes, profile_scratch_bytes: hidden memory for each program.
     """
 
     entry: str
@@ -67,7 +67,7 @@ class Variant:
 
     kernel: str  # "weft.kernels.signal._meet_kernel"
     key: str  # of the launches that it serves, as hex
-    name: str  # in a few words
+    name: str  # a short description
     machine: dict[str, Any]  # the fields of Machine but the cubin
     sha256: str  # of the cubin
     offset: int  # of its packed bytes, from the manifest's end
@@ -78,7 +78,7 @@ class Archive:
     """One architecture's compiled kernels, read from a file.
 
     Raises:
-        ArchiveError: the file is none, is cut short, or cannot be launched by this weft.
+        ArchiveError: the file is no archive, is cut short, or this weft cannot launch its kernels.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,11 +106,14 @@ class Archive:
         return tuple(Variant(**entry) for entry in self._manifest["variants"])
 
     def of_kernel(self, kernel: str) -> dict[bytes, Variant]:
-        """The kernel's variants by their keys."""
+        """Return the kernel's variants by their keys."""
         return {bytes.fromhex(variant.key): variant for variant in self.variants if variant.kernel == kernel}
 
     def drift(self, kernel: str) -> str | None:
-        """Why the kernel must not be launched, if it must not: what was compiled is not what the source says now."""
+        """Return the reason if the kernel was compiled from other sources than the present ones, else None.
+
+        Such a kernel must not be launched.
+        """
         if self.sources.get(kernel) == source_hash(kernel.rpartition(".")[0]):
             return None
         if kernel not in self.sources:
@@ -118,7 +121,8 @@ class Archive:
         return f"{self.path.name} holds {kernel} as compiled from other sources than these"
 
     def machine(self, variant: Variant) -> Machine:
-        """
+        """Read the variant's machine code.
+
         Raises:
             ArchiveError: the bytes are not those that were written.
         """
@@ -132,12 +136,12 @@ class Archive:
 
 
 def launches_as(triton: str) -> bool:
-    """Whether what that version of Triton compiles is launched the way this weft launches."""
+    """Return True if this weft can launch the code of that version of Triton."""
     return triton.split("+")[0].split(".")[:2] == TRITON.split(".")
 
 
 def packed(machine: Machine) -> dict[str, Any]:
-    """All that JSON can hold of it."""
+    """Return the fields of a Machine that JSON can hold: all but the cubin."""
     fields = asdict(machine)
     del fields["cubin"]
     return fields
@@ -150,9 +154,9 @@ def unpacked(fields: Mapping[str, Any], cubin: bytes) -> Machine:
 
 
 def write(path: Path, architecture: str, triton: str, built: Iterable[tuple[str, bytes, str, Machine]]) -> None:
-    """An archive of (kernel, key, name, machine code); what is the same twice is stored once."""
+    """Write an archive of (kernel, key, name, machine code); equal machine code is stored once."""
     variants, blobs, places, size = [], [], {}, 0
-    for kernel, key, name, machine in sorted(built, key=lambda one: one[:2]):
+    for kernel, key, name, machine in sorted(built, key=lambda entry: entry[:2]):
         digest = hashlib.sha256(machine.cubin).hexdigest()
         if digest not in places:
             blob = _pack(machine.cubin)
@@ -163,7 +167,7 @@ def write(path: Path, architecture: str, triton: str, built: Iterable[tuple[str,
     manifest = {
         "architecture": architecture,
         "triton": triton,
-        "sources": {one["kernel"]: source_hash(one["kernel"].rpartition(".")[0]) for one in variants},
+        "sources": {entry["kernel"]: source_hash(entry["kernel"].rpartition(".")[0]) for entry in variants},
         "variants": variants,
     }
     head = zlib.compress(json.dumps(manifest, sort_keys=True).encode(), 9)
@@ -171,7 +175,7 @@ def write(path: Path, architecture: str, triton: str, built: Iterable[tuple[str,
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Whoever reads meanwhile sees the old file or the new one."""
+    """Write a file so that a reader at the same time sees either the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_bytes(content)
@@ -180,7 +184,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @lru_cache
 def source_hash(module: str, folder: Path = SOURCES) -> str:
-    """Of the texts that a kernel of the module is made of: its file, and what it imports of weft.kernels."""
+    """Return the hash of a kernel's source texts: the file of its module and those it imports of weft.kernels."""
     texts: dict[str, str] = {}
     left = [module]
     while left:
@@ -193,8 +197,10 @@ def source_hash(module: str, folder: Path = SOURCES) -> str:
 
 
 def imports(text: str) -> set[str]:
-    """The modules of weft.kernels that a file's text imports. Read without parsing, which takes 50 times as long and
-    would delay a process's first launch."""
+    """Return the modules of weft.kernels that a file's text imports.
+
+    It searches the text instead of parsing it. Parsing takes 50 times as long and would delay a process's first launch.
+    """
     text = re.sub("#.*", "", text)
     found = set(re.findall(r"^\s*(?:from|import) (weft\.kernels\.\w+)", text, re.MULTILINE))
     for names in re.findall(r"^\s*from weft\.kernels import (\([^)]*\)|.*)", text, re.MULTILINE):
@@ -208,7 +214,7 @@ def _pack(cubin: bytes) -> bytes:
 
 
 def _unpack(packed: bytes) -> bytes:
-    """What was packed; nothing where the bytes are not what `_pack` gives."""
+    """Return the unpacked bytes, or b"" if `_pack` did not write these bytes."""
     lzma, filters = _lzma()
     try:
         return lzma.decompress(packed, format=lzma.FORMAT_RAW, filters=filters)
@@ -217,7 +223,7 @@ def _unpack(packed: bytes) -> bytes:
 
 
 def _lzma():
-    """The module, and how machine code is packed. Some builds of Python lack it."""
+    """Return the lzma module, which some builds of Python lack, and the filters for machine code."""
     try:
         import lzma
     except ImportError:

@@ -5,29 +5,31 @@
     q [B, H, Sq, D]    k [B, Hkv, Sk, D]    v [B, Hkv, Sk, Dv]    out [B, H, Sq, Dv]    lse [B, H, Sq] fp32, natural log
 
 Query i sees key j where -left <= position_j - position_i <= right and their documents are the same. Positions are one
-or two runs of consecutive numbers, so that a rank may hold an early and a late part of the sequence. A tile of keys
-that no query of the tile sees is not computed; one that all of them see is computed without a mask.
+or two runs of consecutive numbers, so that a rank may hold an early and a late part of the sequence. The kernel skips a
+tile of keys that no query of its tile sees, and computes one that all of them see without a mask.
 
 A state (out, lse) continues: the sum over keys starts from it, in fp32, and is rounded when it is written. So a ring of
 chunks is exact: pass each step's state to the next, in fp32, and ask the last for the input's type (Liu et al. 2023,
 with the merge of two states of Dao et al. 2022, section 3.1). Attention sinks are such a state: out 0, lse = the sink.
-Their gradient is dsink = -sum_i exp(sink - lse_i) delta_i, since a sink has no value. A row that sees nothing has out 0
+Their gradient is dsink = -sum_i exp(sink - lse_i) delta_i, since a sink has no value. A row that sees no key has out 0
 and lse -inf; its gradients are 0.
 
-Backward (Dao 2023, section 3.1.2) needs the lse over all chunks and delta = rowsum(out dout), computes P again, and has
+Backward (Dao 2023, section 3.1.2) takes the lse over all chunks and delta = rowsum(out dout). It computes P again and
 
     dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
 
-in two kernels without atomics, the same bits in every run: one for dK and dV, whose programs sum over the query heads
-of a KV head and over query tiles in order, one for dQ. Gradients given as fp32 buffers are added to.
+Two kernels without atomics give the same bits in every run. One computes dK and dV: its programs sum over the query
+heads of a KV head and over query tiles in order. The other computes dQ. Both add to gradients given as fp32 buffers.
 
-Dropout keeps a probability where Philox 4x32-7 (Salmon et al. 2011) of (key position, query position, head, batch) says
-so, whatever the chunks are; backward draws the same again. lse is that of the undropped probabilities.
+Dropout keeps or drops a probability by Philox 4x32-7 (Salmon et al. 2011) of (key position, query position, head,
+batch), so the mask does not depend on the chunks. Backward draws the same numbers again. lse is that of the undropped
+probabilities.
 
-Operations: forward 2 B H pairs (D + Dv), backward 2 B H pairs (4 D + 3 Dv) in all, pairs being those not masked. Head
-dimensions are padded to a power of two: 192 costs as much as 256. bf16 and fp16; fp32 in the interpreter only, as its
-products do not fit the registers beside the sums. Bytes: q, k, v, out once from device memory, k and v Sq / block_m
-times from L2. Saved for backward: q, k, v, out, lse. Held by tests/kernels/test_attention.py.
+Operations: forward 2 B H pairs (D + Dv), backward 2 B H pairs (4 D + 3 Dv) in all, where pairs are those not masked.
+Head dimensions are padded to a power of two: 192 costs as much as 256. Types are bf16 and fp16; fp32 runs in the
+interpreter only, as its products do not fit the registers together with the sums. Bytes: q, k, v, out once from device
+memory, k and v Sq / block_m times from L2. Saved for backward: q, k, v, out, lse.
+Tests: tests/kernels/test_attention.py.
 """
 
 import math
@@ -58,8 +60,8 @@ from weft.kernels.language import TensorDescriptor, tl, triton
 
 LARGEST_HEAD_DIM = 256
 _DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
-_UNBOUNDED = 1 << 30  # a bound that hides nothing, since
-_LAST_POSITION = 1 << 29  # is the farthest; sums of the two fit 32 bits
+_LAST_POSITION = 1 << 29  # the largest position
+_UNBOUNDED = 1 << 30  # a bound that hides no position; its sum with a position fits 32 bits
 _DELTA_ROWS = 32
 
 
@@ -78,26 +80,29 @@ def attention_forward(
     out_dtype: torch.dtype | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the queries over these keys, and over those that `previous` has seen.
+    """Return out and lse of the queries over these keys and over the keys in the state `previous`.
 
     Args:
-        q: [B, H, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv], of one type (bf16, fp16), any strides; H a
-            multiple of Hkv.
+        q: [B, H, Sq, D], bf16 or fp16, any strides.
+        k: [B, Hkv, Sk, D], of q's type; H is a multiple of Hkv.
+        v: [B, Hkv, Sk, Dv], of q's type.
         query_positions, key_positions: from 0 on by default.
         query_documents, key_documents: [B, Sq] and [B, Sk] integers.
-        previous: (out fp32 [B, H, Sq, Dv], lse fp32 [B, H, Sq]), which may be views; out None stands for 0.
-        out: [B, H, Sq, Dv] to write to; may be previous's. A new one of out_dtype (q's type) by default.
+        previous: (out fp32 [B, H, Sq, Dv], lse fp32 [B, H, Sq]), which may be views; an out of None stands for 0.
+        out: [B, H, Sq, Dv] to write to; it may be that of `previous`. By default a new tensor of out_dtype.
+        out_dtype: type of a new out; q's type by default.
+        config: an explicit tile configuration; by default the table's, else the heuristic's.
 
     Returns:
         (out, lse fp32 [B, H, Sq]).
 
     Raises:
-        ValueError, TypeError: what the kernel does not take, before anything is launched.
+        ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
     """
     op = "attention_forward"
     previous_out, previous_lse = previous if previous is not None else (None, None)
     if previous is not None and previous_lse is None:
-        raise ValueError(f"{op}: previous is (out, lse), of which only out may be None; without a state give None")
+        raise ValueError(f"{op}: previous is (out, lse) and only out may be None; without a state give None")
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"{op}: out is {out.dtype}, out_dtype={out_dtype}; give one of them")
     chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
@@ -128,7 +133,7 @@ def attention_forward(
 
 
 def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """rowsum(out dout), [B, H, Sq] fp32; of the whole attention's out, rounded or not."""
+    """Return rowsum(out dout), [B, H, Sq] fp32, from the whole attention's out, rounded or not."""
     op = "attention_delta"
     launch.check_memory(op, out=out, dout=dout)
     launch.check_dtype(op, out=out, dout=dout)
@@ -175,15 +180,17 @@ def attention_backward(
     dkdv_config: AttentionConfig | None = None,
     dq_config: AttentionConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What these keys and values contribute to dq, and these queries to dk and dv.
+    """Return dq, dk and dv of these queries, keys and values, or add them to given buffers.
+
+    The other arguments are those of `attention_forward`.
 
     Args:
-        lse, delta: [B, H, Sq] fp32, of the whole attention, over all chunks of keys.
-        dq, dk, dv: fp32, added to; new tensors of the inputs' type by default.
-        The rest as in `attention_forward`.
+        dout: [B, H, Sq, Dv], of q's type.
+        lse, delta: [B, H, Sq] fp32, of the whole attention over all chunks of keys.
+        dq, dk, dv: fp32 buffers to add to; new tensors of the inputs' type by default.
 
     Raises:
-        ValueError, TypeError: what the kernels do not take, before anything is launched.
+        ValueError, TypeError: the kernels do not take an argument. Raised before any launch.
     """
     op = "attention_backward"
     chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
@@ -216,7 +223,7 @@ def attention_backward(
 
 
 class _Chunk:
-    """The arguments that all kernels have in common, checked."""
+    """The arguments that all kernels share, checked."""
 
     def __init__(self, op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents):
         self.op, self.q, self.k, self.v, self.rules = op, q, k, v, rules
@@ -236,15 +243,13 @@ class _Chunk:
     def config(self, kind: str, explicit: AttentionConfig | None, continues: bool = False) -> AttentionConfig:
         q, k, v = self.q, self.k, self.v
         architecture = launch.architecture_of(q.device)
-        besides = {
+        features = {
             "dropout": self.rules.dropout > 0,
             "documents": self.documents[0] is not None,
             "state": continues,
             "softcap": self.rules.softcap is not None,
         }
-        exist = listed(
-            kind, architecture, max(q.size(3), v.size(3)), [what for what, there in besides.items() if there]
-        )
+        exist = listed(kind, architecture, max(q.size(3), v.size(3)), [name for name, used in features.items() if used])
         problem: dict[str, Any] = {
             "queries": q.size(2),
             "keys": k.size(2),
@@ -263,7 +268,10 @@ class _Chunk:
         return _tiles(self.key_positions, block)
 
     def launch(self, kernel, config: AttentionConfig, programs: int, *arguments, dout=None, **constants) -> None:
-        """With the tensor copy engine the operands' tiles need neither addresses nor values in registers."""
+        """Launch a kernel, with tensor descriptors where the tensor copy engine can load the operands.
+
+        Tiles from the copy engine take no registers for addresses or values.
+        """
         q, k, v, rules = self.q, self.k, self.v, self.rules
         operands = [t for t in (q, k, v, dout) if t is not None]
         descriptors = launch.has_copy_engine(q.device) and all(map(launch.describable, operands))
@@ -335,7 +343,7 @@ def _check_chunk(op, q, k, v) -> None:
 
 
 def _check_strides(op, **tensors: torch.Tensor | None) -> None:
-    """Offsets inside a tile, of up to 256 rows or columns, are of 32 bits."""
+    """Check that offsets inside a tile (of up to 256 rows or columns) fit 32 bits."""
     for name, tensor in tensors.items():
         if tensor is not None and max(tensor.stride()[2:]) >= 2**22:
             raise ValueError(f"{op}: {name} has strides {tensor.stride()}; the last two must be below {2**22}: copy it")
@@ -377,7 +385,7 @@ def _forward_kernel(
     q,  # [B, H, Sq, D]
     k,  # [B, Hkv, Sk, D]
     v,  # [B, Hkv, Sk, Dv]
-    dout,  # None: the arguments of all kernels begin alike
+    dout,  # None: all kernels have the same first arguments
     query_documents,  # [B, Sq] or None
     key_documents,  # [B, Sk] or None
     heads, kv_heads, queries, keys, head_dim, value_dim,
@@ -401,7 +409,7 @@ def _forward_kernel(
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     seed = seed_of(seed_low, seed_high)
-    # 1. Which queries. Later tiles first: with a causal mask they are the longest.
+    # 1. Find this program's queries. Later tiles run first: with a causal mask they are the longest.
     tiles = tl.cdiv(q_length, BLOCK_M) + tl.cdiv(q_second_length, BLOCK_M)
     tile = tiles - 1 - tl.program_id(0) % tiles
     head = (tl.program_id(0) // tiles) % heads
@@ -419,7 +427,7 @@ def _forward_kernel(
     q_tile = load_tile(q, batch, head, row, end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
                    BLOCK_M, BLOCK_D, True, DESCRIPTORS)  # fmt: skip
 
-    # 2. The state to continue: maximum and sum of exponentials (here 2^maximum), and what the values sum to.
+    # 2. Load the state to continue: maximum and sum of exponentials (here 2^maximum), and the sum of the values.
     o = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     highest_score = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     exponentials = tl.zeros((BLOCK_M,), tl.float32)
@@ -431,7 +439,7 @@ def _forward_kernel(
         o = load_tile(previous_out, batch, head, row, end, value_dim, stride_pb, stride_ph, stride_ps, stride_pd,
                   BLOCK_M, BLOCK_DV, True, False)  # fmt: skip
 
-    # 3. Keys that every query of the tile sees, then those that some see.
+    # 3. Add keys that every query of the tile sees, then keys that some queries see.
     a0, b0, c0, d0, a1, b1, c1, whole, partial = seen_tiles(
         k_start, k_length, k_second_start, k_second_length, lowest, highest, left, right,
         query_documents is not None, BLOCK_N,
@@ -460,7 +468,7 @@ def _forward_kernel(
             SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
         )  # fmt: skip
 
-    # 4. The new state.
+    # 4. Write the new state.
     seen = exponentials > 0
     o = o / tl.where(seen, exponentials, 1.0)[:, None]
     new_lse = tl.where(seen, (highest_score + tl.log2(tl.where(seen, exponentials, 1.0))) / LOG2E, float("-inf"))
@@ -481,7 +489,7 @@ def _see_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """The state after one more tile of keys: values summed, maximum, sum of exponentials, in base 2."""
+    """Return the state after one more tile of keys: sum of values, maximum and sum of exponentials, in base 2."""
     k_tile = load_tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
                    BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -495,7 +503,7 @@ def _see_keys(
     new_highest = tl.maximum(highest, tl.max(s, 1))
     shift = new_highest
     if MASKED:
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # of rows that have seen nothing yet
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # 0 in rows that have seen no key yet
     p = tl.exp2(s - shift[:, None])
     fading = tl.exp2(highest - shift)
     exponentials = exponentials * fading + tl.sum(p, 1)
@@ -509,9 +517,11 @@ def _see_keys(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launchers once for each variant to compile ahead of time, on meta tensors; for inside
-    `launch.recording`. What weft.ops asks for, whatever the lengths and heads (held by tests/kernels/test_served.py):
-    whole, and as steps of a ring; every tile for plain attention of heads of 64 and 128."""
+    """Call the launchers once for each variant to compile ahead of time, on meta tensors.
+
+    Use it inside `launch.recording`. The variants serve all calls of weft.ops with any lengths and heads, whole and as
+    steps of a ring (tests: tests/kernels/test_served.py). Plain attention with heads of 64 and 128 has every tile.
+    """
 
     def tensors(head_dim, value_dim, dtype=torch.bfloat16):
         shapes = [(2, 32, 4096, head_dim), (2, 8, 4096, head_dim), (2, 8, 4096, value_dim), (2, 32, 4096, value_dim)]
@@ -536,7 +546,7 @@ def variants(architecture: str) -> None:
         state = dout.float(), lse
         forward(q, k, v, causal, state)
         backward(q, k, v, dout, lse, causal)
-        if head_dim <= 128:  # what a table may choose instead
+        if head_dim <= 128:  # the tiles that a table may choose instead
             for tile in listed("forward", architecture, head_dim):
                 attention_forward(q, k, v, causal, config=tile)
             for dkdv, dq in zip_longest(*(listed(kind, architecture, head_dim) for kind in ("dkdv", "dq"))):

@@ -47,7 +47,7 @@ def _of_rows(pointer, rows, end, other):
 @triton.jit
 def _add_rows(target, tile, row, end, first_column, width, stride_row, stride_column, ROWS: tl.constexpr,
               COLUMNS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
-    """Writes the tile to rows `row` to `end` of [S, width], or adds it to what is there; in strips of 64 columns."""
+    """Write the tile to rows `row` to `end` of [S, width], or add it to them; in strips of 64 columns."""
     if COLUMNS > 64:
         left, right = launch.halves(tile, ROWS, COLUMNS)
         half: tl.constexpr = COLUMNS // 2
@@ -90,8 +90,11 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ADD: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Everything transposed, keys by queries, so that no product takes a transposed operand from registers: Triton from
-    3.4 on miscompiled dot(trans(ds), q) on Hopper (flash-linear-attention issues 826 and 984)."""
+    """Compute dk and dv with all tiles transposed, keys by queries.
+
+    So no product takes a transposed operand from registers: Triton from 3.4 on miscompiled dot(trans(ds), q) on Hopper
+    (flash-linear-attention issues 826 and 984).
+    """
     seed = seed_of(seed_low, seed_high)
     tiles = tl.cdiv(k_length, BLOCK_N) + tl.cdiv(k_second_length, BLOCK_N)
     tile = tl.program_id(0) % tiles  # early keys first: with a causal mask the most queries see them
@@ -113,12 +116,12 @@ def dkdv_kernel(
                    BLOCK_N, BLOCK_DV, True, DESCRIPTORS)  # fmt: skip
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    # A key is seen from `left` ahead of it and `right` behind.
+    # Queries see a key from up to `left` positions ahead of it and `right` behind it.
     a0, b0, c0, d0, a1, b1, c1, whole, partial = seen_tiles(
         q_start, q_length, q_second_start, q_second_length, lowest, highest, right, left,
         query_documents is not None, BLOCK_M,
     )  # fmt: skip
-    # One loop over heads and tiles: dk and dv carried through two nested ones are spilled.
+    # One loop over heads and tiles: two nested loops would spill dk and dv.
     for turn in range(group * whole):
         number = turn % tl.maximum(whole, 1)
         head = kv_head * group + turn // tl.maximum(whole, 1)
@@ -166,7 +169,7 @@ def _add_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries' part of dk / scale and dv."""
+    """Add one tile of queries to dk / scale and dv."""
     q_tile = load_tile(q, batch, head, q_row, q_end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
                    BLOCK_M, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
     dout_tile = load_tile(dout, batch, head, q_row, q_end, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
@@ -197,7 +200,7 @@ def _add_queries(
 
 @triton.jit
 def _against(lse):
-    """What scores in base 2 are measured against; of a row that saw nothing, infinity, so that all its P are 0."""
+    """Return the subtrahend of scores in base 2: lse, or infinity in a row that saw no key, so that its P are 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
@@ -290,7 +293,7 @@ def _add_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys' part of dq / scale."""
+    """Add one tile of keys to dq / scale."""
     k_tile = load_tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
                    BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
     v_tile = load_tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,

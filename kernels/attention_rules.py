@@ -1,11 +1,11 @@
-"""What a chunk of attention computes: where its rows stand, and who sees whom. Needs neither torch nor Triton."""
+"""Rules of a chunk of attention: the positions of its rows and their visibility. Needs neither torch nor Triton."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Positions(NamedTuple):
-    """Where the rows of a chunk stand in the sequence: `length` consecutive positions, then `second_length` more."""
+    """Positions of a chunk's rows: `length` consecutive ones from `start`, then `second_length` from `second_start`."""
 
     start: int
     length: int
@@ -15,15 +15,16 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """Who sees whom, and what becomes of a score.
+    """Visibility of keys, and the treatment of scores.
 
     Attributes:
-        left, right: how far behind and ahead of its own position a query sees; None is without bound. causal is
-            right=0, a window of w positions left=w-1.
-        scale: 1 / sqrt(D) where None.
-        softcap: c of c tanh(score / c).
-        dropout: the share of probabilities that are dropped; seed, head_start: of its random numbers (the number of the
-            first head, where heads are split over ranks).
+        left, right: number of positions that a query sees behind and ahead of its own; None is without bound. causal
+            is right=0, a window of w positions is left=w-1.
+        scale: factor of the scores, 1 / sqrt(D) if None.
+        softcap: the c of c tanh(score / c).
+        dropout: the share of probabilities that are dropped.
+        seed: seed of the random numbers of dropout.
+        head_start: number of the first head for these random numbers, where heads are split over ranks.
     """
 
     left: int | None = None

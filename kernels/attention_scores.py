@@ -1,4 +1,4 @@
-"""What the attention kernels have in common: which tiles are seen, how a tile is read, what becomes of a score.
+"""Parts that the attention kernels share: the tiles that are seen, loads of a tile, and the treatment of scores.
 
 The mathematics is in attention.py.
 """
@@ -7,7 +7,7 @@ from weft.kernels.language import tl, triton
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _ROUNDS: tl.constexpr = tl.constexpr(7)
-# Arguments of the kernels on which no access depends: one variant serves all their values.
+# Arguments of the kernels that no memory access depends on: one variant serves all their values.
 NUMBERS = (
     *("heads", "kv_heads", "queries", "keys", "dropped", "seed_low", "seed_high", "head_start", "left", "right"),
     *("stride_query_document_b", "stride_query_document", "stride_key_document_b", "stride_key_document"),
@@ -18,8 +18,10 @@ NUMBERS = (
 
 @triton.jit
 def block_of(unit, length, second_length, BLOCK: tl.constexpr):
-    """The unit-th tile of two runs of rows: its first row, the row its run ends before, the run's number. No tile
-    stands in both runs."""
+    """Return the unit-th tile of two runs of rows: its first row, the end row of its run, True in the second run.
+
+    No tile lies in both runs.
+    """
     tiles = tl.cdiv(length, BLOCK)
     second = unit >= tiles
     row = tl.where(second, length + (unit - tiles) * BLOCK, unit * BLOCK)
@@ -28,8 +30,11 @@ def block_of(unit, length, second_length, BLOCK: tl.constexpr):
 
 @triton.jit
 def _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tiles of a run of positions, as seen from positions lowest to highest, each of which sees `behind` back
-    and `ahead` on: first to last are seen by some, whole_first to whole_last by all."""
+    """Return the bounds of a run's tiles that the positions lowest to highest see.
+
+    Each position sees `behind` back and `ahead` on. Some of the positions see the tiles first to last; all of them see
+    the tiles whole_first to whole_last.
+    """
     some = tl.maximum(lowest - behind - start, 0)
     end = tl.minimum(highest + ahead + 1 - start, length)
     first = some // BLOCK
@@ -46,8 +51,10 @@ def _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL: tl.conste
 @triton.jit
 def seen_tiles(start, length, second_start, second_length, lowest, highest, behind, ahead,
           ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The tiles of both runs as two lists, whole ones and partial ones: the bounds that `_whole` and `_partial` read,
-    and how long the lists are."""
+    """Return the seen tiles of both runs as two lists, whole and partial ones.
+
+    The result has the bounds that `whole_tile` and `partial_tile` take, then the lengths of the two lists.
+    """
     a0, b0, c0, d0 = _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
     a1, b1, c1, d1 = _reach(second_start, second_length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
     whole = c0 - b0 + c1 - b1
@@ -57,7 +64,7 @@ def seen_tiles(start, length, second_start, second_length, lowest, highest, behi
 
 @triton.jit
 def whole_tile(number, b0, c0, b1):
-    """The tile of its run, and whether that is the second."""
+    """Return the tile's number in its run, and True if that is the second run."""
     second = number >= c0 - b0
     return tl.where(second, number - (c0 - b0) + b1, number + b0), second
 
@@ -75,8 +82,10 @@ def partial_tile(number, a0, b0, c0, d0, a1, b1, c1):
 @triton.jit
 def load_tile(source, batch, head, row, end, width, stride_batch, stride_head, stride_row, stride_column,
           ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """Rows `row` on of [B, H, S, width]: zeros from column `width` on and, where MASKED, from row `end` on. A
-    descriptor gives zeros from S on only: rows between are hidden by whoever reads them, or not written."""
+    """Load rows from `row` on of [B, H, S, width]: zeros from column `width` on and, if MASKED, from row `end` on.
+
+    A descriptor gives zeros from S on only. The caller hides the rows between `end` and S, or does not write them.
+    """
     if DESCRIPTOR:
         tile = source.load([batch, head, row, 0]).reshape(ROWS, COLUMNS)
     else:
@@ -93,7 +102,7 @@ def load_tile(source, batch, head, row, end, width, stride_batch, stride_head, s
 
 @triton.jit
 def _tanh(x):
-    """To fp32's rounding: the series where 1 - 2 / (e + 1) would cancel."""
+    """Return tanh(x) to fp32's rounding, by the series where 1 - 2 / (e + 1) would cancel."""
     e = tl.exp2(tl.minimum(x * (2 * 1.4426950408889634), 126.0))
     s = x * x
     series = x * (1 + s * (-0.33333333 + s * (0.13333334 + s * (-0.053968254 + s * 0.021869488))))
@@ -102,7 +111,7 @@ def _tanh(x):
 
 @triton.jit
 def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores after scale and cap, and the derivative of the cap."""
+    """Return the scores after scale and cap, and the derivative of the cap."""
     s = s * scale
     slope = 1.0
     if SOFTCAP:
@@ -115,7 +124,7 @@ def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def visible_pairs(query, key, query_inside, key_inside, left, right, query_documents, key_documents,
              stride_query_document, stride_key_document, query_row, key_row):  # fmt: skip
-    """Who sees whom: positions of the broadcast shapes [.., 1] and [1, ..], either way round."""
+    """Return the mask of queries that see keys; positions have the shapes [.., 1] and [1, ..], either way round."""
     ahead = key - query
     visible = (ahead <= right) & (ahead >= -left) & query_inside & key_inside
     if query_documents is not None:
@@ -127,13 +136,13 @@ def visible_pairs(query, key, query_inside, key_inside, left, right, query_docum
 
 @triton.jit
 def seed_of(low, high):
-    """The 64 bits of a seed that came as two signed 32-bit numbers, low's from -2^31 on."""
+    """Return the 64 bits of a seed from two signed 32-bit numbers; `low` counts from -2^31 on."""
     return high.to(tl.int64) * 4294967296 + low.to(tl.int64) + 2147483648
 
 
 @triton.jit
 def kept_pairs(query, key, head, batch, seed, dropped, dropout):
-    """1 / (1 - dropout) where a probability is kept, else 0: where the random 32 bits are below `dropped` + 2^31."""
+    """Return 1 / (1 - dropout) for kept probabilities, and 0 where the 32 random bits are below `dropped` + 2^31."""
     zero = (query + key) * 0
     bits, _, _, _ = tl.philox(
         seed,

@@ -1,4 +1,4 @@
-"""Which tile configurations of the attention kernels exist."""
+"""Tile configurations of the attention kernels."""
 
 from collections.abc import Collection
 
@@ -6,7 +6,7 @@ from weft.kernels.config import AttentionConfig
 from weft.kernels.language import triton
 
 # The tile configurations that exist, by architecture, kind and padded head dimension; the heuristic takes the first.
-# They are what the registers of that architecture hold: `weft.kernels.check` shows how full they are.
+# They fit the registers of the architecture; `weft.kernels.check` shows how many are used.
 _Table = dict[str, dict[int, tuple[AttentionConfig, ...]]]
 _TILES: dict[str, _Table] = {
     "sm_80": {
@@ -61,8 +61,8 @@ _TILES: dict[str, _Table] = {
         },
     },
 }
-# Where something else takes registers that those tiles need: random numbers are drawn ("dropout"), documents compared,
-# a state continued, scores capped. What comes first counts.
+# Smaller tiles for kernels with other uses for registers: they draw random numbers ("dropout"), compare documents,
+# continue a state or cap scores. The first entry that matches counts.
 _TIGHT_TILES: dict[str, dict[str, _Table]] = {
     "sm_80": {
         "dropout": {
@@ -103,22 +103,24 @@ _TIGHT_TILES: dict[str, dict[str, _Table]] = {
 _INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 1))
 
 
-def listed(kind: str, architecture: str, head_dim: int, besides: Collection[str] = ()) -> tuple[AttentionConfig, ...]:
-    """The configurations that exist for "forward", "dkdv" or "dq" at the larger of the head dimensions.
+def listed(kind: str, architecture: str, head_dim: int, features: Collection[str] = ()) -> tuple[AttentionConfig, ...]:
+    """Return the configurations that exist for a kind of kernel.
 
     Args:
-        besides: what else a kernel does, of "dropout", "documents", "state" and "softcap".
+        kind: "forward", "dkdv" or "dq".
+        head_dim: the larger one of the head dimensions.
+        features: the kernel's uses of more registers, of "dropout", "documents", "state" and "softcap".
     """
     if architecture == "interpreter":
         return _INTERPRETED_TILES
     width = max(64, padded(head_dim))
     for needs, tiles in _TIGHT_TILES[architecture].items():
         found = tiles.get(kind, {}).get(width)
-        if found and set(needs.split(", ")) <= set(besides):
+        if found and set(needs.split(", ")) <= set(features):
             return found
     return _TILES[architecture][kind][width]
 
 
 def padded(head_dim: int) -> int:
-    """The width of a tile: a power of two, and no less than a tensor core takes."""
+    """Return the width of a tile: a power of two, and at least the 16 that a tensor core needs."""
     return max(16, triton.next_power_of_2(head_dim))

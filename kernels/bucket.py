@@ -3,19 +3,19 @@
     pack     flat[offset_i + j] = round(scale * tensor_i[j])    every tensor of its own size and type (bf16, fp16, fp32)
     unpack   tensor_i[j] = round(scale * flat[offset_i + j])    flat is of one of these types
     reduce   out[j] = round(scale * ((b_0[j] + b_1[j]) + ... + b_{W-1}[j]))    W buffers [N] of one type; out [N]
-    with statistics   squared_norm = sum of squares, in fp64, of what was written (after scale, rounded);
-                      nonfinite = 1 if any of that is infinite or NaN, else 0
+    with statistics   squared_norm = sum of squares, in fp64, of the written elements (after scale, rounded);
+                      nonfinite = 1 if any of them is infinite or NaN, else 0
 
-Arithmetic is in fp32: a product with the scale, itself of fp32, then one rounding to the type that is written. Each
-tensor starts at a multiple of 8 elements of the flat buffer, 16 bytes of its narrowest type; the gaps are written as
-zeros, so that a collective over the whole buffer moves nothing undefined.
+Arithmetic is in fp32: a product with the fp32 scale, then one rounding to the type that is written. Each tensor starts
+at a multiple of 8 elements of the flat buffer, 16 bytes of its narrowest type. Pack writes zeros to the gaps, so that a
+collective over the whole buffer moves nothing undefined.
 
-Bytes, for N elements: pack N (s_tensor + s_flat), unpack the same, reduce N (W s_buffer + s_out); 1 to W + 2 operations
-an element, so device memory is the limit. Statistics add no pass: each program leaves the sum of its block in a table
-(8 bytes a block of 4096), and the one that finishes last sums the table.
+Bytes, for N elements: pack N (s_tensor + s_flat), unpack the same, reduce N (W s_buffer + s_out). There are 1 to W + 2
+operations per element, so device memory is the limit. Statistics add no pass: each program writes the sum of its block
+to a table (8 bytes for a block of 4096), and the program that finishes last sums the table.
 
-The addresses of the tensors go to the kernel in a table, which is uploaded again only when one of them changes (a
-gradient that was set to None). Nothing is saved for backward. Held by tests/kernels/test_bucket.py.
+The kernel gets the addresses of the tensors in a table. It is uploaded again only when an address changes (a gradient
+that was set to None). Nothing is saved for backward. Tests: tests/kernels/test_bucket.py.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ import torch
 from weft.kernels import launch
 from weft.kernels.language import tl, triton
 
-ALIGNMENT = 8  # elements; where a tensor may start in the flat buffer
+ALIGNMENT = 8  # elements; tensors start at multiples of it in the flat buffer
 MOST_BUFFERS = 64
-# One addition to the ticket for 4096 elements. 16 of them a thread are two to four 16-byte accesses in flight, in 40 to
-# 78 registers. In a reduction, of which the compiler unrolls the loop over the ranks, 8 a thread give as many in 40.
+# One addition to the ticket for 4096 elements. 16 elements per thread are two to four 16-byte accesses in flight, in 40
+# to 78 registers. In a reduction the compiler unrolls the loop over the ranks, so 8 per thread give as many in 40.
 _BLOCK = 4096
 _WARPS = 8
 _REDUCE_WARPS = 16
@@ -42,14 +42,14 @@ _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Statistics:
-    """What a pass over a bucket tells besides, without a synchronisation.
+    """Norm and finiteness of the elements that a pass over a bucket writes, without a synchronisation.
 
-    Of one launch at a time: two that may overlap (on two streams) need one each.
+    It serves one launch at a time: two launches that may overlap (on two streams) need one each.
 
     Attributes:
-        squared_norm: scalar fp64: the sum of squares of what was written. Blocks and partial sums are added in a fixed
-            order, so it has the same bits in every run; it is finite exactly where every element is.
-        nonfinite: scalar fp32: 1 where an element is infinite or NaN, else 0; serves as a GradScaler's found_inf.
+        squared_norm: scalar fp64: the sum of squares of the written elements. Blocks and partial sums are added in a
+            fixed order, so it has the same bits in every run. It is finite if and only if every element is.
+        nonfinite: scalar fp32: 1 if an element is infinite or NaN, else 0; serves as a GradScaler's found_inf.
     """
 
     def __init__(self, device: torch.device | str):
@@ -59,7 +59,7 @@ class Statistics:
         self._partials = torch.empty(0, dtype=torch.float64, device=device)
 
     def arguments(self, programs: int) -> tuple[torch.Tensor, ...]:
-        """What a kernel of that many programs needs to fill this in."""
+        """Return the arguments that a kernel of that many programs needs to fill this in."""
         if programs == 0:  # nothing is launched
             self.squared_norm.zero_()
             self.nonfinite.zero_()
@@ -70,7 +70,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class PackedSlot:
-    """A tensor's place: elements offset to offset + count of the flat buffer."""
+    """A tensor's place in the flat buffer: elements offset to offset + count."""
 
     offset: int
     count: int
@@ -81,20 +81,21 @@ class PackedSlot:
 
 
 class PackedBucket:
-    """The places of a list of tensors in a flat buffer, and the two ways between them.
+    """The places of a list of tensors in a flat buffer, and copies in both directions.
 
     A dense tensor that is not contiguous (a channels_last weight, say) is copied in the order of its memory.
 
     Args:
         tensors: bf16, fp16 or fp32; only their types, shapes and strides matter, so they may be on "meta".
-        device: where packing takes place; the tensors' own by default.
+        device: device of the packing; the tensors' own by default.
 
     Attributes:
         elements: the size of the flat buffer.
         slots: a PackedSlot for each tensor.
 
     Raises:
-        TypeError, ValueError: a tensor of another type, or whose memory has holes or is shared by its elements.
+        TypeError: a tensor of another type.
+        ValueError: a tensor with holes in its memory or with elements that share memory; no tensors and no device.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | str | None = None):
@@ -117,7 +118,7 @@ class PackedBucket:
         self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.device)
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """A flat buffer, not initialised."""
+        """Return a flat buffer, not initialised."""
         return torch.empty(self.elements, dtype=dtype, device=self.device)
 
     def pack(
@@ -127,20 +128,21 @@ class PackedBucket:
         scale: float = 1.0,
         statistics: Statistics | None = None,
     ) -> None:
-        """flat = round(scale * tensors), each in its slot, and zeros between them.
+        """Write flat = round(scale * tensors), each tensor in its slot, with zeros between them.
 
-        The kernel has addresses, not tensors: on a stream that is not the one they were allocated on, the tensors
-        need `record_stream`, as for any work there.
+        The kernel has addresses, not tensors. On another stream than the one of their allocation the tensors need
+        `record_stream`, as for any work there.
 
         Args:
-            tensors: like those the bucket was made of; one that is None counts as zeros. They may be views of
-                `flat`, each at its own slot.
+            tensors: like those that the bucket was made of; None counts as zeros. They may be views of `flat`, each at
+                its own slot.
             flat: [elements], bf16, fp16 or fp32, at a multiple of 16 bytes.
-            scale: of fp32.
-            statistics: filled in, of the elements of flat.
+            scale: finite in fp32.
+            statistics: filled in from the elements of flat.
 
         Raises:
-            ValueError, TypeError: a tensor differs from the one the bucket was made of; before anything is written.
+            ValueError, TypeError: a tensor differs from the one that the bucket was made of, or another argument is
+                invalid. Raised before any write.
         """
         self._launch("pack", _pack_kernel, tensors, flat, scale, statistics)
 
@@ -151,9 +153,10 @@ class PackedBucket:
         scale: float = 1.0,
         statistics: Statistics | None = None,
     ) -> None:
-        """tensors = round(scale * flat), each in its own type; arguments as for `pack`, None is passed over.
+        """Write tensors = round(scale * flat), each tensor in its own type.
 
-        The statistics are of the elements of the tensors.
+        Arguments are those of `pack`. Tensors that are None are skipped. The statistics are those of the tensors'
+        elements.
         """
         self._launch("unpack", _unpack_kernel, tensors, flat, scale, statistics)
 
@@ -189,7 +192,7 @@ class PackedBucket:
             )
 
     def _addresses(self, op: str, tensors: Sequence[torch.Tensor | None], flat: torch.Tensor) -> tuple[int, ...]:
-        """The tensors' addresses, 0 for None. They go to the kernel as they are, so nothing goes unchecked."""
+        """Check the tensors and return their addresses, 0 for None. The kernel itself checks nothing."""
         if len(tensors) != len(self.slots):
             raise ValueError(f"{op}: got {len(tensors)} tensors for a bucket of {len(self.slots)}")
         begin = flat.data_ptr()
@@ -229,17 +232,17 @@ def reduce(
     scale: float = 1.0,
     statistics: Statistics | None = None,
 ) -> None:
-    """out = round(scale * sum of the buffers), in fp32, in the order of the list, rounded once to out's type.
+    """Write out = round(scale * sum of the buffers), summed in fp32 in the order of the list and rounded once.
 
     Args:
-        buffers: 1 to 64 of [N], of one type (bf16, fp16, fp32), contiguous. What travelled in a 16-bit wire type is
-            summed in fp32 all the same.
+        buffers: 1 to 64 buffers [N], of one type (bf16, fp16, fp32), contiguous. Buffers of 16 bits are summed in fp32
+            too.
         out: [N], contiguous, of any of these types; may be one of the buffers.
-        scale: of fp32.
-        statistics: filled in, of the elements of out.
+        scale: finite in fp32.
+        statistics: filled in from the elements of out.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take, before anything is written.
+        ValueError, TypeError: the kernel does not take an argument. Raised before any write.
     """
     op = "bucket.reduce"
     _check_scale(op, scale)
@@ -311,12 +314,12 @@ def _order(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
 
 
-# Tables that a captured graph reads: it knows their addresses only, so they stay.
+# Tables that a captured graph reads. The graph has only their addresses, so they must stay allocated.
 _captured: list[torch.Tensor] = []
 
 
 def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The addresses in the device's memory: the same table for the same addresses, ready on the current stream."""
+    """Return the addresses as a table on the device, ready on the current stream; equal addresses share a table."""
     if device.type == "meta":
         return torch.empty(len(addresses), dtype=torch.int64, device=device)
     if device.type != "cuda":
@@ -338,10 +341,12 @@ def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Te
 
 @lru_cache(maxsize=1024)
 def _uploaded(addresses: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
-    """A table is never written again, so no launch can find the addresses of a later one. One for each stream: of a
-    table made on another stream, nothing would say that it has arrived.
+    """Upload a table of addresses.
 
-    The pinned memory is the caching host allocator's, which does not give it out again before the copy has been made.
+    A table is never written again, so no launch can read the addresses of a later one. Each stream has its own table:
+    a stream could not know when the copy on another stream is done.
+
+    The pinned memory comes from the caching host allocator, which does not reuse it before the copy is done.
     """
     if device.type != "cuda":
         return torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -389,7 +394,7 @@ def _unpack_kernel(
 ):
     address, offset, start, count, limit, kind = _place(programs, table, addresses, BLOCK)
     index = start + tl.arange(0, BLOCK)
-    # The padding is read along: a mask that changes every 8 elements lets the load be one of 16 bytes.
+    # The load includes the padding: a mask that changes every 8 elements permits one load of 16 bytes.
     x = tl.load(flat + offset + index, mask=index < _padded(count), other=0.0).to(tl.float32)
     x = tl.where(index < limit, x * scale, 0.0)
     if kind == _BF16:
@@ -431,8 +436,11 @@ def _reduce_kernel(
 
 @triton.jit
 def _place(programs, table, addresses, BLOCK: tl.constexpr):
-    """Where this program's block is: the tensor's address and offset in flat, the block's first element in the
-    tensor, the tensor's count, how many of them there are in memory (none of a tensor that is None), its kind."""
+    """Return the place of this program's block.
+
+    The result has the tensor's address and offset in flat, the block's first element in the tensor, the tensor's count,
+    the number of its elements in memory (0 for a tensor that is None) and its kind.
+    """
     entry = programs + tl.program_id(0).to(tl.int64) * 2
     tensor = tl.load(entry).to(tl.int64)
     start = tl.load(entry + 1).to(tl.int64) * BLOCK
@@ -447,14 +455,16 @@ def _place(programs, table, addresses, BLOCK: tl.constexpr):
 
 @triton.jit
 def _padded(count):
-    """The count up to where the next tensor starts."""
+    """Return the count up to the start of the next tensor."""
     return tl.multiple_of(tl.cdiv(count, _ALIGNMENT) * _ALIGNMENT, 8)
 
 
 @triton.jit
 def _pointer(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """To element `start` of what is at the address. The hint is given here, where the pointer is made: given to a
-    function's result it is lost when the function is inlined."""
+    """Return a pointer to element `start` at the address.
+
+    The alignment hint is set here, where the pointer is made. On a function's result it is lost by inlining.
+    """
     pointer = (address + start * (DTYPE.primitive_bitwidth // 8)).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -463,9 +473,9 @@ def _pointer(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _read(address, start, limit, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements start to start + BLOCK of DTYPE at the address, in fp32; zeros from limit on."""
+    """Read elements start to start + BLOCK of DTYPE at the address, in fp32; zeros from limit on."""
     index = tl.arange(0, BLOCK)
-    # Where both hold, 16 bytes are read at once; nothing but the branch could tell the compiler.
+    # If both hold, one load reads 16 bytes. Only this branch makes that known to the compiler.
     if (address % 16 == 0) & (start + BLOCK <= limit):
         x = tl.load(_pointer(address, start, DTYPE, True) + index)
     else:
@@ -475,7 +485,7 @@ def _read(address, start, limit, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write(x, address, start, limit, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """`_read`'s counterpart; gives what was written, in fp32."""
+    """Write elements start to start + BLOCK below limit; return the written values in fp32."""
     index = tl.arange(0, BLOCK)
     y = launch.rounded(x, DTYPE)
     if (address % 16 == 0) & (start + BLOCK <= limit):
@@ -489,8 +499,10 @@ def _write(x, address, start, limit, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 def _sum_of_ranks(
     addresses, world, start, count, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The block's sum over the buffers, in fp32, in rank order. It starts with rank 0, not with 0: of negative zeros
-    the sum is a negative zero."""
+    """Return the block's sum over the buffers, in fp32, in rank order.
+
+    It starts with rank 0's values, not with 0, so that the sum of negative zeros is a negative zero.
+    """
     total = _read_rank(addresses, start, count, DTYPE, ALIGNED, WHOLE, BLOCK)
     for rank in range(1, world):
         total += _read_rank(addresses + rank, start, count, DTYPE, ALIGNED, WHOLE, BLOCK)
@@ -512,19 +524,19 @@ def _read_rank(
 
 @triton.jit
 def _finish(y, partials, ticket, squared_norm, nonfinite):
-    """The statistics of what was written, y [BLOCK] in fp32 with zeros where nothing was.
+    """Compute the statistics of the written elements y [BLOCK], in fp32 with zeros where nothing was written.
 
-    1 Each program leaves the sum of its block in the table, at its own place.
+    1 Each program writes the sum of its block to its own place in the table.
     2 It takes a ticket. One thread does both (Triton gives scalar memory operations to a program's first thread), so
       the ticket's release, at the scope of the device, covers the partial sum before it.
-    3 Whoever draws the last ticket has, by its acquire, synchronised with every program before it in the chain of
-      additions: all partial sums are visible. Its other threads read behind the barrier through which the ticket
-      reaches them. They read from L2 (.cg), so that what an L1 holds of the table from an earlier launch is no matter.
-    4 It adds the partial sums in the order of the table, which does not depend on who is last, and sets the ticket to
-      zero for the next launch; the end of the kernel orders that.
+    3 The program with the last ticket has synchronised, by its acquire, with every program before it in the chain of
+      additions: all partial sums are visible. Its other threads read after the barrier that passes them the ticket.
+      They read from L2 (.cg), so an L1 cannot give old values of the table from an earlier launch.
+    4 It adds the partial sums in the order of the table, which does not depend on the last program, and sets the ticket
+      to zero for the next launch; the end of the kernel orders that.
 
-    The square of any finite fp32 number is exact in fp64, and 10^230 of the largest are still finite there. So the sum
-    is finite exactly where every element is, and needs no flag beside it.
+    The square of any finite fp32 number is exact in fp64, and the sum of 10^230 of the largest squares is still finite
+    there. So the sum is finite if and only if every element is, and needs no extra flag.
     """
     if partials is not None:
         wide = y.to(tl.float64)
@@ -547,7 +559,7 @@ def _sum_of_table(partials, count):
 
 
 def variants(architecture: str) -> None:
-    """Calls the launchers once for each variant to check, on meta tensors; for inside `launch.recording`."""
+    """Call the launchers once for each variant to check, on meta tensors; use inside `launch.recording`."""
 
     def vector(count, dtype):
         return torch.empty(count, dtype=dtype, device="meta")

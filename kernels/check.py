@@ -1,9 +1,8 @@
-"""`python -m weft.kernels.check`: the static gate. Compiles every listed variant, without a GPU, and reads its machine
-code.
+"""`python -m weft.kernels.check`: compile every listed variant without a GPU and check its machine code.
 
-A fault, and a non-zero exit: a variant that does not compile, registers spilled to local memory, more shared memory
-than a program may have, a dot that is not on the tensor cores of its architecture, a flag function without its memory
-order.
+These are faults and make the exit status non-zero: a variant that does not compile, registers spilled to local memory,
+more shared memory than a program may have, a dot that is not on the tensor cores of its architecture, and a flag
+function without its memory order.
 """
 
 import argparse
@@ -21,13 +20,13 @@ from weft.kernels import launch, machine_code, memory_orders
 from weft.kernels.variants import OPS, on_each, places, record
 
 CHECKED = (*OPS, "memory_orders")
-# What a dot must have become; wgmma on Hopper, where plain HMMA would be half as fast.
+# The instruction of a dot; on Hopper that of wgmma, since plain HMMA is half as fast.
 TENSOR_CORE_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 
 
 @dataclass(frozen=True)
 class CheckedVariant:
-    """One variant's machine code."""
+    """Result of the check of one variant."""
 
     kernel: str
     architecture: str
@@ -35,7 +34,7 @@ class CheckedVariant:
     registers: int = 0
     spilled_bytes: int = 0
     shared_bytes: int = 0
-    tensor_cores: str = "-"  # the instruction, or why there is none
+    tensor_cores: str = "-"  # the instruction, "-" where there is none
     cubin_bytes: int = 0
     fault: str = ""
 
@@ -46,9 +45,16 @@ def check(
     every: int = 1,
     cache: Path | None = None,
 ) -> list[CheckedVariant]:
-    """A row for each variant of the ops, or for each `every`-th of them. An op is a module with a function
-    `variants(architecture)`, by name; "memory_orders" stands for the flag functions of `signal`, each alone. What `aot`
-    compiled before into the cache is not compiled again."""
+    """Return a row for each variant of the ops.
+
+    Variants that `aot` has compiled into the cache are not compiled again.
+
+    Args:
+        ops: names of modules with a function `variants(architecture)`; "memory_orders" stands for the flag functions of
+            `signal`, each compiled alone.
+        every: check only each `every`-th variant.
+        cache: folder of the cache; the default one if None.
+    """
     cache = cache or machine_code.default_cache()
     compiled = [op for op in ops if op != "memory_orders"]
     rows = on_each(partial(check_one, cache), places(compiled, architectures)[::every])
@@ -62,7 +68,7 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVa
     row = partial(CheckedVariant, recorded.kernel.__name__, architecture, str(recorded))
     try:
         compiled, _ = machine_code.cached(recorded, architecture, cache)
-    except Exception as error:  # whatever the compiler raises is the verdict on this variant, not on the gate
+    except Exception as error:  # any error of the compiler is a fault of this variant and does not end the check
         return row(fault=f"does not compile: {str(error).strip().splitlines()[-1]}")
     machine = compiled.machine
     instructions = machine_code.disassembled(machine.cubin, "nvdisasm", "-c")

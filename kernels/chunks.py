@@ -1,7 +1,7 @@
-"""Chunks: the rows of a product, cut by the rank that has or gets them; what travels, and is waited for, as one.
+"""Chunks: the rows of a product, cut by the rank that has or gets them. A chunk travels as one and has one flag.
 
-A sequence-parallel tensor [..., S, ..., F] is flattened to [M, F] for the product. Where dimensions stand before the
-sequence, a rank's rows are not one block but one for each of them: `batch` blocks of sizes[0], sizes[1], ... rows.
+A sequence-parallel tensor [..., S, ..., F] is flattened to [M, F] for the product. With dimensions before the sequence
+there are `batch` blocks of sizes[0], sizes[1], ... rows, and a rank has rows in each block.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from weft.kernels.signal import FLAGS
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows start .. start + rows of the product: rows local_start .. of what rank `rank` has."""
+    """Rows start to start + rows of the product; on rank `rank` they start at its own row local_start."""
 
     start: int
     rows: int
@@ -25,8 +25,13 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a product are shared: in each of `batch` blocks, sizes[r] rows are rank r's; chunks are at most
-    `most` rows long."""
+    """Split of a product's rows over the ranks.
+
+    Attributes:
+        batch: number of blocks.
+        sizes: rows of each rank in one block.
+        most: largest number of rows in a chunk.
+    """
 
     batch: int
     sizes: tuple[int, ...]
@@ -34,8 +39,19 @@ class Rows:
 
     @classmethod
     def of(cls, shape, dim: int, sizes, most: int = 1024) -> "Rows":
-        """Of a tensor of that shape, whole along `dim`, whose last dimension is not `dim`. Chunks are made so long that
-        there is a flag for each of them from each rank."""
+        """Return the rows of a tensor of that shape, split over the ranks along `dim`.
+
+        Chunks are long enough that a window has a flag for each chunk from each rank.
+
+        Args:
+            shape: shape of the tensor, whole along dim.
+            dim: not the last dimension.
+            sizes: sizes of the ranks' shards along dim.
+            most: largest number of rows in a chunk, doubled until the flags suffice.
+
+        Raises:
+            ValueError: there are too few flags even for the longest chunks.
+        """
         dim %= len(shape)
         batch = _product(shape[:dim])
         inner = _product(shape[dim + 1 : -1])
@@ -58,36 +74,37 @@ class Rows:
 
     @property
     def largest(self) -> int:
-        """The most rows that any rank has."""
+        """Largest number of rows on one rank."""
         return self.batch * max(self.sizes)
 
     @property
     def chunks(self) -> tuple[RowChunk, ...]:
-        """In the order of rows, without gaps."""
+        """The chunks in the order of rows, without gaps."""
         return _chunks(self)
 
     def order(self, block_m: int, rank: int, own_first: bool, device: torch.device) -> torch.Tensor:
-        """int32 [tiles of block_m rows, 3]: for each turn, the tile, its first chunk and its last.
+        """Return int32 [tiles of block_m rows, 3]: for each turn, the tile, its first chunk and its last.
 
-        Ranks are served in the order rank, rank + 1, ... (own_first) or rank + 1, ..., rank; a tile's turn comes with
-        the last of its chunks where chunks arrive, with the first where they depart.
+        Ranks are served in the order rank, rank + 1, ... (own_first, for chunks that arrive) or rank + 1, ..., rank
+        (for chunks that depart). A tile's turn comes with the last of its chunks where chunks arrive, with the first
+        where they depart.
         """
         return _order(self, block_m, rank, own_first, device)
 
     def tiles_of_chunk(self, block_m: int, device: torch.device) -> torch.Tensor:
-        """int32 [chunks]: how many tiles of block_m rows have rows of it."""
+        """Return int32 [chunks]: the number of tiles of block_m rows that have rows of the chunk."""
         return _tiles_of_chunk(self, block_m, device)
 
     def rank_of_chunk(self, device: torch.device) -> torch.Tensor:
-        """int32 [chunks]."""
+        """Return int32 [chunks]: the rank of each chunk."""
         return _rank_of_chunk(self, device)
 
     def own_chunks(self, rank: int, device: torch.device) -> torch.Tensor:
-        """int32 [chunks of the rank, 3]: number among all, local start, rows."""
+        """Return int32 [chunks of the rank, 3]: number among all chunks, local start, rows."""
         return _own_chunks(self, rank, device)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """int32 [chunks, 4]: rank, local start, rows, start."""
+        """Return int32 [chunks, 4]: rank, local start, rows, start."""
         return _table(self, device)
 
 
@@ -112,7 +129,7 @@ def _chunks(rows: Rows) -> tuple[RowChunk, ...]:
 
 @lru_cache(maxsize=1024)
 def _spans(rows: Rows, block_m: int) -> list[tuple[int, int]]:
-    """First and last chunk of each tile."""
+    """Return the first and the last chunk of each tile."""
     spans, first = [], 0
     chunks = rows.chunks
     for start in range(0, rows.total, block_m):

@@ -1,8 +1,8 @@
-"""Which tile configuration runs: the explicit one, or the tuned table's, or the heuristic's, or an error.
+"""Choice of the tile configuration: the explicit one, else the tuned table's, else the heuristic's.
 
-Tables are `configs/<architecture>/<op>.json`, written by `weft tune` and by nothing else: a job whose ranks tuned for
-themselves would run different kernels on different ranks. A table holds winners only, each with the time it took and
-the time of the library's op beside it, and the device and versions it was measured on.
+Tables are `configs/<architecture>/<op>.json`. Only `weft tune` writes them: if the ranks of a job tuned for themselves,
+different kernels would run on different ranks. A table holds the fastest configurations only, each with its time and
+the time of the library's op, and the device and versions of the measurement.
 """
 
 import json
@@ -16,9 +16,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """A tile of block_m x block_n outputs, block_k deep; tiles in columns of group_m; the depth in split_k pieces.
+    """A tile of block_m x block_n outputs, block_k deep; tiles run in columns of group_m, with K in split_k pieces.
 
-    The last two are arguments of the compiled kernel, so one variant serves all their values.
+    group_m and split_k are arguments of the compiled kernel, so one variant serves all their values.
     """
 
     block_m: int
@@ -47,7 +47,7 @@ class AttentionConfig:
 
 
 class Config(Protocol):
-    """compiled() is the configuration that stands in the list of those that exist: its compile-time part."""
+    """A tile configuration; compiled() returns its compile-time part, as in the list of existing configurations."""
 
     def compiled(self) -> Any: ...
 
@@ -57,7 +57,7 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True)
 class Entry(Generic[C]):
-    """A row of a table: the problem, the fastest configuration for it, its median and the library's, in us."""
+    """A row of a table: the problem, its fastest configuration, the configuration's median and the library's, in us."""
 
     problem: dict[str, Any]
     config: C
@@ -67,7 +67,7 @@ class Entry(Generic[C]):
 
 @dataclass(frozen=True)
 class Choice(Generic[C]):
-    """A configuration and where it came from: "explicit", "table" or "heuristic"."""
+    """A configuration and its source: "explicit", "table" or "heuristic"."""
 
     config: C
     source: str
@@ -77,15 +77,17 @@ class Choice(Generic[C]):
 def choose(
     op: str, architecture: str, problem: Mapping[str, Any], explicit: C | None, listed: Sequence[C], heuristic: C
 ) -> Choice[C]:
-    """The configuration to run.
+    """Return the configuration to run.
 
     Args:
         problem: sizes (integers, which a row of the table may miss by a factor of two) and kinds (anything
             else, which must be equal).
-        listed: the configurations that exist, which are those that `weft.kernels.check` compiles.
+        explicit: the caller's configuration, or None.
+        listed: the configurations that exist; `weft.kernels.check` compiles them.
+        heuristic: the configuration where the table has none.
 
     Raises:
-        ValueError: the explicit one does not exist.
+        ValueError: the explicit configuration does not exist.
     """
     if explicit is not None:
         if explicit.compiled() not in listed:
@@ -98,7 +100,7 @@ def choose(
 
 
 def nearest(entries: Sequence[Entry[C]], problem: Mapping[str, Any]) -> Entry[C] | None:
-    """The row whose sizes are nearest in ratio, all of them within a factor of two, and whose kinds are equal."""
+    """Return the row with equal kinds and the nearest sizes in ratio, all within a factor of two, or None."""
 
     def distance(entry: Entry[C]) -> float:
         total = 0.0
@@ -122,7 +124,7 @@ def nearest(entries: Sequence[Entry[C]], problem: Mapping[str, Any]) -> Entry[C]
 
 @lru_cache
 def table(op: str, architecture: str, config_type: type[C]) -> tuple[Entry[C], ...]:
-    """The rows of configs/<architecture>/<op>.json; none where nobody has tuned."""
+    """Return the rows of configs/<architecture>/<op>.json; none if the file does not exist."""
     file = resources.files("weft.kernels").joinpath("configs", architecture, f"{op}.json")
     if not file.is_file():
         return ()
@@ -131,5 +133,5 @@ def table(op: str, architecture: str, config_type: type[C]) -> tuple[Entry[C], .
 
 
 def table_text(entries: Sequence[Entry], measured_on: Mapping[str, Any]) -> str:
-    """What `table` reads back."""
+    """Return the text of a table's file, as `table` reads it."""
     return json.dumps({"measured_on": dict(measured_on), "rows": [asdict(entry) for entry in entries]}, indent=1) + "\n"

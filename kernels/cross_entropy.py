@@ -1,25 +1,27 @@
 """cross_entropy: the two passes of the loss over a vocabulary split over ranks (Shoeybi et al. 2019, section 3).
 
-    z [M, V_r]: a rank's logits, of V classes in all, those from `offset` on     target [M]     s: label smoothing
+    z [M, V_r]: a rank's logits of the classes from `offset` on, of V in all     target [M]     s: label smoothing
 
-    statistics   per row: h_r = max z,   e_r = sum exp(z - h_r),   t_r = sum z,   z[target] where it is here, else 0
+    statistics   per row: h_r = max z,   e_r = sum exp(z - h_r),   t_r = sum z,   z[target] if this rank has it, else 0
                  [4, M] fp32; weft.ops.cross_entropy merges them over the ranks to h and l = log sum exp(z - h)
-    gradient     dz = (exp(z - h - l) - (1 - s) onehot - s / V) dloss,   0 in rows that are ignored
+    gradient     dz = (exp(z - h - l) - (1 - s) onehot - s / V) dloss,   0 in ignored rows
 
-Maximum and sum of exponentials take one pass (online softmax: Milakov & Gimelshein 2018, algorithm 3): each lane keeps
-a maximum and a sum against it, and rescales the sum when the maximum grows; of the two exponentials of that step one is
-always 1, so one is computed. No probability is ever stored. Arithmetic is in fp32.
+Maximum and sum of exponentials take one pass (online softmax: Milakov & Gimelshein 2018, algorithm 3). Each lane keeps
+a maximum and a sum against it, and rescales the sum when the maximum grows. One of the two exponentials of that step is
+always 1, so the kernel computes only the other. No probability is ever stored. Arithmetic is in fp32.
 
-Bytes: statistics read M V_r s_z once and write 16 M; gradient reads M V_r s_z and writes as much, in place where asked.
-About 8 and 6 operations a logit, one of them an exponential: device memory is the limit.
+Bytes: statistics read M V_r s_z once and write 16 M; gradient reads M V_r s_z and writes as much, in place on request.
+They take about 8 and 6 operations per logit, one of them an exponential: device memory is the limit.
 
-Rows may be anywhere, an odd V_r apart too: a program counts from the last multiple of 16 bytes before its row, so that
-its accesses are of 16 bytes but in the first and last block of a row (in the gradient: where logits and out start as
-far behind such a multiple as each other, as in place). Few rows would leave a device idle; they are cut
-into pieces, which a second kernel merges in order (16 bytes a piece more). How many pieces depends on M, V_r and the
-device: the same on every run, but a row's last bits may differ between batches of different M.
+Rows may start anywhere, also with an odd V_r. A program counts from the last multiple of 16 bytes before its row, so
+that its accesses are of 16 bytes except in the first and last block of a row. The gradient needs for this that logits
+and out start equally far after such a multiple, as they do in place.
 
-Saved for backward by weft.ops.cross_entropy: z, target, h and l. Held by tests/kernels/test_cross_entropy.py.
+Few rows would leave a device idle, so they are cut into pieces, and a second kernel merges these in order (16 bytes
+more per piece). The number of pieces depends on M, V_r and the device. It is the same on every run, but a row's last
+bits may differ between batches of different M.
+
+Saved for backward by weft.ops.cross_entropy: z, target, h and l. Tests: tests/kernels/test_cross_entropy.py.
 """
 
 import torch
@@ -27,13 +29,13 @@ import torch
 from weft.kernels import launch
 from weft.kernels.language import tl, triton
 
-# 16 logits a thread: two (16-bit) or four (fp32) 16-byte accesses in flight, and each lane's running maximum and sums
-# still in registers.
+# 16 logits per thread: two (16-bit) or four (fp32) 16-byte accesses in flight, while each lane's running maximum and
+# sums still fit in registers.
 _BLOCK = 4096
 _WARPS = 8
-_LEAST_PIECE = 2  # blocks; a shorter piece would cost more to start than it reads
-_PROGRAMS_PER_MULTIPROCESSOR = 4  # what fits at once; rows are cut while there are fewer programs
-_MERGE_ROWS = 128  # rows a program of the merge
+_LEAST_PIECE = 2  # blocks; for a shorter piece the start would cost more than the reads
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # programs that fit at once; rows are cut while there are fewer
+_MERGE_ROWS = 128  # rows per program of the merge
 
 
 def cross_entropy_statistics(
@@ -45,22 +47,22 @@ def cross_entropy_statistics(
     smoothing: bool,
     pieces: int | None = None,
 ) -> torch.Tensor:
-    """What a rank tells the others of its logits, row by row.
+    """Return the statistics of this rank's logits, row by row, for the exchange with the other ranks.
 
     Args:
         logits_shard: [M, V_r], bf16, fp16 or fp32, contiguous columns, rows anywhere.
-        target: [M] int64, numbers in the whole vocabulary; they are not checked.
+        target: [M] int64, class numbers in the whole vocabulary; not checked.
         offset: the number of this shard's first class.
-        ignore_index: a target for which the target's logit is 0.
-        smoothing: whether the sum of the logits is wanted; else it is 0.
-        pieces: into how many each row is cut; by default as many as fill the device.
+        ignore_index: a target with 0 as its logit.
+        smoothing: compute the sum of the logits; otherwise it is 0.
+        pieces: number of pieces of each row; by default as many as fill the device.
 
     Returns:
-        [4, M] fp32: maximum, sum of exponentials against it, sum, target's logit. In a row of which every logit is
-        -inf the maximum is -inf and the sum of exponentials 0.
+        [4, M] fp32: maximum, sum of exponentials against it, sum of logits, target's logit. In a row with only -inf the
+        maximum is -inf and the sum of exponentials 0.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take.
+        ValueError, TypeError: the kernel does not take an argument.
     """
     op = "cross_entropy_statistics"
     _check_logits(op, logits_shard=logits_shard)
@@ -116,7 +118,7 @@ def cross_entropy_gradient(
     smoothing: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the losses by this rank's logits.
+    """Return the gradient of the losses with respect to this rank's logits.
 
     Args:
         logits_shard, target, offset, ignore_index: as for the statistics.
@@ -130,7 +132,7 @@ def cross_entropy_gradient(
         out, or a new tensor.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take, before anything is written.
+        ValueError, TypeError: the kernel does not take an argument. Raised before any write.
     """
     op = "cross_entropy_gradient"
     if out is None:
@@ -183,7 +185,7 @@ def cross_entropy_gradient(
 
 
 def _blocks(logits: torch.Tensor) -> int:
-    """Of a row, counted from the multiple of 16 bytes before it."""
+    """Return the number of blocks of a row, counted from the multiple of 16 bytes before it."""
     return triton.cdiv(logits.size(1) + 16 // logits.element_size() - 1, _BLOCK)
 
 
@@ -211,7 +213,7 @@ def _check_target(op: str, target: torch.Tensor, rows: int) -> None:
 
 
 def _check_overlap(op: str, logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows of out must not share memory, nor an element of out be another one of the logits."""
+    """Check that rows of out share no memory, and no element of out that of another element of the logits."""
     rows, columns = out.shape
     stride = out.stride(0)
     if rows > 1 and stride < columns:
@@ -222,7 +224,7 @@ def _check_overlap(op: str, logits: torch.Tensor, out: torch.Tensor) -> None:
     if shift == 0 and (rows == 1 or stride == logits.stride(0)):
         return
     apart = shift >= logits.stride(0) * (rows - 1) + columns or -shift >= stride * (rows - 1) + columns
-    # Two groups of columns of one matrix
+    # Two groups of columns of one matrix.
     beside = stride == logits.stride(0) and rows > 1 and columns <= shift % stride <= stride - columns
     if not apart and not beside:
         raise ValueError(
@@ -232,11 +234,11 @@ def _check_overlap(op: str, logits: torch.Tensor, out: torch.Tensor) -> None:
 
 @triton.jit
 def _lead(row_pointer):
-    """How many elements behind a multiple of 16 bytes the row starts."""
+    """Return the number of elements between the last multiple of 16 bytes and the start of the row."""
     return ((row_pointer.to(tl.int64) % 16) // (row_pointer.dtype.element_ty.primitive_bitwidth // 8)).to(tl.int32)
 
 
-# No number of a row decides how it is read, so none is specialised: one variant serves every shape.
+# No size or stride changes the accesses, so none is specialised: one variant serves every shape.
 @triton.jit(
     do_not_specialize=[
         "rows", "columns", "stride_row", "stride_target", "pieces", "blocks_each", "offset", "ignore_index"
@@ -274,14 +276,14 @@ def _statistics_kernel(
         else:
             z = tl.load(aligned + position, mask=inside, other=float("-inf"))
         z = z.to(tl.float32)
-        # A logit of -inf adds nothing, to a lane that has seen nothing else too: -inf - -inf would be NaN.
+        # A logit of -inf adds nothing, also in a lane with nothing else, where -inf - -inf would be NaN.
         above = tl.where(z == float("-inf"), float("-inf"), z - highest)
         fading = tl.exp(-tl.abs(above))
         exponentials = tl.where(above > 0, exponentials * fading + 1, exponentials + fading)
         highest = tl.maximum(highest, z, propagate_nan=tl.PropagateNan.ALL)
         if SMOOTHING:
             total += tl.where(inside, z, 0.0)
-    # The reduction of a maximum drops NaN; as the maximum of PyTorch, this one keeps it.
+    # Triton's reduction of a maximum drops NaN; this code keeps it, as PyTorch does.
     unordered = tl.max((highest != highest).to(tl.int32), 0)
     top = tl.where(unordered > 0, float("nan"), tl.max(highest, 0))
     result = partials + piece.to(tl.int64) * 4 * rows + row
@@ -299,7 +301,7 @@ def _statistics_kernel(
 
 @triton.jit
 def _subtrahend(highest):
-    """What to subtract from logits whose maximum this is: where all are -inf, 0, and they stay -inf."""
+    """Return the subtrahend of logits with this maximum: 0 where all are -inf, so that they stay -inf."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
@@ -392,7 +394,7 @@ def _gradient_kernel(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launchers once for each variant to check, on meta tensors; for inside `launch.recording`."""
+    """Call the launchers once for each variant to check, on meta tensors; use inside `launch.recording`."""
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device="meta")

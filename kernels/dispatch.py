@@ -1,8 +1,7 @@
-"""Which compiled kernel serves a launch: looked up in the archive of the device's architecture, by a key that the
-launcher makes of the arguments.
+"""Lookup of the compiled kernel for a launch, in the archive of the device's architecture.
 
-The launcher is weft._C.launch, which launches through the CUDA driver; this package is handed it (`use`) and imports
-none.
+The launcher makes the key from the arguments. It is weft._C.launch, which launches through the CUDA driver. weft.ops
+passes it in by `use`; this package does not import it.
 """
 
 import threading
@@ -14,14 +13,14 @@ from weft.kernels.archive import Archive, ArchiveError
 
 _launcher: Any = None
 _folder = archive.COMPILED
-_archives: dict[str, Archive | str] = {}  # by architecture; or why there is none
-# By the kernel's identity and architecture; the kernel is kept, so that no other takes its place.
+_archives: dict[str, Archive | str] = {}  # by architecture; a string gives the reason why there is none
+# By the kernel's identity and architecture. The entry keeps the kernel alive, so that no other takes its id.
 _found: dict[tuple[int, str], tuple[Any, "CompiledKernels | str"]] = {}
 _lock = threading.Lock()
 
 
 def use(launcher: Any, folder: Path = archive.COMPILED) -> None:
-    """From now on, launches go through this launcher (None: through Triton only), with the archives in the folder."""
+    """Set the launcher (None for Triton only) and the folder of the archives for all launches from now on."""
     global _launcher, _folder
     with _lock:
         _launcher, _folder = launcher, folder
@@ -30,7 +29,7 @@ def use(launcher: Any, folder: Path = archive.COMPILED) -> None:
 
 
 def archive_of(architecture: str) -> Archive | str:
-    """The archive whose kernels run there, or why there is none."""
+    """Return the archive for an architecture, or the reason why there is none."""
     known = _archives.get(architecture)
     if known is None:
         path = _folder / f"{architecture}.weft"
@@ -54,7 +53,7 @@ class CompiledKernels:
         self._dispatcher = dispatcher(kernel)
 
     def launch(self, grid: tuple[int, ...], arguments: tuple, constants: tuple, stream: int) -> bool:
-        """False, and nothing is launched, where no variant serves these arguments."""
+        """Launch the variant for these arguments; return False, without a launch, if there is none."""
         if self._dispatcher.launch(grid, arguments, constants, stream):
             return True
         key = self._dispatcher.key(arguments, constants)
@@ -72,12 +71,12 @@ class CompiledKernels:
         return self._dispatcher.key(arguments, constants) in self._variants
 
     def lacks(self) -> str:
-        """Why a launch that no variant serves is not served."""
+        """Return the reason for a launch that no variant serves."""
         return f"{self._archive.path.name} has {len(self._variants)} variants of it, none for these arguments"
 
 
 def find(kernel, architecture: str) -> CompiledKernels | str:
-    """The kernel's compiled variants, or why none may be launched."""
+    """Return the kernel's compiled variants, or the reason why none may be launched."""
     place = (id(kernel), architecture)
     known = _found.get(place)
     if known is None:
@@ -86,18 +85,18 @@ def find(kernel, architecture: str) -> CompiledKernels | str:
 
 
 def dispatcher(kernel):
-    """What makes the keys of a kernel's launches."""
+    """Return the launcher's dispatcher, which makes the keys of a kernel's launches."""
     unspecialised = [parameter.name for parameter in kernel.params if parameter.do_not_specialize]
     return _launcher.Dispatcher(full_name(kernel), list(kernel.arg_names), unspecialised)
 
 
 def full_name(kernel) -> str:
-    """ "weft.kernels.signal._meet_kernel", say: with or without Triton the same."""
+    """Return the kernel's full name ("weft.kernels.signal._meet_kernel", say), the same with and without Triton."""
     return f"{kernel.__module__}.{kernel.__name__}"
 
 
 def constants_of(constants: dict[str, Any], warps: int, stages: int) -> tuple[tuple[str, Any], ...]:
-    """A launch's constants as a key has them."""
+    """Return a launch's constants in the form of a key."""
     return (*constants.items(), ("warps", warps), ("stages", stages))
 
 

@@ -7,7 +7,7 @@ from weft.kernels.language import tl
 
 
 def at_meeting() -> None:
-    """Called wherever ranks meet; tests put a delay, or a death, in its place."""
+    """Do nothing. Every meeting of ranks calls this; tests replace it by a delay or a death."""
 
 
 def wait(flag, expected, record, timeout_us) -> tl.tensor:
@@ -33,12 +33,12 @@ def post() -> None:
 
 
 def _until(done: Callable[[], bool], record, timeout_us) -> bool:
-    """Whether the time passed, or the host ended all waits, before it was done."""
+    """Wait for `done`; return True if the time passed or the host ended all waits before."""
     at_meeting()
     deadline = time.monotonic() + _number(timeout_us) / 1e6
     while not done():
         if time.monotonic() >= deadline or _number(tl.load(record)) != 0:
-            return not done()  # who came in between and has left since is no failure
+            return not done()  # it is no failure if the flag came after the last look
         time.sleep(0.0005)  # the ranks may share a core
     return False
 

@@ -1,6 +1,6 @@
-"""What the kernel files are written in: Triton where it is installed, else the least of it that lets them be imported.
+"""Triton for the kernel files, or where it is not installed the minimum that lets them be imported.
 
-Kernels that were compiled ahead of time are launched without it.
+Kernels that were compiled ahead of time need no Triton at launch.
 """
 
 try:
@@ -10,6 +10,6 @@ try:
 except ImportError:
     from weft.kernels.without_triton import TensorDescriptor, tl, triton  # type: ignore[assignment]
 
-VERSION: str | None = getattr(triton, "__version__", None)  # None where it is not installed
+VERSION: str | None = getattr(triton, "__version__", None)  # None if Triton is not installed
 INTERPRETED: bool = VERSION is not None and bool(triton.knobs.runtime.interpret)
 __all__ = ["INTERPRETED", "VERSION", "TensorDescriptor", "tl", "triton"]

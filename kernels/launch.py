@@ -1,12 +1,11 @@
-"""The one door to a launch: what a kernel may run on, and what it is given.
+"""Launches of all kernels, with checks of their arguments and devices.
 
 A kernel runs on a CUDA device, or on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1, set before this package
-is imported). While a `recording` is on, nothing runs: the launchers are called with meta tensors, and what they would
-have launched is kept. So whoever compiles ahead of time or checks the machine code sees exactly what a call would
-launch.
+is imported). Inside a `recording` nothing runs: launchers take meta tensors, and their launches are recorded instead.
+So ahead-of-time compilation and the check of the machine code see exactly the launches of a call.
 
-On a CUDA device a launch takes the variant that was compiled ahead of time, where there is one for its arguments; else
-Triton compiles it, which is said once for each kernel. WEFT_NO_JIT=1 makes that an error.
+On a CUDA device a launch takes the variant that was compiled ahead of time for its arguments. If there is none, Triton
+compiles it, with one warning for each kernel. WEFT_NO_JIT=1 makes that an error.
 """
 
 import contextlib
@@ -26,21 +25,21 @@ from weft.kernels.language import tl, triton
 from weft.kernels.signature import Launch
 
 INTERPRETED = language.INTERPRETED
-# The interpreter holds bf16 as integers (numpy has none): its dot of them is wrong without a word, and its cast cuts
-# off instead of rounding. `dot` and `rounded` are right in both.
+# The interpreter holds bf16 as integers (numpy has no bf16): its dot of them is silently wrong, and its cast truncates
+# instead of rounding. `dot` and `rounded` are right in the interpreter and on the device.
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
-# Bytes of shared memory that one program may have, by the CUDA programming guide's table of compute capabilities.
+# Bytes of shared memory that one program may have, from the CUDA programming guide's table of compute capabilities.
 SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 ARCHITECTURES = tuple(SHARED_LIMIT_BYTES)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the machine code of a launch comes from, and why not from where it would come faster."""
+    """Source of a launch's machine code, and the reason why no faster source serves."""
 
     how: Literal["ahead-of-time", "jit", "interpreter", "nowhere"]
     why: str
@@ -60,7 +59,7 @@ _recording: ContextVar[_Recording | None] = ContextVar("weft_recording", default
 
 @contextlib.contextmanager
 def recording(architecture: str) -> Iterator[list[Launch]]:
-    """Launches inside are collected in the list, as for a device of that architecture, and not made."""
+    """Collect the launches inside in a list, as for a device of that architecture, without running them."""
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r} is not one of {', '.join(map(repr, ARCHITECTURES))}")
     current = _Recording(architecture)
@@ -72,8 +71,10 @@ def recording(architecture: str) -> Iterator[list[Launch]]:
 
 
 def launch(kernel, grid: Sequence[int], *arguments, warps: int = 4, stages: int = 1, **constants) -> None:
-    """kernel[grid](*arguments, **constants) on the arguments' device and its current stream. An empty grid is no
-    launch."""
+    """Run kernel[grid](*arguments, **constants) on the arguments' device and its current stream.
+
+    An empty grid launches nothing.
+    """
     if 0 in grid:
         return
     current = _recording.get()
@@ -91,7 +92,7 @@ def launch(kernel, grid: Sequence[int], *arguments, warps: int = 4, stages: int 
 
 
 def origin(recorded: Launch, architecture: str) -> Origin:
-    """Where the machine code of that launch would come from, on a device that `code_architecture` gives this for."""
+    """Return the source of the launch's machine code, on a device with that `code_architecture`."""
     if INTERPRETED:
         return Origin("interpreter", "TRITON_INTERPRET=1 is set")
     found = dispatch.find(recorded.kernel, architecture)
@@ -106,17 +107,18 @@ def origin(recorded: Launch, architecture: str) -> Origin:
 
 
 def code_architecture(device: torch.device) -> str:
-    """The architecture whose compiled kernels the device runs: "sm_90", say. One that runs none of ours gives its own.
+    """Return the architecture ("sm_90", say) of the compiled kernels that the device runs.
 
-    Code for 8.0 runs on every 8.x but 8.7, which is Tegra's; ours for sm_90 and sm_100 has instructions of just that
-    architecture (CUDA programming guide, on binary compatibility and architecture-specific features).
+    A device that runs none of weft's compiled kernels gives its own architecture. Code for 8.0 runs on every 8.x but
+    8.7, which is Tegra's. Weft's code for sm_90 and sm_100 has instructions of just that architecture (CUDA programming
+    guide, on binary compatibility and architecture-specific features).
     """
     current = _recording.get()
     return current.architecture if current is not None else _code_architecture(device.index or 0)
 
 
 def architecture_of(device: torch.device) -> str:
-    """ "sm_90", say: the family whose variants and tables serve the device; "interpreter" in the interpreter."""
+    """Return the family ("sm_90", say) of the device's variants and tables; "interpreter" in the interpreter."""
     current = _recording.get()
     if current is not None:
         return current.architecture
@@ -124,22 +126,25 @@ def architecture_of(device: torch.device) -> str:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs a persistent grid has for each that a multiprocessor holds."""
+    """Return the device's number of multiprocessors: a persistent grid has that many times a multiprocessor's programs.
+
+    Without a CUDA device it is 132 in a recording and 3 in the interpreter.
+    """
     if _recording.get() is not None:
         return 132
     return 3 if device.type != "cuda" else _properties(device.index or 0).multi_processor_count
 
 
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether it has the tensor copy engine that tensor descriptors are for: sm_90 and later."""
+    """Return True if the device has the tensor copy engine, which tensor descriptors need: sm_90 and later."""
     return architecture_of(device) != "sm_80"
 
 
 def check_memory(op: str, **tensors: torch.Tensor | None) -> torch.device:
-    """The one device that all the tensors are on; None is let pass.
+    """Return the one device that all tensors are on; None is ignored.
 
     Raises:
-        ValueError: they are on several, or on one that no kernel runs on.
+        ValueError: the tensors are on several devices, or on one that no kernel runs on.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     devices = {tensor.device for tensor in given.values()}
@@ -156,29 +161,32 @@ def check_memory(op: str, **tensors: torch.Tensor | None) -> torch.device:
 
 
 def check_dtype(op: str, allowed: Sequence[torch.dtype] = DTYPES, /, **tensors: torch.Tensor | None) -> None:
-    """Raises TypeError, naming the tensor, for a type that the kernel does not take; None is let pass."""
+    """Check the tensors' types; the TypeError names the tensor. None is ignored."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in allowed:
             raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be one of {', '.join(map(str, allowed))}")
 
 
 def check_shape(op: str, expected: Sequence[int], **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError, naming the tensor, for another shape than the expected; None is let pass."""
+    """Check that the tensors have the expected shape; the ValueError names the tensor. None is ignored."""
     for name, tensor in tensors.items():
         if tensor is not None and tuple(tensor.shape) != tuple(expected):
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {tuple(expected)}")
 
 
 def check_output(op: str, **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError, naming the tensor, where elements share memory (strides of 0); None is let pass."""
+    """Check that elements share no memory (strides of 0); the ValueError names the tensor. None is ignored."""
     for name, tensor in tensors.items():
         if tensor is not None and any(s == 0 < n - 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(f"{op}: {name} has strides {tensor.stride()}: its elements share memory; give it its own")
 
 
 def describable(matrix: torch.Tensor) -> bool:
-    """Whether the tensor copy engine can read it: 16-byte rows and base, the last dimension contiguous (CUDA driver
-    API, cuTensorMapEncodeTiled)."""
+    """Return True if the tensor copy engine can read the matrix.
+
+    Rows and base must lie at multiples of 16 bytes and the last dimension must be contiguous (CUDA driver API,
+    cuTensorMapEncodeTiled).
+    """
     bytes_each = matrix.element_size()
     return (
         matrix.stride(-1) == 1
@@ -190,7 +198,7 @@ def describable(matrix: torch.Tensor) -> bool:
 
 @triton.jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """accumulator + a @ b in fp32, in the interpreter as on the device."""
+    """Return accumulator + a @ b in fp32, in the interpreter as on the device."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -199,7 +207,7 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """fp32 x, rounded to the nearest (ties to even) of DTYPE."""
+    """Return fp32 x rounded to the nearest value of DTYPE (ties to even)."""
     if _INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -212,12 +220,12 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns: writing a large tile in parts takes fewer registers."""
+    """Return the left and the right half of the columns: writing a large tile in parts takes fewer registers."""
     return tile.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1)).split()
 
 
 def _device_index(arguments: tuple) -> int:
-    """Of the CUDA device that they are on; -1 on the CPU. Written for speed, as every launch asks."""
+    """Return the index of the arguments' CUDA device, -1 for the CPU. Every launch calls this, so it must be fast."""
     for argument in arguments:
         if isinstance(argument, language.TensorDescriptor):
             return argument.base.get_device()
@@ -227,7 +235,7 @@ def _device_index(arguments: tuple) -> int:
 
 
 def _launch_on(index: int, kernel, grid: tuple, arguments: tuple, constants: dict, warps: int, stages: int) -> None:
-    """On the device, which is the current one, and its current stream."""
+    """Launch on the current device and its current stream."""
     found = dispatch.find(kernel, _code_architecture(index))
     if isinstance(found, str):
         why = found
@@ -238,15 +246,15 @@ def _launch_on(index: int, kernel, grid: tuple, arguments: tuple, constants: dic
         why = found.lacks()
     if id(kernel) not in _compiled_at_run_time or "WEFT_NO_JIT" in os.environ:
         _announce(Launch(kernel, grid, arguments, constants, warps, stages), why)
-    # Contraction to fused multiply-adds is named, since its default differs between versions of Triton.
+    # enable_fp_fusion is explicit, since its default differs between versions of Triton.
     kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
 
 
-_compiled_at_run_time: dict[int, Any] = {}  # kernels by identity, of which it was said
+_compiled_at_run_time: dict[int, Any] = {}  # kernels by identity, after their warning
 
 
 def _announce(recorded: Launch, why: str) -> None:
-    """Says that Triton compiles the launch, or raises where it must not."""
+    """Warn that Triton compiles the launch, or raise RuntimeError if it must not."""
     kernel = recorded.kernel
     variant = f"{dispatch.full_name(kernel)} ({recorded})"
     refusal = _why_not_compile()

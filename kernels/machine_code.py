@@ -1,4 +1,4 @@
-"""A variant's machine code: compiled by Triton for an architecture, without a GPU, and kept in a cache.
+"""Machine code of variants: Triton compiles it for an architecture without a GPU, and a cache keeps it.
 
 The same sources and the same Triton, at the same paths, give the same bytes.
 """
@@ -31,7 +31,7 @@ from weft.kernels.archive import Machine
 
 @dataclass(frozen=True)
 class CompiledVariant:
-    """A variant's machine code, and what the compiler and the disassembler said about it."""
+    """A variant's machine code, with results of the compiler and the disassembler."""
 
     machine: Machine
     spilled_bytes: int
@@ -39,40 +39,40 @@ class CompiledVariant:
 
 
 def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVariant:
-    """The variant that the launch would run on that architecture ("sm_90", say).
+    """Compile the variant that the launch would run on that architecture ("sm_90", say).
 
     Raises:
         RuntimeError: the kernels were imported for the interpreter, so there is nothing to compile.
     """
     built = assemble(recorded, architecture)
-    said = built.metadata
+    metadata = built.metadata
     registers, spilled_bytes = _registers(built.asm["cubin"])
     machine = Machine(
-        entry=said.name,
-        arguments=_arguments(built.src.signature, getattr(said, "tensordesc_meta", None) or []),
-        shared_bytes=said.shared,
-        warps=said.num_warps,
+        entry=metadata.name,
+        arguments=_arguments(built.src.signature, getattr(metadata, "tensordesc_meta", None) or []),
+        shared_bytes=metadata.shared,
+        warps=metadata.num_warps,
         registers=registers,
-        clusters=(said.num_ctas, 1, 1) if said.num_ctas > 1 else None,
-        cooperative=said.launch_cooperative_grid,
-        pdl=said.launch_pdl,
-        global_scratch_bytes=said.global_scratch_size,
-        global_scratch_align=said.global_scratch_align,
-        profile_scratch_bytes=said.profile_scratch_size,
+        clusters=(metadata.num_ctas, 1, 1) if metadata.num_ctas > 1 else None,
+        cooperative=metadata.launch_cooperative_grid,
+        pdl=metadata.launch_pdl,
+        global_scratch_bytes=metadata.global_scratch_size,
+        global_scratch_align=metadata.global_scratch_align,
+        profile_scratch_bytes=metadata.profile_scratch_size,
         cubin=built.asm["cubin"],
     )
     return CompiledVariant(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]))
 
 
 def assemble(recorded: launch.Launch, architecture: str) -> CompiledKernel:
-    """Triton's own result for the variant, whose `asm` holds the text of each stage."""
+    """Return Triton's own result for the variant; its `asm` holds the text of each stage."""
     source, target, options = _to_compile(recorded, architecture)
     with _without_lines():
         return triton.compile(source, target=target, options=options)
 
 
 def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[CompiledVariant, bool]:
-    """`compile_launch` of what the folder does not hold from a time before; and whether it had to be compiled now."""
+    """Return the variant from the cache folder, or compile it and store it there; with True if it was compiled now."""
     stem = cache / _cache_key(recorded, architecture)
     try:
         fields = json.loads(stem.with_suffix(".json").read_text())
@@ -82,7 +82,7 @@ def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[Com
         pass
     if not fix_addresses():
         print("addresses are random here: ptxas may give other bytes next time", file=sys.stderr)
-    # Triton's own cache is no help here: it may hold what was compiled with line information.
+    # Triton's own cache is not used here: it may hold code that was compiled with line information.
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         compiled = compile_launch(recorded, architecture)
@@ -100,18 +100,17 @@ def default_cache() -> Path:
 
 
 def needs_tensor_cores(ttir: str) -> bool:
-    """Whether Triton's text has a dot of a type that tensor cores take: any but fp32 in ieee precision."""
+    """Return True if Triton's text has a dot for tensor cores: of any type but fp32 in ieee precision."""
     dots = [line for line in ttir.splitlines() if "tt.dot " in line]
     return any("xf32> *" not in dot or "inputPrecision = tf32" in dot for dot in dots)
 
 
 @lru_cache
 def fix_addresses() -> bool:
-    """From now on, the programs that this process starts have their memory at the same addresses every time, if the
-    system permits.
+    """Turn off random memory addresses for programs that this process starts; return False if the system forbids it.
 
-    ptxas decides by addresses of its own: that of CUDA 13.1 makes of one PTX for sm_100 one of two cubins, which differ
-    in the registers that they name. The lengths of paths move its memory too.
+    ptxas makes choices by its own addresses. That of CUDA 13.1 turns one PTX for sm_100 into one of two cubins with
+    different registers. The lengths of paths move its memory too.
     """
     libc = ctypes.CDLL(None)
     only_asked, no_randomising = ctypes.c_ulong(0xFFFFFFFF), 0x0040000  # personality(2): ADDR_NO_RANDOMIZE
@@ -120,7 +119,7 @@ def fix_addresses() -> bool:
 
 
 def _cache_key(recorded: launch.Launch, architecture: str) -> str:
-    """Triton's own: the kernel's source and whatever it refers to, signature, constants, options, and Triton itself."""
+    """Return Triton's own key: of the kernel's source and all it refers to, signature, constants, options, Triton."""
     _hash_in_order()
     source, target, options = _to_compile(recorded, architecture)
     backend = make_backend(target)
@@ -132,13 +131,15 @@ def _cache_key(recorded: launch.Launch, architecture: str) -> str:
 
 @lru_cache
 def _hash_in_order() -> None:
-    """Triton's hash of a function also depends on which of the functions that it calls were hashed before it, so all
-    are hashed here in one order, whichever variants a process compiles. And on the function's line, which is nothing to
-    machine code without lines."""
+    """Hash all functions in one order, regardless of the variants that a process compiles.
+
+    Triton's hash of a function also depends on the functions it calls that were hashed before it. It depends on the
+    function's line too, which does not matter to machine code without lines.
+    """
     for op in variants.OPS:
         importlib.import_module(f"weft.kernels.{op}")
     modules = [sys.modules[name] for name in sorted(sys.modules) if name.startswith("weft.kernels.")]
-    functions = [one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)]
+    functions = [item for module in modules for item in vars(module).values() if isinstance(item, triton.JITFunction)]
     for function in functions:
         function.starting_line_number = 0
     for function in functions:
@@ -153,20 +154,20 @@ def _to_compile(recorded: launch.Launch, architecture: str) -> tuple[ASTSource, 
     types, constants, attributes = signature.specialise(recorded)
     source = ASTSource(recorded.kernel, types, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    # Contraction to fused multiply-adds is named, since its default differs between versions of Triton.
+    # enable_fp_fusion is explicit, since its default differs between versions of Triton.
     return source, target, {"num_warps": recorded.warps, "num_stages": recorded.stages, "enable_fp_fusion": True}
 
 
 @contextlib.contextmanager
 def _without_lines() -> Iterator[None]:
-    """Machine code without the lines of its source: smaller, and the same wherever the source lies."""
+    """Compile inside without line information: the code is smaller and does not depend on the source's place."""
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
         yield
 
 
 def _arguments(types: dict[str, str], maps: Sequence[dict]) -> tuple[str, ...]:
-    """The C types of what is passed. The launcher knows that a descriptor's shape and strides follow its map."""
+    """Return the C types of the arguments. The launcher adds a descriptor's shape and strides after its map."""
     left = iter(maps)
     given = []
     for name in types.values():
@@ -178,13 +179,13 @@ def _arguments(types: dict[str, str], maps: Sequence[dict]) -> tuple[str, ...]:
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
-    """How many registers a thread has, and how many bytes of memory stand in for those that it has not."""
+    """Return the registers of a thread, and the bytes of memory that replace missing registers."""
     usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", disassembled(cubin, "cuobjdump", "-res-usage")))
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
 
 
 def disassembled(cubin: bytes, tool: str, *options: str) -> str:
-    """What one of NVIDIA's tools in Triton's wheel says of the machine code."""
+    """Return the output of one of NVIDIA's tools in Triton's wheel for the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

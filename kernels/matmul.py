@@ -1,22 +1,23 @@
 """matmul: D = act(A B + bias + C), the product of the parallel linear layers, forward and backward.
 
-    A [M, K]    B [K, N]    bias [N]    C, D [M, N]    Z = A B + bias + C, kept for backward where asked
+    A [M, K]    B [K, N]    bias [N]    C, D [M, N]    Z = A B + bias + C, kept for backward on request
 
     forward   y  = act(x @ w.T + b)     A = x,    B = w.T                      reads x, w; writes y (and z)
     gated     y  = act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up)            B = w_gate.T beside w_up.T, Z [M, 2N]
     dgrad     dx = dz @ w               A = dz,   B = w                        or A = dy act'(z), formed as it is loaded
     wgrad     dw = dw + dz.T @ x        A = dz.T, B = x, C = D = main_grad     in fp32
 
-2 M N K operations (4 M N K gated). Device memory: M K + K N elements read and M N written at the least, N / block_n
-times A and M / block_m times B from L2. A matrix of any strides and any size goes in; where its rows are 16-byte
-aligned, the tensor copy engine of sm_90 and later moves it (tensor descriptors), else masked loads do. The sum over K
+2 M N K operations (4 M N K gated). Device memory: at least M K + K N elements read and M N written; A is read N /
+block_n times and B M / block_m times from L2. Matrices may have any strides and any size. If their rows are 16-byte
+aligned, the tensor copy engine of sm_90 and later loads them (tensor descriptors), else masked loads do. The sum over K
 is in fp32, in order, and is rounded once; bias, C and activation are applied in fp32 before that.
 
-A persistent grid walks the tiles in columns of group_m rows, so that what programs read at one time stays in L2. Thin
-products (the shards of a layer over many ranks) have too few tiles to fill a device: split_k > 1 cuts K into pieces
-whose fp32 partial sums a second kernel adds in the order of K: 8 split_k M N bytes more, the same bits in every run.
+A persistent grid walks the tiles in columns of group_m rows, so that the operands of the running programs stay in L2.
+Thin products (the shards of a layer over many ranks) have too few tiles to fill a device. For these split_k > 1 cuts K
+into pieces, and a second kernel adds their fp32 partial sums in the order of K. This moves 8 split_k M N bytes more and
+gives the same bits in every run.
 
-Nothing is saved here; the autograd functions of weft.ops keep x, w and z. Held by tests/kernels/test_matmul.py.
+Nothing is saved here; the autograd functions of weft.ops keep x, w and z. Tests: tests/kernels/test_matmul.py.
 """
 
 from dataclasses import dataclass, replace
@@ -32,15 +33,15 @@ from weft.kernels.language import TensorDescriptor, tl, triton
 from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of
 
 PRECISIONS = ("ieee", "tf32")
-# fp32 has no tile that holds the flags' registers as well without spilling: the interpreter alone takes it.
+# fp32 has no tile with room for the flags' registers without spilling, so only the interpreter takes it.
 COMMUNICATING_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
-_COMBINE_BLOCK = 1024  # elements a program of the second kernel of a split product
+_COMBINE_BLOCK = 1024  # elements per program of the second kernel of a split product
 _NO_STRIDES = (0, 0)
 
 
 @dataclass(frozen=True)
 class Prologue:
-    """A is dy act'(z), with z [M, K] of dy's type, formed as it is loaded."""
+    """A prologue that forms A = dy act'(z) during the load, with z [M, K] of dy's type."""
 
     z: torch.Tensor
     activation: str
@@ -48,11 +49,12 @@ class Prologue:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Rows of A come while the product is under way: a tile waits for the chunks that its rows are of, and tiles are
-    taken in the order in which chunks come.
+    """Chunks of A's rows that come while the product runs.
+
+    A tile waits for the chunks of its rows, and tiles run in the order in which chunks come.
 
     Attributes:
-        flags: [chunks] int32, set to 1 once the chunk is there.
+        flags: [chunks] int32, set to 1 once the chunk has arrived.
     """
 
     peers: signal.Peers
@@ -62,13 +64,15 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Departures:
-    """Rows of the result go to the memory of other ranks, and a flag is posted once all of a chunk is there; tiles are
-    taken in the order in which the others wait for them.
+    """Destinations of the result's rows in the memory of other ranks.
+
+    The kernel posts a chunk's flag once all of the chunk is written. Tiles run in the order in which the other ranks
+    wait for them.
 
     Attributes:
-        destinations: [M] int64, the address of each row of the result, contiguous, 16-byte aligned where `aligned`.
+        destinations: [M] int64, the address of each row of the result, contiguous, 16-byte aligned if `aligned`.
         flags: [chunks] int64, the address of each chunk's flag.
-        agreed: what is posted there.
+        agreed: the value that is posted there.
     """
 
     peers: signal.Peers
@@ -95,25 +99,28 @@ def matmul(
     config: MatmulConfig | None = None,
     arrivals: Arrivals | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """act(a @ b + bias + addend), and what the activation was applied to.
+    """Return act(a @ b + bias + addend), and z, the input of the activation.
 
     Args:
-        a: [M, K], b: [K, N], of one type (bf16, fp16, fp32) and of any strides.
-        b_up: [K, N], makes the product gated: act(a @ b + bias[:N]) * (a @ b_up + bias[N:]).
-        bias: [N], or [2N] where gated.
-        addend: [M, N]; may be `out`, which is how a gradient is accumulated.
-        prologue: replaces a by a * act'(z) as it is loaded.
-        out: [M, N] to write to, of any of the three types; a new one of out_dtype (a's type) by default.
-        keep_z: also gives z, [M, N] (gated: [M, 2N], gate beside up) in a's type.
-        precision: of fp32 operands: "ieee", or "tf32" (10 bits of mantissa).
+        a: [M, K], bf16, fp16 or fp32, any strides.
+        b: [K, N], of a's type, any strides.
+        b_up: [K, N]; makes the product gated: act(a @ b + bias[:N]) * (a @ b_up + bias[N:]).
+        bias: [N], or [2N] for a gated product.
+        activation: None, "gelu", "gelu_tanh", "relu" or "silu".
+        addend: [M, N]; may be `out`, to accumulate a gradient.
+        prologue: replaces a by a * act'(z) during the load.
+        out: [M, N] to write to, of any of the three types; a new tensor of out_dtype by default.
+        out_dtype: type of a new out; a's type by default.
+        keep_z: also return z, [M, N] (gated: [M, 2N], gate beside up) in a's type.
+        precision: precision of fp32 operands: "ieee", or "tf32" (10 bits of mantissa).
         config: an explicit tile configuration; by default the table's, else the heuristic's.
-        arrivals: the rows of a are still coming; K is not split then.
+        arrivals: the rows of a are still coming; then K is not split.
 
     Returns:
-        (out, z); z is None unless kept.
+        (out, z); z is None without keep_z.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take, before anything is launched.
+        ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
     """
     _check(a, b, b_up, bias, activation, addend, prologue, out, precision)
     (rows, depth), columns = a.shape, b.size(1)
@@ -147,10 +154,14 @@ def matmul_to_peers(
     precision: str = "ieee",
     config: MatmulConfig | None = None,
 ) -> None:
-    """a @ b, each row of which goes to where `departures` says; the bits of `matmul` with the same tile, K not split.
+    """Write each row of a @ b to its address in `departures`; with the bits of `matmul` of that tile with K not split.
+
+    Args:
+        a, b, precision, config: as in `matmul`.
+        departures: addresses of the result's rows and of the chunks' flags.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take, before anything is launched.
+        ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
     """
     _check(a, b, None, None, None, None, None, None, precision)
     problem = problem_of(a, b, precision=precision)
@@ -185,7 +196,7 @@ def _launch_product(
             return TensorDescriptor.from_tensor(matrix.t(), list(reversed(block)))
         return TensorDescriptor.from_tensor(matrix, list(block))
 
-    if partials is not None:  # the rest is of the whole sum
+    if partials is not None:  # the second kernel applies these to the whole sum
         bias, addend, z, activation = None, None, None, "none"
     target = partials if partials is not None else out
     adds = b_up is not None or z is not None or (meeting is not None and not descriptors)
@@ -204,7 +215,7 @@ def _launch_product(
         rows,
         columns,
         depth,
-        # What a descriptor holds is not told again: variants would differ in what they do not use.
+        # A descriptor holds its strides. They are 0 here, so that variants do not differ in unused arguments.
         *(_NO_STRIDES if descriptors else a.stride()),
         *(_NO_STRIDES if descriptors or a_z is None else a_z.stride()),
         *(_NO_STRIDES if descriptors else b.stride()),
@@ -226,7 +237,7 @@ def _launch_product(
         A_ACTIVATION=prologue.activation if prologue else "none",
         PRECISION=problem.precision,
         SPLIT=partials is not None,
-        # Said of those dimensions only along which masked accesses run.
+        # Only for dimensions along which masked accesses run.
         ROWS_OF_16=rows % 16 == 0 and not descriptors and a_turned,
         COLUMNS_OF_16=columns % 16 == 0,
         DEPTH_OF_16=depth % 16 == 0 and not descriptors and (b_turned or not a_turned),
@@ -242,11 +253,13 @@ def _launch_product(
 
 
 def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
-    """How many columns a program writes at a time: as many as the registers hold the sums and addresses of
-    (`weft.kernels.check` looks). Columns that 16 does not divide have an address each.
+    """Return the number of columns that a program writes at a time.
+
+    The registers hold the sums and addresses of that many (`weft.kernels.check` checks it). Columns that 16 does not
+    divide have an address each.
 
     Args:
-        adds: it writes z, has a second sum, or flags beside its operands' addresses.
+        adds: the program writes z, has a second sum, or has flags together with its operands' addresses.
     """
     odd = columns % 16 != 0
     if (split and (odd or a.dtype == torch.float32)) or (odd and adds and not launch.has_copy_engine(a.device)):
@@ -255,7 +268,7 @@ def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
 
 
 def _meeting_arguments(arrivals: Arrivals | None, departures: Departures | None, block_m: int, device) -> tuple:
-    """From `order` to `rank`, the kernel's arguments for what it waits for and whom it tells."""
+    """Return the kernel's arguments from `order` to `rank`: for its waits and for the flags that it posts."""
     if arrivals:
         order = arrivals.rows.order(block_m, arrivals.peers.rank, True, device)
         ranks = arrivals.rows.rank_of_chunk(device)
@@ -266,8 +279,8 @@ def _meeting_arguments(arrivals: Arrivals | None, departures: Departures | None,
         order = rows.order(block_m, peers.rank, False, device)
         tiles = rows.tiles_of_chunk(block_m, device)
         peers.keep(order, tiles, departures.destinations, departures.flags)
-        told = departures.destinations, departures.flags, tiles, peers.counters, departures.agreed
-        return order, None, *told, *peers.waits()
+        posts = departures.destinations, departures.flags, tiles, peers.counters, departures.agreed
+        return order, None, *posts, *peers.waits()
     return None, None, None, None, None, None, 0, None, None, 0, 0
 
 
@@ -332,7 +345,7 @@ def _check(a, b, b_up, bias, activation, addend, prologue, out, precision) -> No
 @triton.jit
 def _load(matrix, row, column, rows, columns, stride_row, stride_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
           DESCRIPTOR: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
-    """The tile [ROWS, COLUMNS] at (row, column); what is outside of the matrix is 0."""
+    """Load the tile [ROWS, COLUMNS] at (row, column), with zeros outside the matrix."""
     if DESCRIPTOR:
         if TURNED:
             tile = matrix.load([column, row]).T
@@ -348,7 +361,7 @@ def _load(matrix, row, column, rows, columns, stride_row, stride_column, ROWS: t
 
 @triton.jit
 def _finish(total, total_up, z, z_offsets, z_up, inside, ACTIVATION: tl.constexpr):
-    """Keeps z where asked and applies the activation; gated where total_up is there."""
+    """Store z if it is not None and apply the activation; gated if total_up is not None."""
     if z is not None:
         tl.store(z + z_offsets, launch.rounded(total, z.dtype.element_ty), mask=inside)
         if total_up is not None:
@@ -365,8 +378,10 @@ def _emit(total, total_up, bias, addend, out, destinations, z, piece, row, colum
           BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr, ACTIVATION: tl.constexpr,
           SPLIT: tl.constexpr, STORE_DESCRIPTOR: tl.constexpr, OUT_DTYPE: tl.constexpr,
           ALIGNED: tl.constexpr):  # fmt: skip
-    """Writes a tile of sums, in strips of STRIP columns: the whole tile at once would need more registers, and more
-    shared memory to change its layout, than the sum itself."""
+    """Write a tile of sums in strips of STRIP columns.
+
+    The whole tile at once would need more registers, and more shared memory to change its layout, than the sum itself.
+    """
     if WIDTH > STRIP:
         left, right = launch.halves(total, BLOCK_M, WIDTH)
         if total_up is not None:
@@ -449,12 +464,12 @@ def _matmul_kernel(
     steps,  # of block_k in a piece of K, the same for each piece
     splits,
     programs,
-    order,  # [tiles_m, 3] or None: the tile whose turn it is, its first and its last chunk
+    order,  # [tiles_m, 3] or None: the tile of each turn, its first and its last chunk
     arrivals,  # [chunks] or None: flags to wait for
     destinations,  # [M] or None: addresses of the rows of the result; then out is None
     departures,  # [chunks] or None: addresses of flags to post
-    of_chunk,  # [chunks] or None: the rank that a chunk comes from; with departures, the tiles that have some of it
-    counters,  # [chunks] or None: tiles that are done
+    of_chunk,  # [chunks] or None: the rank that a chunk comes from; with departures, the number of tiles in the chunk
+    counters,  # [chunks] or None: number of finished tiles
     agreed,
     spoiled,
     record,
@@ -468,7 +483,7 @@ def _matmul_kernel(
     A_ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
-    ROWS_OF_16: tl.constexpr,  # so that a mask has one value for 16 bytes
+    ROWS_OF_16: tl.constexpr,  # 16 divides rows, so a mask has one value for 16 bytes
     COLUMNS_OF_16: tl.constexpr,
     DEPTH_OF_16: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -476,9 +491,9 @@ def _matmul_kernel(
     B_TURNED: tl.constexpr,
     STORE_DESCRIPTOR: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,  # destinations, at 16 bytes
+    ALIGNED: tl.constexpr,  # destinations lie at multiples of 16 bytes
 ):
-    # The compiler sees the factor; `multiple_of` is lost on an argument.
+    # The compiler uses this factor; it ignores `multiple_of` on an argument.
     if ROWS_OF_16:
         rows = rows // 16 * 16
     if COLUMNS_OF_16:
@@ -489,7 +504,7 @@ def _matmul_kernel(
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles = tiles_m * tiles_n
     for unit in tl.range(tl.program_id(0), tiles * splits, programs, flatten=True):
-        # 1. Which tile, and which piece of K.
+        # 1. Find the tile and the piece of K.
         piece = unit // tiles
         tile = unit % tiles
         group = tile // (group_m * tiles_n)
@@ -511,7 +526,7 @@ def _matmul_kernel(
             if DESCRIPTORS:
                 signal.to_copy_engine()
 
-        # 2. The sum over the piece, in order.
+        # 2. Sum over the piece, in order.
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if b_up is not None:
             total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -532,8 +547,8 @@ def _matmul_kernel(
                              DESCRIPTORS, B_TURNED)  # fmt: skip
                 total_up = launch.dot(x, w_up, total_up, PRECISION)
 
-        # 3. Out: the partial sum as it is, or everything that comes after the sum. Nothing to other ranks' memory once
-        # a wait gave up: they may still read there what the call before wrote.
+        # 3. Write the partial sum, or the result with everything after the sum. After a wait that gave up, write
+        # nothing to other ranks' memory: they may still read there the rows of the previous call.
         if arrivals is not None:
             total *= signal.poison(spoiled)
         if departures is not None:
@@ -545,7 +560,7 @@ def _matmul_kernel(
               stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
               BLOCK_M, BLOCK_N, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE, ALIGNED)  # fmt: skip
 
-        # 4. Whoever completes a chunk tells its owner.
+        # 4. The program that completes a chunk posts its flag at the owner.
         if departures is not None:
             for chunk in range(first, final + 1):
                 if signal.last(counters + chunk, tl.load(of_chunk + chunk) * tiles_n) & sound:
@@ -573,7 +588,7 @@ def _combine_kernel(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The pieces of K are added in their order, whichever program finished first."""
+    """Add the pieces of K in their order, regardless of the order in which programs finished."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r = element // columns
     c = element % columns
@@ -600,9 +615,11 @@ def _combine_kernel(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launcher once for each variant to compile ahead of time, on meta tensors; for inside
-    `launch.recording`. What the layers of weft.ops ask for, whatever the sizes, in bf16 and fp16 (held by
-    tests/kernels/test_served.py); of activations, prologues and fp32 one tile each."""
+    """Call the launcher once for each variant to compile ahead of time, on meta tensors.
+
+    Use it inside `launch.recording`. The variants serve all calls of weft.ops' layers in bf16 and fp16, with any sizes
+    (tests: tests/kernels/test_served.py). Activations, prologues and fp32 have one tile each.
+    """
     m, n, k = 4096, 2048, 1024
 
     def matrix(rows, columns, dtype):
@@ -618,7 +635,7 @@ def variants(architecture: str) -> None:
         matmul(dy.t(), x, addend=dw, out=dw, **options)
 
     def layer(n, k, dtype, **options):
-        """Forward and backward of a linear layer."""
+        """Run forward and backward of a linear layer."""
         x, w, dy = matrix(m, k, dtype), matrix(n, k, dtype), matrix(m, n, dtype)
         for bias in (True, False):
             forward(x, w, bias, **options)

@@ -1,19 +1,21 @@
-"""matmul_reduce_scatter: y_shard_m = reduce_scatter(a @ b), the forward of a row-parallel layer whose output is split
-along the sequence, and the dgrad of a column-parallel one.
+"""matmul_reduce_scatter: y_shard_m = reduce_scatter(a @ b).
+
+This is the forward of a row-parallel layer with its output split along the sequence, and the dgrad of a column-parallel
+layer with its input split so.
 
     a [M, K_r]    b [K_r, N]    partial sums a @ b [M, N], rounded to a's type    y_shard_m [M_r, N]
 
-    1. The product (the kernel of matmul.py) writes each tile to the window of the rank that owns its rows, into the
-       part that is this rank's: [W, M_r, N] there. Rows of other ranks come first, the own ones last. Whoever completes
-       a chunk of rows posts its flag at the owner.
-    2. The owner waits for a chunk's W flags and sums the W parts in the order of ranks, in fp32, rounded once.
-    3. It sets its flags back to 0, and all meet: now the windows may be written again.
+    1. The product (the kernel of matmul.py) writes each tile to the window of the rank that owns its rows, into this
+       rank's part of the [W, M_r, N] there. Rows of other ranks come first, its own rows last. The program that
+       completes a chunk of rows posts the chunk's flag at the owner.
+    2. The owner waits for a chunk's W flags and sums the W parts in rank order, in fp32, rounded once.
+    3. It sets its flags back to 0, and all ranks meet. Then the windows may be written again.
 
 Bytes over the links: (M - M_r) N elements out, as many in; device memory (W + 1) M_r N elements more than the product.
-Only a rank's own matmul comes before its sum, so nobody waits for a program that could not run.
+Before its sum a rank runs only its own matmul, so no program waits for one that cannot run.
 
-The partial sums have matmul's bits, and their sum is the reduction contract: the bits are those of matmul and then
-reduce_scatter. Held by tests/kernels/test_matmul_reduce_scatter.py.
+The partial sums have matmul's bits, and their sum follows the reduction contract. So the bits are those of matmul and
+then reduce_scatter. Tests: tests/kernels/test_matmul_reduce_scatter.py.
 """
 
 from dataclasses import dataclass
@@ -28,13 +30,16 @@ from weft.kernels.language import tl, triton
 from weft.kernels.matmul import Departures, matmul_to_peers
 from weft.kernels.matmul_tiles import listed
 
-_ROWS, _COLUMNS = 8, 256  # of a tile of the sum: one access of 16 bytes for each thread and rank
+_ROWS, _COLUMNS = 8, 256  # size of a tile of the sum: one access of 16 bytes for each thread and rank
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """Where the ranks' partial sums lie in a window: in rank r's, [W, rows of r, columns], from DATA_OFFSET on; behind
-    it, for who needs it, [rows of r, columns] of sums."""
+    """Layout of the ranks' partial sums in a window.
+
+    The window of rank r has [W, rows of r, columns] from DATA_OFFSET on. For an all-reduce the sums follow, [rows of r,
+    columns].
+    """
 
     rows: Rows
     columns: int
@@ -50,26 +55,26 @@ class Inbox:
 
     @property
     def sums_offset(self) -> int:
-        """The same on every rank."""
+        """Offset of the sums in a window, in bytes; the same on every rank."""
         parts = len(self.rows.sizes) * self.rows.largest * self._row_bytes
         return signal.DATA_OFFSET + -(-parts // 16) * 16
 
     def window_bytes(self, sums: bool) -> int:
-        """What the window must have."""
+        """Return the bytes that the window must have, with or without the sums."""
         return self.sums_offset + (self.rows.largest * self._row_bytes if sums else 0)
 
     def parts(self, peers: signal.Peers) -> torch.Tensor:
-        """This rank's [W, rows, columns]."""
+        """Return this rank's partial sums, [W, rows, columns]."""
         return self._view(peers, signal.DATA_OFFSET, peers.world * self.rows.of_rank(peers.rank)).view(
             peers.world, -1, self.columns
         )
 
     def sums(self, peers: signal.Peers) -> torch.Tensor:
-        """This rank's [rows, columns]."""
+        """Return this rank's sums, [rows, columns]."""
         return self._view(peers, self.sums_offset, self.rows.of_rank(peers.rank))
 
     def flags(self, peers: signal.Peers) -> torch.Tensor:
-        """This rank's flags: [W, chunks] of partial sums, then [chunks] of sums."""
+        """Return this rank's flags: [W, chunks] of partial sums, then [chunks] of sums."""
         count = (peers.world + 1) * len(self.rows.chunks)
         return peers.memory[signal.MEETING_BYTES :][: 4 * count].view(torch.int32)
 
@@ -101,18 +106,20 @@ def matmul_reduce_scatter(
     precision: str = "ieee",
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of a @ b.
+    """Return this rank's rows of the sum over ranks of a @ b.
 
     Args:
-        a: [M, K_r]; b: [K_r, N]; K_r may differ between ranks.
-        peers: whose window has `Inbox(rows, N, a.dtype).window_bytes(False)` bytes.
-        rows: how the M rows are shared; the same on every rank.
+        a: [M, K_r]; K_r may differ between ranks.
+        b: [K_r, N].
+        peers: a window of at least `Inbox(rows, N, a.dtype).window_bytes(False)` bytes.
+        rows: the split of the M rows over the ranks; the same on every rank.
+        precision, config: as in `matmul`.
 
     Returns:
         [M_r, N] of a's type.
 
     Raises:
-        ValueError, TypeError: what the kernels do not take, before anything is launched.
+        ValueError, TypeError: the kernels do not take an argument. Raised before any launch.
     """
     op = "matmul_reduce_scatter"
     inbox = Inbox(rows, b.size(-1), a.dtype)
@@ -133,12 +140,12 @@ def check_rows(op: str, a: torch.Tensor, rows: Rows) -> None:
 
 
 def sum_parts(
-    inbox: Inbox, peers: signal.Peers, out: torch.Tensor, agreed: int, operation: int, tell: bool = False
+    inbox: Inbox, peers: signal.Peers, out: torch.Tensor, agreed: int, operation: int, notify: bool = False
 ) -> None:
-    """Step 2: out = the sum of the parts, as they come; where `tell`, every rank is told of each chunk."""
+    """Sum the parts into `out` as they come (step 2); with `notify`, post a flag at every rank for each chunk."""
     (own,) = peers.keep(inbox.rows.own_chunks(peers.rank, out.device))
     units = own.size(0) * triton.cdiv(inbox.columns, _COLUMNS)
-    programs = min(units, peers.processors)  # while they wait, others' products have room
+    programs = min(units, peers.processors)  # leaves room for other ranks' products while these programs wait
     launch.launch(
         _sum_kernel,
         (programs,),
@@ -146,8 +153,8 @@ def sum_parts(
         inbox.flags(peers),
         own,
         out,
-        peers.addresses if tell else None,
-        peers.counters if tell else None,
+        peers.addresses if notify else None,
+        peers.counters if notify else None,
         inbox.columns,
         out.numel(),
         own.size(0),
@@ -165,7 +172,7 @@ def sum_parts(
 
 @lru_cache(maxsize=256)
 def _addresses(inbox: Inbox, rank: int, at: tuple[int, ...], device: torch.device):
-    """int64 [M] and [chunks]: where this rank's partial sums of each row go, and the flags of its chunks."""
+    """Return int64 [M] and [chunks]: addresses of this rank's partial sums of each row, and of each chunk's flag."""
     rows, row_bytes = inbox.rows, inbox._row_bytes
     destinations = torch.empty(rows.total, dtype=torch.int64)
     flags = torch.empty(len(rows.chunks), dtype=torch.int64)
@@ -183,7 +190,7 @@ def _sum_kernel(
     flags,  # [W, chunks] of the parts, [chunks] of the sums
     own,  # [own chunks, 3]: number among all, first row, rows
     out,  # [rows, columns]
-    addresses,  # [W] or None: then nobody is told
+    addresses,  # [W] or None: then no flags are posted
     counters,  # [chunks] or None
     columns,
     elements,  # of a part: rows times columns
@@ -208,14 +215,14 @@ def _sum_kernel(
         count = tl.load(entry + 2)
         c = (unit % blocks) * COLUMNS + tl.arange(0, COLUMNS)
 
-        # 1. Every rank's part of the chunk is here.
+        # 1. Wait for every rank's part of the chunk.
         for source in range(world):
             signal.wait(flags + source * chunks + chunk, agreed, spoiled, record, timeout_us, rank, source,
                         OPERATION, signal.PARTIAL)  # fmt: skip
         sound = signal.is_sound(spoiled)
         factor = signal.poison(spoiled)
 
-        # 2. In the order of ranks, in fp32, rounded once.
+        # 2. Sum the parts in rank order, in fp32, rounded once.
         for start in range(0, count, ROWS):
             r = start + tl.arange(0, ROWS)
             inside = (r < count)[:, None] & (c < columns)[None, :]
@@ -226,10 +233,10 @@ def _sum_kernel(
                 part += elements
                 total += tl.load(part, mask=inside, other=0.0).to(tl.float32)
             if addresses is not None:
-                inside = inside & (r < tl.where(sound, count, 0))[:, None]  # others read here
+                inside = inside & (r < tl.where(sound, count, 0))[:, None]  # other ranks read these rows
             tl.store(out + places, launch.rounded(total * factor, out.dtype.element_ty), mask=inside)
 
-        # 3. Whoever completes the chunk tells everybody, itself too.
+        # 3. The program that completes the chunk posts its flag at every rank, this one too.
         if addresses is not None:
             if signal.last(counters + chunk, blocks) & sound:
                 for peer in range(world):
@@ -238,7 +245,7 @@ def _sum_kernel(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launcher once for each variant to check, on meta tensors; for inside `launch.recording`."""
+    """Call the launcher once for each variant to check, on meta tensors; use inside `launch.recording`."""
     peers, m, n, k = signal.unlaunched(), 4096, 2048, 1024
     rows = Rows.of((m, n), 0, (m // peers.world,) * peers.world)
     for dtype in (torch.bfloat16, torch.float16):

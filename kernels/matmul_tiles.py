@@ -1,4 +1,4 @@
-"""Which tile configurations of the matmul exist, and which one a product takes."""
+"""Tile configurations of the matmul, and the choice among them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from weft.kernels.config import Choice, MatmulConfig, choose
 from weft.kernels.language import triton
 
 MOST_SPLITS = 16
-_LEAST_DEPTH = 512  # of a piece of K: less does not fill the pipeline
+_LEAST_DEPTH = 512  # smallest depth of a piece of K: less does not fill the pipeline
 
-# The tile configurations that exist, by what a product keeps in registers. "narrow": two sums (gated), a prologue, or
-# the addresses of operands that are not aligned. "fp32": operands of twice the room, and in ieee precision no tensor
-# core to hold sums in.
+# The tile configurations that exist, by the product's use of registers. "narrow": two sums (gated), a prologue, or the
+# addresses of operands that are not aligned. "fp32": operands take twice the room, and in ieee precision no tensor core
+# holds the sums.
 _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
     "sm_80": {
         "wide": (
@@ -60,12 +60,12 @@ _INTERPRETED_TILES = (MatmulConfig(32, 16, 16, warps=4, stages=1), MatmulConfig(
 
 @dataclass(frozen=True)
 class Problem:
-    """A product as far as its speed depends on it: [m, k] times [k, n].
+    """The properties of a product [m, k] times [k, n] that its speed depends on.
 
     Attributes:
-        layout: BLAS's letters for the two operands, n where rows are contiguous and t where columns are.
-        aligned: rows (columns) of both lie at 16 bytes.
-        fused: what else the kernel does: "none", or an activation, with "_gated" or "_prologue" after it.
+        layout: BLAS's letters for the two operands, n if rows are contiguous and t if columns are.
+        aligned: rows (columns) of both operands lie at multiples of 16 bytes.
+        fused: the fused work of the kernel: "none", or an activation, with "_gated" or "_prologue" after it.
     """
 
     m: int
@@ -82,7 +82,7 @@ class Problem:
         return not self.aligned or self.fused.endswith(("_gated", "_prologue"))
 
     def key(self) -> dict[str, int | str | bool]:
-        """What a tuned table is looked up by."""
+        """Return the key for the lookup in a tuned table."""
         dtype = str(self.dtype).removeprefix("torch.")
         if self.dtype == torch.float32:
             dtype += "_" + self.precision
@@ -91,18 +91,18 @@ class Problem:
 
 
 def is_turned(matrix: torch.Tensor) -> bool:
-    """Whether its columns, not its rows, are contiguous."""
+    """Return True if the matrix has contiguous columns and not contiguous rows."""
     return matrix.stride(0) == 1 and matrix.stride(1) != 1
 
 
 def are_aligned(*matrices: torch.Tensor | None) -> bool:
-    """Whether the tensor copy engine could read all of them: their rows, or their columns, lie at 16 bytes."""
+    """Return True if the tensor copy engine can read all matrices: their rows (or columns) lie at 16 bytes."""
     given = [matrix for matrix in matrices if matrix is not None]
     return all(launch.describable(matrix.t() if is_turned(matrix) else matrix) for matrix in given)
 
 
 def problem_of(a, b, b_up=None, prologue_z=None, *, activation: str = "none", precision: str = "ieee") -> Problem:
-    """The problem that a @ b poses."""
+    """Return the problem of the product a @ b."""
     layout = "".join("t" if is_turned(matrix) else "n" for matrix in (a, b))
     fused = activation + ("_gated" if b_up is not None else "") + ("_prologue" if prologue_z is not None else "")
     aligned = are_aligned(a, b, b_up, prologue_z)
@@ -112,22 +112,25 @@ def problem_of(a, b, b_up=None, prologue_z=None, *, activation: str = "none", pr
 def choose_tile(
     problem: Problem, device: torch.device, explicit: MatmulConfig | None = None, communicates: bool = False
 ) -> Choice[MatmulConfig]:
-    """Which configuration runs, and where it comes from. ValueError for an explicit one that does not exist."""
+    """Return the configuration that runs, with its source; raise ValueError if an explicit one does not exist."""
     architecture = launch.architecture_of(device)
     tiles = listed(architecture, problem.dtype, problem.narrow, communicates)
     if explicit is not None and explicit.split_k not in range(1, MOST_SPLITS + 1):
         raise ValueError(f"matmul: split_k={explicit.split_k} must be 1 to {MOST_SPLITS}")
     guess = _heuristic(problem.m, problem.n, problem.k, tiles, launch.multiprocessors(device))
     choice = choose("matmul", architecture, problem.key(), explicit, tiles, guess)
-    exists = choice.config.compiled() in tiles  # a table is of products that do not communicate
+    exists = choice.config.compiled() in tiles  # tables hold products that do not communicate
     return choice if exists else Choice(guess, "heuristic", choice.entry)
 
 
 def listed(
     architecture: str, dtype: torch.dtype, narrow: bool = False, communicates: bool = False
 ) -> tuple[MatmulConfig, ...]:
-    """The tile configurations that exist: `weft.kernels.check` compiles them, and tuning picks among them. Flags and
-    the ranks' addresses take registers too, which only the smallest tile of a narrow product, or a smaller one, has."""
+    """Return the tile configurations that exist.
+
+    `weft.kernels.check` compiles them, and tuning picks among them. The flags and the ranks' addresses of a
+    communicating product take registers too, so a narrow one gets only its smallest tile, or a still smaller one.
+    """
     if architecture == "interpreter":
         return _INTERPRETED_TILES
     kinds = _TILES[architecture]
@@ -139,22 +142,22 @@ def listed(
 
 
 def candidates(tiles: Sequence[MatmulConfig], k: int) -> list[MatmulConfig]:
-    """Each tile, with K whole and in as many pieces as it is deep enough for."""
+    """Return each tile with K whole, and with K in as many pieces as its depth permits."""
     splits = [s for s in (1, 2, 4, 8, MOST_SPLITS) if s == 1 or k >= s * _LEAST_DEPTH]
     return [replace(tile, split_k=s) for tile, s in product(tiles, splits)]
 
 
 def _heuristic(m: int, n: int, k: int, tiles: Sequence[MatmulConfig], processors: int) -> MatmulConfig:
-    """The configuration of the least estimated time, in cycles of one multiprocessor.
+    """Return the configuration with the least estimated time, in cycles of one multiprocessor.
 
-    A tile's rate falls with the bytes it loads for each operation; waves are rounded up, which is what starves thin
-    products; split sums write and read 8 bytes an element once for each piece. Unmeasured: tables replace it.
+    A tile's rate falls with the bytes it loads for each operation. Waves are rounded up, which slows thin products.
+    Split sums write and read 8 bytes per element for each piece. The estimate was not measured; tables replace it.
     """
 
     def cycles(config: MatmulConfig) -> float:
         area = config.block_m * config.block_n
         intensity = area / (config.block_m + config.block_n)
-        rate = 4096 * intensity / (intensity + 16)  # operations a cycle: the tensor cores' peak, less the loads
+        rate = 4096 * intensity / (intensity + 16)  # operations per cycle: the tensor cores' peak, less the loads
         units = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.split_k
         work = triton.cdiv(units, processors) * (2 * area * triton.cdiv(k, config.split_k) / rate + 1000)
         partials = 8 * m * n * config.split_k / (processors * 12) + 5000 if config.split_k > 1 else 0

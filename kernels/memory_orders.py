@@ -1,11 +1,11 @@
 """memory_orders: the memory order of each flag function of `signal`, in PTX and in machine code.
 
-The interpreter runs one instruction after another, so no result there depends on an order. A flag that is set too early
-or data that is read too early shows on a GPU only, and seldom. So the gate compiles each function alone and looks for
-the instructions that order it:
+The interpreter runs one instruction after another, so no result there depends on an order. On a GPU a flag that is set
+too early, or data that is read too early, causes errors, and only rarely. So `weft.kernels.check` compiles each
+function alone and looks for the instructions that order its accesses:
 
-    release    MEMBAR before the atomic: what was written before it is visible first
-    acquire    CCTL.IVALL after the load or the atomic: what is read after it does not come from an old cache line
+    release    MEMBAR before the atomic: earlier writes become visible first
+    acquire    CCTL.IVALL after the load or the atomic: later reads do not come from an old cache line
     barrier    BAR between thread 0, which sets or reads the flag, and the other threads of the program
 """
 
@@ -20,7 +20,7 @@ from weft.kernels.language import tl, triton
 
 @dataclass(frozen=True)
 class Order:
-    """What must stand in a function's assembly, as patterns of instructions that follow one another."""
+    """Patterns of the instructions that a function's assembly must have, in this order."""
 
     ptx: str
     sass: tuple[str, ...]
@@ -39,12 +39,12 @@ ORDERS = {
         ("BAR.SYNC", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL", "BAR.SYNC"),
     ),
 }  # fmt: skip
-# Instructions that say something about an order; the first ones of a function's code are its own.
+# Instructions that set an order; the first ones in the code are the function's own.
 _ORDERING = re.compile(r"\b((?:LDG|ATOMG?|RED)\.[\w.]*STRONG[\w.]*|MEMBAR[\w.]*|CCTL[\w.]*|BAR\.(?:SYNC|RED))")
 
 
 def fault(function: str, ptx: str, sass: str) -> str:
-    """Return what is wrong with the assembly of a function of `signal`; empty where nothing is."""
+    """Return the fault in the assembly of a function of `signal`, or "" if there is none."""
     order = ORDERS[function]
     if not re.search(order.ptx, ptx):
         return f"signal.{function}: no {order.ptx.replace(chr(92), '')} in its PTX"
@@ -78,7 +78,7 @@ def last(counter, out):
 
 
 def variants(architecture: str) -> None:
-    """Call the launcher once for each function; for inside `launch.recording`."""
+    """Call the launcher once for each function; use inside `launch.recording`."""
     words = torch.empty(signal.RECORD_WORDS, dtype=torch.int32, device="meta")
     for kernel in (wait, put):
         launch.launch(kernel, (1,), words, words, words, words.long(), 1000)

@@ -1,23 +1,25 @@
-"""signal: flags between ranks. The only place that knows how kernels of different ranks wait for one another.
+"""signal: flags between ranks. Only this file implements waits between kernels of different ranks.
 
-A flag is an int32 in symmetric memory. It is 0 while nobody has anything to say, else the signature of the call that is
-under way: a hash of what the ranks must agree on, so that ranks which call different things find out at the first flag.
+A flag is an int32 in symmetric memory. It is 0 while it is not set, else the signature of the call under way. The
+signature is a hash of all that the ranks must agree on, so ranks with different calls find out at the first flag.
 
     put    waits until the flag is 0 and sets it                          compare-and-swap, release, system scope
     post   sets a flag that is known to be 0                              exchange, release, system scope
-    wait   waits until the flag is set; it stays so                       load, acquire, system scope
-    meet   every rank puts a flag at every other, and takes back to 0 those that were put at it: a barrier
-    last   counts a program in; says which one was the last to come       fetch-and-add, acquire and release
+    wait   waits until the flag is set and leaves it set                  load, acquire, system scope
+    meet   every rank puts a flag at every other rank and resets the flags that were put at it: a barrier
+    last   counts a program; returns True for the last one                fetch-and-add, acquire and release
 
-What a rank wrote before it put or posted is seen by whoever waited: release and acquire at system scope, and inside a
-program the barrier that both sides pass. What the tensor copy engine then reads needs `to_copy_engine` besides.
+A rank that has waited for a flag sees everything that the other rank wrote before its put or post. Release and acquire
+at system scope ensure this, and inside a program the barrier that both sides pass. Before reads by the tensor copy
+engine the program must also call `to_copy_engine`.
 
-Every wait is bounded by a clock. One that gives up leaves a record for the host (`comm/wait_record.py`), and marks this
-rank's work as spoiled: from then on waits end at once, results are NaN, and nothing is written that another rank may
-still read for the call before. So no rank has a wrong sum. The host can end waits too, by writing to the record.
+A clock bounds every wait. A wait that gives up leaves a record for the host (`comm/wait_record.py`) and marks this
+rank's work as spoiled. From then on waits end at once, results are NaN, and the rank does not write to memory that
+another rank may still read for the previous call. So no rank has a wrong sum. The host can end waits too, by writing to
+the record.
 
-A program waits for other ranks' programs and for copies, never for a later program of its own launch; so a rank makes
-progress however few of its programs run at a time, in the interpreter one.
+A program waits for other ranks' programs and for copies, never for a later program of its own launch. So a rank makes
+progress even if only a few of its programs run at a time, and in the interpreter only one.
 """
 
 import zlib
@@ -33,7 +35,7 @@ from weft.kernels.launch import _INTERPRETED
 
 _interpreted: Any = _interpreted_waits if launch.INTERPRETED else None  # no Python where Triton compiles
 
-# How a window begins: flags for `meet`, flags for everything else, then data.
+# Layout of a window: flags for `meet`, flags for everything else, then data.
 MEETING_BYTES = 4096
 FLAGS = 16384
 DATA_OFFSET = MEETING_BYTES + 4 * FLAGS
@@ -58,19 +60,19 @@ RECORD_WORDS = 16  # [state, rank, operation, phase, peer, program, seen, expect
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a group as this rank's kernels reach them.
+    """The windows of a group's ranks, as this rank's kernels reach them.
 
     Attributes:
-        rank: this one's.
+        rank: this rank's number in the group.
         memory: [bytes] uint8, this rank's window.
-        at: where each rank's window is mapped here.
-        addresses: [W] int64, the same on the device.
-        counters: [FLAGS] int32 of this rank's own, 0 between calls.
+        at: the address of each rank's window in this process.
+        addresses: [W] int64, the same addresses on the device.
+        counters: [FLAGS] int32 of this rank alone, 0 between calls.
         spoiled: [1] int32, not 0 once a wait gave up.
         record: [RECORD_WORDS] int64 that the host reads.
-        timeout_us: of one wait.
-        processors: programs that a launch keeps running at a time.
-        owner: what keeps the windows mapped.
+        timeout_us: time limit of one wait.
+        processors: number of programs of a launch that run at a time.
+        owner: the object that keeps the windows mapped.
         kept: tables that captured CUDA graphs read.
     """
 
@@ -91,23 +93,23 @@ class Peers:
         return len(self.at)
 
     def keep(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tables, which a CUDA graph that is being captured keeps from being freed."""
+        """Return the tables; during the capture of a CUDA graph, also keep them from being freed."""
         if self.memory.is_cuda and torch.cuda.is_current_stream_capturing():
             self.kept.extend(tables)
         return tables
 
     def waits(self) -> tuple:
-        """What a kernel that waits takes, in the order of `wait`'s arguments."""
+        """Return the arguments of a kernel that waits, in the order of `wait`'s arguments."""
         return self.spoiled, self.record, self.timeout_us, self.rank
 
 
 def signature(*agreed: object) -> int:
-    """A positive int32 of what every rank must pass alike."""
+    """Return a positive int32, the hash of values that must be the same on every rank."""
     return zlib.crc32(repr(agreed).encode()) % (2**31 - 1) + 1
 
 
 def unlaunched(rank: int = 1, world: int = 4, bytes: int = 1 << 30) -> Peers:
-    """Peers that nothing can be launched with, for recording what would be."""
+    """Return peers on the meta device, for recording launches."""
 
     def memory(*shape, dtype=torch.int64):
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -126,7 +128,7 @@ def unlaunched(rank: int = 1, world: int = 4, bytes: int = 1 << 30) -> Peers:
 
 
 def meet(peers: Peers, agreed: int, operation: int, phase: int) -> None:
-    """Returns (on the device) once every rank has come; `agreed` is the signature of the call."""
+    """Wait on the device until every rank has come; `agreed` is the signature of the call."""
     if peers.world == 1:
         return
     launch.launch(
@@ -142,7 +144,7 @@ def meet(peers: Peers, agreed: int, operation: int, phase: int) -> None:
 
 
 def fill(peers: Peers, offset: int, x: torch.Tensor) -> None:
-    """x, contiguous, into this rank's window, where other ranks read it; not where a wait before it gave up."""
+    """Copy a contiguous x into this rank's window, where other ranks read it; do nothing if an earlier wait gave up."""
     source = x.view(-1).view(torch.int16)
     target = peers.memory[offset:][: 2 * source.numel()].view(torch.int16)
     if source.numel():
@@ -151,7 +153,7 @@ def fill(peers: Peers, offset: int, x: torch.Tensor) -> None:
 
 
 def spoil(peers: Peers, x: torch.Tensor) -> None:
-    """NaN all over x (bits of one), where a wait before it gave up."""
+    """Fill x with NaN (all bits 1) if an earlier wait gave up."""
     flat = x.view(-1).view(torch.uint8)
     if flat.numel():
         programs = min(peers.processors, triton.cdiv(flat.numel(), _BLOCK))
@@ -159,9 +161,12 @@ def spoil(peers: Peers, x: torch.Tensor) -> None:
 
 
 def _bounded(attempt: str) -> tl.constexpr:
-    """PTX: thread 0 repeats the attempt, which sets the predicate `done`, until it is; the others wait for it at a
-    barrier, over which the verdict is shared: all threads leave with $0 = 1 where it gave up. The record is in host
-    memory, so it is looked at once in many attempts."""
+    """Return the PTX of a wait with a time limit.
+
+    Thread 0 repeats the attempt until that sets the predicate `done`. The other threads wait for it at a barrier, which
+    shares the result: all threads leave with $0 = 1 if thread 0 gave up. The record is in host memory, so thread 0
+    reads it only once in many attempts.
+    """
     return tl.constexpr(
         """{
         .reg .pred first, done, failed, again;
@@ -198,7 +203,7 @@ def _bounded(attempt: str) -> tl.constexpr:
     )
 
 
-# Another value than the expected one is the signature of another call.
+# A value that is not the expected one is the signature of another call.
 _WAIT = _bounded(
     """ld.acquire.sys.global.u32 seen, [$1];
         setp.ne.u32 done, seen, 0;
@@ -245,7 +250,10 @@ def _leave_record(flag, expected, spoiled, record, rank, peer, OPERATION: tl.con
 
 @triton.jit
 def wait(flag, expected, spoiled, record, timeout_us, rank, peer, OPERATION: tl.constexpr, PHASE: tl.constexpr):
-    """0 once the flag is the expected value; 1 where it is another or the wait gave up. `peer` is who sets it."""
+    """Wait for the flag, which rank `peer` sets.
+
+    Returns 0 once the flag has the expected value, 1 if it has another or the wait gave up.
+    """
     if _INTERPRETED:
         failed = _interpreted.wait(flag, expected, record, timeout_us)
     else:
@@ -257,7 +265,10 @@ def wait(flag, expected, spoiled, record, timeout_us, rank, peer, OPERATION: tl.
 
 @triton.jit
 def put(flag, value, spoiled, record, timeout_us, rank, peer, OPERATION: tl.constexpr, PHASE: tl.constexpr):
-    """0 once the flag was 0 and is the value; 1 where the wait gave up. `peer` is who sets it back to 0."""
+    """Wait until the flag is 0 and set it to the value; rank `peer` resets it to 0.
+
+    Returns 0 once the flag is set, 1 if the wait gave up.
+    """
     if _INTERPRETED:
         failed = _interpreted.put(flag, value, record, timeout_us)
     else:
@@ -269,7 +280,7 @@ def put(flag, value, spoiled, record, timeout_us, rank, peer, OPERATION: tl.cons
 
 @triton.jit
 def post(flag, value):
-    """What all threads of the program wrote before is seen by whoever waits for the flag."""
+    """Set the flag; a rank that waits for it then sees everything that this program's threads wrote before."""
     if _INTERPRETED:
         _interpreted.post()
     tl.debug_barrier()
@@ -278,8 +289,10 @@ def post(flag, value):
 
 @triton.jit
 def last(counter, expected):
-    """Whether this program is the last of `expected` to come; it sees what all wrote before they came. The counter is
-    0 again."""
+    """Count this program; return True if it is the last of `expected`, and reset the counter to 0 then.
+
+    The last program sees everything that the others wrote before they came.
+    """
     tl.debug_barrier()
     came = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     if came == expected:
@@ -289,19 +302,19 @@ def last(counter, expected):
 
 @triton.jit
 def is_sound(spoiled):
-    """Whether no wait gave up so far."""
+    """Return True if no wait gave up so far."""
     return tl.load(spoiled, volatile=True) == 0
 
 
 @triton.jit
 def poison(spoiled):
-    """1, or NaN once a wait gave up: what results are multiplied with."""
+    """Return the factor of results: 1, or NaN once a wait gave up."""
     return tl.where(is_sound(spoiled), 1.0, float("nan"))
 
 
 @triton.jit
 def to_copy_engine():
-    """What was waited for is visible to the tensor copy engine too (PTX ISA, fence.proxy.async)."""
+    """Make the data of earlier waits visible to the tensor copy engine too (PTX ISA, fence.proxy.async)."""
     if not _INTERPRETED:
         tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32,
                                   is_pure=False, pack=1)  # fmt: skip
@@ -309,13 +322,13 @@ def to_copy_engine():
 
 @triton.jit
 def at(addresses, peer, offset):
-    """The address `offset` bytes into a rank's window, as an int64."""
+    """Return the address `offset` bytes into a rank's window, as an int64."""
     return tl.load(addresses + peer) + offset
 
 
 @triton.jit
 def flag_at(addresses, peer, number):
-    """A rank's flag of that number."""
+    """Return a pointer to a rank's flag of that number."""
     return at(addresses, peer, _MEETING_BYTES + 4 * number).to(tl.pointer_type(tl.int32))
 
 
@@ -330,14 +343,14 @@ def _meet_kernel(
     OPERATION: tl.constexpr,
     PHASE: tl.constexpr,
 ):
-    """Program p meets rank p. Pairs are met in the order of ranks, so that one program at a time is enough."""
+    """Meet rank p in program p. Pairs meet in rank order, so that one program at a time is enough."""
     peer = tl.program_id(0)
     if peer != rank:
         theirs = at(addresses, peer, 4 * rank).to(tl.pointer_type(tl.int32))
         mine = at(addresses, rank, 4 * peer).to(tl.pointer_type(tl.int32))
-        # 1. Tell it. Its flag is 0: it has taken what was put at the meeting before.
+        # 1. Put this rank's flag at the peer. It becomes 0 when the peer leaves the previous meeting.
         failed = put(theirs, agreed, spoiled, record, timeout_us, rank, peer, OPERATION, PHASE)
-        # 2. Hear from it, and make room for the next meeting.
+        # 2. Wait for the peer's flag and reset it for the next meeting.
         if failed == 0:
             failed = wait(mine, agreed, spoiled, record, timeout_us, rank, peer, OPERATION, PHASE)
             if failed == 0:
@@ -374,7 +387,7 @@ def _spoil_kernel(
 
 
 def variants(architecture: str) -> None:
-    """Calls the launcher once for each variant to check; for inside `launch.recording`."""
+    """Call the launcher once for each variant to check; use inside `launch.recording`."""
     peers = unlaunched()
     for operation in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE):
         meet(peers, signature("variants"), operation, DONE)

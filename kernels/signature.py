@@ -1,4 +1,4 @@
-"""A launch, and what its arguments are called: by Triton's names of their types, and in a few words for people."""
+"""Recorded launches, and descriptions of their arguments: Triton's type names, and a short text for people."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,7 @@ def memory_of(argument) -> torch.Tensor:
 
 
 def type_of(name: str, value) -> str:
-    """The argument's type in a signature of Triton.
+    """Return the argument's type in a signature of Triton.
 
     Raises:
         TypeError: no kernel takes such an argument.
@@ -69,7 +69,7 @@ def type_of(name: str, value) -> str:
 
 
 def describe(arguments: tuple, constants: dict[str, Any], warps: int, stages: int) -> str:
-    """The variant in a few words: types of its memory, then the compile-time switches that are on."""
+    """Return a short text for the variant: types of its memory, tile sizes, and compile-time switches that are on."""
     types = dict.fromkeys(_ELEMENT_TYPES[memory_of(argument).dtype] for argument in arguments if is_memory(argument))
     blocks = "x".join(str(value) for name, value in constants.items() if name.startswith("BLOCK"))
     switches = [
@@ -81,8 +81,10 @@ def describe(arguments: tuple, constants: dict[str, Any], warps: int, stages: in
 
 
 def specialise(recorded: Launch) -> tuple[dict[str, str], dict[str, Any], dict]:
-    """Types, constants and attributes of a launch's arguments, by Triton's own rules (`native_specialize_impl`): an
-    argument of 1 or None is a constant, one that 16 divides is known to be. A boolean is neither."""
+    """Return types, constants and attributes of a launch's arguments, by Triton's own rules (`native_specialize_impl`).
+
+    An argument of 1 or None is a constant. An argument that 16 divides has an attribute for that. Booleans get neither.
+    """
     names = recorded.kernel.arg_names
     unspecialised = {parameter.name for parameter in recorded.kernel.params if parameter.do_not_specialize}
     types: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The variants of every op, and work on each of them, spread over the processor's cores."""
+"""The variants of every op, and a function to run work on each of them on all processor cores."""
 
 import importlib
 import os
@@ -19,14 +19,17 @@ OPS = (
     "matmul_reduce_scatter",
     "all_reduce",
 )
-Place = tuple[str, str, int]  # an op, an architecture, and the number among its variants there
+Place = tuple[str, str, int]  # an op, an architecture, and the variant's number there
 T = TypeVar("T")
 
 
 @lru_cache
 def record(op: str, architecture: str) -> list[launch.Launch]:
-    """The launches of the op's variants, one for each. `op` is one of OPS, or the name of another module with a
-    function `variants(architecture)`."""
+    """Return the launches of the op's variants, one for each.
+
+    Args:
+        op: one of OPS, or the name of another module with a function `variants(architecture)`.
+    """
     module = importlib.import_module(f"weft.kernels.{op}" if op in OPS else op)
     with launch.recording(architecture) as launches:
         module.variants(architecture)
@@ -34,7 +37,7 @@ def record(op: str, architecture: str) -> list[launch.Launch]:
 
 
 def _variant_of(recorded: launch.Launch) -> tuple:
-    """The same for two launches that run the same machine code."""
+    """Return a key that is equal for launches with the same machine code."""
     return id(recorded.kernel), repr(signature.specialise(recorded)), recorded.warps, recorded.stages
 
 
@@ -48,6 +51,6 @@ def places(ops: Sequence[str], architectures: Sequence[str]) -> list[Place]:
 
 
 def on_each(work: Callable[[str, str, int], T], where: Sequence[Place], processes: int | None = None) -> list[T]:
-    """What `work` gives for each place, in their order."""
+    """Run `work` for each place in a pool of processes; return the results in order."""
     with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(work, *zip(*where, strict=True))) if where else []

@@ -1,5 +1,7 @@
-"""The least of Triton that lets the kernel files be imported, and their launches be prepared, where it is not
-installed: a function keeps its name and its parameters, which is what a compiled kernel is found by."""
+"""The minimum of Triton for importing the kernel files and preparing launches where Triton is not installed.
+
+A function keeps its name and its parameters: the lookup of a compiled kernel needs both.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -15,7 +17,7 @@ class Parameter:
 
 
 class Function:
-    """What `triton.jit` makes of a function."""
+    """The result of `triton.jit` for a function."""
 
     def __init__(self, function: Callable, unspecialised: Iterable[int | str]) -> None:
         self.fn = function
@@ -45,7 +47,7 @@ def next_power_of_2(n: int) -> int:
 
 
 class Type:
-    """An element type: the key of a variant has its name."""
+    """An element type; the key of a variant contains its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,13 +61,13 @@ class constexpr:  # noqa: N801, Triton's name
     value: Any
 
 
-class tensor:  # noqa: N801, likewise
+class tensor:  # noqa: N801, Triton's name
     pass
 
 
 @dataclass
 class TensorDescriptor:
-    """A tensor and the block that the copy engine takes of it at a time."""
+    """A tensor and the block of it that the copy engine moves at a time."""
 
     base: Any
     shape: Any

@@ -1,4 +1,4 @@
-"""Layers that stand where torch.nn's stand: wiring only."""
+"""Layers that replace those of torch.nn: wiring only."""
 
 from weft.nn.attention import ParallelMultiheadAttention
 from weft.nn.branches import Branches

@@ -13,17 +13,19 @@ from weft.sharding.sizes import Cut
 
 
 class ParallelMultiheadAttention(ShardHolder):
-    """nn.MultiheadAttention of which each rank computes some heads (Shoeybi et al. 2019, section 3).
+    """nn.MultiheadAttention with its heads split over the ranks (Shoeybi et al. 2019, section 3).
 
-    Stands where it stood, also in nn.TransformerEncoderLayer and DecoderLayer: inputs, masks and outputs are whole and
-    the same on every rank; parameters have the same names. The projections of queries, keys and values are split by
-    output features, a head's together; out_proj by input features. One all_reduce forward, and one backward for each
-    different tensor among query, key and value; one more forward where the weights are asked for.
+    It replaces an nn.MultiheadAttention, also inside nn.TransformerEncoderLayer and DecoderLayer. Inputs, masks and
+    outputs are whole and the same on every rank; parameters keep their names.
 
-    Heads need not divide by the number of ranks. Where probabilities are dropped, each rank draws for its own heads, so
-    another number of ranks draws another mask.
+    The projections of queries, keys and values are split by output features, in whole heads; out_proj is split by input
+    features. Forward runs one all_reduce, and one more where the caller asks for the weights. Backward runs one for
+    each different tensor among query, key and value.
 
-    Made by `from_attention`; in a plan, the style "heads".
+    Heads need not divide by the number of ranks. With dropout, each rank draws for its own heads, so the mask depends
+    on the number of ranks.
+
+    `from_attention` makes it; in a plan the style is "heads".
     """
 
     def __init__(self, whole: nn.MultiheadAttention, group: Group = None):
@@ -40,12 +42,12 @@ class ParallelMultiheadAttention(ShardHolder):
         self.bias_k = self.bias_v = None
         self.add_zero_attn = False
         try:
-            one = Shard.of_shape((self.num_heads,), 0, ranks)
+            heads = Shard.of_shape((self.num_heads,), 0, ranks)
         except ValueError as error:
             raise ValueError(f"ParallelMultiheadAttention: num_heads={self.num_heads}: {error}") from None
-        self._heads: Cut = one.cut
-        self._width = one.size * self.head_dim  # of this rank's heads
-        self._largest = max(one.sizes) * self.head_dim
+        self._heads: Cut = heads.cut
+        self._width = heads.size * self.head_dim  # of this rank's heads
+        self._largest = max(heads.sizes) * self.head_dim
         for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             parameter = getattr(whole, name)
             shard = None
@@ -58,10 +60,11 @@ class ParallelMultiheadAttention(ShardHolder):
 
     @classmethod
     def from_attention(cls, attention: nn.MultiheadAttention, *, group: Group = None) -> "ParallelMultiheadAttention":
-        """This rank's heads of an existing nn.MultiheadAttention.
+        """Return this rank's heads of an existing nn.MultiheadAttention.
 
         Raises:
-            ValueError: fewer heads than ranks; add_bias_kv or add_zero_attn. TypeError: another layer.
+            ValueError: fewer heads than ranks; add_bias_kv or add_zero_attn.
+            TypeError: another layer.
         """
         if not isinstance(attention, nn.MultiheadAttention):
             raise TypeError(f"from_attention takes an nn.MultiheadAttention, got {type(attention).__name__}")
@@ -78,14 +81,14 @@ class ParallelMultiheadAttention(ShardHolder):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As nn.MultiheadAttention's, to which the arguments and results are the same."""
+        """Compute attention; arguments and results are those of nn.MultiheadAttention."""
         batched = self._check(query, key, value, attn_mask, is_causal)
         first = self.batch_first and batched  # the batch is the first dimension; else the second, if there is one
         q, k, v = (self._by_heads(x, batched, first) for x in self._project(query, key, value))
         scores = q.size(2), k.size(2)
         if key_padding_mask is not None and not batched and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        alone = is_causal and key_padding_mask is None and not need_weights  # the hint says what attn_mask is
+        alone = is_causal and key_padding_mask is None and not need_weights  # then the hint replaces attn_mask
         masks = (None if alone else attn_mask), key_padding_mask
         mask = mask_of(*masks, q.size(0), scores, self._heads, self.communicator, q.dtype)
         dropout = self.dropout if self.training else 0.0
@@ -98,7 +101,7 @@ class ParallelMultiheadAttention(ShardHolder):
         return y.squeeze(1), None if weights is None else weights.squeeze(0)
 
     def _project(self, query, key, value) -> list[torch.Tensor]:
-        """Queries, keys and values of this rank's heads; each different tensor is projected once."""
+        """Return queries, keys and values of this rank's heads; each different tensor is projected once."""
         weights = self._weights()
         bias = self.held("in_proj_bias", whole_use=False)
         biases = [None] * 3 if bias is None else list(bias.split(self._width))
@@ -125,12 +128,12 @@ class ParallelMultiheadAttention(ShardHolder):
         return over_heads(weights, average, self.communicator, self._heads)
 
     def _by_heads(self, x: torch.Tensor, batched: bool, first: bool) -> torch.Tensor:
-        """[B, H_r, positions, D]."""
+        """Return x as [B, H_r, positions, D]."""
         x = (x if batched else x.unsqueeze(1)).unflatten(-1, (-1, self.head_dim))
         return x.transpose(1, 2) if first else x.permute(1, 2, 0, 3)
 
     def _check(self, query, key, value, attn_mask, is_causal: bool) -> bool:
-        """Whether there is a batch."""
+        """Check the inputs; return True if they have a batch dimension."""
         if any(x.is_nested for x in (query, key, value)):
             raise ValueError(
                 "ParallelMultiheadAttention takes no nested tensors: nn.TransformerEncoder(enable_nested_tensor=False)"

@@ -1,4 +1,4 @@
-"""What a block computes, where it is branches side by side: each of the same input, their outputs joined or summed."""
+"""Trace of a block with branches side by side: all take the same input; their outputs are joined or summed."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class BranchValue:
-    """What a step has given, or, by the name "", the block's input."""
+    """The result of the step `name`, or the block's input where the name is ""."""
 
     name: str = ""
 
 
 @dataclass(frozen=True)
 class BranchStep:
-    """A call in a branch: of a module of the block by its name, of a method, or of a function."""
+    """One call in a branch: of a module (by its name in the block), of a method, or of a function."""
 
     name: str
     called: str | Callable
@@ -37,7 +37,7 @@ class BranchStep:
 
 @dataclass(frozen=True)
 class Branch:
-    """Steps in order, the last of which gives the output; without any it is the input."""
+    """Steps in order; the last one gives the output. A branch without steps returns its input."""
 
     steps: tuple[BranchStep, ...]
 
@@ -55,23 +55,29 @@ class Branch:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """dim: along which the outputs are joined; None where they are summed."""
+    """The branches of a block.
+
+    Attributes:
+        dim: the dimension along which the outputs are joined; None where they are summed.
+    """
 
     branches: tuple[Branch, ...]
     dim: int | None
 
 
 def of_modules(names: Sequence[str], dim: int | None) -> SideBySide:
-    """Each named module is a branch."""
+    """Return branches of one named module each."""
     calls = (BranchStep(name, name, True, (BranchValue(),), {}) for name in names)
     return SideBySide(tuple(Branch((call,)) for call in calls), dim)
 
 
 def of_block(block: nn.Module) -> SideBySide:
-    """Read from the block's forward by torch.fx: cat([f(x), g(x), ...], dim), or f(x) + g(x) + ...
+    """Return the branches of a block, read from its forward by torch.fx.
+
+    The forward must be cat([f(x), g(x), ...], dim) or f(x) + g(x) + ...
 
     Raises:
-        ValueError: it is something else, or cannot be traced; or two branches have a module in common.
+        ValueError: the forward is something else or cannot be traced, or two branches share a module.
     """
     nodes = list(_read(block).nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -88,7 +94,7 @@ def of_block(block: nn.Module) -> SideBySide:
 
 
 class _Calls(fx.Tracer):
-    """Every module but containers is one call."""
+    """Tracer that records each call of a module as one step."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -99,7 +105,7 @@ def _read(block: nn.Module) -> fx.Graph:
     try:
         for block.training in (not kept, kept):
             graphs.append(_Calls().trace(block))
-    except Exception as error:  # whatever a forward that depends on its input raises on a symbol
+    except Exception as error:  # a forward that depends on its input may raise anything on a symbol
         raise ValueError(
             f"the forward of {type(block).__name__} cannot be read ({type(error).__name__}: {error}): build the block "
             "of weft.nn.Branches instead"
@@ -115,7 +121,7 @@ def _read(block: nn.Module) -> fx.Graph:
 
 
 def _joined(node: Any) -> tuple[list, int | None]:
-    """What the node joins or sums, and along which dimension; nothing where it does neither."""
+    """Return the nodes that this node joins or sums, and the dimension; an empty list where it does neither."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return [], None
     if node.target in (torch.cat, torch.concat, torch.concatenate):
@@ -130,7 +136,7 @@ def _is_sum(node: Any) -> bool:
 
 
 def _terms(node: Any) -> list:
-    """What is summed, in order; sum() begins with a 0."""
+    """Return the terms of a sum in order, without the 0 that sum() begins with."""
     if _is_sum(node) and (len(node.users) == 1):
         return [term for given in node.args for term in _terms(given)]
     return [] if isinstance(node, int) and node == 0 else [node]

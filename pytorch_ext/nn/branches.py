@@ -1,4 +1,4 @@
-"""Branches: the branches of a block (an Inception block, say) on different ranks."""
+"""Branches: a block (an Inception block, say) with its branches on different ranks."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,25 +22,27 @@ _COMBINE = ("concat", "sum")
 
 
 class Branches(ShardHolder):
-    """Branches of the same input, each computed by one rank; every rank gets their outputs, joined or summed.
+    """Branches of one input, each computed by one rank; every rank gets the outputs, joined or summed.
 
         forward   y = all_gather of the branches' outputs along `dim`, in the branches' order (all_reduce, for a sum)
         backward  dx = all_reduce of the branches' dx
 
-    The parameters and buffers of a branch are on its rank alone: the others have none of its buffers, and of its
-    parameters none of their elements. What a branch draws at random is its rank's own. Names in the state_dict are
-    those of the block; `load_state_dict` takes a whole one.
+    Only the rank of a branch holds its parameters and buffers. The other ranks have empty parameters and no buffers for
+    it. Each rank draws its own random numbers.
+
+    Names in the state_dict are those of the block; `load_state_dict` takes a whole state_dict.
 
     Args:
         branches: modules, or modules by name; each takes the input and returns a tensor.
         combine: "concat" or "sum".
-        dim: along which outputs are joined; their sizes along it may differ.
+        dim: the dimension along which outputs are joined; their sizes along it may differ.
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
-        assignment: the rank of each branch; by default as even as can be by numbers of parameters, the largest first.
+        assignment: the rank of each branch. By default the ranks get about equal numbers of parameters, with the
+            largest branches placed first.
 
     Raises:
-        ValueError: fewer branches than ranks; an assignment that leaves a rank without; a parameter without dimensions;
-            two branches that share a parameter; a group that this rank is not in.
+        ValueError: fewer branches than ranks; an assignment that leaves a rank without a branch; a parameter without
+            dimensions; two branches that share a parameter; a group without this rank.
     """
 
     assignment: tuple[int, ...]
@@ -56,7 +58,7 @@ class Branches(ShardHolder):
         assignment: Sequence[int] | None = None,
     ):
         check_choice("Branches: combine", combine, _COMBINE)
-        named = dict(branches) if isinstance(branches, Mapping) else {str(n): one for n, one in enumerate(branches)}
+        named = dict(branches) if isinstance(branches, Mapping) else {str(n): m for n, m in enumerate(branches)}
         super().__init__()
         self._place(of_modules(list(named), dim if combine == "concat" else None), named, group, assignment)
 
@@ -64,11 +66,13 @@ class Branches(ShardHolder):
     def from_block(
         cls, block: nn.Module, *, group: Group = None, assignment: Sequence[int] | None = None
     ) -> "Branches":
-        """The branches of a block whose forward is torch.cat([f(x), g(x), ...], dim) or f(x) + g(x) + ..., as torch.fx
-        reads it. The block is left as it is; this rank's branches share its memory.
+        """Return the branches of an existing block, placed on the ranks.
+
+        torch.fx must read the block's forward as torch.cat([f(x), g(x), ...], dim) or f(x) + g(x) + .... The block does
+        not change; this rank's branches share its memory.
 
         Raises:
-            ValueError: the forward is something else; a parameter or buffer is of no branch; the block has hooks.
+            ValueError: the forward is something else; a parameter or buffer belongs to no branch; the block has hooks.
         """
         if lost := lost_with(block, parameters=False):
             raise ValueError(f"{type(block).__name__} has {lost}, which its replacement would lose: remove that first")
@@ -113,7 +117,7 @@ class Branches(ShardHolder):
         return [number for number, rank in enumerate(self.assignment) if rank == self.communicator.rank]
 
     def _place(self, found: SideBySide, modules: dict[str, nn.Module], group, assignment) -> None:
-        """Takes copies of the modules, of which this rank's share their memory and the others have none."""
+        """Add copies of the modules: this rank's branches share the originals' memory, the others have none."""
         self.communicator = ranks = communicator(group)
         self._found, self._checked = found, False
         tree = nn.Module()
@@ -162,12 +166,12 @@ class Branches(ShardHolder):
 
 
 def _mark_again(layer: Branches, _) -> None:
-    """Assigning loads replace parameters."""
+    """Mark the parameters again, since a load with assign=True replaces them."""
     layer._mark()
 
 
 def _tensors(tree: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of modules, by their names in the tree."""
+    """Return the parameters and buffers of modules, by their names in the tree."""
     found: dict[str, torch.Tensor] = {}
     for name in names:
         module = tree.get_submodule(name)
@@ -186,7 +190,7 @@ def _check_apart(of_branch: Sequence[dict[str, torch.Tensor]]) -> None:
 
 
 def _assigned(weights: Sequence[int], world: int, given: Sequence[int] | None) -> tuple[int, ...]:
-    """The rank of each branch."""
+    """Return the rank of each branch."""
     count = len(weights)
     if count < world:
         raise ValueError(

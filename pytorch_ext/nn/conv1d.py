@@ -1,4 +1,4 @@
-"""ParallelConv1D: the linear layer of transformers' GPT-2, whose weight is [in, out], split over ranks."""
+"""ParallelConv1D: the linear layer of transformers' GPT-2, with weight [in, out], split over ranks."""
 
 import torch
 from torch import nn
@@ -8,16 +8,16 @@ from weft.nn.linear import ParallelLinear
 
 
 class ParallelConv1D(ParallelLinear):
-    """ParallelLinear whose weight lies as in `transformers.pytorch_utils.Conv1D`: [in_features, out_features].
+    """ParallelLinear with a weight [in_features, out_features], as in `transformers.pytorch_utils.Conv1D`.
 
-    Options are ParallelLinear's. Built from a seed, it holds this rank's slice of the Conv1D built from that seed.
+    Options are ParallelLinear's. A layer built from a seed holds this rank's slice of the Conv1D built from that seed.
     """
 
     transposed = True
 
     @classmethod
     def from_conv1d(cls, layer, *, style: str, group: Group = None, **options) -> "ParallelConv1D":
-        """This rank's part of an existing Conv1D."""
+        """Return this rank's part of an existing Conv1D."""
         in_features, out_features = layer.weight.shape
         like = {"device": "meta", "dtype": layer.weight.dtype}
         part = cls(in_features, out_features, style=style, group=group, **like, **options)

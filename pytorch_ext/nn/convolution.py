@@ -29,19 +29,19 @@ class ParallelConv2d(ShardHolder):
 
     style="column" splits the filters: x is whole, the output is this rank's channels.
     style="row" splits the input channels: x is this rank's channels, the output is whole. A column layer followed by a
-    row layer communicates once forward and once backward; what works on each channel alone (activations, pooling,
-    ChannelBatchNorm2d) may stand between.
-    style="channels" is for groups between two such layers (depthwise ones, say): x and the output are this rank's
-    channels, and nothing travels.
+    row layer communicates once in forward and once in backward. Modules that work on each channel alone (activations,
+    pooling, ChannelBatchNorm2d) may stand between them.
+    style="channels" is for grouped (say, depthwise) convolutions between two such layers: x and the output are this
+    rank's channels, and nothing travels.
 
-    With groups, whole groups are split: a rank's filters see its channels only, so a column layer's backward and a row
+    With groups, each rank gets whole groups. Its filters see its channels only, so a column layer's backward and a row
     layer's forward gather instead of summing.
 
-    Sizes need not divide by the number of ranks. Built from a seed, the layer holds this rank's slice of the nn.Conv2d
-    built from that seed. Sums over ranks are in rank order, in fp32 (fp64 of fp64), rounded once.
+    Sizes need not divide by the number of ranks. A layer built from a seed holds this rank's slice of the nn.Conv2d
+    built from that seed. Sums over ranks run in rank order in fp32 (fp64 for fp64) and are rounded once.
 
     Args:
-        in_channels to padding_mode: of the whole layer, as in nn.Conv2d.
+        in_channels, ..., padding_mode: of the whole layer, as in nn.Conv2d.
         style: "column", "row" or "channels".
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         gather_output: column only; every rank gets the whole output.
@@ -51,7 +51,7 @@ class ParallelConv2d(ShardHolder):
 
     Raises:
         ValueError: a style or combination that does not exist; fewer units (or groups) than ranks; a unit that cuts a
-            group; style "channels" without groups. All before anything is communicated.
+            group; style "channels" without groups. Raised before any communication.
     """
 
     weight: nn.Parameter
@@ -98,7 +98,7 @@ class ParallelConv2d(ShardHolder):
 
     @classmethod
     def from_conv2d(cls, conv: nn.Conv2d, *, style: str, group: Group = None, **options: Any) -> "ParallelConv2d":
-        """This rank's part of an existing nn.Conv2d; options: gather_output, split_input, unit."""
+        """Return this rank's part of an existing nn.Conv2d; options: gather_output, split_input, unit."""
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(f"from_conv2d takes an nn.Conv2d, got {type(conv).__name__}")
         same: dict[str, Any] = {name: getattr(conv, name) for name in _OPTIONS}
@@ -133,22 +133,25 @@ class ParallelConv2d(ShardHolder):
         return row_parallel_grouped_conv2d(x, weight, bias, *where, self._outputs)
 
     def _cuts(self, unit: int | None) -> tuple[Cut, Cut]:
-        """Of the input's and the output's channels. Without groups, only one of the two is split."""
+        """Return the cuts of the input's and of the output's channels.
+
+        Without groups only one of the two is split, and both cuts are the same.
+        """
         split_outputs = self.style != "row"
         channels = self.out_channels if split_outputs else self.in_channels
         each = channels // self.groups
         unit = unit or (each if self.groups > 1 else 1)
-        what = f"{'out' if split_outputs else 'in'}_channels={channels}"
+        split_size = f"{'out' if split_outputs else 'in'}_channels={channels}"
         if self.groups > 1 and unit % each:
             raise ValueError(
-                f"ParallelConv2d(style={self.style!r}): unit={unit} cuts a group of {each} channels: {what} in "
+                f"ParallelConv2d(style={self.style!r}): unit={unit} cuts a group of {each} channels: {split_size} in "
                 f"{self.groups} groups are cut at multiples of {each}"
             )
         try:
             sizes = cut_over(channels, self.communicator.world_size, unit=unit).sizes
         except ValueError as error:
             raise ValueError(
-                f"ParallelConv2d(style={self.style!r}): {what} in {self.groups} groups: {error} Or keep it whole."
+                f"ParallelConv2d(style={self.style!r}): {split_size} in {self.groups} groups: {error} Or keep it whole."
             ) from None
         if self.groups == 1:
             cut = Cut.one_after_another(sizes)
@@ -168,7 +171,7 @@ class ParallelConv2d(ShardHolder):
         return Geometry(self.stride, self.dilation, self.padding, pads, self.padding_mode, here)
 
     def _pads(self) -> list[int]:
-        """Left, right, top, bottom, as nn.Conv2d pads."""
+        """Return the padding as [left, right, top, bottom], as nn.Conv2d pads."""
         found: list[int] = []
         for at in (1, 0):
             if self.padding == "same":

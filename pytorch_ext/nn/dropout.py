@@ -1,4 +1,4 @@
-"""Dropout of what each rank has a part of: other random numbers on every rank, and the same ones again afterwards."""
+"""Dropout of split tensors: each rank draws its own random numbers, then all ranks draw the same ones again."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ class _OwnRandomNumbers(nn.Module):
 
     @classmethod
     def from_dropout(cls, dropout, *, group: Group = None):
-        """What stands where a dropout stood."""
+        """Return the replacement of a dropout."""
         return cls(dropout.p, dropout.inplace, group=group).train(dropout.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -27,11 +27,11 @@ class _OwnRandomNumbers(nn.Module):
 class ShardedDropout(_OwnRandomNumbers, nn.Dropout):
     """nn.Dropout between a column and a row layer (of split features or heads), or in a sequence-parallel region.
 
-    Elsewhere nn.Dropout itself is right: ranks that are seeded alike drop the same elements of what they all have.
-    Here it is not: it would drop the same places of every rank's part, and where parts are uneven the ranks would draw
-    other numbers ever after.
+    Here nn.Dropout itself would be wrong: it drops the same places of every rank's part, and after uneven parts the
+    ranks draw different numbers for good. Elsewhere nn.Dropout is right: ranks with the same seed drop the same
+    elements of a tensor that all of them have.
     """
 
 
 class OwnDropout2d(_OwnRandomNumbers, nn.Dropout2d):
-    """ShardedDropout of whole channels, between split convolutions."""
+    """ShardedDropout that drops whole channels, for use between split convolutions."""

@@ -10,19 +10,19 @@ from weft.sharding.shard import Shard
 
 
 class ParallelEmbedding(ShardedModule):
-    """nn.Embedding of which each rank holds a contiguous part of the vocabulary; every rank gets the whole result.
+    """nn.Embedding with a contiguous part of the vocabulary on each rank; every rank gets the whole result.
 
-    Built from a seed, it holds this rank's rows of the nn.Embedding built from that seed.
+    A layer built from a seed holds this rank's rows of the nn.Embedding built from that seed.
 
     Args:
-        num_embeddings, embedding_dim: of the whole table.
-        padding_idx: the row, counted in the whole table (from its end where negative), that is zero at first and gets
-            no gradient.
+        num_embeddings, embedding_dim: sizes of the whole table.
+        padding_idx: the row that starts as zero and gets no gradient, counted in the whole table (from its end where
+            negative).
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: more ranks than rows, a padding_idx outside the table, a group that this rank is not in.
+        ValueError: more ranks than rows, a padding_idx outside the table, a group without this rank.
     """
 
     weight: nn.Parameter
@@ -47,7 +47,7 @@ class ParallelEmbedding(ShardedModule):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: Group = None) -> "ParallelEmbedding":
-        """This rank's part of an existing nn.Embedding."""
+        """Return this rank's part of an existing nn.Embedding."""
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise ValueError(

@@ -24,44 +24,46 @@ class ParallelLinear(ShardedModule):
 
     style="column" splits the output features: x is whole, the output is this rank's [..., out_features_r].
     style="row" splits the input features: x is this rank's [..., in_features_r], the output is whole. A column layer
-    followed by a row layer communicates once forward and once backward.
+    followed by a row layer communicates once in forward and once in backward.
 
-    Sizes need not divide by the number of ranks. Built from a seed, the layer holds this rank's slice of the nn.Linear
+    Sizes need not divide by the number of ranks. A layer built from a seed holds this rank's slice of the nn.Linear
     built from that seed.
 
-    A weight that is given an attribute `main_grad`, fp32 and of its shape, has its gradient added to that, in fp32, and
-    its `.grad` stays None.
+    If the weight has an attribute `main_grad` (fp32, of the weight's shape), backward adds the gradient to that in
+    fp32. The weight's `.grad` then stays None.
 
     Args:
-        in_features, out_features: of the whole layer.
-        bias: split like the output of a column layer; whole, and added once, in a row layer.
+        in_features, out_features: features of the whole layer.
+        bias: whether the layer has a bias. A column layer splits it like the output; a row layer holds it whole and
+            adds it once.
         style: "column" or "row".
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         gather_output: column only; every rank gets the whole output.
         split_input: row only; x is whole and each rank takes its part.
-        sequence_parallel: between layers the sequence is split instead (Korthikanti et al. 2022): a column layer takes
-            x split along sequence_dim and gathers it, a row layer gives its output split along it. What stands
-            between a row layer and the next column layer (a norm, say) sees this rank's tokens only, so the gradients
-            of its parameters must be summed over the ranks: name it "sequence" in the plan of `weft.parallelize`, or
-            call `weft.nn.sum_gradients(module, group)`.
+        sequence_parallel: split the sequence between layers (Korthikanti et al. 2022). A column layer takes x split
+            along sequence_dim and gathers it; a row layer returns its output split along it. A module between a row
+            layer and the next column layer (a norm, say) sees this rank's tokens only, so its parameters' gradients
+            must be summed over the ranks: name it "sequence" in the plan of `weft.parallelize`, or call
+            `weft.nn.sum_gradients(module, group)`.
         sequence_dim: the dimension of x that is the sequence.
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
-        unit: the split features are cut at multiples of it (of a head's size, say).
-        parts: sizes of what lies one after another in the split features and is cut each by itself: a fused projection
-            of queries, keys and values has three. This rank's features are its share of each, in that order;
-            gather_output and split_input go by the order of the whole. `unit` may then be one for each part.
-        heads: (query heads, KV heads), with the size of a head as unit, for the projections around an attention whose
-            KV heads are fewer: the features (each of the parts) are the queries, or the keys or values, of all heads,
-            told by their size. Each rank has the KV heads that its query heads use, as many as divide them. Where ranks
-            outnumber KV heads, several have the same one, and its gradients are summed over them.
-        overlap: whether communication and products run at the same time: "auto" where that is faster (`weft.explain`
-            says where), "never", or "always", which raises where it cannot be.
+        unit: the split features are cut at multiples of it (of a head's size, say). With `parts` it may be a sequence
+            of one unit for each part.
+        parts: sizes of the parts that lie one after another in the split features; each part is cut by itself. A fused
+            projection of queries, keys and values has three. This rank's features are its share of each part, in that
+            order; gather_output and split_input use the order of the whole.
+        heads: (query heads, KV heads), for the projections around an attention with fewer KV heads; `unit` is then the
+            size of a head. The features (or each of the parts) are the queries, the keys or the values of all heads;
+            their size says which. Each rank has the KV heads that its query heads use, as many as divide them. Where
+            ranks outnumber KV heads, several ranks hold the same KV head and its gradients are summed over them.
+        overlap: whether communication and products run at the same time. "auto" overlaps where that is faster
+            (`weft.explain` says where), "never" does not, and "always" raises where overlap is impossible.
         device, dtype: of the parameters.
 
     Raises:
         ValueError: a style, activation or combination that does not exist; fewer units than ranks; parts or heads that
-            are not those of the features; a group that this rank is not in. TypeError: a dtype that is not floating
-            point. All before anything is communicated.
+            do not match the features; a group without this rank. Raised before any communication.
+        TypeError: a dtype that is not floating point. Raised before any communication.
     """
 
     weight: nn.Parameter
@@ -103,7 +105,11 @@ class ParallelLinear(ShardedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, style: str, group: Group = None, **options: Any) -> "ParallelLinear":
-        """This rank's part of an existing nn.Linear; options as in the constructor, but bias, device and dtype."""
+        """Return this rank's part of an existing nn.Linear.
+
+        Args:
+            options: those of the constructor except bias, device and dtype.
+        """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
         if is_parametrized(linear):
@@ -130,7 +136,7 @@ class ParallelLinear(ShardedModule):
 
     @property
     def parts_here(self) -> tuple[int, ...]:
-        """This rank's features of each of the parts, in their order; of all where there are no parts."""
+        """Number of this rank's features in each part, in order; in the whole layer where there are no parts."""
         ends = list(accumulate(self.parts or [self._split.global_shape[self._split.dim]], initial=0))
         return tuple(
             sum(max(0, min(last, stop) - max(first, start)) for first, last in self._split.stretches)

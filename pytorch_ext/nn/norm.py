@@ -1,4 +1,4 @@
-"""Norms of split channels: each channel (or group of channels) is normalised by the rank that has it."""
+"""Norms of split channels: each rank normalises its own channels (or groups of channels)."""
 
 from typing import Any
 
@@ -12,20 +12,26 @@ from weft.sharding.shard import Shard
 
 
 class ChannelBatchNorm2d(ShardHolder, nn.BatchNorm2d):
-    """nn.BatchNorm2d of this rank's channels, as a split convolution leaves them. Nothing travels: statistics are of
-    the batch and of each channel alone. Running statistics are this rank's shards, as weight and bias are.
+    """nn.BatchNorm2d of this rank's channels, as a split convolution returns them.
 
-    Made by `from_norm`; in a plan, {"style": "channels", "unit": ...} with the unit of the convolution before it.
+    Nothing travels: each channel has statistics of its own, taken over the batch. Running statistics are this rank's
+    shards, like weight and bias.
+
+    `from_norm` makes it. In a plan it is {"style": "channels", "unit": ...} with the unit of the convolution before it.
     """
 
     whole_features: int
 
     @classmethod
     def from_norm(cls, norm: nn.BatchNorm2d, *, group: Group = None, unit: int = 1) -> "ChannelBatchNorm2d":
-        """This rank's channels of an existing nn.BatchNorm2d; unit: they are cut at multiples of it.
+        """Return this rank's channels of an existing nn.BatchNorm2d.
+
+        Args:
+            unit: channels are cut at multiples of it.
 
         Raises:
-            ValueError: fewer units than ranks. TypeError: another layer.
+            ValueError: fewer units than ranks.
+            TypeError: another layer.
         """
         if not isinstance(norm, nn.BatchNorm2d):
             raise TypeError(f"ChannelBatchNorm2d.from_norm takes an nn.BatchNorm2d, got {type(norm).__name__}")
@@ -43,28 +49,31 @@ class ChannelBatchNorm2d(ShardHolder, nn.BatchNorm2d):
         return super().forward(x)
 
     def reset_parameters(self) -> None:
-        nn.BatchNorm2d.reset_parameters(self)  # every channel's are the same
+        nn.BatchNorm2d.reset_parameters(self)  # all channels start alike
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, of {self.whole_features} channels"
 
 
 class ChannelGroupNorm(ShardHolder, nn.GroupNorm):
-    """nn.GroupNorm of this rank's channels, of which every group is whole. Nothing travels.
+    """nn.GroupNorm of this rank's channels, in whole groups. Nothing travels.
 
-    Made by `from_norm`; in a plan, {"style": "channels"}, where the convolution before it is cut at the same unit, a
-    multiple of channels / groups.
+    `from_norm` makes it. In a plan it is {"style": "channels"}; the convolution before it must be cut at the same unit,
+    a multiple of channels / groups.
     """
 
     whole_features: int
 
     @classmethod
     def from_norm(cls, norm: nn.GroupNorm, *, group: Group = None, unit: int | None = None) -> "ChannelGroupNorm":
-        """This rank's groups of an existing nn.GroupNorm; unit: channels are cut at multiples of it; by default of a
-        group's.
+        """Return this rank's groups of an existing nn.GroupNorm.
+
+        Args:
+            unit: channels are cut at multiples of it; by default at multiples of a group's channels.
 
         Raises:
-            ValueError: fewer units than ranks; a unit that cuts a group. TypeError: another layer.
+            ValueError: fewer units than ranks; a unit that cuts a group.
+            TypeError: another layer.
         """
         if not isinstance(norm, nn.GroupNorm):
             raise TypeError(f"ChannelGroupNorm.from_norm takes an nn.GroupNorm, got {type(norm).__name__}")
@@ -94,9 +103,9 @@ def _shard(channels: int, ranks: Communicator, unit: int) -> Shard:
     return Shard.of_shape((channels,), 0, ranks, unit)
 
 
-def _check_channels(layer: nn.Module, x: torch.Tensor, mine: int, whole: int, unit: str) -> None:
-    if x.dim() < 2 or x.size(1) != mine:
+def _check_channels(layer: nn.Module, x: torch.Tensor, local: int, whole: int, unit: str) -> None:
+    if x.dim() < 2 or x.size(1) != local:
         raise ValueError(
-            f"{type(layer).__name__}: the input has shape {tuple(x.shape)}; this rank has {mine} of {whole} channels. "
+            f"{type(layer).__name__}: the input has shape {tuple(x.shape)}; this rank has {local} of {whole} channels. "
             f"It stands behind a convolution whose filters are cut alike: give both the same {unit}"
         )

@@ -1,4 +1,4 @@
-"""Modules whose input is this rank's part of the sequence."""
+"""Modules of a sequence-parallel region: their input is this rank's part of the sequence."""
 
 from contextlib import ExitStack
 
@@ -13,13 +13,19 @@ from weft.rng import own_random_numbers
 
 
 def sum_gradients(module: nn.Module, group: Group = None) -> nn.Module:
-    """Makes a module one of a sequence-parallel region: what it draws at random is this rank's own while it trains, and
-    each backward sums the gradients of its parameters over the ranks of the group.
+    """Prepare a module for a sequence-parallel region and return it.
 
-    For a module (a norm, a dropout) between a row and a column layer with sequence_parallel=True: each rank's gradient
-    covers its own tokens, and the whole one is their sum (Korthikanti et al. 2022, section 4.2.2). The sum is taken
-    before the gradient is accumulated, so gradients of several backwards add up as usual. Once for a parameter, however
-    often it is named; copies of the module do the same.
+    Each backward then sums the gradients of the module's parameters over the ranks of the group. While the module
+    trains, each rank draws its own random numbers in it.
+
+    Use it for a module (a norm, a dropout) between a row and a column layer with sequence_parallel=True. There, each
+    rank's gradient covers its own tokens and the whole gradient is their sum (Korthikanti et al. 2022, section 4.2.2).
+
+    The sum comes before the gradient is accumulated, so gradients of several backwards add up as usual. A parameter is
+    summed once even if it is named several times. Copies of the module behave the same.
+
+    Args:
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
     """
     ranks = communicator(group)
     hook = _SumGradients(ranks)
@@ -33,13 +39,13 @@ def sum_gradients(module: nn.Module, group: Group = None) -> nn.Module:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether it may: all but what is known not to."""
+    """Return False for modules that are known to draw no random numbers, True for all others."""
     known = isinstance(module, nn.Linear | nn.Sequential | nn.ModuleList | nn.Identity)
     return not known and not type(module).__name__.endswith("Norm")
 
 
 class _SumGradients:
-    """Hooks each parameter once. Before every forward, since a copied or reloaded parameter has lost its hook."""
+    """Forward pre-hook that hooks each parameter once; a copied or reloaded parameter has lost its hook."""
 
     def __init__(self, ranks: Communicator):
         self.ranks = ranks
@@ -53,7 +59,7 @@ class _SumGradients:
 
 
 class _SequenceRandomNumbers:
-    """A module's forward pre-hook, and, as `leave`, its forward hook, also after an error."""
+    """Forward pre-hook of a module; `leave` is its forward hook and also runs after an error."""
 
     def __init__(self, ranks: Communicator):
         self.ranks = ranks

@@ -1,24 +1,24 @@
-"""What every layer with split parameters has in common: it knows its shards, through copies and state_dicts."""
+"""Base classes of layers with split parameters: they know their shards, also after copies and loads."""
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-import weft.sharding.optimizer_check  # noqa: F401 - looks at every optimizer from now on
+import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer from now on
 from weft.ops.sharded_param import held
 from weft.sharding.shard import Shard
 from weft.sharding.sharded_grad import mark_gradient
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PARTS = "weft_parts"  # in a state_dict's metadata: of each shard its global shape, dimension and stretches
+_PARTS = "weft_parts"  # key in a state_dict's metadata: global shape, dimension and stretches of each shard
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
-    """What a module has besides what its class says, and a replacement would not have; None where there is nothing.
+    """Return the first thing that a replacement of the module would lose ("hooks", say), or None.
 
     Args:
-        parameters: they are replaced too.
+        parameters: whether the parameters are replaced too.
     """
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "hooks"
@@ -26,31 +26,31 @@ def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
         return "a forward of its own"
     if not parameters:
         return None
-    of_parameters = (getattr(one, hooks, None) or {} for one in module.parameters() for hooks in _HOOKS_OF_PARAMETERS)
+    of_parameters = (getattr(p, hooks, None) or {} for p in module.parameters() for hooks in _HOOKS_OF_PARAMETERS)
     if any(hook is not mark_gradient for hooks in of_parameters for hook in hooks.values()):
         return "hooks of its parameters"
     return "parametrizations" if any(is_parametrized(part) for part in module.modules()) else None
 
 
 class ShardHolder(nn.Module):
-    """A module some of whose parameters and buffers are this rank's shards. `state_dict()` holds the shards.
+    """A module that holds some of its parameters and buffers as this rank's shards.
 
-    `load_state_dict` takes a shard or the whole tensor, of which it takes this rank's part; another shape is an error
-    that names both. A state_dict's metadata says which parts it has, so that another rank's are refused, also after
-    torch.save.
+    `state_dict()` holds the shards. `load_state_dict` takes a shard, or the whole tensor and cuts this rank's part from
+    it; the error for another shape names both shapes. The metadata of a state_dict describes its parts, so a load of
+    another rank's parts fails, also after torch.save.
     """
 
-    transposed = False  # whether a matrix lies the other way round than its product takes it
+    transposed = False  # whether matrices are stored as [in, out], the transpose of the product's operand
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.shards: dict[str, Shard] = {}
-        # torch's TransformerEncoderLayer and MultiheadAttention have a fast path in eval mode that reads the weights of
-        # their parts and does not call them, which with split parts gives a wrong result.
+        # In eval mode torch's TransformerEncoderLayer and MultiheadAttention have a fast path that reads the weights of
+        # their parts without calling them. With split parts its result is wrong.
         torch.backends.mha.set_fastpath_enabled(False)
 
     def adopt(self, name: str, whole: torch.Tensor | None, shard: Shard | None) -> None:
-        """Holds this rank's part of a whole parameter or buffer under `name`; all of it without a shard."""
+        """Register this rank's part of a whole parameter or buffer under `name`; all of it if `shard` is None."""
         if whole is None:
             if not hasattr(self, name):
                 self.register_parameter(name, None)
@@ -63,15 +63,18 @@ class ShardHolder(nn.Module):
             self.shards[name] = shard
 
     def held(self, name: str, whole_use: bool = True):
-        """A parameter on its way into a product: [out, in], and its gradient summed over the ranks that have the same
-        rows. whole_use: not in pieces, by a product of ours."""
+        """Return a parameter for use in a product: [out, in], with its gradient summed over ranks with the same rows.
+
+        Args:
+            whole_use: one product of ours takes the whole parameter, not pieces of it.
+        """
         parameter = self._parameters[name]
         if parameter is None or name not in self.shards:
             return parameter
         return held(parameter, self.shards[name], self.transposed and parameter.dim() == 2, whole_use=whole_use)
 
     def reset_parameters(self) -> None:
-        """This rank's part of what the whole layer's constructor draws."""
+        """Draw the whole layer's parameters as its constructor does and keep this rank's part."""
         whole = self._draw_whole()
         with torch.no_grad():
             for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
@@ -80,17 +83,17 @@ class ShardHolder(nn.Module):
                     tensor.copy_(shard.take(getattr(whole, name)) if shard else getattr(whole, name))
 
     def _draw_whole(self) -> nn.Module:
-        """A whole layer like this one, with parameters drawn as torch draws them."""
+        """Return a whole layer like this one, with parameters drawn as torch draws them."""
         raise NotImplementedError
 
     def _mark(self) -> None:
         for name, shard in self.shards.items():
             parameter = self._parameters.get(name)
             tensor = self._buffers[name] if parameter is None else parameter
-            assert tensor is not None  # `adopt` notes shards of what is there
+            assert tensor is not None  # `adopt` keeps shards of existing tensors only
             shard.mark(tensor)
 
-    # What replaces a Parameter loses what it knew: copies, moves between devices, and assigning loads.
+    # Copies, moves between devices and loads with assign=True replace a Parameter, and the new one has no marks.
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -115,9 +118,9 @@ class ShardHolder(nn.Module):
             value = state_dict.get(key)
             if not isinstance(value, torch.Tensor):
                 continue
-            mine = shard.global_shape, shard.dim, shard.stretches
-            saved = metadata.get(_PARTS, {}).get(name, mine)
-            if tuple(value.shape) == shard.shape and saved == mine:
+            own = shard.global_shape, shard.dim, shard.stretches
+            saved = metadata.get(_PARTS, {}).get(name, own)
+            if tuple(value.shape) == shard.shape and saved == own:
                 continue
             if tuple(value.shape) == shard.global_shape:
                 state_dict[key] = shard.take(value).clone(memory_format=torch.contiguous_format)
@@ -136,11 +139,11 @@ class ShardHolder(nn.Module):
             del state_dict[key]
             wrong.append(key)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        for key in wrong:  # it is not missing: it is wrong, and that is said
+        for key in wrong:  # it is not missing: `errors` has it
             if key in missing:
                 missing.remove(key)
         self._mark()
 
 
 class ShardedModule(ShardHolder):
-    """One that treats every position of its input alone: where ranks share a sequence, it gets this rank's part."""
+    """A ShardHolder that treats every position alone: where ranks share a sequence, it gets this rank's part."""

@@ -1,4 +1,4 @@
-"""Autograd functions with their collectives. Each docstring says what travels."""
+"""Autograd functions with their collectives. Each docstring names the tensors that travel."""
 
 from weft import _C
 from weft.kernels import dispatch
@@ -7,7 +7,7 @@ from weft.ops.embedding import parallel_embedding
 from weft.ops.linear import ParallelContext, column_parallel_linear, row_parallel_linear
 from weft.ops.mappings import gather, split
 
-dispatch.use(_C.launch)  # kernels that were compiled ahead of time are launched by it
+dispatch.use(_C.launch)  # launches the kernels that were compiled ahead of time
 
 __all__ = [
     "ParallelContext",

@@ -1,4 +1,4 @@
-"""Activations by name, each with its derivative, so that a layer can take one into its own autograd function."""
+"""Activations by name, each with its derivative, for layers that apply one inside their own autograd function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +33,10 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(name: str | None) -> Activation | None:
-    """ValueError where there is no such activation; None stands for none."""
+    """Return the activation of that name; None for None.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
     check_choice("activation", name, [None, *ACTIVATIONS])
     return ACTIVATIONS.get(name) if name else None

@@ -1,6 +1,6 @@
-"""Attention of one chunk of queries against one chunk of keys and values, on one device: the operators, and autograd.
+"""Attention of one chunk of queries to one chunk of keys and values, on one device: the operators and autograd.
 
-What sequence parallelism calls between its collectives are the operators; `attention` is the whole for one device.
+Sequence parallelism calls the operators between its collectives. `attention` is the complete function for one device.
 """
 
 import torch
@@ -23,24 +23,26 @@ def attention(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> torch.Tensor:
-    """softmax(scale q k.T, masked) v, differentiable, deterministic, by our kernel.
+    """Return softmax(scale q k.T, masked) v, computed by weft's kernel; differentiable and deterministic.
 
     Args:
-        q: [batch, heads, sequence, head_dim]; k: [batch, kv_heads, sequence_k, head_dim]; v likewise with a head_dim of
-            its own. bf16 or fp16; heads a multiple of kv_heads.
+        q: [batch, heads, sequence, head_dim], bf16 or fp16.
+        k: [batch, kv_heads, sequence_k, head_dim]; heads is a multiple of kv_heads.
+        v: as k, with a head_dim of its own.
         causal: a query sees keys up to its own position.
-        window: a query sees the last `window` positions, its own counted; without causal as many after it too.
+        window: a query sees the last `window` positions including its own; without causal, as many after it too.
         scale: 1 / sqrt(head_dim) by default.
         softcap: scores become softcap tanh(scores / softcap).
-        sinks: [heads] fp32, learned logits that take part in the sum of exponentials and have no value.
+        sinks: [heads] fp32, learned logits that add to the sum of exponentials and have no value.
         document_ids: [batch, sequence] integers; a query sees keys of its own document. Needs sequence == sequence_k.
-        dropout: of probabilities; the mask follows from seed and positions alone.
+        dropout: probability of dropping an attention weight; the mask depends on seed and positions only.
+        seed: seed of the dropout mask.
 
     Returns:
-        [batch, heads, sequence, head_dim of v], in q's type. Rows that see nothing are 0.
+        [batch, heads, sequence, head_dim of v], in q's type. Rows that see no key are 0.
 
     Raises:
-        ValueError, TypeError: what the kernel does not take, before anything is launched.
+        ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
     """
     if window is not None and window < 1:
         raise ValueError(f"attention: window={window} must be at least 1; a window of 1 is the query's own position")
@@ -51,11 +53,11 @@ def attention(
 
 
 class AttentionFunction(torch.autograd.Function):
-    """out = softmax(scale q k.T, masked) v, with lse the logarithm of the sum of exponentials, sinks included.
+    """out = softmax(scale q k.T, masked) v, and lse, the logarithm of the sum of exponentials including the sinks.
 
     q [B, H, Sq, D]        k [B, Hkv, Sk, D]        v [B, Hkv, Sk, Dv]        sinks [H]        out [B, H, Sq, Dv]
 
-    forward   out, lse = attention_forward(q, k, v)        sinks are the state that it starts from: (0, sinks)
+    forward   out, lse = attention_forward(q, k, v)        it starts from the state (0, sinks)
     backward  delta = rowsum(out dout)
               dq, dk, dv = attention_backward(q, k, v, dout, lse, delta)
               dsinks = -sum over rows of exp(sinks - lse) delta, since a sink's value is 0

@@ -1,8 +1,8 @@
-"""An attention chunk on the CPU: blocks of queries' positions against keys', in fp32.
+"""An attention chunk on the CPU, in fp32, as blocks of query positions against key positions.
 
-Runs of positions are cut where queries begin and end, so that a block is hidden, seen by all, causal along its
-diagonal, or something else. The second and third are ATen's flash attention, which gives its lse and takes a global one
-for backward; the last is done here, scores and all, some rows at a time.
+Keys are cut where a run of queries begins and ends, so that each block is hidden, full, causal along its diagonal, or
+masked in another way. Full and causal blocks run in ATen's flash attention, which returns its lse and takes a global
+lse in backward. Masked blocks are computed here from their scores, some rows at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,17 @@ import torch
 from weft.kernels.attention_rules import Positions, Rules
 from weft.ops.dropout import dropout_mask
 
-_ROWS = 256  # of queries whose scores stand in memory at a time
+_ROWS = 256  # rows of queries with their scores in memory at a time
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class AttentionChunk:
-    """Which queries meet which keys. documents: [B, Sq] and [B, Sk] integers, or None."""
+    """Positions and documents of the queries and keys of one chunk.
+
+    Attributes:
+        query_documents, key_documents: [B, Sq] and [B, Sk] integers, or None.
+    """
 
     rules: Rules
     query_positions: Positions
@@ -34,7 +38,7 @@ class AttentionChunk:
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """Consecutive positions of queries against consecutive positions of keys; at most some of them hidden."""
+    """Consecutive positions of queries against consecutive positions of keys, not all of them hidden."""
 
     rows: slice
     keys: slice
@@ -44,12 +48,12 @@ class ScoreBlock:
 
 
 def blocks_of(chunk: AttentionChunk) -> Iterator[ScoreBlock]:
-    """The blocks of a chunk in the order of keys' and then queries' positions; hidden ones are left out."""
+    """Yield the blocks of a chunk that are not hidden, ordered by the keys' runs and then by the queries'."""
     rules = chunk.rules
     plain = chunk.query_documents is None and rules.softcap is None and not rules.dropout
     for key_start, key_count, first_key in _runs(chunk.key_positions):
         for query_start, query_count, first_row in _runs(chunk.query_positions):
-            # Cut keys where the queries begin and end: what is before can be full, what is beside causal.
+            # Cut keys where the queries begin and end: blocks before can be full, the block beside can be causal.
             edges = sorted({key_start, key_start + key_count, *(
                 edge for edge in (query_start, query_start + query_count) if key_start < edge < key_start + key_count
             )})  # fmt: skip
@@ -75,7 +79,7 @@ def blocks_of(chunk: AttentionChunk) -> Iterator[ScoreBlock]:
 
 
 def _runs(positions: Positions) -> list[tuple[int, int, int]]:
-    """(first position, count, first row) of each run that is not empty."""
+    """Return (first position, count, first row) of each run that is not empty."""
     start, count, second_start, second_count = positions
     return [run for run in ((start, count, 0), (second_start, second_count, count)) if run[1]]
 
@@ -99,7 +103,12 @@ def forward_block(q, k, v, chunk: AttentionChunk, block: ScoreBlock):
 def backward_block(
     of_rows: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor], chunk: AttentionChunk, block: ScoreBlock
 ):
-    """dq, dk and dv of one block, from its q, dout, out, lse and delta, and its k and v."""
+    """Return dq, dk and dv of one block.
+
+    Args:
+        of_rows: q, dout, out, lse and delta of the block.
+        of_keys: k and v of the block.
+    """
     (q, dout, out, lse, delta), (k, v) = of_rows, of_keys
     if block.kind == "masked":
         scores, weights, _ = _scores(q, k, chunk, block, lse)
@@ -127,7 +136,7 @@ def backward_block(
 
 
 def _as_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """All with the largest of their head dimensions, zeros added: ATen's flash attention wants one for all."""
+    """Pad all tensors with zeros to their largest head dimension: ATen's flash attention needs the same for all."""
     width = max(t.size(-1) for t in tensors)
     return [torch.nn.functional.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in tensors]
 
@@ -137,7 +146,7 @@ def _scale(q, chunk: AttentionChunk) -> float:
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    """The heads in as many parts as there are query heads to a KV head: part g has the g-th of each."""
+    """Return one part for each query head of a KV head: part g has the g-th query head of every KV head."""
     heads = k.size(1)
     return list(x.unflatten(1, (heads, x.size(1) // heads)).unbind(2))
 
@@ -147,18 +156,18 @@ def _ungrouped(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_kv_head(function, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """function(x, y) with each KV head's y for all the query heads that use it."""
+    """Return function(x, y), with each KV head's y for all query heads that use it."""
     heads = y.size(1)
     return function(x.unflatten(1, (heads, x.size(1) // heads)), y.unsqueeze(2)).flatten(1, 2)
 
 
 def _over_group(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The sum over the query heads of each KV head."""
+    """Return the sum over the query heads of each KV head."""
     return x.unflatten(1, (like.size(1), x.size(1) // like.size(1))).sum(2)
 
 
 def _scores(q, k, chunk: AttentionChunk, block: ScoreBlock, lse=None):
-    """Scores (-inf where hidden), exp(scores - lse), lse; of the block alone where none is given."""
+    """Return scores (-inf where hidden), exp(scores - lse) and lse; without an lse, that of the block alone."""
     rules = chunk.rules
     scores = _by_kv_head(torch.matmul, q, k.transpose(-1, -2)) * _scale(q, chunk)
     if rules.softcap is not None:
@@ -171,8 +180,8 @@ def _scores(q, k, chunk: AttentionChunk, block: ScoreBlock, lse=None):
     if rules.right is not None:
         hidden |= ahead > rules.right
     if chunk.query_documents is not None and chunk.key_documents is not None:
-        theirs = chunk.key_documents[:, None, None, block.keys]
-        hidden = hidden | (chunk.query_documents[:, None, block.rows, None] != theirs)
+        key_documents = chunk.key_documents[:, None, None, block.keys]
+        hidden = hidden | (chunk.query_documents[:, None, block.rows, None] != key_documents)
     scores = scores.masked_fill(hidden, -torch.inf)
     if lse is None:
         lse = torch.logsumexp(scores, -1)
@@ -186,7 +195,7 @@ def _positions(q, k, block: ScoreBlock) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _kept(scores, q, chunk: AttentionChunk, block: ScoreBlock) -> torch.Tensor | float:
-    """What each probability is multiplied with: 0, or 1 / (1 - dropout)."""
+    """Return the factor of each probability: 0, or 1 / (1 - dropout)."""
     if not chunk.rules.dropout:
         return 1.0
     query = torch.arange(block.query_start, block.query_start + q.size(2))

@@ -1,6 +1,6 @@
-"""The chunk primitive of sequence parallelism: some queries against some keys, continuing a state in fp32.
+"""The chunk primitive of sequence parallelism: attention of some queries to some keys, continuing a state in fp32.
 
-On a GPU, and in Triton's interpreter where it is asked for, our kernel; on the CPU `attention_blocks`.
+Weft's kernel runs it on a GPU, and in Triton's interpreter on request; `attention_blocks` runs it on the CPU.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,17 @@ from weft.ops.attention_blocks import AttentionChunk
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over both of two sets of keys from that over each (Dao et al. 2022, section 3.1).
+    """Return the attention over two sets of keys together, from that over each (Dao et al. 2022, section 3.1).
 
     Args:
-        out_a, out_b: [..., Dv]; lse_a, lse_b: [...], natural logarithm, -inf where no key is seen (out is 0 there).
+        out_a, out_b: [..., Dv], 0 where no key is seen.
+        lse_a, lse_b: [...], natural logarithm, -inf where no key is seen.
 
     Returns:
         (out, lse), fp32.
     """
     lse_a, lse_b = lse_a.float(), lse_b.float()
-    # Not torch.logaddexp, whose bits depend on where in the tensors a row lies: in a vector, or behind the last one.
+    # torch.logaddexp would give bits that depend on a row's place: inside a vector, or behind the last full one.
     lse = torch.stack([lse_a, lse_b]).logsumexp(0)
     nothing = lse == -torch.inf
     lse_safe = lse.masked_fill(nothing, 0)
@@ -34,11 +35,12 @@ def merge_attention(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: AttentionChunk, state: tuple | None, last: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state after these keys too.
+    """Return the state (out, lse) after these keys.
 
     Args:
-        state: (out, lse) so far, which may be written over; out None stands for 0. last: no keys follow, so out may be
-            rounded to q's type.
+        state: (out, lse) before these keys, which may be overwritten; None before any keys. An out of None stands for
+            0.
+        last: no keys follow, so out is rounded to q's type.
     """
     if uses_kernel(q):
         from weft.kernels.attention import attention_forward
@@ -61,7 +63,7 @@ def forward(
 
 
 def beginning(q: torch.Tensor, sinks: torch.Tensor | None) -> tuple | None:
-    """The state before any keys: what the sinks [H] of these heads leave, which have no value."""
+    """Return the state before any keys: None without sinks, else the sinks [H] of these heads as lse."""
     if sinks is None:
         return None
     return None, sinks.float().view(1, -1, 1).expand(q.size(0), -1, q.size(2))
@@ -73,11 +75,13 @@ def backward(
     chunk: AttentionChunk,
     gradients: Sequence[torch.Tensor],
 ) -> None:
-    """Add what this chunk contributes to the gradients dq, dk and dv, fp32.
+    """Add this chunk's part to the gradients dq, dk and dv, fp32.
 
     Args:
-        of_queries: q, dout, out, lse and delta; of_keys: k and v.
-        out, lse, delta: of the whole attention: out as it was given, delta [B, H, Sq] = rowsum(out dout) fp32.
+        of_queries: q, dout, out, lse and delta. The last three are those of the whole attention: out in the type in
+            which it was returned, delta [B, H, Sq] = rowsum(out dout) in fp32.
+        of_keys: k and v.
+        gradients: dq, dk and dv.
     """
     (q, dout, _, lse, delta), (k, v), (dq, dk, dv) = of_queries, of_keys, gradients
     if uses_kernel(q):
@@ -94,7 +98,7 @@ def backward(
 
 
 def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """delta = rowsum(out dout), [B, H, Sq] fp32."""
+    """Return delta = rowsum(out dout), [B, H, Sq] fp32."""
     if uses_kernel(out):
         from weft.kernels.attention import attention_delta
 
@@ -103,7 +107,7 @@ def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 
 def uses_kernel(q: torch.Tensor) -> bool:
-    """Whether our kernel computes chunks of such queries; the CPU's way otherwise."""
+    """Return True if weft's kernel computes chunks with these queries, False if `attention_blocks` does."""
     if not kernel_choice.on_kernel(q.device):
         return False
     from weft.kernels import launch

@@ -1,4 +1,4 @@
-"""torch.autocast for products that are autograd functions of our own."""
+"""torch.autocast for products in weft's own autograd functions."""
 
 import torch
 
@@ -8,13 +8,13 @@ def autocasts(device: str) -> bool:
 
 
 def cast_operands(*operands: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """What autocast makes of a linear's operands; as they are where it is off."""
+    """Return a linear layer's operands as autocast casts them; unchanged where autocast is off."""
     device = next(t for t in operands if t is not None).device.type
     return tuple(_cast(t, device) for t in operands) if autocasts(device) else operands
 
 
 def _cast(t, device):
-    """As autocast does for torch's linear: fp64 and what is not floating point stay."""
+    """Cast as autocast does for torch's linear: fp64 and other than floating-point tensors stay."""
     if t is None or not t.is_floating_point() or t.dtype == torch.float64:
         return t
     return t.to(torch.get_autocast_dtype(device))

@@ -1,7 +1,7 @@
-"""The collectives as functions of tensors, differentiable: each rank's result is differentiated for each rank's input.
+"""The collectives as differentiable functions of tensors. Backward covers every rank's result and every rank's input.
 
-In place where nothing is differentiated, as in torch.distributed; a tensor that takes part in autograd is left as it is
-and the result is a new one. Either way the result is returned.
+all_reduce and broadcast work in place where autograd does not record, as in torch.distributed. A tensor that takes part
+in autograd does not change, and the result is a new tensor. Both ways return the result.
 """
 
 import torch
@@ -27,28 +27,29 @@ def all_reduce(
     squared_norm: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> torch.Tensor:
-    """The sum ("sum"), average ("avg"), minimum or maximum over the ranks.
+    """Return the sum ("sum"), average ("avg"), minimum ("min") or maximum ("max") over the ranks.
 
-    On a group of the weft backend, and by weft's kernels on GPUs that reach each other's memory (`transport` of the
-    group's communicator says whether they run), summed in fp32 in rank order, the same bits on every rank; on another
-    backend, in its way.
+    The weft backend sums in fp32 in rank order and gives the same bits on every rank. Weft's kernels do the same on
+    GPUs that reach each other's memory; `transport` of the group's communicator says whether they run. Another backend
+    sums in its own way.
 
     Args:
         x: any shape, the same on every rank. In symmetric memory (`weft.empty_symmetric`) nothing is copied.
-        wire_dtype: bfloat16 or float16, for float32: x is rounded to it before it travels, and the result before it is
-            widened again; the sum is in fp32 all the same.
-        scale: multiplies the result before it is rounded.
-        squared_norm: a float64 tensor of one element that becomes the sum of squares of the result, the same on every
-            rank. It is finite exactly where every element is. On the weft backend all of this is done in the pass of
-            the reduction.
-        deterministic: False permits the sum of the switch between the GPUs, for tensors in symmetric memory that has a
-            multicast address: all ranks get the same bits, but the order is the switch's own.
+        op: "sum", "avg", "min" or "max".
+        wire_dtype: bfloat16 or float16, for a float32 x. x is rounded to it before it travels, and the result before it
+            is widened again; the sum itself is in fp32.
+        scale: factor of the result, applied before the result is rounded.
+        squared_norm: a float64 tensor of one element. It becomes the sum of squares of the result, the same on every
+            rank, and is finite if and only if every element is. On the weft backend one pass reduces, rounds, scales
+            and computes the norm.
+        deterministic: False permits the switch between the GPUs to sum, for tensors in symmetric memory with a
+            multicast address. All ranks then get the same bits, but the switch chooses the order.
 
     Raises:
         ValueError: another op; a gradient, a wire type, a scale or a norm of a minimum or maximum; a gradient and a
             norm.
         TypeError: a wire type, a scale or a norm of integers.
-        CommError: a rank was lost or is late, or the ranks called different things (docs/troubleshooting.md).
+        CommError: a rank was lost or is late, or the ranks made different calls (docs/troubleshooting.md).
     """
     check_choice("op", op, _OPS)
     ranks = communicator(group)
@@ -66,10 +67,10 @@ def all_reduce(
 
 
 def all_gather(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> torch.Tensor:
-    """The ranks' x one after another along `dim`; their sizes along it may differ. Backward is a reduce_scatter.
+    """Return the ranks' x one after another along `dim`. Backward is a reduce_scatter.
 
     Args:
-        x: any shape with that dimension, the same on every rank but along it.
+        x: any shape with that dimension; the same on every rank except along `dim`.
 
     Returns:
         A new tensor, the same on every rank.
@@ -79,7 +80,9 @@ def all_gather(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> torch.T
 
 
 def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> torch.Tensor:
-    """This rank's shard along `dim` (see `weft.split_sizes`) of the sum of the ranks' x. Backward is an all_gather.
+    """Return this rank's shard along `dim` of the sum of the ranks' x. Backward is an all_gather.
+
+    `weft.split_sizes` gives the sizes of the shards.
 
     Args:
         x: any shape with that dimension, the same on every rank.
@@ -95,8 +98,10 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> tor
 
 
 def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Tensor:
-    """The x of rank `src` of the group. In place where nothing is differentiated; backward sums at `src`, for which the
-    x of every rank must require a gradient, or of none."""
+    """Return the x of rank `src` of the group, in place where autograd does not record.
+
+    Backward sums the gradients at `src`. For that, x must require a gradient on every rank or on none.
+    """
     ranks = communicator(group)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Broadcast.apply(x, src, ranks)
@@ -104,11 +109,15 @@ def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Te
 
 
 def all_to_all(parts: list[torch.Tensor], *, group: Group = None) -> list[torch.Tensor]:
-    """result[r] = rank r's parts[this rank]. Parts are alike but for their first dimension, any of whose sizes may
-    differ. Backward sends the gradients back.
+    """Send parts[r] to rank r and return the parts from all ranks: result[r] = rank r's parts[this rank].
+
+    Backward sends the gradients back.
+
+    Args:
+        parts: one tensor for each rank. All have the same shape except in the first dimension.
 
     Raises:
-        ValueError: not as many parts as ranks.
+        ValueError: the number of parts is not the number of ranks.
     """
     ranks = communicator(group)
     if len(parts) != ranks.world_size:
@@ -117,7 +126,7 @@ def all_to_all(parts: list[torch.Tensor], *, group: Group = None) -> list[torch.
 
 
 def barrier(*, group: Group = None) -> None:
-    """Returns once every rank of the group has called it."""
+    """Wait until every rank of the group has called this."""
     dist.barrier(group=communicator(group).group)
 
 
@@ -171,7 +180,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """y = the root's x; backward  dx = the sum over ranks of dy at the root, 0 elsewhere."""
+    """y = the root's x; backward  dx = sum over ranks of dy at the root, 0 elsewhere."""
 
     @staticmethod
     def forward(ctx, x, root, ranks):

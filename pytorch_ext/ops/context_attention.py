@@ -1,11 +1,11 @@
-"""context_attention: attention over a sequence of which each rank has a part; the unsplit attention's result.
+"""context_attention: attention over a sequence split over the ranks, with the result of the unsplit attention.
 
     ring          keys and values travel, queries stay                      ops/ring_attention.py
     all_gather    keys and values are gathered, some heads at a time        ops/gathered_attention.py
     ulysses       every rank takes some heads of the whole sequence         ops/head_exchange.py
     a mesh        ulysses along its last dimension, the ring along the first
 
-All are schedules over one chunk primitive (ops/attention_chunk.py), with the state in fp32 and one rounding.
+All are schedules of one chunk primitive (ops/attention_chunk.py), with the state in fp32 and one rounding.
 """
 
 import zlib
@@ -46,35 +46,39 @@ def context_attention(
     layout: str = "zigzag",
     deterministic: bool = True,
 ) -> torch.Tensor:
-    """softmax(scale q k.T, masked) v, where each rank has a part of the sequence; differentiable.
+    """Return softmax(scale q k.T, masked) v over a sequence that is split over the ranks; differentiable.
+
+    Parts of the sequence are those of `weft.shard_sequence`. Queries and keys may be sequences of different lengths;
+    both start at position 0.
 
     Args:
-        q: [batch, heads, S_r, head_dim], this rank's queries; k: [batch, kv_heads, Sk_r, head_dim]; v likewise, with a
-            head_dim of its own. heads is a multiple of kv_heads. bf16, fp16 or fp32. Parts are those of
-            `weft.shard_sequence`; queries and keys may be sequences of different lengths, both from position 0 on.
-        group: the ranks that share the sequence: a ProcessGroup, a DeviceMesh of one dimension, or of two: then heads
-            are shared along the last and the sequence goes round the ring along the first.
+        q: [batch, heads, S_r, head_dim], this rank's queries, in bf16, fp16 or fp32.
+        k: [batch, kv_heads, Sk_r, head_dim], this rank's keys; heads is a multiple of kv_heads.
+        v: as k, with a head_dim of its own.
+        group: the ranks that share the sequence: a ProcessGroup, or a DeviceMesh of one or two dimensions. On a mesh of
+            two dimensions, heads are shared along the last and the sequence goes round the ring along the first.
         causal: a query sees keys up to its own position.
-        window: and of these the last `window`, its own counted. Needs causal.
         scale: 1 / sqrt(head_dim) by default.
+        window: a query sees only the last `window` of these keys, including its own position. Needs causal.
         softcap: scores become softcap tanh(scores / softcap).
         document_ids: [batch, S_r] or [S_r] integers, not decreasing along the sequence; a query sees keys of its own
             document.
-        sinks: [heads], learned logits that take part in the sum of exponentials and have no value; the same on every
-            rank, and so is their gradient.
-        dropout: of probabilities. The mask follows from the seed and the positions, not from how they are shared. seed:
-            the same on every rank; drawn by the first from torch's generator where None.
-        method: "ring", "all_gather", "ulysses", or "auto", which takes the one that moves the fewest bytes; `choose`
-            in this file says why. A mesh of two dimensions takes "auto".
+        sinks: [heads], learned logits that add to the sum of exponentials and have no value. They and their gradient
+            are the same on every rank.
+        dropout: probability of dropping an attention weight. The mask depends on the seed and the positions, not on
+            the split.
+        seed: seed of the dropout mask, the same on every rank. If None, the first rank draws it from torch's generator.
+        method: "ring", "all_gather", "ulysses" or "auto". "auto" takes the method that moves the fewest bytes; `choose`
+            in this file gives the reason. A mesh of two dimensions takes "auto" only.
         layout: "zigzag" or "contiguous", as the sequence was sharded.
-        deterministic: every method is; the same bits in every run either way.
+        deterministic: has no effect: every method gives the same bits in every run.
 
     Returns:
-        [batch, heads, S_r, head_dim of v], of q's type. Rows that see nothing are 0.
+        [batch, heads, S_r, head_dim of v], of q's type. Rows that see no key are 0.
 
     Raises:
-        ValueError, TypeError: what cannot be done, by name, on every rank, before anything moves but what the ranks
-            tell each other about their parts.
+        ValueError, TypeError: an invalid call; the error names it on every rank. Raised before any data moves, except
+            the descriptions of their parts that the ranks exchange.
     """
     outer, inner = _groups(group)
     _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner)
@@ -100,11 +104,11 @@ def context_attention(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the ranks have agreed on.
+    """The arguments of a call that all ranks agreed on.
 
     Attributes:
-        queries, keys: how the two sequences are shared by all ranks.
-        outer, inner: ranks along the ring, and ranks that share heads.
+        queries, keys: layouts of the two sequences over all ranks.
+        outer, inner: number of ranks along the ring, and number of ranks that share heads.
     """
 
     queries: SequenceLayout
@@ -122,7 +126,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Method:
-    """Which method runs, and why."""
+    """The method that runs, and the reason."""
 
     method: str
     reason: str
@@ -132,9 +136,11 @@ class Method:
 
 
 def choose(call: AttentionCall, rules: Rules, packed: bool, method: str = "auto") -> Method:
-    """The method that moves the fewest bytes, forward, per rank on average; the ring where it moves as many as
-    all_gather, since it computes meanwhile, but not for packed documents: a ring waits in every step for the rank with
-    the longest document."""
+    """Choose the method that moves the fewest bytes in forward, per rank on average.
+
+    Where the ring moves as many bytes as all_gather the ring runs, since it computes at the same time. Packed documents
+    exclude the ring: in every step it would wait for the rank with the longest document.
+    """
     if call.inner > 1:
         return Method(
             "ring", "the mesh has two dimensions: heads are shared along the last, the ring goes along the first"
@@ -155,14 +161,14 @@ def choose(call: AttentionCall, rules: Rules, packed: bool, method: str = "auto"
     if not packed:
         moved = {"ring": ring, **moved}
     if call.heads < world:
-        del moved["ulysses"]  # some ranks would have nothing to do
+        del moved["ulysses"]  # some ranks would be idle
     best = min(moved, key=lambda name: moved[name])
     text = ", ".join(f"{name} {bytes / 2**20:.1f}" for name, bytes in moved.items())
     return Method(best, f"MiB that a rank sends forward: {text}" + (" (packed documents: no ring)" if packed else ""))
 
 
 def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, documents) -> torch.Tensor:
-    """Ulysses, alone or inside of a ring."""
+    """Run Ulysses, alone or inside a ring."""
     sharing, ring = (inner, outer) if inner is not None else (outer, None)
     heads = Heads.over(call.heads, call.kv_heads, sharing.world_size)
     group = outer.rank if inner is not None else 0
@@ -170,8 +176,8 @@ def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, d
         _parts(x, call.inner if inner else x.world_size)[group] for x in (call.queries, call.keys)
     )
     ranges = [range(first, first + count) for first, count in heads.queries]
-    q_mine = to_heads(q, ranges, sharing, query_layout)
-    k_mine, v_mine = (to_heads(x, heads.keys, sharing, key_layout) for x in (k, v))
+    q_heads = to_heads(q, ranges, sharing, query_layout)
+    k_heads, v_heads = (to_heads(x, heads.keys, sharing, key_layout) for x in (k, v))
     first, count = heads.queries[sharing.rank]
     if sinks is not None:
         sinks = split(sinks, 0, sharing, [count for _, count in heads.queries])
@@ -179,20 +185,20 @@ def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, d
     if ring is None:
         ring = _NoRing()
     if count:
-        out = RingAttentionFunction.apply(q_mine, k_mine, v_mine, sinks, _schedule(call, rules, ring, documents))
-    else:  # no head, but a part in every exchange of backward
-        mine = (x for x in (q_mine, k_mine, v_mine, sinks) if x is not None)
-        out = q_mine.new_zeros((*q_mine.shape[:3], v.size(3))) + 0 * sum(x.sum() for x in mine)
+        out = RingAttentionFunction.apply(q_heads, k_heads, v_heads, sinks, _schedule(call, rules, ring, documents))
+    else:  # a rank without heads still takes part in every exchange of backward
+        used = (x for x in (q_heads, k_heads, v_heads, sinks) if x is not None)
+        out = q_heads.new_zeros((*q_heads.shape[:3], v.size(3))) + 0 * sum(x.sum() for x in used)
     return to_sequence(out, heads.queries, sharing, query_layout)
 
 
 def _parts(layout: SequenceLayout, inner: int) -> list[SequenceLayout]:
-    """The layout among each group of `inner` consecutive ranks."""
+    """Return the layout of each group of `inner` consecutive ranks."""
     return [layout.among(range(first, first + inner)) for first in range(0, layout.world_size, inner)]
 
 
 def _schedule(call: AttentionCall, rules: Rules, ring, documents) -> RingSchedule:
-    """Over the ranks of the ring, each with what its inner group has together."""
+    """Return the schedule over the ranks of the ring, each with the joined parts of its inner group."""
     inner = call.queries.world_size // ring.world_size
     queries, keys = _parts(call.queries, inner), _parts(call.keys, inner)
     of_groups = None
@@ -211,7 +217,7 @@ def _groups(group) -> tuple[Communicator, Communicator | None]:
 
 
 def _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner) -> None:
-    """What this rank can see for itself."""
+    """Check the arguments as far as this rank can without the others."""
     op = "context_attention"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -252,16 +258,16 @@ _AGREED = ["queries", "keys", "batch", "heads", "KV heads", "head_dim", "head_di
 
 
 def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tuple, seed: int | None) -> AttentionCall:
-    """What every rank brings, compared by every rank."""
+    """Compare the ranks' arguments on every rank and return the agreed call."""
     mark = zlib.crc32(repr((q.dtype, q.device.type, options, seed)).encode())
     drawn = int(torch.randint(2**62, (1,))) if seed is None and options[4] else seed or 0
-    mine = [q.size(2), k.size(2), q.size(0), q.size(1), k.size(1), q.size(3), v.size(3), mark, drawn]
-    rows = _told(mine, outer, inner, q.device)
+    local = [q.size(2), k.size(2), q.size(0), q.size(1), k.size(1), q.size(3), v.size(3), mark, drawn]
+    rows = _gather_rows(local, outer, inner, q.device)
     for column, name in list(enumerate(_AGREED))[2:]:
-        told = [row[column] for row in rows]
-        if len(set(told)) > 1:
-            what = "do not agree in" if column == 7 else f"bring {told} as"
-            raise ValueError(f"context_attention: the ranks {what} {name}; every rank must pass the same")
+        values = [row[column] for row in rows]
+        if len(set(values)) > 1:
+            difference = "do not agree in" if column == 7 else f"bring {values} as"
+            raise ValueError(f"context_attention: the ranks {difference} {name}; every rank must pass the same")
     layouts = []
     for column in range(2):
         sizes = [row[column] for row in rows]
@@ -280,10 +286,10 @@ def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tu
     )
 
 
-def _told(mine: list[int], outer: Communicator, inner: Communicator | None, device) -> list[list[int]]:
-    """Every rank's numbers, in the order of ranks."""
+def _gather_rows(local: list[int], outer: Communicator, inner: Communicator | None, device) -> list[list[int]]:
+    """Return every rank's numbers, in rank order."""
     where = torch.device("cpu") if outer.host is not outer or device.type == "cpu" else device
-    table = torch.tensor([mine], device=where)
+    table = torch.tensor([local], device=where)
     for ranks in (inner, outer):
         if ranks is not None and ranks.world_size > 1:
             table = ranks.all_gather(table, 0, [table.size(0)] * ranks.world_size)
@@ -291,7 +297,7 @@ def _told(mine: list[int], outer: Communicator, inner: Communicator | None, devi
 
 
 def _gather_documents(ids, q, call: AttentionCall, outer: Communicator, inner: Communicator | None):
-    """[B, positions] of each rank. ValueError on every rank where they decrease."""
+    """Return the documents of each rank, [B, positions]; raise ValueError on every rank where they decrease."""
     if ids is None:
         return None
     parts, layout = ids.expand(q.size(0), -1).contiguous(), call.queries
@@ -309,14 +315,14 @@ def _gather_documents(ids, q, call: AttentionCall, outer: Communicator, inner: C
 def sees_of(
     queries: list[SequenceLayout], keys: list[SequenceLayout], rules: Rules, documents
 ) -> tuple[tuple[bool, ...], ...]:
-    """sees[r][s]: whether some query of r's runs may see some key of s's."""
+    """Return sees, where sees[r][s] is True if some query of rank r may see some key of rank s."""
     spans: list | None = None
     if documents is not None:
         spans = [(ids.amin(1), ids.amax(1)) if ids.size(1) else None for ids in documents]
 
-    def positions_meet(mine: SequenceLayout, theirs: SequenceLayout) -> bool:
-        for start, length in mine.runs:
-            for key_start, key_length in theirs.runs:
+    def positions_meet(query_part: SequenceLayout, key_part: SequenceLayout) -> bool:
+        for start, length in query_part.runs:
+            for key_start, key_length in key_part.runs:
                 ahead = rules.right is not None and key_start > start + length - 1 + rules.right
                 behind = rules.left is not None and key_start + key_length - 1 < start - rules.left
                 if not ahead and not behind:
@@ -332,13 +338,13 @@ def sees_of(
         return bool(((low <= key_high) & (key_low <= high)).any())
 
     return tuple(
-        tuple(positions_meet(mine, theirs) and documents_meet(r, s) for s, theirs in enumerate(keys))
-        for r, mine in enumerate(queries)
+        tuple(positions_meet(query_part, key_part) and documents_meet(r, s) for s, key_part in enumerate(keys))
+        for r, query_part in enumerate(queries)
     )
 
 
 class _NoRing:
-    """In the place of a ring's communicator, where each rank has the whole sequence."""
+    """Stand-in for a ring's communicator where each rank has the whole sequence."""
 
     rank, world_size = 0, 1
 

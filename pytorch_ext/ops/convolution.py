@@ -1,5 +1,8 @@
-"""The convolution in two dimensions whose filters, input channels or groups are split over ranks: the linear layer's
-column and row splits (Shoeybi et al. 2019, section 3) with channels for features. Uneven shards throughout."""
+"""2-D convolution with its filters, input channels or groups split over ranks.
+
+These are the column and row splits of the linear layer (Shoeybi et al. 2019, section 3), with channels in the place of
+features. Shards may be uneven everywhere.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +14,19 @@ from weft.comm.communicator import Communicator
 from weft.ops.mappings import gather, split, total, used_by_parts
 from weft.sharding.sizes import Cut
 
-CHANNELS = -3  # of [batch, channels, height, width], and of one without a batch
+CHANNELS = -3  # dimension of channels in [batch, channels, height, width], with or without the batch
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the filters go.
+    """Positions of the filters in the input.
 
     Attributes:
         stride, dilation: along height and width.
-        padding: what F.conv2d pads with zeros: sizes, or "same" or "valid".
-        pads: what is padded first in another mode: left, right, top, bottom; None where the mode is "zeros".
-        mode: of F.pad.
-        groups: of this rank's channels.
+        padding: zero padding by F.conv2d: sizes, "same" or "valid".
+        pads: padding before the convolution in another mode: left, right, top, bottom; None where the mode is "zeros".
+        mode: mode of F.pad.
+        groups: number of groups of this rank's channels.
     """
 
     stride: tuple[int, ...]
@@ -46,25 +49,27 @@ class Geometry:
 
 
 def column_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry) -> torch.Tensor:
-    """One rank's shard of the filters. Per rank:
+    """Compute the convolution with one rank's shard of the filters.
 
+    Per rank:
         x [B, C, H, W] whole      w_shard [N_r, C, h, w]      b_shard [N_r]      y_shard [B, N_r, H', W']
 
     forward   y_shard = conv(x, w_shard) + b_shard
     dgrad     dx = all_reduce(conv_dgrad(dy_shard, w_shard))
-    wgrad     of y_shard and x; nothing travels
+    wgrad     from dy_shard and x; nothing travels
     """
     return geometry.apply(used_by_parts(x, ranks) if ranks.world_size > 1 else x, weight, bias)
 
 
 def row_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry) -> torch.Tensor:
-    """One rank's shard of the input channels. Per rank:
+    """Compute the convolution with one rank's shard of the input channels.
 
+    Per rank:
         x_shard [B, C_r, H, W]      w_shard [N, C_r, h, w]      b [N] whole      y [B, N, H', W'] whole
 
-    forward   y = all_reduce(conv(x_shard, w_shard)) + b, which is added once
+    forward   y = all_reduce(conv(x_shard, w_shard)) + b; b is added once
     dgrad     dx_shard = conv_dgrad(dy, w_shard); nothing travels
-    wgrad     of dy and x_shard; nothing travels
+    wgrad     from dy and x_shard; nothing travels
     """
     if ranks.world_size == 1:
         return geometry.apply(x, weight, bias)
@@ -72,7 +77,9 @@ def row_parallel_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry
 
 
 def column_parallel_grouped_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry, cut: Cut):
-    """One rank's shard of the groups, each of which sees its own channels only; `cut` is of the input's channels.
+    """Compute one rank's shard of the groups; each group sees its own channels only.
+
+    `cut` is the cut of the input's channels.
 
     forward   y_shard = conv(this rank's channels of x, w_shard) + b_shard
     dgrad     dx = all_gather(conv_dgrad(dy_shard, w_shard))
@@ -81,9 +88,11 @@ def column_parallel_grouped_conv2d(x, weight, bias, ranks: Communicator, geometr
 
 
 def row_parallel_grouped_conv2d(x, weight, bias, ranks: Communicator, geometry: Geometry, cut: Cut):
-    """One rank's shard of the groups, from its own channels; `cut` is of the output's channels. No sum crosses ranks.
+    """Compute one rank's shard of the groups from the rank's own channels. No sum crosses ranks.
 
-    forward   y = all_gather(conv(x_shard, w_shard)) + b, which is added once
+    `cut` is the cut of the output's channels.
+
+    forward   y = all_gather(conv(x_shard, w_shard)) + b; b is added once
     dgrad     dx_shard = conv_dgrad(this rank's channels of dy, w_shard); nothing travels
     """
     if ranks.world_size == 1:

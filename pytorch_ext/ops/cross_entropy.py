@@ -1,4 +1,4 @@
-"""Cross entropy over logits whose vocabulary is split over ranks, without gathering them."""
+"""Cross entropy over logits with a vocabulary split over ranks, without gathering the logits."""
 
 import torch
 
@@ -22,24 +22,27 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     overwrite_logits: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.cross_entropy of logits of which each rank holds a shard of the vocabulary.
+    """Return torch.nn.functional.cross_entropy of logits with one shard of the vocabulary on each rank.
 
     Args:
         logits_shard: [..., V_r], floating point: this rank's contiguous part of the V logits, in rank order.
-        target: [...] int64, the same on every rank; numbers in the whole vocabulary.
+        target: [...] int64, class numbers in the whole vocabulary; the same on every rank.
         group: the ranks that hold the shards.
-        ignore_index: a target that gives no loss and no gradient.
-        label_smoothing: mixes in the uniform distribution over the whole vocabulary (Szegedy et al. 2016, section 7).
+        ignore_index: a target with no loss and no gradient.
+        label_smoothing: share of the uniform distribution over the whole vocabulary in the target, 0 to 1 (Szegedy et
+            al. 2016, section 7).
         reduction: "mean" (over targets that are not ignored), "sum" or "none".
-        overwrite_logits: backward writes the gradient where the logits are, which saves their size in memory. For who
-            does not look at them after backward; a second backward is an error.
+        overwrite_logits: backward writes the gradient over the logits, which saves memory of their size. The logits
+            must not be read after backward, and a second backward is an error.
 
     Returns:
         A scalar, or [...] for "none", in fp32 (fp64 for fp64 logits); the same on every rank.
 
     Raises:
-        ValueError, TypeError, IndexError: before anything is communicated but the sizes of the shards. A target out of
-            range on a GPU or under torch.compile is a RuntimeError of the device: to look at it would be to wait.
+        ValueError, TypeError, IndexError: an invalid argument. Raised before any communication except that of the
+            shards' sizes.
+        RuntimeError: a target out of range on a GPU or under torch.compile. The device raises it, since a check on the
+            host would have to wait for the device.
     """
     _check(logits_shard, target, label_smoothing, reduction)
     return _reduced(
@@ -56,7 +59,10 @@ def fused_cross_entropy(
     reduction: str = "mean",
     overwrite_logits: bool = False,
 ) -> torch.Tensor:
-    """`parallel_cross_entropy` of logits [..., V] that are whole on one device; torch.compile traces it whole."""
+    """Return the cross entropy of whole logits [..., V] on one device; torch.compile traces it without a break.
+
+    Arguments are those of `parallel_cross_entropy`.
+    """
     _check(logits, target, label_smoothing, reduction)
     return _reduced(logits, target, None, ignore_index, label_smoothing, reduction, overwrite_logits)
 
@@ -94,16 +100,17 @@ def _reduced(logits, target, ranks, ignore_index, label_smoothing, reduction, ov
 
 
 class ParallelCrossEntropyFunction(torch.autograd.Function):
-    """loss = l + (1 - s) (h - z[target]) + s (h - mean(z)), with smoothing s, and h = max z and l = log sum exp(z - h)
-    over the whole vocabulary. They are kept apart: their sum would round away what a large h leaves of l.
+    """loss = l + (1 - s) (h - z[target]) + s (h - mean(z)), with h = max z, l = log sum exp(z - h) and smoothing s.
+
+    h and l are taken over the whole vocabulary. They stay apart because in their sum a large h would round l away.
 
     Per rank, with M tokens, V classes: z_shard_v [M, V_r]        target [M] whole        loss [M] whole
 
-    forward   each rank: its maximum, its sum of exponentials against that maximum, its sum of logits, and the target's
-              logit where it has it; [4, M] in fp32, exchanged in one all_gather and merged in rank order
+    forward   each rank computes its maximum, its sum of exponentials against that maximum, its sum of logits, and the
+              target's logit if it has it: [4, M] in fp32, exchanged in one all_gather and merged in rank order
     backward  dz_shard_v = (exp(z_shard_v - h - l) - (1 - s) onehot - s / V) dloss; nothing travels
 
-    Saves z_shard_v, the target, and h and l [M]. Without ranks the vocabulary is whole here and nothing travels.
+    Saves z_shard_v, the target, and h and l [M]. Without ranks the vocabulary is whole and nothing travels.
     """
 
     @staticmethod
@@ -128,7 +135,7 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
         ctx.save_for_backward(logits, target, highest, log_sum)
         ctx.arguments = offset, vocabulary, ignore_index, smoothing
         ctx.overwrite_logits = overwrite_logits
-        return losses.masked_fill(ignored, 0)  # of a result written in place torch 2.11 traces no gradient
+        return losses.masked_fill(ignored, 0)  # not in place: torch 2.11 traces no gradient of such a result
 
     @staticmethod
     @first_order
@@ -137,12 +144,15 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
         if not ctx.overwrite_logits:
             return _gradient(logits, *saved, dlosses, *ctx.arguments), None, None, None, None, None
         _gradient_(logits, *saved, dlosses, *ctx.arguments)
-        torch.autograd.graph.increment_version(logits)  # who saved them for another backward is told
+        torch.autograd.graph.increment_version(logits)  # another backward that saved them then raises
         return logits.detach(), None, None, None, None, None
 
 
 def _statistics_operator(logits, target, offset, ignore_index, smoothing):
-    """[4, M]: maximum, sum of exponentials against it, sum (0 without smoothing), the target's logit (0 elsewhere)."""
+    """Return [4, M]: maximum, sum of exponentials against it, sum of logits, the target's logit.
+
+    The sum of logits is 0 without smoothing; the target's logit is 0 on ranks without that class.
+    """
     if kernel_choice.streams(logits):
         from weft.kernels.cross_entropy import cross_entropy_statistics
 
@@ -159,7 +169,7 @@ def _statistics_operator(logits, target, offset, ignore_index, smoothing):
 
 
 def _gradient_operator(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing):
-    """dz [M, V_r], in the logits' type."""
+    """Return dz [M, V_r], in the logits' type."""
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing, dlogits)
     return dlogits
@@ -223,7 +233,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _shifted(z: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """z - by, row by row. A row of which every logit is -inf stays -inf and does not become NaN."""
+    """Return z - by, row by row. A row with only -inf stays -inf and does not become NaN."""
     return z - by.masked_fill(by == -torch.inf, 0).unsqueeze(-1)
 
 
@@ -235,7 +245,7 @@ def _sum_in_rank_order(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _local_targets(target, ignored, offset, size):
-    """Class numbers in this rank's shard (0 where the class is elsewhere), and the mask of those that are here."""
+    """Return class numbers in this rank's shard (0 for classes elsewhere), and the mask of targets in this shard."""
     local = target - offset
     here = (local >= 0) & (local < size) & ~ignored
     return local.masked_fill(~here, 0), here

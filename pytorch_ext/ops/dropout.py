@@ -1,4 +1,4 @@
-"""Which attention probabilities are dropped: by random numbers that follow from positions, not from who draws them."""
+"""Dropout masks of attention, from random numbers that depend on positions and not on the rank that draws them."""
 
 import torch
 
@@ -6,7 +6,7 @@ from weft.kernels.attention_rules import Rules
 
 
 def dropout_mask(rules: Rules, batch: int, heads: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """[B, H, Sq, Sk] of what is kept: where 32 random bits of the pair are at least dropout 2^32."""
+    """Return [B, H, Sq, Sk], True where the pair is kept: where its 32 random bits are at least dropout 2^32."""
     counters = (
         key.view(1, 1, 1, -1),
         query.view(1, 1, -1, 1),
@@ -17,10 +17,13 @@ def dropout_mask(rules: Rules, batch: int, heads: int, query: torch.Tensor, key:
 
 
 def philox(counters, seed: int, rounds: int = 7) -> torch.Tensor:
-    """The first 32 bits of Philox 4x32 (Salmon et al. 2011, section 3.3), in int64 arithmetic; the kernel's bits.
+    """Return the first 32 bits of Philox 4x32 (Salmon et al. 2011, section 3.3), the same bits as the kernel's.
+
+    The arithmetic is in int64.
 
     Args:
-        counters: four tensors of 32-bit numbers; seed: 64 bits, the key's two words.
+        counters: four tensors of 32-bit numbers.
+        seed: 64 bits, the two words of the key.
     """
     mask = 0xFFFFFFFF
     c0, c1, c2, c3 = (counter & mask for counter in counters)
@@ -34,7 +37,7 @@ def philox(counters, seed: int, rounds: int = 7) -> torch.Tensor:
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers, in halves that stay below 2^63."""
+    """Return the high and low 32 bits of a product of 32-bit numbers, computed in halves that stay below 2^63."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     total = low + ((high & 0xFFFF) << 16)
     return (high >> 16) + (total >> 32), total & 0xFFFFFFFF

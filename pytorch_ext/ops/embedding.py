@@ -1,4 +1,4 @@
-"""The embedding whose rows (the vocabulary) are split over ranks (Shoeybi et al. 2019, section 3)."""
+"""Embedding with its rows (the vocabulary) split over ranks (Shoeybi et al. 2019, section 3)."""
 
 import torch
 import torch.nn.functional as F
@@ -10,23 +10,25 @@ from weft.sharding.shard import Shard
 def parallel_embedding(
     tokens: torch.Tensor, weight: torch.Tensor, shard: Shard, padding_idx: int | None = None
 ) -> torch.Tensor:
-    """Rows of a table of which each rank holds a shard.
+    """Return rows of a table that is sharded over the ranks.
 
     Args:
-        tokens: [...] integers, the same on every rank.
-        weight: [V_r, E], this rank's rows; `shard` says which.
+        tokens: [...] int64 or int32, the same on every rank.
+        weight: [V_r, E], this rank's rows.
+        shard: the place of these rows in the table.
         padding_idx: the row, counted in the whole table, that gets no gradient.
 
     Returns:
         [..., E], the same on every rank.
 
     Raises:
-        IndexError: a token outside the vocabulary; on a GPU a RuntimeError of the device.
+        IndexError: a token outside the vocabulary; on a GPU the device raises a RuntimeError.
+        TypeError: tokens of another type.
     """
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding: tokens must be int64 or int32, got {tokens.dtype}")
     vocabulary = shard.global_shape[0]
-    if tokens.is_cuda:  # to look at them would be to wait
+    if tokens.is_cuda:  # a check on the host would wait for the device
         inside = ((tokens >= 0) & (tokens < vocabulary)).all()
         torch._assert_async(inside, f"embedding: tokens must lie in 0 to {vocabulary - 1}")
     elif tokens.numel():
@@ -43,8 +45,8 @@ class ParallelEmbeddingFunction(torch.autograd.Function):
 
     Per rank: tokens [M] whole        w_shard_v [V_r, E]        y [M, E] whole
 
-    forward   y = all_reduce(w_shard_v[tokens] where this rank has the row, else 0): one term of each sum is not 0
-    wgrad     dw_shard_v[token] += dy of the tokens this rank has; nothing travels
+    forward   y = all_reduce(w_shard_v[tokens] where this rank has the row, else 0): each sum has one term that is not 0
+    wgrad     dw_shard_v[token] += dy of the tokens with rows on this rank; nothing travels
 
     Saves the tokens.
     """
@@ -69,7 +71,7 @@ class ParallelEmbeddingFunction(torch.autograd.Function):
         if ctx.padding_idx is not None:
             elsewhere = elsewhere | (tokens == ctx.padding_idx)
         rows = ctx.weight_shape[0]
-        # One row more than the table has takes what belongs to other ranks and to the padding.
+        # One more row than the shard has takes the gradients of other ranks' rows and of the padding.
         local = local.masked_fill(elsewhere, rows).reshape(-1)
         dy = dy.reshape(-1, dy.size(-1))
         dw = torch.ops.aten.embedding_dense_backward(dy.contiguous(), local, rows + 1, -1, False)
@@ -77,7 +79,7 @@ class ParallelEmbeddingFunction(torch.autograd.Function):
 
 
 def _local_rows(tokens, shard):
-    """Row numbers in this rank's shard (0 where the row is elsewhere), and the mask of those elsewhere."""
+    """Return row numbers in this rank's shard (0 for rows elsewhere), and the mask of tokens with rows elsewhere."""
     local = tokens - shard.offset
     elsewhere = (local < 0) | (local >= shard.size)
     return local.masked_fill(elsewhere, 0), elsewhere

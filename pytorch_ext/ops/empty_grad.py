@@ -1,4 +1,4 @@
-"""Parameters that are another rank's: this rank has none of their elements, and gives them an empty gradient."""
+"""Empty gradients for parameters owned by other ranks; this rank has none of their elements."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from weft.ops.backward import first_order
 
 
 def with_absent(y: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """y; its backward gives each of the parameters a gradient, as whoever waits for all of them expects."""
+    """Return y; its backward gives each of the parameters a gradient, for code that waits for all gradients."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return _WithAbsent.apply(y, *trained) if trained and torch.is_grad_enabled() else y
 
 
 class _WithAbsent(torch.autograd.Function):
-    """forward  y; backward  dy, and zeros of the parameters' own (empty) shapes."""
+    """forward  y; backward  dy, and zeros of the parameters' (empty) shapes."""
 
     @staticmethod
     def forward(ctx, y, *parameters):

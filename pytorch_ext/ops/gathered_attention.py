@@ -17,12 +17,12 @@ class GatheredAttentionFunction(torch.autograd.Function):
     Per rank, with S_r of S positions:
         q [B, H, S_r, D]        k [B, Hkv, S_r, D]        v [B, Hkv, S_r, Dv]        sinks [H]        out as q, with Dv
 
-    forward   k, v = all_gather of some KV heads, positions in order; out, lse of the query heads that use them
-    backward  the same gathering; dk, dv = reduce_scatter of all S positions, in fp32, in the order of ranks
+    forward   k, v = all_gather of some KV heads, positions in order; then out, lse of the query heads that use them
+    backward  the same all_gather; dk, dv = reduce_scatter of all S positions, in fp32, in rank order
     dsinks    as in RingAttentionFunction
 
-    Saves q, k, v, sinks, out and lse [B, H, S_r] fp32. Gathers again in backward. Some heads of k and v are whole at a
-    time.
+    Saves q, k, v, sinks, out and lse [B, H, S_r] fp32. Backward gathers again. Only some heads of k and v are whole in
+    memory at a time.
     """
 
     @staticmethod
@@ -70,7 +70,7 @@ def _gather(x: torch.Tensor, schedule: RingSchedule, layout: SequenceLayout) -> 
 
 
 def _chunk(schedule: RingSchedule, layout: SequenceLayout) -> AttentionChunk:
-    """This rank's queries against all keys."""
+    """Return the chunk of this rank's queries against all keys."""
     rank = schedule.ranks.rank
     documents: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
     if schedule.query_documents is not None and schedule.key_documents is not None:

@@ -1,5 +1,7 @@
-"""From a share of the sequence with all heads to the whole sequence with a share of the heads, and back (Ulysses:
-Jacobs et al. 2023)."""
+"""Exchange of a share of the sequence with all heads for the whole sequence with a share of the heads, and back.
+
+This is Ulysses (Jacobs et al. 2023).
+"""
 
 from collections.abc import Sequence
 
@@ -13,15 +15,25 @@ from weft.ops.sequence_layout import SequenceLayout
 def to_heads(
     x: torch.Tensor, heads: Sequence[Sequence[int]], ranks: Communicator, layout: SequenceLayout
 ) -> torch.Tensor:
-    """[B, H, S_r, D] to [B, this rank's heads, S, D], positions in order. Backward goes back, and sums in fp32, in the
-    order of ranks, what several ranks have of one head."""
+    """Exchange [B, H, S_r, D] for [B, this rank's heads, S, D], positions in order.
+
+    Backward exchanges the gradients back. It sums the gradients of a head that several ranks have, in fp32, in rank
+    order.
+
+    Args:
+        heads: the head numbers of each rank; several ranks may have the same head.
+    """
     return _ToHeads.apply(x, tuple(map(tuple, heads)), ranks, layout)
 
 
 def to_sequence(
     x: torch.Tensor, heads: Sequence[tuple[int, int]], ranks: Communicator, layout: SequenceLayout
 ) -> torch.Tensor:
-    """[B, this rank's heads, S, D] to [B, H, S_r, D]; heads: (first, count) of each rank, each head with one rank."""
+    """Exchange [B, this rank's heads, S, D] for [B, H, S_r, D].
+
+    Args:
+        heads: (first, count) of each rank; each head is on one rank.
+    """
     return _ToSequence.apply(x, tuple(tuple(range(first, first + count)) for first, count in heads), ranks, layout)
 
 
@@ -52,8 +64,8 @@ class _ToSequence(torch.autograd.Function):
 
 def _gather_sequence(x, heads, ranks: Communicator, layout: SequenceLayout) -> torch.Tensor:
     parts = [x[:, list(of_rank)].contiguous() for of_rank in heads]
-    mine = len(heads[ranks.rank])
-    arrived = [x.new_empty((x.size(0), mine, size, x.size(3))) for size in layout.sizes]
+    count = len(heads[ranks.rank])
+    arrived = [x.new_empty((x.size(0), count, size, x.size(3))) for size in layout.sizes]
     ranks.all_to_all_into(parts, arrived)
     return layout.join(arrived, 2)
 

@@ -1,8 +1,9 @@
-"""Kernel or library: which of the two a matrix product takes, and why.
+"""Choice between weft's kernel and the library for a matrix product, with the reason.
 
-A product takes our kernel where a tuned table (`weft tune matmul`) has it measured on this architecture, at these sizes
-within a factor of two, and at least as fast as the library's op with a separate epilogue. Everything else is the
-library's: on the CPU, where our kernels do not run, and wherever nothing was measured.
+A product takes the kernel where a tuned table (`weft tune matmul`) has a measurement of it on this architecture, with
+sizes within a factor of two, and where the kernel was at least as fast as the library's op with a separate epilogue.
+The library runs everything else: products on the CPU, where weft's kernels do not run, and products without a
+measurement.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ _PREFERENCES = ("auto", "kernel", "library")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What runs, and why."""
+    """The implementation that runs, and the reason."""
 
     kernel: bool
     reason: str
@@ -51,9 +52,13 @@ _preference = _checked(os.environ.get("WEFT_KERNELS", "auto"))
 
 @contextlib.contextmanager
 def prefer(preference: str) -> Iterator[None]:
-    """Inside, "kernel" or "library" runs whatever the tables say; "auto" is the default, or what WEFT_KERNELS says.
+    """Prefer the kernel or the library inside a `with` block.
 
-    Every rank must prefer the same: the two round differently.
+    Every rank must prefer the same, since the two round differently.
+
+    Args:
+        preference: "kernel" or "library", regardless of the tables, or "auto" to follow them. Outside of any block the
+            environment variable WEFT_KERNELS gives the preference, "auto" by default.
     """
     global _preference
     before, _preference = _preference, _checked(preference)
@@ -64,12 +69,15 @@ def prefer(preference: str) -> Iterator[None]:
 
 
 def on_kernel(device: torch.device) -> bool:
-    """Whether a product on this device may take our kernel at all: the quick question."""
+    """Return True if a product on this device may take weft's kernel at all; a quick check."""
     return _preference == "kernel" or (device.type == "cuda" and _preference == "auto" and _why_no_code(device) is None)
 
 
 def can_run(device: torch.device) -> bool:
-    """Whether our kernels run on this device, wanted or not: on a GPU, and on the CPU in Triton's interpreter."""
+    """Return True if weft's kernels can run on this device, regardless of the preference.
+
+    They can on a GPU, and on the CPU in Triton's interpreter.
+    """
     if device.type == "cuda":
         return _why_no_code(device) is None
     from weft.kernels import launch
@@ -78,7 +86,7 @@ def can_run(device: torch.device) -> bool:
 
 
 def _why_no_code(device: torch.device) -> str | None:
-    """Why a GPU has neither kernels that were compiled ahead of time nor a compiler, if it has neither."""
+    """Return the reason if a GPU has neither kernels compiled ahead of time nor a compiler, else None."""
     return None if _HAS_TRITON else _why_no_archive(device)
 
 
@@ -91,20 +99,23 @@ def _why_no_archive(device: torch.device) -> str | None:
 
 
 def streams(tensor: torch.Tensor) -> bool:
-    """Whether a kernel bound by memory takes this tensor: on every GPU, since it passes once over what ATen's operators
-    pass over several times, and for every type but fp64, which our kernels do not have."""
+    """Return True if a memory-bound kernel takes this tensor.
+
+    It does on every GPU, since it reads once where ATen's operators read several times. It takes every type except
+    fp64, which weft's kernels do not have.
+    """
     return on_kernel(tensor.device) and tensor.dtype != torch.float64
 
 
 def excluded(device: torch.device) -> Algorithm:
-    """Why no product on this device takes our kernel, where `on_kernel` says so."""
+    """Return the reason why no product on this device takes weft's kernel, for devices where `on_kernel` is False."""
     if _preference == "library":
         return _UNWANTED
     return Algorithm(False, _why_no_code(device) or "") if device.type == "cuda" else _ON_CPU
 
 
 def algorithm(problem: "Problem", device: torch.device) -> Algorithm:
-    """What runs this product on this device."""
+    """Return the implementation that runs this product on this device."""
     if not on_kernel(device):
         return excluded(device)
     return _WANTED if _preference == "kernel" else _measured(problem, device)
@@ -131,8 +142,10 @@ def _measured(problem: "Problem", device: torch.device) -> Algorithm:
 
 
 def origin(problem: "Problem", architecture: str) -> "Origin":
-    """Where our kernel's machine code for the product comes from, on a device of that architecture: of the launches
-    that it takes, the one that comes from farthest."""
+    """Return the origin of the kernel's machine code for the product, on a device of that architecture.
+
+    Where the product takes several launches, the first that is not compiled ahead of time decides.
+    """
     from weft.kernels import launch
     from weft.kernels.matmul import Prologue, matmul
 

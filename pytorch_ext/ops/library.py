@@ -1,4 +1,4 @@
-"""The operators of torch.ops.weft: what torch.compile sees of the kernels."""
+"""The operators of torch.ops.weft, as which torch.compile sees the kernels."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,13 @@ _LIBRARY = torch.library.Library("weft", "DEF")
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> Callable:
-    """Defines torch.ops.weft.<name> for every device, and what it does to tensors without data; returns the operator.
+    """Define torch.ops.weft.<name> for every device and return the operator.
 
-    Autograd stands outside: the operators are what a torch.autograd.Function calls.
+    The operators have no autograd of their own: torch.autograd.Functions call them.
+
+    Args:
+        schema: name, arguments and results, in PyTorch's schema language.
+        fake: the implementation for tensors without data.
     """
     _LIBRARY.define(schema)
     name = schema.split("(")[0]

@@ -1,5 +1,7 @@
-"""The column- and the row-parallel linear layer (Shoeybi et al. 2019, section 3), with the sequence-parallel region of
-Korthikanti et al. 2022, section 4.2. Uneven shards throughout."""
+"""The column- and the row-parallel linear layer (Shoeybi et al. 2019, section 3).
+
+They include the sequence-parallel region of Korthikanti et al. 2022, section 4.2. Shards may be uneven everywhere.
+"""
 
 import torch
 
@@ -14,11 +16,12 @@ from weft.sharding.sizes import split_sizes
 def column_parallel_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: ParallelContext
 ) -> torch.Tensor:
-    """activation(x @ weight.T + bias) for one rank's shard of the output features.
+    """Return activation(x @ weight.T + bias) for one rank's shard of the output features.
 
     Args:
         x: [..., K] the same on every rank; in a sequence-parallel region, this rank's shard along the sequence.
-        weight: [N_r, K]; bias: [N_r].
+        weight: [N_r, K].
+        bias: [N_r].
 
     Returns:
         [..., N_r], whole along the sequence.
@@ -29,10 +32,12 @@ def column_parallel_linear(
 def row_parallel_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: ParallelContext
 ) -> torch.Tensor:
-    """activation(sum over ranks of x @ weight.T + bias) from one rank's shard of the input features.
+    """Return activation(sum over ranks of x @ weight.T + bias) from one rank's shard of the input features.
 
     Args:
-        x: [..., K_r]; weight: [N, K_r]; bias: [N], the same on every rank and added once.
+        x: [..., K_r].
+        weight: [N, K_r].
+        bias: [N], the same on every rank and added once.
 
     Returns:
         [..., N] the same on every rank; in a sequence-parallel region, this rank's shard along the sequence.
@@ -56,7 +61,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     Saves x_shard_m, not the gathered x: gathering again in backward costs one all_gather and saves (W-1)/W of the
     activation. Saves z_shard_n where there is an activation.
 
-    A weight with an fp32 `main_grad` has dw added to that instead, and gets no gradient.
+    If the weight has an fp32 `main_grad`, dw is added to that and the weight gets no gradient.
     """
 
     @staticmethod
@@ -81,7 +86,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         activation = place.activation
-        # On one rank dgrad may form dz as it goes, where nobody else needs it.
+        # On one rank dgrad may form dz as it runs, if neither wgrad nor dbias needs dz.
         if activation and (needs_weight or needs_bias or place.ranks.world_size > 1):
             dy, activation = activation.backward(dy, z), None
         if needs_weight and split:
@@ -98,7 +103,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
-    """y = act(z), z = sum over ranks of x_shard_k @ w_shard_k.T, plus b: one shard of the input features per rank.
+    """y = act(z), z = (sum over ranks of x_shard_k @ w_shard_k.T) + b: one shard of the input features per rank.
 
     Per rank, with M tokens, K inputs, N outputs, W ranks:
         x_shard_k [M, K_r]        w_shard_k [N, K_r]        b [N] whole        y [M, N] whole
@@ -120,7 +125,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         world, dim = place.ranks.world_size, place.sequence_dim
         if dim is not None:
             ctx.sizes = split_sizes(x.size(dim), world)
-        if world == 1:  # the bias goes into the product, rounded once as in nn.Linear
+        if world == 1:  # the product adds the bias and rounds once, as in nn.Linear
             _, z = matmul.forward(x, weight, bias)
         else:
             b = weight.t()
@@ -160,7 +165,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
 
 
 def _apply(function, x, weight, bias, place):
-    """The function, after autocast's casts and every check that must come before a rank communicates."""
+    """Apply the function after autocast's casts and after every check that must precede communication."""
     main_grad = getattr(weight, "main_grad", None)
     device = weight.device.type
     if not autocasts(device):
@@ -173,7 +178,7 @@ def _apply(function, x, weight, bias, place):
 
 
 def _writable(y: torch.Tensor) -> torch.Tensor:
-    """The same memory, not as a view: autograd forbids writing to a view that a custom function returns."""
+    """Return y's memory as a tensor that is no view: autograd forbids writing to a view from a custom function."""
     return torch.ops.aten._unsafe_view(y, y.shape)
 
 

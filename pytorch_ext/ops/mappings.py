@@ -1,4 +1,4 @@
-"""Crossing between a tensor that every rank holds whole and one of which each holds a shard."""
+"""Differentiable mappings between a tensor that is whole on every rank and one that is sharded over the ranks."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,24 @@ from weft.sharding.sizes import Cut
 
 
 def gather(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequence[int]) -> torch.Tensor:
-    """Shards along `dim` to the whole, in its own order, which every rank then uses in the same way.
+    """Return the whole of the ranks' shards along `dim`, in the whole's own order.
+
+    Every rank must go on with the whole in the same way.
 
     Args:
-        cut: how it is cut; or the sizes of shards that lie in it one after another.
+        cut: the cut of the whole, or the sizes of the shards if they lie one after another.
     """
     return x if communicator.world_size == 1 else _Gather.apply(x, dim, communicator, _cut(cut))
 
 
 def split(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequence[int]) -> torch.Tensor:
-    """The whole, the same on every rank, to this rank's shard along `dim`; `cut` as in `gather`.
+    """Return this rank's shard along `dim` of a tensor that is the same on every rank.
+
+    Args:
+        cut: as in `gather`.
 
     Raises:
-        ValueError: x is not as long as what is cut.
+        ValueError: the size of x along `dim` is not that of the cut.
     """
     cut = _cut(cut)
     if not -x.dim() <= dim < x.dim() or x.size(dim) != sum(cut.sizes):
@@ -39,8 +44,8 @@ class _Gather(torch.autograd.Function):
     """y = all_gather(x_shard), in the order of the whole.
 
     forward   y = all_gather(x_shard)
-    backward  dx_shard = this rank's shard of dy: every rank has the same y and so the same dy; nothing travels. Of what
-              several ranks have, y has the first one's, and the others' gradient is zero.
+    backward  dx_shard = this rank's shard of dy: every rank has the same y and so the same dy; nothing travels. Where
+              several ranks hold the same part, y has the first rank's part, and the gradient of the others is zero.
     """
 
     @staticmethod
@@ -62,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """y_shard = this rank's shard of x; no two ranks have the same.
+    """y_shard = this rank's shard of x; no two shards overlap.
 
     forward   nothing travels
     backward  dx = all_gather(dy_shard), in the order of the whole
@@ -86,12 +91,12 @@ def _own_part(x: torch.Tensor, dim: int, rank: int, cut: Cut) -> torch.Tensor:
 
 
 def used_by_parts(x: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    """x, the same on every rank, for use with this rank's part; its gradient is the sum of all ranks'."""
+    """Return x, the same on every rank, for use with this rank's part; its gradient is the sum over all ranks."""
     return _UsedByParts.apply(x, ranks) if x.requires_grad else x
 
 
 def total(x: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    """The sum of the ranks' x, with which every rank goes on in the same way."""
+    """Return the sum of the ranks' x; every rank must go on with it in the same way."""
     return _Total.apply(x, ranks)
 
 

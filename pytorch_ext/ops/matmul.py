@@ -1,7 +1,7 @@
-"""The products of a linear layer, by our kernel or by ATen, whichever `choice` says; and as operators with autograd.
+"""The products of a linear layer, computed by weft's kernel or by ATen as `kernel_choice` decides.
 
-The functions at the top take x [..., K] and weight [N, K] and are what the parallel layers call between their
-collectives. `fused_linear` and `gated_linear` are the same for one device, differentiable and visible to torch.compile.
+Parallel layers call the functions at the top between their collectives, with x [..., K] and weight [N, K].
+`fused_linear` and `gated_linear` are the same products for one device: differentiable, and operators for torch.compile.
 """
 
 import torch
@@ -17,14 +17,14 @@ from weft.ops.library import register
 def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = act(z) and z = x @ weight.T + bias; the same tensor where there is no activation."""
+    """Return y = act(z) and z = x @ weight.T + bias; without an activation both are one tensor."""
     return product(x, weight.t(), bias, activation)
 
 
 def product(
     x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = act(z) and z = x @ b + bias, with b [K, N]; the same tensor where there is no activation."""
+    """Return y = act(z) and z = x @ b + bias, with b [K, N]; without an activation both are one tensor."""
     if kernel_choice.on_kernel(x.device):
         name = activation.name if activation else None
         a = as_matrix(x)
@@ -39,10 +39,15 @@ def product(
 def multiply(
     a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a @ b, a [..., K], b [K, N]; with an activation, (act'(z) a) @ b: the gradient of a linear layer's input.
+    """Return a @ b, or with an activation (act'(z) a) @ b, the gradient of a linear layer's input.
 
-    The kernel forms act'(z) a as it loads a. That pays only where nobody else needs it, which is where the weight and
-    the bias get no gradient: the caller's to know.
+    The kernel forms act'(z) a as it loads a. That pays only if the caller needs act'(z) a for nothing else: if the
+    weight and the bias get no gradient.
+
+    Args:
+        a: [..., K].
+        b: [K, N].
+        z: [..., K], the input of the activation.
     """
     if kernel_choice.on_kernel(a.device):
         matrix = as_matrix(a)
@@ -52,16 +57,17 @@ def multiply(
             product, _ = _kernel().matmul(matrix, b, prologue=prologue)
             return product.view(*a.shape[:-1], b.size(1))
     if activation is not None:
-        assert z is not None  # what an activation was of
+        assert z is not None  # the input of the activation
         a = activation.backward(a, z)
     return a @ b
 
 
 def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = None) -> torch.Tensor | None:
-    """dw = dz.T @ x; where there is an fp32 main_grad [N, K], dw is added to it in fp32 and nothing is returned.
+    """Return dw = dz.T @ x, or add it in fp32 to an fp32 main_grad [N, K] and return None.
 
     Raises:
-        TypeError, ValueError: a main_grad that is not fp32 or not of the weight's shape.
+        TypeError: main_grad is not fp32.
+        ValueError: main_grad does not have the weight's shape.
     """
     if main_grad is None:
         return _new_wgrad(dz, x)
@@ -70,7 +76,7 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
 
 
 def _accumulate(a, b, main_grad) -> None:
-    """main_grad += a @ b, in fp32 throughout."""
+    """Add a @ b to main_grad, in fp32 throughout."""
     check_main_grad(main_grad, (a.size(0), b.size(1)))
     if kernel_choice.on_kernel(a.device) and _takes_kernel(a, b):
         _kernel().matmul(a, b, addend=main_grad, out=main_grad)
@@ -81,9 +87,9 @@ def _accumulate(a, b, main_grad) -> None:
 
 
 def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raises TypeError, ValueError for one that is not fp32 or not of the weight's shape."""
+    """Check that a main_grad is fp32 (TypeError) and has the weight's shape (ValueError)."""
     if main_grad.dtype != torch.float32:
-        raise TypeError(f"main_grad is {main_grad.dtype}; it must be torch.float32, which is what it is for")
+        raise TypeError(f"main_grad is {main_grad.dtype}; it must be torch.float32")
     if main_grad.shape != shape:
         raise ValueError(f"main_grad has shape {tuple(main_grad.shape)}; it must be the weight's {shape}")
 
@@ -91,10 +97,12 @@ def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:
 def fused_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """activation(x @ weight.T + bias), differentiable, with the activation in the product's epilogue.
+    """Return activation(x @ weight.T + bias), with the activation in the product's epilogue; differentiable.
 
     Args:
-        x: [..., K]; weight: [N, K]; bias: [N].
+        x: [..., K].
+        weight: [N, K].
+        bias: [N].
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
 
     Returns:
@@ -111,13 +119,19 @@ def gated_linear(
     bias: torch.Tensor | None = None,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """activation(x @ gate.T + bias[:F]) * (x @ up.T + bias[F:]), differentiable (Shazeer 2020; "silu" is SwiGLU).
+    """Return activation(x @ gate.T + bias[:F]) * (x @ up.T + bias[F:]); differentiable (Shazeer 2020).
 
     Args:
-        x: [..., K]; gate, up: [F, K], which may be the two halves of one fused weight; bias: [2F].
+        x: [..., K].
+        gate, up: [F, K] each; they may be the two halves of one fused weight.
+        bias: [2F].
+        activation: "silu" (SwiGLU), "gelu", "gelu_tanh" or "relu".
 
     Returns:
         [..., F].
+
+    Raises:
+        ValueError: another activation, or None.
     """
     if activation_of(activation) is None:
         raise ValueError("gated_linear: activation=None has no gate; use two linear layers")
@@ -130,7 +144,7 @@ class FusedLinearFunction(torch.autograd.Function):
     x [M, K]        w [N, K]        b [N]        y [M, N]
 
     forward   y, z = linear(x, w, b)
-    dact      dz = act'(z) dy          (in dgrad's prologue, where w and b get no gradient)
+    dact      dz = act'(z) dy          (in dgrad's prologue if w and b get no gradient)
     dgrad     dx = dz @ w
     wgrad     dw = dz.T @ x
     dbias     db = dz.sum(0)
@@ -247,7 +261,7 @@ def _gated_dgrad_operator(dz, gate, up):
 
 
 def _halves_of(gate, up):
-    """The weight [2F, K] that the two are the halves of, or None."""
+    """Return the weight [2F, K] if the two are its halves, else None."""
     adjacent = gate.is_contiguous() and up.is_contiguous() and gate._is_view() and gate._base is up._base
     if adjacent and up.storage_offset() == gate.storage_offset() + gate.numel():
         return gate.as_strided((2 * gate.size(0), gate.size(1)), gate.stride())
@@ -285,7 +299,7 @@ _gated_dgrad = register(
 
 
 def _kernel():
-    """The kernel's module, imported where a kernel runs: PyTorch's own arithmetic needs no triton."""
+    """Return the kernel's module; it is imported only where a kernel runs, since ATen's products need no triton."""
     from weft.kernels import matmul
 
     return matmul

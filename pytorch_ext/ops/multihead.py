@@ -1,4 +1,4 @@
-"""Attention of this rank's heads: what nn.MultiheadAttention computes between its projections."""
+"""Attention of this rank's heads, as nn.MultiheadAttention computes it between its projections."""
 
 import math
 
@@ -22,13 +22,17 @@ def attend(
     dropout: float = 0.0,
     weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Softmax attention of this rank's heads; nothing travels. Each rank drops probabilities of its own.
+    """Compute softmax attention of this rank's heads; nothing travels.
 
     Args:
-        q: [B, H_r, L, D]; k, v: [B, H_r, S, D]. mask: added to the scores, [B or 1, H_r or 1, L, S].
+        q: [B, H_r, L, D].
+        k, v: [B, H_r, S, D].
+        mask: [B or 1, H_r or 1, L, S], added to the scores.
+        dropout: probability of dropping an attention weight; each rank draws its own random numbers.
+        weights: return the probabilities too.
 
     Returns:
-        [B, H_r, L, D]; and the probabilities [B, H_r, L, S], after dropout, where `weights` asks for them.
+        The output [B, H_r, L, D], and the probabilities [B, H_r, L, S] after dropout, or None without `weights`.
     """
     if dropout > 0:
         with own_random_numbers(ranks, q.device):
@@ -45,7 +49,7 @@ def _attend(q, k, v, mask, causal, dropout, weights):
 
 
 def over_heads(probabilities: torch.Tensor, average: bool, ranks: Communicator, heads: Cut) -> torch.Tensor:
-    """[B, L, S], the mean over all ranks' heads; or [B, H, L, S], all heads'. The same on every rank."""
+    """Return the mean over all ranks' heads [B, L, S], or all heads' probabilities [B, H, L, S]; alike on all ranks."""
     if average:
         return total(probabilities.sum(1), ranks) / sum(heads.sizes)
     return gather(probabilities, 1, ranks, heads)
@@ -60,13 +64,16 @@ def mask_of(
     ranks: Communicator,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """What is added to the scores of this rank's heads, from nn.MultiheadAttention's attn_mask and key_padding_mask.
+    """Return the mask to add to the scores of this rank's heads, or None.
 
     Args:
-        attention: [L, S] or [B all heads, L, S], True (or -inf) where nothing is seen; keys: [B, S]. scores: (L, S).
+        attention: nn.MultiheadAttention's attn_mask, [L, S] or [B all heads, L, S], True (or -inf) at hidden positions.
+        keys: its key_padding_mask, [B, S].
+        scores: (L, S).
 
     Raises:
-        ValueError: another shape. TypeError: neither bool nor floating point.
+        ValueError: another shape.
+        TypeError: a mask that is neither bool nor floating point.
     """
     found = None
     count = sum(heads.sizes)

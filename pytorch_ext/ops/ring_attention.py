@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round the ranks while the chunk in hand is computed (Liu et al. 2023)."""
+"""Ring attention: keys and values travel round the ranks while each computes its current chunk (Liu et al. 2023)."""
 
 from dataclasses import dataclass, replace
 
@@ -15,12 +15,12 @@ from weft.ops.head_groups import head_groups, joined
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Who meets whose keys, the same on every rank.
+    """Positions, documents and visibility of all ranks' queries and keys; the same on every rank.
 
     Attributes:
-        query_positions, key_positions: of each rank.
-        query_documents, key_documents: [B, positions of the rank] of each rank, or None.
-        sees: sees[r][s]: whether a query of rank r can see a key of rank s.
+        query_positions, key_positions: positions of each rank.
+        query_documents, key_documents: documents of each rank, [B, positions of the rank], or None.
+        sees: sees[r][s] is True if a query of rank r can see a key of rank s.
     """
 
     ranks: Communicator
@@ -32,7 +32,7 @@ class RingSchedule:
     sees: tuple[tuple[bool, ...], ...]
 
     def chunk(self, source: int) -> AttentionChunk:
-        """This rank's queries against that rank's keys."""
+        """Return the chunk of this rank's queries against the keys of rank `source`."""
         rank = self.ranks.rank
         documents: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         if self.query_documents is not None and self.key_documents is not None:
@@ -41,20 +41,20 @@ class RingSchedule:
 
     @property
     def longest(self) -> int:
-        """The most positions of keys that a rank has."""
+        """Largest number of key positions on one rank."""
         return max(positions.length + positions.second_length for positions in self.key_positions)
 
     def from_head(self, first: int) -> "RingSchedule":
-        """For heads from that one on."""
+        """Return the schedule for the heads from number `first` on."""
         return replace(self, rules=replace(self.rules, head_start=self.rules.head_start + first))
 
     def last_step(self, source: int) -> int:
-        """The last step at which a rank uses that rank's keys: rank source + t has them at step t."""
+        """Return the last step at which a rank uses the keys of `source`; rank source + t has them at step t."""
         return last_step(self.sees, source)
 
 
 def last_step(sees: tuple[tuple[bool, ...], ...], source: int) -> int:
-    """How far round the ring the keys of that rank go."""
+    """Return the number of steps that the keys of rank `source` go round the ring."""
     world = len(sees)
     return max((t for t in range(world) if sees[(source + t) % world][source]), default=0)
 
@@ -65,15 +65,15 @@ class RingAttentionFunction(torch.autograd.Function):
     Per rank, with S_r of S positions:
         q [B, H, S_r, D]        k [B, Hkv, S_r, D]        v [B, Hkv, S_r, Dv]        sinks [H]        out as q, with Dv
 
-    forward   at step t a rank has the chunk of rank r - t: it sends it on to r + 1, receives the next from r - 1, and
-              meanwhile continues (out, lse), in fp32, by this one's keys
-    backward  the same round; each rank adds to dq, and to the dk and dv (fp32) that travel one step behind their chunk,
-              and whoever is the last to use a chunk sends them home
+    forward   at step t rank r has the chunk of rank r - t: it sends the chunk to r + 1, receives the next from r - 1,
+              and at the same time continues (out, lse) with the chunk's keys, in fp32
+    backward  the same round; each rank adds to dq, and to the dk and dv (fp32) that travel one step behind their chunk;
+              the last rank that uses a chunk sends its dk and dv to the owner
     dsinks    -sum over this rank's rows of exp(sinks - lse) delta, since a sink's value is 0; all_reduce
 
-    A chunk goes no farther than the last rank that sees any of it. Besides its own, a rank holds the chunk in hand and
-    the next, of some heads: these go round together, one group of heads after the other. The order of every sum is
-    fixed: keys from rank r on downwards, dk and dv from the owner on upwards.
+    A chunk goes no farther than the last rank that sees any of it. A rank holds its own chunk, the current one and the
+    next one; the last two are for one group of heads, and the groups go round one after the other. The order of every
+    sum is fixed: keys from rank r downwards, dk and dv from the owner upwards.
 
     Saves q, k, v, sinks, out and lse [B, H, S_r] fp32.
     """
@@ -112,7 +112,7 @@ class RingAttentionFunction(torch.autograd.Function):
 
 
 def _round(q, k, v, state, schedule: RingSchedule) -> tuple[torch.Tensor, torch.Tensor]:
-    """out, in q's type, and lse of some heads."""
+    """Return out, in q's type, and lse of some heads."""
     ranks = schedule.ranks
     used = [t for t in range(ranks.world_size) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world_size]]
     held = [k.contiguous(), v.contiguous()]
@@ -132,33 +132,38 @@ def _round(q, k, v, state, schedule: RingSchedule) -> tuple[torch.Tensor, torch.
 def _round_back(
     of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], schedule: RingSchedule
 ) -> list[torch.Tensor]:
-    """dq, dk and dv, fp32, of some heads, from their q, dout, out, lse and delta, and their k and v."""
+    """Return dq, dk and dv, fp32, of some heads.
+
+    Args:
+        of_queries: q, dout, out, lse and delta of the heads.
+        of_keys: k and v of the heads.
+    """
     q, (k, v) = of_queries[0], of_keys
     ranks = schedule.ranks
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
-    leaving, going_home = PendingTransfer([]), []  # the second are received when their owners' rounds are over
+    leaving, going_home = PendingTransfer([]), []  # owners receive going_home after their own round
     for step in range(ranks.world_size):
         source = (ranks.rank - step) % ranks.world_size
         last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
-        # 1. What the ranks before have added up for this chunk is on its way, and so is the next chunk.
+        # 1. Start to receive this chunk's gradients so far, and to pass on the chunk and receive the next.
         arriving = None
         if 0 < step <= last:
             sums = [_zeros(part) for part in held]
             arriving = send_recv(ranks, [], None, sums, (ranks.rank - 1) % ranks.world_size)
         coming, passing = _pass_keys(schedule, step, held, (k, v))
-        # 2. This rank's part.
+        # 2. Compute this rank's part.
         if sees:
             own = [_zeros(part) for part in held] if step else sums
             attention_chunk.backward(of_queries, held, schedule.chunk(source), [dq, *own])
-        # 3. In the order of the ring.
+        # 3. Add it, in the order of the ring.
         if arriving:
             arriving.wait()
             if sees:
                 for total, part in zip(sums, own, strict=True):
                     total += part
                 del own
-        # 4. On, or home.
+        # 4. Send the gradients to the next rank, or to the owner.
         leaving.wait()
         if step < last:
             leaving = send_recv(ranks, sums, (ranks.rank + 1) % ranks.world_size, [], None)
@@ -178,13 +183,17 @@ def _round_back(
 
 
 def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
-    """The same on every rank: of all ranks' queries."""
+    """Return the gradient of the sinks from all ranks' queries; the same on every rank."""
     gradient = -(torch.exp(sinks.float().view(1, -1, 1) - lse) * delta).sum((0, 2))
     return ranks.all_reduce_(gradient).to(sinks.dtype)
 
 
 def _pass_keys(schedule: RingSchedule, step: int, held, like):
-    """Begins to send on the chunk in hand, and to receive the next, each where somebody still uses it; the buffers."""
+    """Start to send the current chunk and to receive the next, each only if a later rank uses it.
+
+    Returns:
+        The buffers of the next chunk (None if it does not come), and the transfer under way.
+    """
     ranks = schedule.ranks
     source, following = (ranks.rank - step) % ranks.world_size, (ranks.rank - step - 1) % ranks.world_size
     sends = schedule.last_step(source) > step

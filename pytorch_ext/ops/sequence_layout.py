@@ -1,10 +1,10 @@
-"""How a sequence is shared out: which positions each rank has, and the way there and back.
+"""Layouts of a sequence over the ranks: the positions of each rank, and sharding and gathering by them.
 
     contiguous    rank r of W has piece r of W
     zigzag        rank r has pieces r and 2W - 1 - r of 2W: an early and a late one, so that under a causal mask all
                   ranks have the same work (Llama 3: Grattafiori et al. 2024, section 3.3.2)
 
-Pieces are as equal as the length permits, so any length goes and nothing is padded.
+Pieces are as equal as the length permits. Every length works, without padding.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,14 @@ LAYOUTS = ("zigzag", "contiguous")
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """A sequence of `length` positions over `world` ranks. ValueError for a kind that does not exist.
+    """A sequence of `length` positions over `world_size` ranks.
 
     Attributes:
-        members: the ranks that are meant below; all of them by default.
+        kind: "zigzag" or "contiguous".
+        members: the ranks that the properties and methods below cover; all ranks if empty.
+
+    Raises:
+        ValueError: a kind that does not exist.
     """
 
     length: int
@@ -47,28 +51,28 @@ class SequenceLayout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Positions of each of the ranks."""
+        """Number of positions of each of the ranks."""
         return [sum(length for _, length in _runs(self, (rank,))) for rank in self.ranks]
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """(start, length) of the consecutive positions that the ranks have together, in order."""
+        """(start, length) of each run of consecutive positions that the ranks have together, in order."""
         return _runs(self, self.ranks)
 
     @property
     def positions(self) -> Positions:
-        """The same for the kernels, which take at most two runs."""
+        """The runs for the kernels, which take at most two."""
         if len(self.runs) > 2:
             raise ValueError(f"ranks {self.ranks} have {len(self.runs)} runs of positions; the kernels take two")
         return Positions(*[number for run in [*self.runs, (0, 0), (0, 0)][:2] for number in run])
 
     def pick(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """That rank's part of a tensor that has every position along dim."""
+        """Return the rank's part of a tensor that has every position along `dim`."""
         parts = [whole.narrow(dim, start, length) for start, length in _runs(self, (rank,))]
         return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The ranks' parts, with positions in order."""
+        """Concatenate the ranks' parts, with positions in order."""
         pieces = []
         for rank, part in zip(self.ranks, parts, strict=True):
             runs = _runs(self, (rank,))
@@ -78,7 +82,7 @@ class SequenceLayout:
         return torch.cat([piece for _, piece in pieces], dim) if pieces else parts[0]
 
     def cut(self, joined: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """The way back: each rank's part."""
+        """Cut a joined tensor into each rank's part; the reverse of `join`."""
         places, offset = [], 0
         for start, length in self.runs:
             places.append((start, length, offset))
@@ -110,9 +114,14 @@ def _runs(layout: SequenceLayout, ranks: tuple[int, ...]) -> list[tuple[int, int
 
 
 def shard_sequence(x: torch.Tensor, *, dim: int, group: Group = None, layout: str = "zigzag") -> torch.Tensor:
-    """This rank's part of a tensor that every rank has whole, along the sequence. Backward gathers.
+    """Return this rank's part, along the sequence, of a tensor that every rank has whole. Backward gathers.
 
-    Shard the tokens, the labels and `torch.arange(length)` alike: the last is what rotary embeddings need.
+    Shard the tokens, the labels and `torch.arange(length)` alike; rotary embeddings need the last.
+
+    Args:
+        dim: the dimension of x that is the sequence.
+        group: the ranks that share the sequence.
+        layout: "zigzag" or "contiguous".
 
     Raises:
         ValueError: a layout that does not exist.
@@ -122,18 +131,22 @@ def shard_sequence(x: torch.Tensor, *, dim: int, group: Group = None, layout: st
 
 
 def unshard_sequence(x: torch.Tensor, *, dim: int, group: Group = None, layout: str = "zigzag") -> torch.Tensor:
-    """The whole, on every rank, of what `shard_sequence` cut. Backward takes this rank's part: every rank is taken to
-    go on with the whole in the same way.
+    """Return on every rank the whole tensor that `shard_sequence` cut.
+
+    Backward takes this rank's part of the gradient, so every rank must go on with the whole in the same way.
+
+    Args:
+        dim, group, layout: as in `shard_sequence`.
 
     Raises:
-        ValueError: parts whose sizes are not those of the layout.
+        ValueError: the sizes of the parts are not those of the layout.
     """
     ranks = communicator(group)
     return _Unshard.apply(x, dim % x.dim(), ranks, layout_of(ranks, x.size(dim), layout))
 
 
 def layout_of(ranks: Communicator, size: int, kind: str) -> SequenceLayout:
-    """The layout of a sequence of which each rank has `size` positions, its own number. A collective call."""
+    """Return the layout of a sequence from each rank's own number of positions, `size`. A collective call."""
     sizes = ranks.all_sizes(torch.empty(size, 0), 0)
     layout = SequenceLayout(sum(sizes), ranks.world_size, kind)
     if sizes != layout.sizes:
@@ -145,7 +158,7 @@ def layout_of(ranks: Communicator, size: int, kind: str) -> SequenceLayout:
 
 
 def gather_parts(x: torch.Tensor, dim: int, ranks: Communicator, layout: SequenceLayout) -> torch.Tensor:
-    """Every rank's part, with positions in order; not differentiable."""
+    """Gather every rank's part, with positions in order; not differentiable."""
     whole = ranks.all_gather(x, dim, layout.sizes)
     return layout.join(whole.split(layout.sizes, dim), dim)
 

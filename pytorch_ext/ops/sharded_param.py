@@ -1,4 +1,4 @@
-"""A parameter's shard on its way into a product: rows that several ranks have, and matrices that lie transposed."""
+"""A parameter's shard for use in a product: handles rows on several ranks and matrices that are stored transposed."""
 
 import torch
 
@@ -8,13 +8,14 @@ from weft.sharding.shard import Shard, pick
 
 
 def held(parameter: torch.Tensor, shard: Shard, transposed: bool = False, *, whole_use: bool = True) -> torch.Tensor:
-    """The parameter, for a product; of a matrix that is kept [in, out], its transpose.
+    """Return the parameter for use in a product, transposed if it is a matrix stored as [in, out].
+
+    Where several ranks have the same rows, the gradient from each rank covers that rank's use of them (the query heads
+    that share a KV head). The parameter's gradient is the sum over these ranks.
 
     Args:
-        whole_use: one product of ours takes all of it as it is, and sees to a `main_grad` itself.
-
-    Where ranks have the same rows, each one's gradient of them covers its own use (the query heads that share a KV
-    head), and the parameter's is the sum.
+        transposed: the matrix is stored as [in, out].
+        whole_use: one product of weft's takes the whole parameter unchanged and handles a `main_grad` itself.
     """
     as_it_is = not transposed and not shard.cut.replicated
     if as_it_is and whole_use:
@@ -27,9 +28,9 @@ class _ShardedParam(torch.autograd.Function):
     """w = p or p.T.
 
     forward   nothing travels
-    backward  dp = dw (dw.T); of rows that several ranks have, the sum over exactly these ranks
+    backward  dp = dw (dw.T); for rows that several ranks have, the sum over exactly these ranks
 
-    With an fp32 `main_grad`, dp is added to that instead, and p gets no gradient.
+    With an fp32 `main_grad`, dp is added to that and p gets no gradient.
     """
 
     @staticmethod
@@ -51,21 +52,26 @@ class _ShardedParam(torch.autograd.Function):
         return None, None, None, None
 
 
-def sum_over_holders(mine: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Of tensors like each rank's part, the sum over the ranks that have the same rows: in fp32 (fp64 of fp64), in rank
-    order, rounded once. Rows of one rank alone are as they were. Only what is shared travels."""
+def sum_over_holders(local: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """Sum rows that several ranks have over these ranks: in fp32 (fp64 for fp64), in rank order, rounded once.
+
+    Rows that only one rank has do not change. Only shared rows travel.
+
+    Args:
+        local: a tensor with the shape of this rank's part.
+    """
     ranks, dim = shard.communicator, shard.dim
     shared = [shard.cut.common(ranks.rank, other) if other != ranks.rank else [] for other in range(ranks.world_size)]
-    parts = [pick(mine, dim, stretches).contiguous() for stretches in shared]
+    parts = [pick(local, dim, stretches).contiguous() for stretches in shared]
     arrived = [torch.empty_like(part) for part in parts]
     ranks.all_to_all_into(parts, arrived)
-    total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
+    total = torch.zeros_like(local, dtype=torch.promote_types(local.dtype, torch.float32))
     for rank, part in enumerate(arrived):
         if rank == ranks.rank:
-            total += mine
+            total += local
             continue
         begin = 0
         for start, stop in shared[rank]:
             total.narrow(dim, start, stop - start).add_(part.narrow(dim, begin, stop - start))
             begin += stop - start
-    return total.to(mine.dtype)
+    return total.to(local.dtype)

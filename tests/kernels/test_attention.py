@@ -169,7 +169,7 @@ def test_any_strides_and_offsets(device, layout):
 
 
 def ring(tensors, rules, parts, dtype):
-    """Attention chunk by chunk over the keys, as ranks in a ring would: states and gradients handed on in fp32."""
+    """Run attention chunk by chunk over the keys, as ranks in a ring do, passing states and gradients on in fp32."""
     q, k, v, dout = tensors
     out, lse, start = None, None, 0
     chunks = []

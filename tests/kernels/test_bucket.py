@@ -91,7 +91,7 @@ def test_packing_writes_every_tensor_and_zeros_between(device, dtype, scale):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_unpacking_writes_every_tensor_and_nothing_besides(device, dtype, scale):
+def test_unpacking_writes_every_tensor_and_nothing_else(device, dtype, scale):
     like = gradients(device)
     bucket, statistics = PackedBucket(like), Statistics(device)
     flat = draw(device, bucket.elements, dtype=dtype, seed=9)
@@ -302,7 +302,7 @@ def test_the_sum_may_stand_right_before_and_right_behind_a_buffer(device):
 
 
 def sums(device, dtype, *numbers):
-    """The sum over ranks of which each has one of the numbers everywhere."""
+    """Return the sum over ranks; each rank's buffer is filled with one of the numbers."""
     buffers = [torch.full((9,), number, dtype=dtype, device=device) for number in numbers]
     out = torch.empty_like(buffers[0])
     reduce(buffers, out)

@@ -76,7 +76,7 @@ def test_statistics_of_shards_of_any_width(device, dtype, width):
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5, 100])
 def test_cutting_rows_into_pieces_changes_roundings_only(device, pieces):
     logits = draw(device, 3, 16_033, dtype=torch.bfloat16)
-    logits[1, :9000] = -torch.inf  # whole pieces of which every logit is masked
+    logits[1, :9000] = -torch.inf  # every logit of whole pieces is masked
     target = targets(device, 3, 16_033)
     got = cross_entropy_statistics(logits, target, offset=0, ignore_index=IGNORED, smoothing=False, pieces=pieces)
     plain = statistics_of(logits, target, 0, False)

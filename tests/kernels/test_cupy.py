@@ -83,7 +83,7 @@ def test_cupy_launches_the_same_machine_code_to_the_same_bits(stored, prepare, t
         _shared(cupy, value) if isinstance(value, torch.Tensor) else NUMBERS[kind](value)
         for value, kind in zip(passed, machine.arguments, strict=True)
     ]
-    hidden = [numpy.uint64(0), numpy.uint64(0)]  # scratch memory, of which these kernels have none
+    hidden = [numpy.uint64(0), numpy.uint64(0)]  # scratch memory, which these kernels do not use
     grid = (*recorded.grid, 1, 1)[:3]
     function(grid, (32 * machine.warps,), (*arguments, *hidden), shared_mem=machine.shared_bytes)
     cupy.cuda.Device().synchronize()

@@ -133,7 +133,7 @@ def test_any_strides_and_offsets(device, of_a, of_b):
 
 
 @pytest.mark.parametrize("of_out", [name for name in LAYOUTS if name != "one row for all"])
-def test_any_output_is_written_whole_and_nothing_besides(device, of_out):
+def test_any_output_is_written_whole_and_nothing_else(device, of_out):
     x, w, bias = operands(device, 33, 40, 48)
     backing = LAYOUTS[of_out](torch.full((33, 40), torch.nan, device=device))
     matmul(x, w.t(), bias=bias, out=backing)

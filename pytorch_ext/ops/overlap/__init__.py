@@ -1,1 +1,1 @@
-"""Products that communicate: a matrix product and its collective, at the same time where that is faster."""
+"""Matrix products with a collective that runs at the same time where that is faster."""

@@ -1,8 +1,8 @@
-"""All ranks' rows brought into one tensor by copies, while kernels run that begin with the rows that are there.
+"""An all_gather by copies, for kernels that start with the rows that have arrived.
 
-On a GPU the copy engine moves them on a stream of its own, and sets a flag behind each chunk by a stream operation:
-neither needs a multiprocessor, which the kernel that waits may fill to the last. Under Triton's interpreter a thread
-does the same on shared memory.
+On a GPU the copy engine moves the rows on a stream of its own, and a stream operation sets a flag after each chunk.
+Neither needs a multiprocessor, so the waiting kernel may use all of them. In Triton's interpreter a thread does the
+same on shared memory.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ class Gathering:
     """An all_gather under way.
 
     Attributes:
-        whole: what the ranks' tensors make along the dimension; chunks of its rows are valid once their flags are set,
-            all of it after `finish`.
-        arrivals: what a product that starts at once waits for.
+        whole: the ranks' tensors joined along the dimension. A chunk of its rows is valid once its flag is set; all of
+            it is valid after `finish`.
+        arrivals: the flags for a product that starts at once.
     """
 
     whole: torch.Tensor
@@ -36,7 +36,7 @@ class Gathering:
     _agreed: int
 
     def finish(self) -> torch.Tensor:
-        """The whole, for whoever comes later on this stream. A collective call."""
+        """Return the whole, valid for later work on this stream. A collective call."""
         self._copies.join()
         signal.meet(self.arrivals.peers, self._agreed, _OPERATION, signal.DONE)
         signal.spoil(self.arrivals.peers, self.whole)
@@ -44,16 +44,23 @@ class Gathering:
 
 
 def window_bytes(x: torch.Tensor, dim: int, sizes) -> int:
-    """What the window must have to gather the ranks' x along `dim`; the same on every rank."""
+    """Return the bytes that the window needs to gather the ranks' x along `dim`; the same on every rank."""
     return signal.DATA_OFFSET + _rows(x, dim, sizes).largest * x.size(-1) * x.element_size()
 
 
 def start_gathering(peers: signal.Peers, x: torch.Tensor, dim: int, sizes) -> Gathering:
-    """Begins to bring together the ranks' x along `dim`. A collective call; every rank finishes it, in the same order.
+    """Start to gather the ranks' x along `dim`.
+
+    A collective call. Every rank must call `finish` of the result, in the same order.
 
     Args:
-        peers: whose window has `window_bytes`.
-        x: [..., F], contiguous or copied; dim counts from 0 and is not the last. sizes: of every rank's x along dim.
+        peers: a window of at least `window_bytes`.
+        x: [..., F]; copied if it is not contiguous.
+        dim: not negative, and not the last dimension.
+        sizes: sizes of the ranks' x along dim.
+
+    Raises:
+        ValueError: the window is too small.
     """
     needed = window_bytes(x, dim, sizes)
     if peers.memory.numel() < needed:
@@ -61,17 +68,17 @@ def start_gathering(peers: signal.Peers, x: torch.Tensor, dim: int, sizes) -> Ga
     rows, row_bytes = _rows(x, dim, sizes), x.size(-1) * x.element_size()
     agreed = signal.signature("all_gather", rows, row_bytes, x.dtype)
 
-    # 1. This rank's rows into its window, where the others fetch them once all have come.
-    (own_flags,) = peers.keep(_own_flags(rows, peers.rank, x.device))  # before anybody waits: it may be made now
+    # 1. Copy this rank's rows into its window; the others fetch them after all ranks have met.
+    (own_flags,) = peers.keep(_own_flags(rows, peers.rank, x.device))  # may allocate, so before any rank waits
     signal.fill(peers, signal.DATA_OFFSET, x.contiguous())
     signal.meet(peers, agreed, _OPERATION, signal.COME)
 
-    # 2. Its own chunks into the whole: they are there at once.
+    # 2. Copy this rank's own chunks into the whole; they are valid at once.
     whole = x.new_empty(_whole_shape(x, dim, sizes))
     flags = own_flags.clone()
     whole.narrow(dim, sum(sizes[: peers.rank]), sizes[peers.rank]).copy_(x)
 
-    # 3. The others', one after another.
+    # 3. Start to copy the other ranks' chunks, one after another.
     plan = _plan(rows, row_bytes, peers.rank, peers.at)
     copies = (_StreamCopies if x.is_cuda else _ThreadCopies)(plan, whole, flags)
     return Gathering(whole, Arrivals(peers, rows, flags), copies, agreed)
@@ -87,7 +94,7 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> Rows:
 
 @dataclass(frozen=True)
 class _CopyPlan:
-    """Copies in their order: from an address, to an offset into the whole, so many bytes, for that chunk."""
+    """Copies in order: source address, offset into the whole, number of bytes and chunk of each."""
 
     sources: list[int]
     offsets: list[int]
@@ -117,7 +124,7 @@ def _own_flags(rows: Rows, rank: int, device: torch.device) -> torch.Tensor:
 
 
 class _Copies:
-    """Starts the copies of a plan; `join` makes the current stream, or the caller, wait for the last."""
+    """Running copies of a plan; `join` makes the current stream (or the caller) wait for the last copy."""
 
     def join(self) -> None:
         raise NotImplementedError
@@ -127,7 +134,7 @@ class _StreamCopies(_Copies):
     def __init__(self, plan: _CopyPlan, whole: torch.Tensor, flags: torch.Tensor):
         self.stream = _copy_stream(whole.device)
         self.stream.wait_stream(torch.cuda.current_stream(whole.device))
-        for tensor in (whole, flags):  # were nobody to join
+        for tensor in (whole, flags):  # keeps their memory even if `join` is never called
             tensor.record_stream(self.stream)
         start, first_flag = whole.data_ptr(), flags.data_ptr()
         assert _C.cuda is not None

@@ -1,11 +1,11 @@
-"""A product and its communication: at the same time by a communicating kernel, or one after the other.
+"""A product with its communication: at the same time in a communicating kernel, or one after the other.
 
     all_gather_matmul      act(all_gather(x) @ b + bias)      kernels/all_gather_matmul.py
     matmul_reduce_scatter  reduce_scatter(a @ b)              kernels/matmul_reduce_scatter.py
     matmul_all_reduce      all_reduce(a @ b)                  kernels/all_reduce.py
 
-Either way the sums are the same; with our matmul in both, and K not split in it, the bits too. So "auto" does not
-overlap where our matmul would split K.
+Both ways compute the same sums. They give the same bits if weft's matmul runs in both and does not split K, so "auto"
+does not overlap where the matmul would split K.
 """
 
 from collections.abc import Callable
@@ -22,21 +22,22 @@ from weft.ops.backward import as_matrix
 
 MODES = ("auto", "never", "always")
 
-# What must travel before the two are done at the same time. Overlapping saves at most the time that the bytes take, and
-# costs the meetings of the ranks, about 20 us of launches and flags: 8 MiB take as long at 450 GB/s, NVLink 4's rate in
-# one direction (NVIDIA H100 datasheet). An estimate: no machine with several GPUs was measured.
+# "auto" overlaps from this many travelling bytes on. Overlap saves at most the time of the transfer and costs the
+# meetings of the ranks, about 20 us of launches and flags. 8 MiB take as long at 450 GB/s, NVLink 4's rate in one
+# direction (NVIDIA H100 datasheet). This is an estimate: no machine with several GPUs was measured.
 CROSSOVER_BYTES = 8 << 20
 _FIRST_WINDOW_BYTES = 1 << 20
 
 
 class ParallelContext(NamedTuple):
-    """Where a layer stands.
+    """The ranks of a layer and its options for communication.
 
     Attributes:
-        sequence_dim: of a sequence-parallel region; None outside of one.
-        activation: what follows the layer.
-        overlap: "auto", "never" or "always": whether its communication overlaps with its products.
-        share: the features of the rank that has most of them: what all ranks decide by, each having its own number.
+        sequence_dim: dimension of the sequence in a sequence-parallel region; None outside of one.
+        activation: the activation after the layer.
+        overlap: whether communication overlaps with products: "auto", "never" or "always".
+        share: the largest number of features on one rank. Ranks have different numbers of features, and all decide by
+            this one.
     """
 
     ranks: Communicator
@@ -48,7 +49,7 @@ class ParallelContext(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Whether they overlap, and why."""
+    """Whether product and communication overlap, and the reason."""
 
     fused: bool
     reason: str
@@ -60,10 +61,13 @@ class Overlap:
 def all_gather_matmul(
     place: ParallelContext, x: torch.Tensor, sizes, b: torch.Tensor, bias=None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, z, whole): y = act(z), z = whole @ b + bias, whole = the ranks' x along the sequence.
+    """Return (y, z, whole): y = act(z), z = whole @ b + bias, whole = the ranks' x joined along the sequence.
 
     Args:
-        x: [..., K], this rank's shard; sizes: every rank's along the sequence. b: [K, N]; bias: [N].
+        x: [..., K], this rank's shard.
+        sizes: sizes of the ranks' shards along the sequence.
+        b: [K, N].
+        bias: [N].
     """
     ranks, dim = place.ranks, _dim(place, x)
     rows = _rows(x, dim, sizes)
@@ -87,8 +91,13 @@ def all_gather_matmul(
 
 
 def start_all_gather(place: ParallelContext, x: torch.Tensor, sizes, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to gather x along the sequence, while `matmul_reduce_scatter` computes a product with b. Call the result to
-    have the whole. Where that product does not overlap, nothing begins before the call."""
+    """Start to gather x along the sequence, while `matmul_reduce_scatter` computes a product with b.
+
+    Where that product does not overlap, the gathering starts only with the call of the result.
+
+    Returns:
+        A function that waits for the whole and returns it.
+    """
     ranks, dim = place.ranks, _dim(place, x)
     rows = _rows(x, dim, sizes)
     if not _fuses(place, x, rows, b, "reduce_scatter"):
@@ -110,7 +119,7 @@ def _dim(place: ParallelContext, x: torch.Tensor) -> int:
 
 
 def _rows(x: torch.Tensor, dim: int, sizes) -> int:
-    """Of the whole, all dimensions but the last flattened."""
+    """Return the number of rows of the whole, with all dimensions but the last flattened."""
     rows = sum(sizes)
     for at, size in enumerate(x.shape[:-1]):
         rows *= size if at != dim else 1
@@ -120,11 +129,13 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> int:
 def matmul_reduce_scatter(
     place: ParallelContext, a: torch.Tensor, b: torch.Tensor, sizes, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
-    """This rank's shard along the sequence of the sum over ranks of a @ b.
+    """Return this rank's shard, along the sequence, of the sum over ranks of a @ b.
 
     Args:
-        a: [..., K_r], whole along the sequence; b: [K_r, N]; sizes: of the shards.
-        activation, z: on one rank alone, a is act'(z) a.
+        a: [..., K_r], whole along the sequence.
+        b: [K_r, N].
+        sizes: sizes of the ranks' shards along the sequence.
+        activation, z: multiply act'(z) a instead of a; only for a group of one rank.
     """
     ranks, dim = place.ranks, _dim(place, a)
     if not _fuses(place, a, a.numel() // a.size(-1), b, "reduce_scatter"):
@@ -143,7 +154,13 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(
     place: ParallelContext, a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z=None
 ) -> torch.Tensor:
-    """The sum over ranks of a @ b, a [..., K_r], b [K_r, N]; activation and z as in `matmul_reduce_scatter`."""
+    """Return the sum over ranks of a @ b.
+
+    Args:
+        a: [..., K_r].
+        b: [K_r, N].
+        activation, z: as in `matmul_reduce_scatter`.
+    """
     ranks = place.ranks
     if not _fuses(place, a, a.numel() // a.size(-1), b, "all_reduce"):
         return ranks.all_reduce_(matmul.multiply(a, b, activation, z))
@@ -153,21 +170,21 @@ def matmul_all_reduce(
     from weft.ops.overlap.workspace import workspace
 
     matrix = as_matrix(a)
-    each, more = divmod(matrix.size(0), ranks.world_size)  # some may have none, where split_sizes would refuse
+    each, more = divmod(matrix.size(0), ranks.world_size)  # not split_sizes: some ranks may get no rows
     rows = Rows.of(matrix.shape, 0, [each + (rank < more) for rank in range(ranks.world_size)], most=256)
     peers = workspace(ranks, "reduce", Inbox(rows, b.size(1), a.dtype).window_bytes(sums=True), a.device)
     return matmul_all_reduce(matrix, b, peers, rows).view(*a.shape[:-1], b.size(1))
 
 
 def decide(place: ParallelContext, m: int, b: torch.Tensor, how: str, activation: Activation | None = None) -> Overlap:
-    """What a product of m rows with b [K, N] does. The same on every rank, without asking the others.
+    """Decide whether a product of m rows with b [K, N] overlaps; alike on every rank, without communication.
 
     Args:
-        how: "all_gather" (its operand's rows travel, N is split), "reduce_scatter" or "all_reduce" (its result's, K is
-            split).
+        how: "all_gather" (the operand's rows travel and N is split), or "reduce_scatter" or "all_reduce" (the result's
+            rows travel and K is split).
 
     Raises:
-        ValueError: overlap="always" where it cannot be.
+        ValueError: overlap="always" where overlap is impossible.
     """
     cannot = _why_not(place.ranks, b.device, b.dtype) or place.ranks.unreached.get(b.device)
     if cannot:
@@ -203,7 +220,7 @@ def decide(place: ParallelContext, m: int, b: torch.Tensor, how: str, activation
 def _fuses(place: ParallelContext, x, rows: int, b, how: str, activation=None) -> bool:
     if place.ranks.world_size == 1 or place.overlap == "never" or rows == 0:
         return False
-    if place.overlap == "auto" and not kernel_choice.on_kernel(x.device):  # the usual case on a CPU, told quickly
+    if place.overlap == "auto" and not kernel_choice.on_kernel(x.device):  # a quick exit, the usual case on a CPU
         return False
     return decide(place, rows, b, how, activation).fused and _reach(place, x.device)
 
@@ -221,7 +238,7 @@ def _why_not(ranks: Communicator, device: torch.device, dtype: torch.dtype) -> s
 
 
 def _reach(place: ParallelContext, device: torch.device) -> bool:
-    """Whether the ranks reach each other's memory. Found out once, by all of them together."""
+    """Return True if the ranks reach each other's memory. The first call finds out, on all ranks together."""
     unreached = place.ranks.unreached
     if device not in unreached:
         from weft.ops.overlap.workspace import workspace

@@ -1,4 +1,4 @@
-"""The windows that communicating kernels write to: one for each purpose of a group, as large as its largest call."""
+"""Windows of communicating kernels: one for each purpose of a group, as large as its largest call."""
 
 import torch
 
@@ -12,16 +12,18 @@ WAIT_NAMES.update(signal.WAIT_NAMES)
 
 
 def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.device) -> signal.Peers:
-    """The group's window for a purpose, of at least that many bytes, as kernels reach it. A collective call where it
-    must grow. Raises what the ranks' waits left on record before.
+    """Return the group's window for a purpose, with at least that many bytes.
 
-    Two calls that overlap in time use windows of different purposes; of one purpose, a call waits for the one before,
-    whatever streams they are on. A window that has become too small is kept: a captured
+    This is a collective call where the window must grow. A window that is too small stays allocated, since a captured
     CUDA graph may still use it.
 
+    Calls that overlap in time must use windows of different purposes. A call waits for the one before with the same
+    purpose, also on another stream.
+
     Raises:
-        ValueError: ranks that do not reach each other's memory. RuntimeError: it must grow while a graph is captured.
-        CommError: a wait has failed.
+        ValueError: the ranks do not reach each other's memory.
+        RuntimeError: the window must grow while a graph is captured.
+        CommError: an earlier wait of the ranks has failed.
     """
     record = ranks.record(device)
     record.check()
@@ -40,7 +42,7 @@ def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.devic
 
 
 def peers_of(window: SymmetricMemory, record: WaitRecord) -> signal.Peers:
-    """A window of zeros as this rank's kernels reach it."""
+    """Return a window of zeros in the form that this rank's kernels take."""
     device = window.mine.device
     return signal.Peers(
         rank=window.rank,
