@@ -1,4 +1,4 @@
-"""weft bench attention: a sequence shared by CPU ranks, forward and backward, beside one process."""
+"""weft bench attention: a sequence shared by CPU ranks, forward and backward, against one process."""
 
 import argparse
 import ctypes
@@ -21,7 +21,7 @@ TORCH = "torch context_parallel"
 LIMIT = (
     "one process and one thread with the whole sequence, by F.scaled_dot_product_attention, over the number of ranks"
 )
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 1, 8, 8, 64
 
 
@@ -33,17 +33,17 @@ def run(options: argparse.Namespace) -> list[Row]:
     rows = []
     for length in options.length or (2048, 4096, 8192, 16384):
         rounds = max(3, min(options.rounds, 8192 * 21 // length))
-        told = run_ranks(_measure, options.world, length, rounds, timeout_s=3600, group_timeout_s=1800)
-        times = slowest_rank([samples for samples, *_ in told])
-        why = told[0][3]
+        per_rank = run_ranks(_measure, options.world, length, rounds, timeout_s=3600, group_timeout_s=1800)
+        times = slowest_rank([samples for samples, *_ in per_rank])
+        why = per_rank[0][3]
         peaks_of = run_ranks(_peaks, options.world, length, timeout_s=3600, group_timeout_s=1800)
         for method in METHODS:
-            error = max(errors[method] for _, errors, *_ in told)
+            error = max(errors[method] for _, errors, *_ in per_rank)
             if not error < 1e-5:
                 raise AssertionError(f"{method} at {length}: the result is off by {error:.1e}; not measured")
-            sent = max(of_rank[2][method] for of_rank in told)
+            sent = max(of_rank[2][method] for of_rank in per_rank)
             peak = max(of_rank[method] for of_rank in peaks_of)
-            mine = {"ours": times[method], **{name: times[name] for name in (ALONE, TORCH) if name in times}}
+            compared = {"ours": times[method], **{name: times[name] for name in (ALONE, TORCH) if name in times}}
             facts = {
                 "share_of_time": times[method].p50_us / times[ALONE].p50_us,
                 "peak_bytes": peak,
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> list[Row]:
                 "error": error,
             }
             of = {"method": method, "length": length, "world": options.world}
-            rows.append(Row(of, mine, ALONE, facts, why and f"{TORCH}: {why}"))
+            rows.append(Row(of, compared, ALONE, facts, why and f"{TORCH}: {why}"))
     return rows
 
 
@@ -78,7 +78,11 @@ def _measure(rank: int, length: int, rounds: int):
 
 
 def _peaks(rank: int, length: int) -> dict[str, int]:
-    """In processes of their own, whose malloc gives freed memory back at once: what is resident is then in use."""
+    """Return the peak bytes of each method.
+
+    The ranks are processes of their own with a malloc that returns freed memory at once, so that all resident memory
+    is in use.
+    """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
     whole, parts = _drawn(length)
     calls = {method: _step(_split(method), parts) for method in METHODS} | {ALONE: _step(_plain, whole)}
@@ -91,7 +95,7 @@ def _peaks(rank: int, length: int) -> dict[str, int]:
 
 
 def _drawn(length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """q, k, v and dout, whole, and this rank's parts."""
+    """Return q, k, v and dout: the whole tensors, and this rank's parts."""
     generator = torch.Generator().manual_seed(length)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     whole = [torch.randn(BATCH, h, length, HEAD_DIM, generator=generator) for h in heads]
@@ -107,7 +111,7 @@ def _plain(q, k, v):
 
 
 def _step(attend: Callable, tensors: list[torch.Tensor]) -> Callable:
-    """Forward and backward; gives out and the gradients of q, k, v."""
+    """Return a function for forward and backward, which returns out and the gradients of q, k, v."""
     *inputs, dout = (x.detach() for x in tensors)
     inputs = [x.requires_grad_() for x in inputs]
 
@@ -115,7 +119,7 @@ def _step(attend: Callable, tensors: list[torch.Tensor]) -> Callable:
         out = attend(*inputs)
         out.backward(dout)
         results = [out.detach(), *(x.grad for x in inputs)]
-        for x in inputs:  # what is left over would be missing in the next call's peak
+        for x in inputs:  # a gradient left over would be missing in the next call's peak
             x.grad = None
         return results
 
@@ -123,7 +127,7 @@ def _step(attend: Callable, tensors: list[torch.Tensor]) -> Callable:
 
 
 def _torch(whole: list[torch.Tensor]) -> tuple[Callable | None, str]:
-    """torch's own, if it runs on this machine, and else why it does not."""
+    """Return torch's own method, or None and the reason if it does not run on this machine."""
     try:
         from torch.distributed.tensor.experimental import context_parallel
 
@@ -137,23 +141,23 @@ def _torch(whole: list[torch.Tensor]) -> tuple[Callable | None, str]:
                 out.backward(dout)
 
         shared()
-    except Exception as error:  # experimental: whatever it raises is why it is not measured
+    except Exception as error:  # experimental: any error is a reason not to measure it
         return None, f"not measured ({type(error).__name__})"
     return shared, ""
 
 
 def _sent_bytes(call: Callable) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that this rank's tensors bring to others, and what the call returned."""
+    """Return the bytes that this rank sends to others in the call, and the call's result."""
     with counted() as sent:
         result = call()
     return sent.bytes, result
 
 
 def _peak_bytes(call: Callable) -> int:
-    """The most resident memory during the call, beyond what was resident before it (Linux)."""
-    call()  # what stays from a first call is not the call's
+    """Return the peak resident memory during the call, beyond that before it (Linux)."""
+    call()  # memory that stays from a first call does not count
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins again here
+        file.write("5")  # reset the peak
     before = _status("VmRSS")
     call()
     return _status("VmHWM") - before

@@ -1,5 +1,7 @@
-"""weft bench attention_chunk: a whole attention, forward and backward, beside PyTorch's fastest, and a step of a ring
-with its merge inside and outside of the kernel, on a GPU."""
+"""weft bench attention_chunk: attention on a GPU against PyTorch's fastest, forward and backward.
+
+It also measures a step of a ring with its merge inside the kernel against the merge outside.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -50,7 +52,7 @@ def contests(attentions: list[cases.AttentionCase]) -> Iterator[Contest]:
 
 
 def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[Contest]:
-    """Forward, and backward alone: the forward's graph is kept."""
+    """Yield forward, and backward alone on a kept graph."""
     heads = (case.heads, case.kv_heads, case.kv_heads)
     q, k, v = (
         torch.randn(batch, h, case.sequence, case.head_dim, device=device).to(dtype).requires_grad_() for h in heads
@@ -59,7 +61,7 @@ def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[
     peers = {name: partial(_library, backend, case.causal) for name, backend in _LIBRARY.items()}
     peers["FlexAttention"] = _flex(case, device)
     ours = partial(attention, causal=case.causal)
-    # Two products forward, five backward, of the pairs that are not masked (Dao et al. 2022, section 3.1).
+    # Two products forward, five backward, over the unmasked pairs (Dao et al. 2022, section 3.1).
     pairs = case.sequence**2 * (0.5 if case.causal else 1.0)
     product = 2.0 * batch * case.heads * pairs * case.head_dim
     size = dtype.itemsize
@@ -73,8 +75,8 @@ def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[
 
     def check():
         # The query heads of one KV head, and as many positions as fp64 has room for.
-        some, one = (slice(0, 1), slice(0, case.heads // case.kv_heads)), (slice(0, 1), slice(0, 1))
-        part = [t[i][:, :, :_CHECKED] for t, i in ((q, some), (k, one), (v, one), (dout, some))]
+        queries, keys = (slice(0, 1), slice(0, case.heads // case.kv_heads)), (slice(0, 1), slice(0, 1))
+        part = [t[i][:, :, :_CHECKED] for t, i in ((q, queries), (k, keys), (v, keys), (dout, queries))]
         plain = partial(_library, SDPBackend.MATH, case.causal)
         references = with_gradients(plain, *part), with_gradients(plain, *(t.double() for t in part))
         for result, expected, exact in zip(with_gradients(ours, *part), *references, strict=True):
@@ -98,7 +100,7 @@ def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[
 
 
 def ring_step(case: cases.AttentionCase, batch: int, device, dtype) -> Contest:
-    """A step in the middle of a ring: the state of the keys before is continued in the kernel, or merged outside."""
+    """Return a step inside a ring: the kernel continues the state of the earlier keys, or the merge follows it."""
     half = case.sequence // 2
     q = torch.randn(batch, case.heads, half, case.head_dim, device=device).to(dtype)
     k, v = (torch.randn(batch, case.kv_heads, half, case.head_dim, device=device).to(dtype) for _ in range(2))

@@ -29,7 +29,7 @@ def rows(limits: Ceilings) -> list[Row]:
 
 
 def gradient_shapes(layers: int) -> list[tuple[int, ...]]:
-    """Of the parameters of that many layers of Llama 3 8B, split over 8 ranks: matrices, and two norms a layer."""
+    """Return the shapes of `layers` layers of Llama 3 8B, split over 8 ranks: matrices, and two norms a layer."""
     model = cases.MODELS["llama-3-8b"]
     products = cases.linear_layers(model, tp=8)
     matrices: list[tuple[int, ...]] = [(layer.n * (2 if layer.gated else 1), layer.k) for layer in products]
@@ -37,7 +37,7 @@ def gradient_shapes(layers: int) -> list[tuple[int, ...]]:
 
 
 def contests(device: torch.device, shapes: list[tuple[int, ...]], worlds=(2, 8)) -> Iterator[Contest]:
-    """bf16 gradients into an fp32 and a bf16 buffer, averaged, with and without the norm; back; sums of W buffers."""
+    """Yield contests: bf16 gradients averaged into fp32 and bf16 buffers (with and without norm), back, and sums."""
     gradients = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
     bucket, statistics = PackedBucket(gradients), Statistics(device)
     count = sum(gradient.numel() for gradient in gradients)

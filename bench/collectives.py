@@ -1,7 +1,7 @@
-"""weft bench collectives: nccl-tests' flags and columns, gloo beside it in the same run, and the limit of the machine.
+"""weft bench collectives: every collective with nccl-tests' flags and columns, against gloo and the machine's limit.
 
-The limit: for W ranks and N bytes in place no all_reduce can read less than W N bytes nor write less, which is what W
-ranks do that each copy N bytes at the same time.
+For W ranks and N bytes in place, an all_reduce reads at least W N bytes and writes as many. W ranks that each copy N
+bytes at the same time do the same: their time is the limit.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _factor(text: str) -> int:
 
 
 def sizes(options: argparse.Namespace) -> list[int]:
-    """RefusedError where there are none."""
+    """Return the sizes to measure in bytes; raise RefusedError if there are none."""
     if options.stepfactor < 2:
         found = [size for size in (4096, 1 << 20, 25 << 20) if options.minbytes <= size <= options.maxbytes]
     else:
@@ -119,7 +119,7 @@ def _line(operation: str, count: int, dtype: torch.dtype, options, measure, call
 
 
 def _measure(rank: int, rounds: int, calls: int, operation: str, count: int, dtype: torch.dtype):
-    warnings.simplefilter("ignore", FutureWarning)  # torch is renaming what it had renamed
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames these functions again
     world = dist.get_world_size()
     gloo = dist.new_group(backend="gloo")
     per_rank = max(1, count // world)
@@ -152,7 +152,7 @@ def _measure(rank: int, rounds: int, calls: int, operation: str, count: int, dty
 
 
 def _wrong_elements(rank, operation, source, shard, whole, call) -> int:
-    """Elements that differ from what the operation should give of small whole numbers; leaves zeros behind."""
+    """Return the number of wrong elements for small whole numbers; leave zeros in the tensors."""
     world = dist.get_world_size()
     source.fill_(rank + 1)
     shard.fill_(rank + 1)
@@ -174,7 +174,7 @@ def _wrong_elements(rank, operation, source, shard, whole, call) -> int:
 
 
 def plot(lines: list[Row], path: str) -> None:
-    """Time against size, one panel an operation."""
+    """Draw time against size, one panel an operation."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""`weft bench`: measures one suite, and prints, draws and keeps what it found; or compares, or measures the machine."""
+"""`weft bench`: measure one suite and print, draw and save its results; or compare runs; or measure the machine."""
 
 import argparse
 import importlib
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         nargs="+",
         metavar="FILE",
-        help="tell regressions from noise: two files of --json or --record, or the last two runs of one of --record",
+        help="find regressions beyond noise: two files of --json or --record, or one of --record for its last two runs",
     )
     parser.add_argument(
         "--tolerance",
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, command: str) -> int:
-    """Does what was asked for; a message and 2 where that cannot be, 1 where a result is wrong or slower."""
+    """Run the request; return 2 with a message if it is refused, 1 if a result is wrong or slower, else 0."""
     try:
         _check(options)
         if options.compare:
@@ -57,17 +57,17 @@ def run(options: argparse.Namespace, command: str) -> int:
     except RefusedError as error:
         print(f"weft bench: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except AssertionError as error:  # a result is wrong, so there is nothing to be timed
+    except AssertionError as error:  # a result is wrong, so nothing is timed
         print(f"weft bench: {error}", file=sys.stderr)
         return 1
 
 
 def _check(options: argparse.Namespace) -> None:
-    asked = [name for name in ("bench", "compare", "save") if getattr(options, name)]
-    if len(asked) != 1:
+    requests = [name for name in ("bench", "compare", "save") if getattr(options, name)]
+    if len(requests) != 1:
         raise RefusedError("say one of: a bench (weft bench --help lists them), --compare A B, --save FILE")
     for option, of in (("tolerance", "compare"), ("ranks", "save")):
-        if getattr(options, option) is not None and asked != [of]:
+        if getattr(options, option) is not None and requests != [of]:
             raise RefusedError(f"--{option} goes with --{of}")
     if options.bench and options.bench.replace("-", "_") not in SUITES:
         raise RefusedError(f"there is no bench {options.bench!r}; there are {', '.join(SUITES)}")
@@ -84,7 +84,7 @@ def _measure(name: str, arguments: list[str], command: str) -> int:
     record = report.history(options.record or None, name, suite) if options.record is not None else None
     written = [str(path) for path in (options.json, options.csv, options.plot, options.html, record) if path]
     for path in written:
-        _writable(path)  # before an hour of measuring, not after it
+        _writable(path)  # fail before an hour of measuring, not after it
     rows = _rows(name, module, options, report.console())
     found = report.results(name, suite, module, rows, command, options.rounds)
     columns, cells = table(rows)
@@ -99,7 +99,7 @@ def _measure(name: str, arguments: list[str], command: str) -> int:
         Path(options.plot).write_bytes(pictures[0])
     if options.html:
         Path(options.html).write_text(html_report.page(found, columns, cells, pictures))
-    report.print_table(found, columns, cells)  # last: a reader who leaves (head) takes nothing of the rest along
+    report.print_table(found, columns, cells)  # last: if the reader closes the pipe (head), the files are complete
     for path in written:
         print(f"saved to {path}")
     return 0
@@ -117,7 +117,7 @@ def _rows(name: str, module, options: argparse.Namespace, console) -> list:
 
 
 def _pictures(module, rows: list, found: Mapping[str, Any]) -> list[bytes]:
-    """PNG: the bench's own, where it has one, and the one that every bench has."""
+    """Return PNGs: the bench's own picture if it has one, and the common one."""
     from weft.bench import plot
 
     pictures = []
@@ -160,13 +160,13 @@ def _share(text: str) -> float:
 
 
 def _writable(path: str) -> str:
-    """The path, once its folder is there and a file can be written."""
-    there = Path(path).exists()
+    """Return the path after checking that the file can be written; make its folder."""
+    existed = Path(path).exists()
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a"):
             pass
-        if not there:
+        if not existed:
             Path(path).unlink()
     except OSError as error:
         raise RefusedError(f"cannot write {path}: {error.strerror}") from None

@@ -1,12 +1,12 @@
-"""weft bench communicating: what the communicating kernels cost and save, as far as one GPU can tell.
+"""weft bench communicating: costs and savings of the communicating kernels, as far as one GPU can show.
 
-    flags          a product whose rows have all arrived, beside the same kernel without flags and torch.matmul
-    departures     a product whose rows go to the ranks' windows, all of them on this GPU, beside the same
+    flags          a product after all its rows have arrived, against the same kernel without flags and torch.matmul
+    departures     a product that sends its rows to the ranks' windows, all on this GPU, against the same two
     beside_a_copy  a product beside k blocks that copy, for k from 0 to 32
     host_memory    a product that overlaps with a copy from pinned host memory, which stands for the peer
-    host_time      the host's time for a call, beside torch's async tensor parallelism
+    host_time      the host's time for a call, against torch's async tensor parallelism
 
-The sum of W buffers in the order of ranks is measured by `bucket` and, in `make gpu`, by `rank_order_sum`.
+`bucket`, and in `make gpu` also `rank_order_sum`, measures the sum of W buffers in the order of ranks.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def _rows(parts: Iterable[str], limits: Ceilings, rounds: int) -> list[Row]:
 
 
 def tax_rows(rows: list[Row]) -> Iterator[Row]:
-    """The geometric means of what flags cost and of the ratio to the library, for each kernel that pays it."""
+    """Return a row for each kernel with a tax: the geometric means of the tax and of the ratio to the library."""
     for op in dict.fromkeys(row.of["op"] for row in rows):
         taxed = [row for row in rows if row.of["op"] == op and row.facts.get("tax") and row.ratio]
         if taxed:

@@ -1,4 +1,4 @@
-"""`weft bench --compare A B`: what became slower or faster between two runs of a bench, and what is noise."""
+"""`weft bench --compare A B`: changes of our times between two runs of a bench, separated from noise."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from weft.bench.measure import Quantiles
 from weft.bench.report import VERSION, console
 from weft.bench.suites import RefusedError
 
-TOLERANCE = 0.05  # what medians of two runs may differ by even where the rounds of each hardly do
-FEW_ROUNDS = 7  # of fewer, the percentiles say little
+TOLERANCE = 0.05  # difference of two runs' medians that is no change, even if the rounds of each hardly differ
+FEW_ROUNDS = 7  # with fewer, the percentiles say little
 _FIELDS = {"bench": str, "device": str, "command": str, "environment": dict, "rounds": int, "rows": list}
 SLOWER, FASTER, NOISE = "slower", "faster", "within noise"
 
@@ -26,9 +26,10 @@ class Change:
     """One of our times in both runs.
 
     Attributes:
-        row: what it is of; contender: which of ours.
-        before, after: None where that run does not have it.
-        others: the geometric mean of what the row's contenders without weft changed by: how much is the machine's.
+        row: The row's identity.
+        contender: Name of our time.
+        before, after: None if that run lacks the row.
+        others: Geometric mean of the ratios of the row's contenders without weft, which is the machine's share.
         verdict: SLOWER, FASTER, NOISE, or "only in ...".
     """
 
@@ -41,19 +42,20 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """The median after over the median before."""
+        """Median after over median before."""
         return self.after.p50_us / self.before.p50_us if self.before and self.after else None
 
 
 def run(files: Sequence[str], tolerance: float = TOLERANCE) -> int:
-    """Prints the changes; 1 where something is slower beyond noise, else 0.
+    """Print the changes; return 1 if a time is slower beyond noise, else 0.
 
     Args:
-        files: two files of `--json` or `--record`, of which the last run counts; or one of `--record`, whose last two
-            runs are compared.
+        files: Two files of `--json` or `--record`, compared by their last runs; or one file of `--record`, for its last
+            two runs.
+        tolerance: Relative difference of medians that is no change.
 
     Raises:
-        RefusedError: a file that is missing or no result, or two that cannot be compared.
+        RefusedError: A file is missing or is no result, or the two runs cannot be compared.
     """
     if len(files) == 1:
         runs = read(files[0])
@@ -71,7 +73,7 @@ def run(files: Sequence[str], tolerance: float = TOLERANCE) -> int:
 
 
 def read(file: str) -> list[dict[str, Any]]:
-    """The runs of a file, the oldest first."""
+    """Return the runs of a file, the oldest first."""
     path = Path(file)
     try:
         text = path.read_text()
@@ -103,16 +105,16 @@ def _check_format(file: str, run: Any) -> None:
 
 
 def check_comparable(before: Mapping[str, Any], after: Mapping[str, Any], names: tuple[str, str]) -> None:
-    """RefusedError unless both are of one bench on one device."""
-    for what, way_out in (("bench", "compare runs of one bench"), ("device", "measure both on one machine")):
-        if before[what] != after[what]:
+    """Raise RefusedError unless both runs are of one bench on one device."""
+    for field, way_out in (("bench", "compare runs of one bench"), ("device", "measure both on one machine")):
+        if before[field] != after[field]:
             raise RefusedError(
-                f"--compare: {names[0]} is of {what} {before[what]!r}, {names[1]} of {after[what]!r}; {way_out}"
+                f"--compare: {names[0]} is of {field} {before[field]!r}, {names[1]} of {after[field]!r}; {way_out}"
             )
 
 
 def changes(before: list[dict], after: list[dict], tolerance: float = TOLERANCE) -> list[Change]:
-    """Each of our times in either, matched by what its row is of."""
+    """Return the change of each of our times in either run, matched by the identity of its row."""
     old = dict(zip(identities(before), map(times, before), strict=True))
     new = dict(zip(identities(after), map(times, after), strict=True))
     matched = {row: (old.get(row, {}), new.get(row, {})) for row in {**old, **new}}
@@ -126,14 +128,16 @@ def changes(before: list[dict], after: list[dict], tolerance: float = TOLERANCE)
 
 
 def drift(matched: Iterable[tuple[Mapping[str, Quantiles], Mapping[str, Quantiles]]]) -> float:
-    """What times changed by, up or down, that no change of weft can have changed: the 80th percentile over all rows, as
-    a factor of at least 1. It is what two runs of the same code differ by."""
+    """Return the factor by which two runs of the same code differ, at least 1.
+
+    It is the 80th percentile, over all rows, of the changes up or down of contenders that do not run weft.
+    """
     away = sorted(max(ratio, 1 / ratio) for was, now in matched for ratio in _ratios(was, now))
     return away[round(0.8 * (len(away) - 1))] if away else 1.0
 
 
 def _ratios(was: Mapping[str, Quantiles], now: Mapping[str, Quantiles]) -> list[float]:
-    """Of the contenders that are not weft's and run nothing of weft's."""
+    """Return the ratios of the contenders that run nothing of weft."""
     names = [name for name in was if name in now and name not in OURS and "weft" not in name]
     return [now[name].p50_us / was[name].p50_us for name in names]
 

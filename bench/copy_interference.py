@@ -1,7 +1,7 @@
-"""What a product loses while k communication blocks copy beside it, and what they copy meanwhile.
+"""Slowdown of a product while k communication blocks copy beside it, and the rate of the copy.
 
-From this table the number of blocks of a collective is chosen. The blocks copy within device memory, and both read and
-write there: where the other end is another GPU's memory, one of the two is spared and the link bounds the other.
+This table serves to choose the number of blocks of a collective. The blocks read and write device memory. With another
+GPU's memory at the other end, the device's memory does only one of the two, and the link bounds the other.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ BLOCKS = (0, 1, 2, 4, 8, 16, 32)
 PRODUCT = (8192, 7168, 8192)  # m, n, k: a gated layer's of Llama 3 70B over 8 ranks, 8192 tokens
 LIBRARY, FULL, LEAVING = "torch.matmul", "matmul on every multiprocessor", "matmul that leaves k of them"
 
-_STEP = 16384  # int32 that a block has under way: 64 KiB
+_STEP = 16384  # int32 that a block copies at a time: 64 KiB
 _WARPS = 16
 _BUFFER = 64 << 20  # int32: larger than any cache
 _MOST = 1 << 18  # steps after which a block ends by itself: 16 GiB
@@ -44,10 +44,10 @@ def lines(rounds: int) -> Iterator[Row]:
 
 
 def products(x: torch.Tensor, w: torch.Tensor) -> dict[tuple[str, int], Callable[[], object]]:
-    """x @ w.T by each kernel, for each number of blocks beside it.
+    """Return calls of x @ w.T by (kernel, number of blocks beside it).
 
     Raises:
-        AssertionError: one that leaves multiprocessors free gives other bits than matmul.
+        AssertionError: A product that leaves multiprocessors free gives other bits than matmul.
     """
     config, processors = unsplit(x, w.t()), launch.multiprocessors(x.device)
     expected = matmul(x, w.t(), config=config)[0]
@@ -65,10 +65,12 @@ def products(x: torch.Tensor, w: torch.Tensor) -> dict[tuple[str, int], Callable
 
 
 class Copier:
-    """Blocks that copy round and round until they are told to stop.
+    """Blocks that copy in a loop until `stop` is set.
 
     Attributes:
-        steps: [most blocks] int64: how often each copied _STEP elements in the last run.
+        stop: [1] int32: not 0 once the copy is to end.
+        steps: [most blocks] int64: steps of _STEP elements that each block copied in the last run.
+        most: Steps after which a block ends by itself.
     """
 
     def __init__(self, device: torch.device, elements: int, most: int):
@@ -83,7 +85,7 @@ class Copier:
         launch.launch(_copy_kernel, (blocks,), *arguments, STEP=_STEP, warps=_WARPS)
 
     def copied_bytes(self, blocks: int) -> int | None:
-        """In the last run; None where a block came to its end before it was told to stop."""
+        """Return the bytes copied in the last run; None if a block ended before `stop` was set."""
         steps = self.steps[:blocks].tolist()
         return None if any(count >= self.most for count in steps) else sum(steps) * _STEP * 4
 
@@ -93,7 +95,7 @@ def _copy_kernel(
     source,  # [count] int32
     target,
     count,
-    stop,  # [1] int32: not 0 where the copy is to end
+    stop,  # [1] int32: not 0 once the copy is to end
     steps,  # [programs] int64
     most,
     STEP: tl.constexpr,  # noqa: N803
@@ -112,16 +114,16 @@ def _copy_kernel(
 
 
 def variants(architecture: str) -> None:
-    """Starts the copy once; for inside `launch.recording`, as in weft.kernels."""
+    """Start the copy once; called inside `launch.recording`, as in weft.kernels."""
     Copier(torch.device("meta"), _BUFFER, _MOST).start(max(BLOCKS))
 
 
 def times(
     calls: dict[tuple[str, int], Callable[[], object]], copier: Copier, rounds: int
 ) -> dict[tuple[str, int], tuple[Quantiles, float]]:
-    """For each call and the blocks beside it: its time, and the GB/s that they copied until it was done (median).
+    """Return each call's time, and the median GB/s that the blocks beside it copied until it was done.
 
-    In alternation, with an L2 that holds nothing of the call; two rounds warm up. A round in which the copy ended
+    The calls alternate, with an L2 that holds nothing of the call. Two rounds warm up. A round in which the copy ended
     first does not count.
     """
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
@@ -145,7 +147,7 @@ def times(
 
 
 def _run(call, blocks: int, copier: Copier, beside: torch.cuda.Stream) -> tuple[float, float] | None:
-    """The call's time in us and the copy's GB/s, the copy being under way all the time."""
+    """Return the call's time in us and the copy's GB/s; None if the copy ended before the call."""
     copy_start, copy_end, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
     copier.stop.zero_()
     beside.wait_stream(torch.cuda.current_stream())

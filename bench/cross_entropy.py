@@ -30,13 +30,13 @@ def rows(limits: Ceilings) -> list[Row]:
 
 
 def contests(tokens: int) -> Iterator[Contest]:
-    """Llama 3's vocabulary over 1 to 8 ranks."""
+    """Yield contests with Llama 3's vocabulary over 1 to 8 ranks."""
     for tp in cases.TENSOR_PARALLEL:
         yield contest(tokens, cases.MODELS["llama-3-8b"].vocabulary // tp, torch.device("cuda"))
 
 
 def contest(tokens: int, vocabulary: int, device: torch.device) -> Contest:
-    """bf16 logits; ours leaves the gradient where they are, eager and torch.compile beside it."""
+    """Return the contest on bf16 logits, which our gradient overwrites; the peers are eager and torch.compile."""
     logits = (torch.randn(tokens, vocabulary, device=device) * 4).bfloat16().requires_grad_()
     target = torch.randint(0, vocabulary, (tokens,), device=device)
     compiled = torch.compile(F.cross_entropy)

@@ -1,10 +1,11 @@
-"""weft bench data_parallel: steps of data parallel models and sets of gradients, beside torch's DDP over gloo and over
-the weft backend, with the peak memory of each.
+"""weft bench data_parallel: steps of models and of sets of gradients, against torch's DDP over gloo and over weft.
 
-A set of gradients is a model without arithmetic, so what is measured is how gradients get into buckets, cross the ranks
-and come back. Its backward hands autograd tensors that lie ready, which autograd may keep, as it may those of a real
-backward; or ("of a sum") what the sum of all parameters has for gradients, one number expanded, which autograd must
-write out. The limit is the same step without any wrapper.
+A set of gradients is a model without arithmetic, so its time is that of gradients on the way into buckets, across the
+ranks and back. Its backward gives autograd finished tensors, which autograd may keep, as after a real backward.
+Subjects "of a sum" instead give the gradients of the sum of all parameters: one expanded number, which autograd must
+write out.
+
+The bench also measures the peak memory of each wrapper. The limit is the same step without a wrapper.
 """
 
 import argparse
@@ -30,16 +31,16 @@ LIMIT = "the same step without a wrapper and without communication"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and what its loss is of."""
+    """A model and its loss."""
 
     name: str
     model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, int], torch.Tensor]  # of the wrapped model, on a rank
-    before: Callable[[nn.Module], object] = lambda model: None  # each step, not measured
+    loss: Callable[[nn.Module, int], torch.Tensor]  # (wrapped model, rank)
+    before: Callable[[nn.Module], object] = lambda model: None  # runs before each step, not measured
 
 
 class Handed(torch.autograd.Function):
-    """Gives each parameter a gradient that lies ready, and keeps none; without such, those of a sum."""
+    """Backward that gives each parameter a finished gradient and keeps none; without any, the gradients of a sum."""
 
     @staticmethod
     def forward(ctx, ready, *parameters):
@@ -67,17 +68,17 @@ class Gradients(nn.Module):
 
 
 def _make_ready(model: nn.Module) -> None:
-    """This rank's gradients, the same numbers every time, in memory that nobody frees or asks for in a step."""
+    """Fill this rank's gradients with the same numbers every time, in memory that no step allocates or frees."""
     assert isinstance(model, Gradients)
     if not model.memory:
         model.memory = [torch.empty(parameter.shape) for parameter in model.all]
     for number, x in enumerate(model.memory):
         x.fill_((dist.get_rank() + 1) * 1.01**number)
-        model.ready.append(x.detach())  # nobody else has this tensor, so autograd may keep it
+        model.ready.append(x.detach())  # the only reference to this tensor, so autograd may keep it
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """He et al. 2015, table 1: 25.6 million parameters in 161 tensors, each convolution with its batch norm."""
+    """Return the shapes of He et al. 2015, table 1: 25.6 million parameters in 161 tensors, with the batch norms."""
 
     def convolution(outputs: int, inputs: int, kernel: int) -> list[tuple[int, ...]]:
         return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]
@@ -93,7 +94,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def bert_base_shapes() -> list[tuple[int, ...]]:
-    """Devlin et al. 2018, BERT-base: 109 million parameters in 199 tensors."""
+    """Return the shapes of BERT-base, Devlin et al. 2018: 109 million parameters in 199 tensors."""
     width, between = 768, 3072
     layer: list[tuple[int, ...]] = [(width, width), (width,)] * 4 + [(width,), (width,)]
     layer += [(between, width), (between,), (width, between), (width,), (width,), (width,)]
@@ -105,7 +106,7 @@ def linear_layers() -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """Of the demo's GPT: attention and a perceptron, each behind a norm."""
+    """Block of the demo's GPT: attention and a perceptron, each behind a norm."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -122,7 +123,7 @@ class ResidualBlock(nn.Module):
 
 
 def demo_gpt() -> nn.Module:
-    """The sizes of examples/train_lm.py: 256 wide, 6 layers, bytes as tokens."""
+    """Return a model of the sizes of examples/train_lm.py: 256 wide, 6 layers, bytes as tokens."""
     return nn.Sequential(
         nn.Embedding(256, 256),
         *(ResidualBlock(256, 4) for _ in range(6)),
@@ -225,17 +226,17 @@ def _measure(rank: int, subject: Subject, rounds: int) -> dict[str, list[float]]
 
 
 def _check(alone: nn.Module, ours: nn.Module) -> None:
-    """Ours are the averages of the ranks' own gradients, in rank order, to the bit."""
-    for mine, averaged in zip(alone.parameters(), ours.parameters(), strict=True):
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        assert mine.grad is not None and averaged.grad is not None
-        dist.all_gather(parts, mine.grad)
+    """Check that our gradients are the rank-order averages of the ranks' gradients, to the bit."""
+    for local, averaged in zip(alone.parameters(), ours.parameters(), strict=True):
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        assert local.grad is not None and averaged.grad is not None
+        dist.all_gather(parts, local.grad)
         if not torch.equal(reference.reduce(parts, "avg"), averaged.grad):
             raise AssertionError("the gradients are not the average of the ranks'; not measured")
 
 
 def _peak_mb(rank: int, subject: Subject, name: str) -> float:
-    """The most that this rank's memory grew by from before the model was made, in three steps."""
+    """Return the peak growth of this rank's memory in MB over three steps, from before the model exists."""
     torch.manual_seed(0)
 
     def three_steps(look: Callable[[], None]) -> None:
@@ -253,7 +254,7 @@ def _peak_mb(rank: int, subject: Subject, name: str) -> float:
 
 
 def _optimizer_state(rank: int) -> dict[str, float]:
-    """MB of Adam's state on this rank, whole and sharded."""
+    """Return the MB of Adam's state on this rank, whole and sharded."""
     found = {}
     for name, sharded in (("whole", False), ("shard_optimizer", True)):
         model = weft.DataParallel(linear_layers(), shard_optimizer=sharded)

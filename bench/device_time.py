@@ -1,5 +1,4 @@
-"""How the GPU benches measure: ours and the peers in alternation, cold L2, eager and as CUDA graphs, beside the two
-ceilings of the device."""
+"""The measurement of the GPU benches: calls in alternation, cold L2, eager and as CUDA graphs, and two ceilings."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ LIMIT = "a large bf16 product and a large copy, measured in the same run"
 
 @dataclass(frozen=True)
 class Contest:
-    """What is measured: our call and the peers', one and the same computation.
+    """Our call and the peers' calls of one computation.
 
     Attributes:
-        check: runs ours and raises AssertionError where it is wrong.
-        operations: floating-point operations of one call; 0 for what is bound by memory.
-        moved_bytes: the least that one call must read and write in device memory.
+        check: Runs ours and raises AssertionError if it is wrong.
+        operations: Floating-point operations of one call; 0 if memory bounds it.
+        moved_bytes: Least bytes that one call reads and writes in device memory.
     """
 
     op: str
@@ -35,14 +34,14 @@ class Contest:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reaches: 10^12 operations and bytes a second."""
+    """Rates that this device reaches, in 10^12 operations and 10^12 bytes a second."""
 
     tera_operations: float
     terabytes: float
 
 
 def ceilings() -> Ceilings:
-    """A product of 8192^3 in bf16 by the library, and a copy of 2 GiB counted as read and written."""
+    """Measure the ceilings by the library's bf16 product of 8192^3 and a copy of 2 GiB, counted as read and written."""
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here, and this bench measures nothing else")
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
@@ -53,14 +52,14 @@ def ceilings() -> Ceilings:
 
 
 def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Quantiles]:
-    """Quantiles over rounds of each call's time on the device, with an L2 that holds nothing of it; two warm up."""
-    if not calls:  # none of a contest's can be captured
+    """Return the quantiles over rounds of each call's time on the device, with a cold L2; two rounds more warm up."""
+    if not calls:  # no call of the contest can be captured
         return {}
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     events: dict[str, list] = {name: [] for name in calls}
     order = list(calls.items())
     for round_number in range(rounds + 2):
-        progress.tell(max(0, round_number - 1), rounds)
+        progress.set_round(max(0, round_number - 1), rounds)
         order.append(order.pop(0))
         for name, call in order:
             flush.zero_()
@@ -77,7 +76,7 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
 
 
 def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:
-    """A row for each contest, once our call's result has been checked."""
+    """Return a row for each contest; each first checks the result of our call."""
     return [_measure(contest, limits, rounds) for contest in contests]
 
 
@@ -91,9 +90,9 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
     floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
     graph_us = {name: replayed[name].p50_us if name in replayed else None for name in calls}
     facts = {
-        "graph_us": graph_us,  # as replays of a CUDA graph; None where that cannot be captured
+        "graph_us": graph_us,  # as replays of a CUDA graph; None if the call cannot be captured
         "of_ceiling": floor_us / eager["ours"].p50_us,  # the nearer of the two
-        "peak_bytes": {name: _peak_bytes(call) for name, call in calls.items()},  # beyond what was there before a call
+        "peak_bytes": {name: _peak_bytes(call) for name, call in calls.items()},  # beyond the memory before the call
     }
     return Row({"op": contest.op, "shape": contest.shape}, eager, best, facts)
 
@@ -108,7 +107,7 @@ def _peak_bytes(call) -> int:
 
 
 def _captured(call) -> torch.cuda.CUDAGraph | None:
-    """The call as a CUDA graph; None where it cannot be captured (a peer that synchronises, say)."""
+    """Return the call as a CUDA graph; None if it cannot be captured (for example, a peer that synchronises)."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -118,7 +117,7 @@ def _captured(call) -> torch.cuda.CUDAGraph | None:
     try:
         with torch.cuda.graph(graph):
             call()
-    except RuntimeError:  # torch's word for an operation that capture does not permit
+    except RuntimeError:  # torch raises it for an operation that capture does not permit
         torch.cuda.synchronize()
         return None
     return graph

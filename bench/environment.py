@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure was measured on."""
+"""The machine and the versions behind a figure."""
 
 import os
 import platform
@@ -38,25 +38,25 @@ def processor() -> str:
 
 
 def device(on_gpu: bool) -> str:
-    """What a bench measures, by name: the first GPU, where it measures one and one is there, else the processor."""
+    """Return the name of the measured device: the first GPU for a GPU bench if there is one, else the processor."""
     if on_gpu and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{processor()}, {cores()} cores"
 
 
 def folder_name(device: str) -> str:
-    """The device's folder among the results."""
+    """Return the name of the device's folder among the results."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def checkout() -> Path | None:
-    """The repository that this weft is imported from; None where it was installed from a wheel."""
+    """Return the repository that weft is imported from; None if it was installed from a wheel."""
     package = Path(weft.__file__).resolve().parent
     return package.parent if package.name == "pytorch_ext" else None
 
 
 def commit() -> str | None:
-    """Of the checkout, with "+" where files were changed since; None without git or checkout."""
+    """Return the checkout's commit, with "+" if files changed since; None without git or checkout."""
     root = checkout()
     if root is None or not (root / ".git").exists():
         return None

@@ -1,5 +1,4 @@
-"""What the rows of all benches have in common, read from their dictionaries: times, whose they are, what identifies a
-row."""
+"""The common parts of all benches' rows, read from their dictionaries: times, contenders, identity."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,14 +6,14 @@ from typing import Any
 
 from weft.bench.measure import Quantiles
 
-OURS = ("ours", "symmetric", "weft", "ordinary")  # the first that a row has is what its ratios are to
-# The fields that say what a row is of; everything else in it was measured.
+OURS = ("ours", "symmetric", "weft", "ordinary")  # ratios are to the first that a row has
+# The fields that identify a row. Its other fields are measured.
 IDENTITY = ("op", "operation", "name", "paradigm", "method", "mesh", "shape", "length", "bytes", "dtype", "world")
 _TIMES = {"p20_us", "p50_us", "p80_us"}
 
 
 def times(row: Mapping[str, Any]) -> dict[str, Quantiles]:
-    """The times of a row by contender, without what is no time."""
+    """Return the times of a row by contender; skip other values."""
     return {name: Quantiles(**value) for name, value in row.get("times", {}).items() if _is_time(value)}
 
 
@@ -25,20 +24,20 @@ def _is_time(value: Any) -> bool:
 
 
 def ours(found: Mapping[str, Quantiles]) -> str | None:
-    """The name of our time among them, the best where there are several."""
+    """Return the name of our time, the best if there are several; None if there is none."""
     return next((name for name in OURS if name in found), None)
 
 
 def ratios(found: Mapping[str, Quantiles]) -> dict[str, float]:
-    """The others' medians over ours: more than 1 where we are faster."""
-    mine = ours(found)
-    if mine is None:
+    """Return the others' medians over ours: more than 1 if ours is faster."""
+    base = ours(found)
+    if base is None:
         return {}
-    return {name: each.p50_us / found[mine].p50_us for name, each in found.items() if name not in OURS}
+    return {name: each.p50_us / found[base].p50_us for name, each in found.items() if name not in OURS}
 
 
 def identities(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each row is of, in words; rows that would be called the same are numbered."""
+    """Return the name of each row; rows with equal names are numbered."""
     found, seen = [], Counter[str]()
     for row in rows:
         fields = {field: row[field] for field in IDENTITY if field in row}
@@ -49,7 +48,7 @@ def identities(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The row's numbers and texts, those inside of others by their path: ("ours.p50_us", 12.5)."""
+    """Yield the row's numbers and texts by name; nested values have paths, as in ("ours.p50_us", 12.5)."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")

@@ -1,8 +1,7 @@
-"""What flags cost a product: the communicating kernels with nothing to wait for, beside the same kernel without flags
-and beside torch.matmul.
+"""The cost of flags to a product: kernels that never wait, against the kernel without flags and torch.matmul.
 
-Rows that arrive: all flags are set before. Rows that depart: the other ranks' windows lie on this GPU, so that the
-links cost nothing. What is left is the flags, the order of tiles and the addresses.
+Rows that arrive: all flags are set before the call. Rows that depart: the other ranks' windows lie on this GPU, so that
+links cost nothing. The remaining cost is that of flags, the order of tiles and addresses.
 """
 
 from collections.abc import Iterator
@@ -28,20 +27,22 @@ MODELS, TENSOR_PARALLEL, TOKENS = ("llama-3-8b", "llama-3-70b"), (4, 8), (4096, 
 COLUMN, ROW = ("qkv", "rise"), ("attention out", "fall")  # by how the layer is split
 WITHOUT, LIBRARY = "matmul without flags", "torch.matmul"
 
-_RANK = 1  # whose tiles begin in the middle
-_CHECKED = slice(0, 64)  # rows that are compared with fp64
+_RANK = 1  # its tiles begin in the middle
+_CHECKED = slice(0, 64)  # rows compared with fp64
 
 
 def lines(names: tuple[str, ...], limits: Ceilings, rounds: int) -> Iterator[Row]:
-    """Of the layers of those names."""
+    """Yield the rows of the named layers."""
     for contest in contests(names, torch.device("cuda"), torch.bfloat16):
         (row,) = measure([contest], limits, rounds)
         yield replace(row, peer=LIBRARY, facts={**row.facts, "tax": tax_of(row)})
 
 
 def tax_of(row: Row) -> float:
-    """Our time over that of the same work without flags: of replays of CUDA graphs, which leave the host's time out,
-    where both could be captured."""
+    """Return our time over that of the same work without flags.
+
+    The times are those of replays of CUDA graphs, which exclude the host's time, if both calls could be captured.
+    """
     paid, free = (row.facts["graph_us"][name] for name in ("ours", WITHOUT))
     return paid / free if paid and free else row.times["ours"].p50_us / row.times[WITHOUT].p50_us
 
@@ -52,14 +53,14 @@ def contests(names: tuple[str, ...], device: torch.device, dtype: torch.dtype) -
             for layer in cases.linear_layers(cases.MODELS[model], tp):
                 for m in TOKENS:
                     if layer.name in names:
-                        n = layer.n * (1 + layer.gated)  # the gate's and the other half's weight in one product
+                        n = layer.n * (1 + layer.gated)  # both halves of a gated weight in one product
                         label = f"{model} tp={tp} {layer.name} {m}x{n}x{layer.k}"
                         contest = arriving if layer.name in COLUMN else departing
                         yield contest(label, m, n, layer.k, tp, device, dtype)
 
 
 def arriving(label: str, m: int, n: int, k: int, world: int, device: torch.device, dtype: torch.dtype) -> Contest:
-    """x [M, K] of `world` ranks' rows, all of which are there, times w.T."""
+    """Return the contest of x @ w.T, x [M, K] being the rows of `world` ranks, which have all arrived."""
     x, w = _operands(m, n, k, device, dtype)
     arrivals = arrived(x, world)
     config = unsplit(x, w.t())
@@ -79,7 +80,7 @@ def arriving(label: str, m: int, n: int, k: int, world: int, device: torch.devic
 
 
 def departing(label: str, m: int, n: int, k: int, world: int, device: torch.device, dtype: torch.dtype) -> Contest:
-    """x @ w.T, [M, N], each row of which goes to the window of the rank that sums it."""
+    """Return the contest of x @ w.T [M, N], with each row sent to the window of the rank that sums it."""
     x, w = _operands(m, n, k, device, dtype)
     sizes = split_sizes(m, world)
     rows = Rows.of((m, n), 0, sizes)
@@ -102,15 +103,15 @@ def departing(label: str, m: int, n: int, k: int, world: int, device: torch.devi
         y = torch.cat([inbox.parts(peer)[_RANK] for peer in peers])
         _check_bits(y, without(), label)
         _check_values(y, x, w, label)
-        told = sum(int((inbox.flags(peer) == departures.agreed).sum()) for peer in peers)
-        if told != len(rows.chunks):
-            raise AssertionError(f"{label}: {told} of {len(rows.chunks)} flags were posted")
+        posted = sum(int((inbox.flags(peer) == departures.agreed).sum()) for peer in peers)
+        if posted != len(rows.chunks):
+            raise AssertionError(f"{label}: {posted} of {len(rows.chunks)} flags were posted")
 
     return _contest("rows depart", label, ours, without, x, w, check)
 
 
 def arrived(x: torch.Tensor, world: int, processors: int | None = None) -> Arrivals:
-    """All rows of x, with their flags set, for a kernel that fills the device, or that many multiprocessors."""
+    """Return arrivals of all rows of x with set flags, for a kernel on `processors` multiprocessors (default: all)."""
     rows = Rows.of(x.shape, 0, split_sizes(x.size(0), world))
     peers = virtual_peers(world, signal.DATA_OFFSET, x.device)[_RANK]
     flags = torch.ones(len(rows.chunks), dtype=torch.int32, device=x.device)
@@ -118,17 +119,17 @@ def arrived(x: torch.Tensor, world: int, processors: int | None = None) -> Arriv
 
 
 def everywhere(peers: signal.Peers, processors: int | None = None) -> signal.Peers:
-    """Virtual peers share a device; this one has it for itself."""
+    """Return a virtual peer that has the whole device, or `processors` multiprocessors, to itself."""
     return replace(peers, processors=processors or launch.multiprocessors(peers.memory.device))
 
 
 def unsplit(a: torch.Tensor, b: torch.Tensor) -> MatmulConfig:
-    """The configuration that the communicating kernel takes."""
+    """Return the configuration that the communicating kernel takes, without split K."""
     return replace(choose_tile(problem_of(a, b), a.device, communicates=True).config, split_k=1)
 
 
 def _operands(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K], w [N, K]."""
+    """Return x [M, K] and w [N, K]."""
     return torch.randn(m, k, device=device).to(dtype), (torch.randn(n, k, device=device) / k**0.5).to(dtype)
 
 

@@ -1,7 +1,7 @@
-"""A product that begins with the rows that are there, while the copy engine brings the others from pinned host memory.
+"""A product that starts with the rows on the device while the copy engine brings the others from pinned host memory.
 
-Host memory stands for the peer: one GPU has no other to copy from. What it shows is whether copy and product run at the
-same time, at a size where both take equally long, which is where overlapping saves most.
+Host memory stands for the peer: one GPU has no other to copy from. The row shows whether copy and product run at the
+same time. Both take equally long at its size, where overlapping saves most.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from weft.testing.tolerance import assert_close
 
 OP, SERIAL = "rows come from pinned host memory", "copy, then torch.matmul"
 ROWS, DEPTH = 8192, 4096
-_ROUNDS, _UNIT = 11, 256  # of the search for a width; widths are its multiples
+_ROUNDS, _UNIT = 11, 256  # rounds of the search for a width; widths are multiples of the unit
 
 
 def line(limits: Ceilings, rounds: int, m: int = ROWS, k: int = DEPTH) -> Row:
@@ -46,7 +46,7 @@ def line(limits: Ceilings, rounds: int, m: int = ROWS, k: int = DEPTH) -> Row:
 
 
 def equally_long(x: torch.Tensor) -> tuple[int, float, float]:
-    """The n for which torch.matmul of x takes as long as the copy of half of x; the two times, in us."""
+    """Return the n at which torch.matmul of x takes as long as the copy of half of x, and both times in us."""
 
     def measured(n: int) -> tuple[float, float]:
         case = Case.of(x, n)
@@ -63,12 +63,14 @@ def equally_long(x: torch.Tensor) -> tuple[int, float, float]:
 
 @dataclass(frozen=True)
 class Case:
-    """x [M, K], whose second half is in host memory, times w.T, w [N, K].
+    """x [M, K] times w.T with w [N, K], where the second half of x is in host memory.
 
     Attributes:
-        overlapped: by our kernel, while the rows come. serial: by torch.matmul, after them; its parts are copy and
-            product.
-        check: raises AssertionError where the overlapped result is wrong.
+        overlapped: Our kernel, while the rows arrive.
+        serial: `copy`, then `product`.
+        copy: The copy of the second half.
+        product: torch.matmul of the whole x.
+        check: Raises AssertionError if the overlapped result is wrong.
     """
 
     overlapped: Callable[[], torch.Tensor]
@@ -79,7 +81,7 @@ class Case:
 
     @classmethod
     def of(cls, x: torch.Tensor, n: int) -> "Case":
-        """For a pinned x."""
+        """Return the case for a pinned x."""
         assert _C.cuda is not None
         copy_and_mark, device = _C.cuda.copy_and_mark, torch.device("cuda", torch.cuda.current_device())
         (m, k), world = x.shape, 2

@@ -1,7 +1,7 @@
-"""The host's time for a product and its communication: until the call returns, the device having had nothing to do.
+"""The host's time for a product and its communication: until the call returns, on an idle device.
 
-Ours are virtual ranks, one thread calling for all of them, so the time is theirs together over their number; torch's
-async tensor parallelism runs in as many processes as ranks, which share this GPU, and the time is the slower rank's.
+Ours are virtual ranks: one thread calls for all, so the time is divided by their number. Torch's async tensor
+parallelism runs in a process a rank. The processes share this GPU, and the time is the slower rank's.
 """
 
 import time
@@ -48,7 +48,7 @@ def lines(rounds: int) -> Iterator[Row]:
 
 
 def ours(rounds: int) -> dict[str, Quantiles]:
-    """For one rank, in us."""
+    """Return the times of our calls for one rank."""
     device = torch.device("cuda", torch.cuda.current_device())
     streams = [torch.cuda.Stream(device) for _ in range(WORLD)]
     found = {}
@@ -57,27 +57,27 @@ def ours(rounds: int) -> dict[str, Quantiles]:
         peers = virtual_peers(WORLD, bytes, device, _TIMEOUT_S)
 
         def call(run=run, peers=peers):
-            for mine, stream in zip(peers, streams, strict=True):
+            for local, stream in zip(peers, streams, strict=True):
                 with torch.cuda.stream(stream):
-                    run(mine)
+                    run(local)
 
         _load(prepare, peers[0].processors, device)
         samples = host_us({name: call}, rounds, meet=lambda: None)[name]
-        if any(mine.record.any() for mine in peers):
-            raise AssertionError(f"{name}: a rank waited in vain: {[mine.record.tolist() for mine in peers]}")
+        if any(local.record.any() for local in peers):
+            raise AssertionError(f"{name}: a rank waited in vain: {[local.record.tolist() for local in peers]}")
         found[name] = Quantiles.of([sample / WORLD for sample in samples])
     return found
 
 
 def _load(prepare, processors: int, device: torch.device) -> None:
-    """One rank by itself: kernels are compiled and loaded while nobody waits for what the host does next."""
+    """Run one rank by itself, so that kernels are compiled and loaded while no rank waits for the host."""
     bytes, run = prepare(device, 1)
     run(replace(virtual_peers(1, bytes, device)[0], processors=processors))
     torch.cuda.synchronize()
 
 
 def _gathered(device: torch.device, world: int) -> tuple[int, Callable[[Peers], object]]:
-    """The bytes of a window, and the call of each of `world` ranks."""
+    """Return the bytes of a window, and the call of each of `world` ranks, for all_gather + matmul."""
     sizes = split_sizes(TOKENS, world)
     x = torch.randn(sizes[0], DEPTH, device=device).bfloat16()
     b = torch.randn(WIDTH, DEPTH, device=device).bfloat16().t()
@@ -91,7 +91,7 @@ def _gathered(device: torch.device, world: int) -> tuple[int, Callable[[Peers], 
 
 
 def _scattered(device: torch.device, world: int) -> tuple[int, Callable[[Peers], object]]:
-    """Likewise."""
+    """Return the same two for matmul + reduce_scatter."""
     a = torch.randn(TOKENS, DEPTH, device=device).bfloat16()
     b = torch.randn(WIDTH, DEPTH, device=device).bfloat16().t()
     rows = Rows.of((TOKENS, WIDTH), 0, split_sizes(TOKENS, world))
@@ -103,7 +103,7 @@ OURS = {GATHERED: _gathered, SCATTERED: _scattered}
 
 
 def theirs(rounds: int) -> tuple[dict[str, Quantiles], str]:
-    """In us, of the slower rank; where there are none, why."""
+    """Return the times of torch's calls on the slower rank, or no times and the reason."""
     if not torch.cuda.is_available():
         return {}, "there is no CUDA device here"
     environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -124,7 +124,7 @@ def theirs(rounds: int) -> tuple[dict[str, Quantiles], str]:
 
 
 def _async_tp(rank: int, rounds: int) -> dict[str, list[float]]:
-    """One rank: microseconds of each call."""
+    """Return the microseconds of each of torch's calls on one rank."""
     import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", 0)
@@ -133,7 +133,7 @@ def _async_tp(rank: int, rounds: int) -> dict[str, list[float]]:
     assert group is not None
     name = group.group_name
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer versions do it by themselves and say so
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions enable it themselves and warn
         symmetric.enable_symm_mem_for_group(name)
     x_shard = torch.randn(TOKENS // WORLD, DEPTH, device=device).bfloat16()
     a = torch.randn(TOKENS, DEPTH, device=device).bfloat16()
@@ -147,7 +147,10 @@ def _async_tp(rank: int, rounds: int) -> dict[str, list[float]]:
 
 
 def host_us(calls: Calls, rounds: int, meet: Callable[[], object]) -> dict[str, list[float]]:
-    """Microseconds until each call returned, in alternation; the ranks meet, and the device is idle, before each."""
+    """Return the microseconds until each call returns, in alternation.
+
+    Before each call the ranks meet and the device is idle.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(rounds + _WARM_UP):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""A bench's results as one HTML page that needs nothing else: no network, no script, its pictures inside of it."""
+"""A bench's results as one HTML page without network or script, with its pictures embedded."""
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +24,13 @@ code { background: #f2f2f2; padding: 0.1em 0.3em; }
 def page(
     found: Mapping[str, Any], columns: Sequence[str], cells: Sequence[Sequence[str]], pictures: list[bytes]
 ) -> str:
-    """The page's text.
+    """Return the page's text.
 
     Args:
-        found: as `report.results` has it; columns, cells: the suite's own table; pictures: PNG.
+        found: Results of `report.results`.
+        columns: Headings of the suite's table.
+        cells: Cells of each row of the suite's table.
+        pictures: PNG files.
     """
     facts = [(name, str(found[name])) for name in ("date", "device")]
     title = escape(f"weft bench {found['bench']}")
@@ -55,9 +58,9 @@ def page(
 
 def _every_time(rows: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
     for name, row in zip(identities(rows), map(times, rows), strict=True):
-        mine = ours(row)
+        base = ours(row)
         for contender, each in row.items():
-            over = f"{each.p50_us / row[mine].p50_us:.3g}x" if mine else "-"
+            over = f"{each.p50_us / row[base].p50_us:.3g}x" if base else "-"
             yield name, contender, f"{each.p20_us:.1f}", f"{each.p50_us:.1f}", f"{each.p80_us:.1f}", over
 
 

@@ -1,5 +1,4 @@
-"""weft bench kernels: the benches of the GPU kernels one after another, as one table; with --communicating, those of
-the kernels that cross ranks."""
+"""weft bench kernels: the benches of the GPU kernels as one table; --communicating: the kernels that cross ranks."""
 
 import argparse
 import importlib
@@ -9,7 +8,7 @@ from weft.bench.table import Row
 
 __all__ = ["LIMIT", "SUITES", "add_arguments", "run"]
 
-# With the arguments that each gets: the ends of the splits and of the tokens tell what is between them.
+# Arguments of each suite. The matmul takes the ends of the splits and of the tokens, which bound those between.
 SUITES = {
     "matmul": ["--tp", "1", "--tp", "8", "--tokens", "1024", "--tokens", "16384"],
     "attention_chunk": [],

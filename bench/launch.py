@@ -1,10 +1,10 @@
-"""weft bench launch: what it costs to start a kernel that was compiled ahead of time, on a GPU.
+"""weft bench launch: the cost of starting a kernel that was compiled ahead of time, on a GPU.
 
-    host     the host's time for one launch, the device keeping up: ours, Triton's own launcher, torch.add
-    cold     a process's first call, until its result is there: ours, Triton with an empty and with a warm disk cache
-    kernel   the device's time, ours beside the same kernel as Triton compiles it here
+    host     the host's time for one launch while the device keeps up: ours, Triton's own launcher, torch.add
+    cold     a process's first call until its result is complete: ours, Triton with an empty and with a warm disk cache
+    kernel   the device's time: ours, and the same kernel as Triton compiles it here
 
-The launches are what `bucket.reduce` (few arguments) and `matmul` (over fifty, with tensor descriptors) make.
+The launches are those of `bucket.reduce` (few arguments) and `matmul` (over fifty, with tensor descriptors).
 """
 
 import argparse
@@ -134,7 +134,7 @@ _CALLS_OF: dict[str, Callable[..., torch.Tensor]] = {"bucket.reduce": reduce_onc
 
 
 def _recorded(large: bool = False) -> dict[str, Launch]:
-    """The launch of each call, of tensors on the device, which have to be what it was compiled for."""
+    """Return the launch of each call on device tensors; raise unless it was compiled ahead of time."""
     found = {}
     architecture = launch.code_architecture(torch.device("cuda"))
     for name, call in _CALLS_OF.items():
@@ -149,7 +149,7 @@ def _recorded(large: bool = False) -> dict[str, Launch]:
 
 
 def first_call_us(name: str, jit: bool, cache: str) -> float:
-    """Of a new process, whose CUDA context and tensors are there."""
+    """Return the time of a new process's first call, after its CUDA context and tensors exist."""
     command = [sys.executable, "-W", "ignore", "-m", "weft.bench.launch", name, "jit" if jit else "compiled"]
     environment = {**os.environ, "TRITON_CACHE_DIR": cache}
     environment.pop("WEFT_NO_JIT", None)

@@ -1,4 +1,4 @@
-"""weft bench linear: a tensor-parallel MLP's forward and backward, beside DTensor's parallelize_module over gloo."""
+"""weft bench linear: a tensor-parallel MLP's forward and backward, against DTensor's parallelize_module over gloo."""
 
 import argparse
 import copy
@@ -22,7 +22,7 @@ LIMIT = "the same shards' arithmetic in nn.Linear, without any communication"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None but those that every bench has."""
+    """Add nothing: this bench has only the common options."""
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
@@ -58,8 +58,8 @@ def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]],
     if case.intermediate % world == 0:  # otherwise its sharding propagation fails in the first forward
         mesh = init_device_mesh("cpu", (world,))
         peer = parallelize_module(copy.deepcopy(whole), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    mine = weft.split_sizes(case.intermediate, world)[rank]
-    alone = nn.Sequential(nn.Linear(case.hidden, mine), nn.GELU(approximate="tanh"), nn.Linear(mine, case.hidden))
+    width = weft.split_sizes(case.intermediate, world)[rank]
+    alone = nn.Sequential(nn.Linear(case.hidden, width), nn.GELU(approximate="tanh"), nn.Linear(width, case.hidden))
 
     reference = copy.deepcopy(whole).double()
     exact = _step(reference, x.double(), output_gradient.double())()
@@ -80,7 +80,7 @@ def _measure(rank: int, case: Mlp, rounds: int) -> tuple[dict[str, list[float]],
 
 
 def _step(model: nn.Module, x: torch.Tensor, output_gradient: torch.Tensor):
-    """Forward and backward of a layer inside a model, whose input wants a gradient too; gives both."""
+    """Return a function for forward and backward, which returns the output and the gradient of the input."""
     x = x.clone().requires_grad_()
     leaves = [x, *model.parameters()]
 

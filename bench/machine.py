@@ -1,24 +1,23 @@
-"""`weft bench --save FILE`: this machine's processor as hardware for the planner, by measuring it. GPUs are not
-measured: the planner has presets of them.
+"""`weft bench --save FILE`: measure this machine's processor as hardware for the planner.
 
-Everything is measured as training uses it: a rank is a process with one thread, and as many of them work at the same
-time as there are cores.
+GPUs are not measured: the planner has presets for them. Everything is measured as training uses it: a rank is a
+process with one thread, and as many ranks work at the same time as there are cores.
 
     peak_tflops        fp32 products of a linear layer (x @ w.T): the fastest shape's rate
-    matmul_fraction    the geometric mean over all shapes, of that
+    matmul_fraction    the geometric mean of all shapes' rates, over peak_tflops
     attention_*        causal F.scaled_dot_product_attention, forward and backward, at two lengths and two widths of a
-                       head: the rate of its products as a share of the mean product's, the time of a score besides, and
-                       the block whose hidden half it computes, which is what short sequences lose
-    memory_gb_s        a copy that no cache holds, counted as read and written
-    elementwise_gb_s   products of two tensors of a layer's size, each into new memory that stays, as forward makes them
-    activation_*_ns    F.silu of such a tensor, an element, forward and backward
-    launch_us          a transformer layer of next to no arithmetic, over the launches that the planner counts in it
-    context_launch_us  the same layer where two ranks share its sequence
-    turn_us            what each small all-reduce of pairs adds to the products between, where all ranks share the cores
+                       head: the rate of its products as a share of the mean product's rate, the further time of a
+                       score, and the block whose hidden half it computes, which is the loss of short sequences
+    memory_gb_s        a copy larger than the caches, counted as read and written
+    elementwise_gb_s   products of two tensors of a layer's size, each into new memory that stays, as in a forward
+    activation_*_ns    time an element of F.silu of such a tensor, forward and backward
+    launch_us          a transformer layer with hardly any arithmetic, over the launches that the planner counts in it
+    context_launch_us  the same layer with its sequence shared by two ranks
+    turn_us            time that each small all-reduce of pairs adds to the products between, if ranks share cores
     node_*             latency and rate of a link, by least squares over collectives of two ranks, 4 KiB to 16 MiB
-    network_*          the same of two ranks that reach each other over loopback as if they were on two machines
-    memory_gib         what there is (of the control group, where it has a limit), shared by the ranks
-    reserved_gib       what a process has taken for itself once it has imported torch and weft
+    network_*          the same for two ranks that reach each other over loopback, as if on two machines
+    memory_gib         memory of the machine, or the control group's limit, over the number of ranks
+    reserved_gib       memory that a process takes to import torch and weft
 """
 
 import json
@@ -48,27 +47,27 @@ from weft.planner.hardware import VERSION, Hardware
 from weft.planner.step import CAUSAL_BACKWARD, KERNELS_BACKWARD, KERNELS_FORWARD
 from weft.testing.ranks import on_machines, run_ranks
 
-# m, n, k of [m, k] @ [n, k].T: tokens, outputs and inputs of small and middle models' layers and of their shards.
+# m, n, k of [m, k] @ [n, k].T: tokens, outputs and inputs of the layers of small and middle models and of their shards.
 SHAPES = [
     *((256, 256, 256), (256, 1024, 256), (256, 256, 1024), (1024, 512, 512), (1024, 2048, 512)),
     *((1024, 512, 2048), (512, 1024, 1024), (512, 4096, 1024), (1024, 1024, 1024)),
 ]
-COPIED_BYTES = 128 << 20  # or an eighth of a rank's share of the memory, where that is less
-# Batch, heads, sequence, head_dim; as many tokens and heads in each.
+COPIED_BYTES = 128 << 20  # or an eighth of a rank's share of the memory, if that is less
+# Batch, heads, sequence, head_dim. All have the same number of tokens and heads.
 ATTENTION = [(4, 8, 256, 32), (4, 8, 256, 128), (1, 8, 1024, 32), (1, 8, 1024, 128)]
-BETWEEN = (1024, 512)  # tokens and width of what stands between products
-_PRODUCTS = 16  # of some milliseconds, between which ranks meet
-_KEPT = 16  # results that stay, of so many tensors
+BETWEEN = (1024, 512)  # tokens and width of the tensors between products
+_PRODUCTS = 16  # products of some milliseconds, with meetings of ranks between them
+_KEPT = 16  # elementwise results that stay in memory
 MESSAGES = [4096 << shift for shift in range(0, 13, 2)]  # 4 KiB to 16 MiB
 NETWORK_MESSAGES = [4096 << shift for shift in range(0, 11, 2)]
 _ROUNDS = 7
-_CALL_S = 0.02  # what a measurement takes at least, about
+_CALL_S = 0.02  # least time of a measurement, about
 _TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link as the planner counts it: a gather of b bytes over two ranks takes latency_s + b / 2 / bytes_s."""
+    """Link in the planner's model: a gather of b bytes over two ranks takes latency_s + b / 2 / bytes_s."""
 
     latency_s: float
     bytes_s: float
@@ -78,19 +77,21 @@ class Link:
 
 
 def save(path: str, ranks: int | None, command: str) -> int:
-    """Measures, writes the file and says what is in it.
+    """Measure the machine, write the file and print its figures; return the exit code.
 
     Args:
-        ranks: how many are to share the machine; None for one a core.
+        path: File to write.
+        ranks: Number of ranks that will share the machine; None for one a core.
+        command: Command line, kept in the file.
 
     Raises:
-        RefusedError: the links' times make no sense.
+        RefusedError: The times of a link or of attention make no sense.
     """
     found = measure(ranks or cores())
     Path(path).write_text(json.dumps({**found, "command": command}, indent=2) + "\n")
     Hardware.of(path)  # the planner reads it
     to = console()
-    for line in told(found):
+    for line in summary(found):
         to.print(line, highlight=False, markup=False, soft_wrap=True)
     if torch.cuda.is_available():
         print(
@@ -101,7 +102,7 @@ def save(path: str, ranks: int | None, command: str) -> int:
 
 
 def measure(ranks: int) -> dict[str, Any]:
-    """The file's contents: what the planner reads, and under "measured" what that was computed from."""
+    """Return the file's contents: the figures for the planner, and under "measured" their sources."""
     at_once = min(ranks, cores())
     copied = min(COPIED_BYTES, memory_bytes() // at_once // 8)
     arithmetic = slowest_rank(run_ranks(_arithmetic, at_once, copied, timeout_s=_TIMEOUT_S))
@@ -156,7 +157,7 @@ def _name(shape: Sequence[int]) -> str:
 
 
 def _arithmetic(rank: int, copied_bytes: int) -> dict[str, list[float]]:
-    """Microseconds of each product, of a copy, of attention and of a layer without arithmetic, ranks side by side."""
+    """Return the microseconds of products, a copy, attention and a small layer, with ranks side by side."""
     generator = torch.Generator().manual_seed(rank)
     samples: dict[str, list[float]] = {}
     for m, n, k in SHAPES:
@@ -175,7 +176,7 @@ def _copy(copied_bytes: int) -> Callable[[], object]:
 
 
 def _timed(calls: Mapping[str, Callable[[], object]], rounds: int = _ROUNDS) -> dict[str, list[float]]:
-    """As `alternate`, with as many calls a measurement as the slowest needs for it to last; the same on every rank."""
+    """Return the samples of `alternate`, with enough calls a measurement to last _CALL_S; every rank makes as many."""
     samples: dict[str, list[float]] = {}
     for name, call in calls.items():
         first = alternate({name: call}, meet=dist.barrier, rounds=2, calls=1)[name]
@@ -199,8 +200,11 @@ def _attention(shape: Sequence[int], generator: torch.Generator) -> Callable[[],
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention as the planner counts it: of each row (keys + block) / 2 scores, each of score_s and, for every
-    element of a head, product_s; backward takes CAUSAL_BACKWARD times what forward does."""
+    """Causal attention in the planner's model.
+
+    Each row has (keys + block) / 2 scores. A score takes score_s, and product_s for every element of a head. Backward
+    takes CAUSAL_BACKWARD times as long as forward.
+    """
 
     product_s: float
     score_s: float
@@ -208,22 +212,22 @@ class Attention:
 
 
 def fit_attention(times: Mapping[Sequence[int], float]) -> Attention:
-    """From the seconds of forward and backward of ATTENTION's shapes.
+    """Fit `Attention` to the seconds of forward and backward of ATTENTION's shapes.
 
     Raises:
-        RefusedError: wider heads took no longer.
+        RefusedError: Wider heads took no longer.
     """
     (short, long), (narrow, wide) = (sorted({shape[axis] for shape in times}) for axis in (2, 3))
 
     def of_a_key(sequence: int, head_dim: int) -> float:
-        """Seconds of a row's forward, over half the keys."""
+        """Return the seconds of a row's forward, over half the keys."""
         ((shape, seconds),) = ((s, t) for s, t in times.items() if s[2:] == (sequence, head_dim))
         return seconds / math.prod(shape[:3]) / (1 + CAUSAL_BACKWARD) / (sequence / 2)
 
-    # A short row takes (1 + block / short) / (1 + block / long) times as long for each of its keys.
+    # A short row takes (1 + block / short) / (1 + block / long) times as long a key.
     ratio = math.sqrt(math.prod(of_a_key(short, width) / of_a_key(long, width) for width in (narrow, wide)))
     block = max(0.0, (ratio - 1) / (1 / short - ratio / long)) if ratio < long / short else short
-    block = min(block, short)  # of a shorter sequence there is no more
+    block = min(block, short)  # no block is longer than the short sequence
     a_score = [of_a_key(long, width) / (1 + block / long) for width in (narrow, wide)]
     product = (a_score[1] - a_score[0]) / (wide - narrow)
     if product <= 0:
@@ -242,7 +246,7 @@ def _between(generator: torch.Generator) -> dict[str, Callable[[], object]]:
 
 
 class _MeasuredLayer(nn.Module):
-    """A transformer layer, pre-norm, with attention and an MLP; so narrow that its operators' start is all it costs."""
+    """Pre-norm transformer layer with attention and an MLP, so narrow that it only costs its operators' start."""
 
     def __init__(self, width: int = 8):
         super().__init__()
@@ -257,14 +261,14 @@ class _MeasuredLayer(nn.Module):
 
 
 def _shared_layer(rank: int) -> dict[str, list[float]]:
-    """Microseconds of such a layer whose sequence two ranks share."""
+    """Return the microseconds of such a layer with its sequence shared by two ranks."""
     layer = weft.parallelize(_MeasuredLayer(), weft.init_mesh(cp=2, device_type="cpu")["cp"], context={"parts": True})
     x, gradient = torch.ones(1, 4, 8, requires_grad=True), torch.ones(1, 4, 8)
     return _timed({"layer": lambda: layer(x).backward(gradient)})
 
 
 def _taking_turns(rank: int) -> dict[str, list[float]]:
-    """Microseconds of products with an all-reduce of a pair after each, and with one after the last; all ranks."""
+    """Return the microseconds of products on all ranks, with an all-reduce of a pair after each or after the last."""
     pair = communicator(weft.init_mesh(dp=dist.get_world_size() // 2, tp=2, device_type="cpu")["tp"])
     generator = torch.Generator().manual_seed(rank)
     x, w, small = (
@@ -284,7 +288,7 @@ def _taking_turns(rank: int) -> dict[str, list[float]]:
 
 
 def turn(of_ranks: Sequence[Mapping[str, list[float]]]) -> float:
-    """Microseconds that a meeting adds, of the slowest rank."""
+    """Return the microseconds that a meeting adds, on the slowest rank."""
     times = slowest_rank(of_ranks)
     return max(0.0, times["each"].p50_us - times["last"].p50_us) / (_PRODUCTS - 1)
 
@@ -296,9 +300,9 @@ def _small_layer() -> Callable[[], object]:
 
 
 def _link(sizes: Sequence[int], before: Callable[[int], object] | None = None) -> tuple[Link, list[dict[str, Any]]]:
-    """The link between two ranks, and every point that it was fitted to beside what it predicts."""
+    """Return the link between two ranks, and the points of the fit with the fitted times."""
     times = slowest_rank(run_ranks(_collectives, 2, sizes, timeout_s=_TIMEOUT_S, before=before))
-    # An all-reduce is two gathers, so half of it is a point of one.
+    # An all-reduce is two gathers, so half its time is a point of a gather.
     halves = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
     named = [(name, size, times[f"{name} {size}"]) for name in halves for size in sizes]
     link = fit([(size, each.p50_us / 1e6 / halves[name]) for name, size, each in named])
@@ -310,7 +314,7 @@ def _link(sizes: Sequence[int], before: Callable[[int], object] | None = None) -
 
 
 def _collectives(rank: int, sizes: Sequence[int]) -> dict[str, list[float]]:
-    """As layers call them, without torch.distributed around them."""
+    """Return the times of collectives as layers call them, without torch.distributed around them."""
     ranks = communicator(None)
     samples: dict[str, list[float]] = {}
     for size in sizes:
@@ -327,9 +331,15 @@ def _collectives(rank: int, sizes: Sequence[int]) -> dict[str, list[float]]:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Link:
-    """Latency and rate from (bytes, seconds) of gathers over two ranks: least squares of the relative error, so that a
-    small message counts as much as a large one. No latency below zero."""
-    rows = [(1 / seconds, size / 2 / seconds) for size, seconds in points]  # both times (latency, 1 / rate) make 1
+    """Fit latency and rate to (bytes, seconds) of gathers over two ranks.
+
+    The fit is least squares of the relative error, so that a small message counts as much as a large one. The latency
+    is at least zero.
+
+    Raises:
+        RefusedError: Larger messages were not slower.
+    """
+    rows = [(1 / seconds, size / 2 / seconds) for size, seconds in points]  # each row times (latency, 1 / rate) is 1
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
@@ -342,16 +352,16 @@ def fit(points: Sequence[tuple[float, float]]) -> Link:
 
 
 def memory_bytes() -> int:
-    """Of the machine, or of the control group that this process may use."""
+    """Return the memory of the machine, or the limit of this process's control group if that is less."""
     with open("/proc/meminfo") as lines:
         total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
     limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-    told = [path.read_text().strip() for path in limits if path.is_file()]
-    return min([total, *(int(text) for text in told if text.isdecimal())])
+    texts = [path.read_text().strip() for path in limits if path.is_file()]
+    return min([total, *(int(text) for text in texts if text.isdecimal())])
 
 
 def reserved_bytes() -> int:
-    """Anonymous memory of a new process that has imported torch and weft's layers."""
+    """Return the anonymous memory of a new process after importing torch and weft's layers, in bytes."""
     code = (
         "import torch, weft; weft.ParallelLinear\n"
         "print(next(line.split()[1] for line in open('/proc/self/smaps_rollup') if line.startswith('Anonymous')))"
@@ -360,14 +370,14 @@ def reserved_bytes() -> int:
     return int(done.stdout) * 1024
 
 
-def told(found: Mapping[str, Any]) -> list[str]:
-    """What is in the file, a line each."""
+def summary(found: Mapping[str, Any]) -> list[str]:
+    """Return the file's figures as lines for the terminal."""
     times, cells = found["measured"]["times"], found["measured"]["tflops_by_shape"]
     copy, copied_mib = Quantiles(**times["copy"]), found["measured"]["copied_bytes"] >> 20
     return [
         f"{found['name']}, shared by {found['devices_per_node']} ranks; {found['measured']['ranks_at_once']} at once",
         *(f"  fp32 product {shape:<16} {rate * 1e3:8.1f} GFLOP/s a rank" for shape, rate in cells.items()),
-        f"  attention's products, of the mean product's rate {found['attention_fraction']:.0%}; a score besides "
+        f"  attention's products, of the mean product's rate {found['attention_fraction']:.0%}; a score also takes "
         f"{found['attention_score_ns']:.2f} ns; blocks of {found['attention_block']:.0f}",
         f"  between products {found['elementwise_gb_s']:.1f} GB/s; an activation's element "
         f"{found['activation_forward_ns']:.2f} ns, backward {found['activation_backward_ns']:.2f} ns",
@@ -378,7 +388,7 @@ def told(found: Mapping[str, Any]) -> list[str]:
         f"{_misfit(found['measured']['node']):.0%} (median)",
         f"  loopback {found['network_latency_us']:.0f} us + {found['network_gb_s']:.2f} GB/s, fitted to "
         f"{_misfit(found['measured']['network']):.0%} (median)",
-        f"  memory of a rank {found['memory_gib']:.1f} GiB, of which {found['reserved_gib']:.2f} are gone at the start",
+        f"  memory of a rank {found['memory_gib']:.1f} GiB; {found['reserved_gib']:.2f} are in use at the start",
     ]
 
 

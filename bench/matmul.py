@@ -1,4 +1,4 @@
-"""weft bench matmul: the linear layers' products at published models' shards, beside torch.matmul and its epilogue."""
+"""weft bench matmul: the linear layers' products at published models' shards, against torch.matmul and its epilogue."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -30,19 +30,19 @@ def run(options) -> list[Row]:
 
 
 def rows(limits: Ceilings) -> list[Row]:
-    """What `make gpu` takes: every layer at the ends of the splits and of the tokens."""
+    """Return the rows for `make gpu`: every layer at the ends of the splits and of the tokens."""
     return measure(contests(None, (1, 8), (1024, 16384)), limits)
 
 
 def contests(models=None, tensor_parallel=None, tokens=None) -> Iterator[Contest]:
-    """Forward, dgrad and wgrad of each layer of each model at each split and number of tokens."""
+    """Yield forward, dgrad and wgrad of each layer of each model at each split and number of tokens."""
     for label, layer, m in shards(models, tensor_parallel or cases.TENSOR_PARALLEL, tokens or cases.TOKENS):
         for product in products(layer, m, torch.device("cuda"), torch.bfloat16):
             yield product.contest(label)
 
 
 def shards(models, tensor_parallel, tokens) -> Iterator[tuple[str, cases.LinearLayer, int]]:
-    """Label, layer and number of tokens."""
+    """Yield label, layer and number of tokens of each shard."""
     for name in models or cases.MODELS:
         for tp in tensor_parallel:
             for layer in cases.linear_layers(cases.MODELS[name], tp):
@@ -55,9 +55,9 @@ class ProductShape:
     """One of a layer's three products.
 
     Attributes:
-        ours: the result by the kernel, with that configuration or, for None, the one it chooses.
-        peer: the same by the library.
-        check: raises AssertionError where ours is wrong with that configuration; compares some rows with fp64.
+        ours: Returns the kernel's result with a configuration; None lets the kernel choose.
+        peer: Returns the library's result.
+        check: Compares some rows of ours with fp64 and raises AssertionError if they are wrong.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class ProductShape:
 
 
 def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torch.dtype) -> list[ProductShape]:
-    """Forward with its epilogue, dgrad, and wgrad added to an fp32 main_grad, of one layer on m tokens."""
+    """Return one layer's products on m tokens: forward with epilogue, dgrad, and wgrad added to an fp32 main_grad."""
     k = layer.k
     weight = (torch.randn((1 + layer.gated) * layer.n, k, device=device) / k**0.5).to(dtype)
     gate, up = weight.chunk(2) if layer.gated else (weight, None)
@@ -106,7 +106,7 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
         if up is None:
             return plain(x, weight)
         assert layer.activation is not None
-        z_gate, z_up = (x @ weight.t()).chunk(2, -1)  # one product, as a tuned model has it
+        z_gate, z_up = (x @ weight.t()).chunk(2, -1)  # one product, as in a tuned model
         return reference.ACTIVATIONS[layer.activation].apply(z_gate) * z_up
 
     def check_forward(config):

@@ -1,4 +1,4 @@
-"""How every bench measures: contenders in alternation in the same processes, quantiles over rounds, slowest rank."""
+"""The measurement of every bench: contenders in alternation in one process, quantiles over rounds, slowest rank."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ ROUNDS = 21
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Microseconds a call: the 20th, 50th and 80th percentile over rounds."""
+    """The 20th, 50th and 80th percentile over rounds, in microseconds a call."""
 
     p20_us: float
     p50_us: float
@@ -23,21 +23,27 @@ class Quantiles:
         return cls(*(ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8)))
 
     def spread(self, digits: int = 0) -> str:
-        """The 20th and the 80th, for a table."""
+        """Return the 20th and the 80th percentile as a table's cell."""
         return f"{self.p20_us:.{digits}f}-{self.p80_us:.{digits}f}"
 
 
 def alternate(
     contenders: Mapping[str, Callable[[], object]], *, meet: Callable[[], object], rounds: int, calls: int
 ) -> dict[str, list[float]]:
-    """Microseconds a call of each contender in each round. Ranks `meet` before each measurement; one round warms up.
+    """Return each contender's microseconds a call in each round, measured in alternation.
 
-    Each round starts with another contender, so that none always follows the same one.
+    One round more runs first to warm up. Each round starts with another contender, so that none always comes first.
+
+    Args:
+        contenders: Function of each contender by name.
+        meet: Barrier of the ranks, called before each measurement.
+        rounds: Rounds that count.
+        calls: Calls in one measurement.
     """
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders.items())
     for round_number in range(rounds + 1):
-        progress.tell(round_number, rounds)
+        progress.set_round(round_number, rounds)
         order.append(order.pop(0))
         for name, call in order:
             meet()
@@ -51,7 +57,7 @@ def alternate(
 
 
 def slowest_rank(per_rank: Sequence[Mapping[str, list[float]]]) -> dict[str, Quantiles]:
-    """Quantiles over rounds of the slowest rank of each round."""
+    """Return the quantiles over rounds of the slowest rank of each round."""
     return {
         name: Quantiles.of([max(round_us) for round_us in zip(*(rank[name] for rank in per_rank), strict=True)])
         for name in per_rank[0]

@@ -1,4 +1,4 @@
-"""The most memory that this process takes while something runs (Linux)."""
+"""Peak memory of this process while a function runs (Linux)."""
 
 import gc
 import threading
@@ -8,8 +8,11 @@ _SAMPLE_EVERY_S = 0.01
 
 
 def peak_mb(run: Callable[[Callable[[], None]], None]) -> float:
-    """MB beyond what there was before: the proportional set size, which counts memory that W ranks share as a W-th of
-    each. It is sampled, and taken whenever `run` calls its argument."""
+    """Return the peak growth of this process's memory in MB while `run` runs.
+
+    The memory is the proportional set size: each of W ranks counts a W-th of the memory that they share. It is sampled
+    every 10 ms, and also whenever `run` calls its argument.
+    """
     gc.collect()
     before, peak, done = _proportional_mb(), 0.0, threading.Event()
 

@@ -1,7 +1,7 @@
-"""`make gpu`: tests, checks and measures on the GPU that is here, into a folder named after the device.
+"""`make gpu`: test, check and measure on this machine's GPU, into a folder named after the device.
 
-Each step can be asked for by name (`make gpu STEPS="tests matmul"`) and leaves its own files, so that a machine lent
-for minutes is used step by step, the most telling first.
+A step can be asked for by name (`make gpu STEPS="tests matmul"`) and leaves its own files. So a machine lent for
+minutes can run one step after another, the most useful first.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def tests(folder: Path) -> int:
 
 
 def sanitizer(folder: Path) -> int:
-    """The tests marked sanitize under memcheck, racecheck and synccheck."""
+    """Run the tests marked sanitize under memcheck, racecheck and synccheck."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     python = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider"]
     return max(
@@ -64,7 +64,7 @@ def sanitizer(folder: Path) -> int:
 
 
 def tune(folder: Path) -> int:
-    """The table goes beside the results; who is content with it copies it to kernels/configs."""
+    """Write the tuned table beside the results; copy it to kernels/configs to use it."""
     return _logged([sys.executable, "-m", "weft.cli", "tune", "matmul", "--out", str(folder)], folder / "tune.txt")
 
 
@@ -89,7 +89,7 @@ def bench(suite: str, folder: Path) -> int:
 
 
 def means(rows: list[dict], figure: str) -> dict[str, float]:
-    """The geometric mean of each op's rows that were measured beside something and have the figure."""
+    """Return the geometric mean of a figure for each op, over the rows that have it and were measured with a peer."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["ratio"] is not None and row.get(figure) is not None:
@@ -98,12 +98,12 @@ def means(rows: list[dict], figure: str) -> dict[str, float]:
 
 
 def figures(row: dict) -> str:
-    """What a row says, as far as it was measured."""
-    said = [f"{row['times']['ours']['p50_us']:>10.1f} us"] if row["times"] else []
-    said += [f"{row['ratio']:.2f}x {row['peer']}"] if row["ratio"] is not None else []
-    said += [f"tax {row['tax']:.3f}"] if row.get("tax") is not None else []
-    said += [f"{row['of_ceiling']:.0%} of ceiling"] if row.get("of_ceiling") is not None else []
-    return "  ".join([*said, row["remark"]]).rstrip()
+    """Return the measured figures of a row as text."""
+    texts = [f"{row['times']['ours']['p50_us']:>10.1f} us"] if row["times"] else []
+    texts += [f"{row['ratio']:.2f}x {row['peer']}"] if row["ratio"] is not None else []
+    texts += [f"tax {row['tax']:.3f}"] if row.get("tax") is not None else []
+    texts += [f"{row['of_ceiling']:.0%} of ceiling"] if row.get("of_ceiling") is not None else []
+    return "  ".join([*texts, row["remark"]]).rstrip()
 
 
 def _logged(command: list[str], log: Path) -> int:

@@ -1,7 +1,7 @@
 """weft bench paradigms: one model's training step on two and on four CPU ranks, split in every way.
 
-The model is a small Llama; a step is forward, backward and AdamW. Every rank has one thread. Four ranks share the cores
-that there are: where these are two, their times say what a paradigm costs, not what four cores would gain.
+The model is a small Llama; a step is forward, backward and AdamW. Every rank has one thread. If four ranks share two
+cores, their times show the cost of a paradigm, not the gain from four cores.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from weft.testing.ranks import run_ranks
 LIMIT = "one process and one thread with the whole model and batch, over the number of ranks that have a core"
 BATCH, SEQUENCE, MICROBATCHES, BLOCKS = 8, 256, 4, 8
 ALONE = "one process"
-_TOLERANCE = 1e-3  # relative, of the loss after two steps in fp32; a lost gradient or a mask that came loose shows
+_TOLERANCE = 1e-3  # relative, for the loss after two steps in fp32; a lost gradient or a lost mask exceeds it
 
 
 class SmallModel(Llama):
-    """6.4 million parameters: 8 blocks, 256 wide, 8 heads of queries and 4 of keys, bytes as words."""
+    """Llama of 6.4 million parameters: 8 blocks, 256 wide, 8 heads of queries and 4 of keys, bytes as words."""
 
     HEAD, KV_HEADS, HIDDEN, WORDS = 32, 4, 768, 256
 
@@ -38,9 +38,9 @@ class Paradigm:
     """One way to use the ranks.
 
     Attributes:
-        sizes: of init_mesh.
-        schedule: of weft.Pipeline; None: what weft.parallelize does.
-        sharded: the optimizer's state over "dp" (ZeRO-1).
+        sizes: Sizes for init_mesh; empty for one process.
+        schedule: Schedule for weft.Pipeline; None for weft.parallelize alone.
+        sharded: Whether the optimizer's state is sharded over "dp" (ZeRO-1).
     """
 
     name: str
@@ -85,25 +85,25 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         raise RefusedError("weft bench paradigms runs on two and on four ranks; it takes no --world")
     (alone_peak,) = run_ranks(_peak, 1, Paradigm(ALONE), timeout_s=600)
     for world, paradigms in PARADIGMS.items():
-        chosen = [one for one in paradigms if not options.only or options.only in one.name]
+        chosen = [paradigm for paradigm in paradigms if not options.only or options.only in paradigm.name]
         if not chosen:
             continue
-        told = run_ranks(_measure, world, chosen, options.rounds, timeout_s=3600, group_timeout_s=600)
-        times = slowest_rank([samples for samples, _ in told])
+        per_rank = run_ranks(_measure, world, chosen, options.rounds, timeout_s=3600, group_timeout_s=600)
+        times = slowest_rank([samples for samples, _ in per_rank])
         for paradigm in chosen:
-            figures = [of_rank[paradigm.name] for _, of_rank in told]
-            error = max(one.error for one in figures)
+            figures = [of_rank[paradigm.name] for _, of_rank in per_rank]
+            error = max(figure.error for figure in figures)
             if not error < _TOLERANCE:
                 raise AssertionError(f"{paradigm.name} on {world} ranks: the loss is off by {error:.1e}; not measured")
             peak = max(run_ranks(_peak, world, paradigm, timeout_s=600, group_timeout_s=120))
-            sent = max(one.sent_bytes for one in figures)
+            sent = max(figure.sent_bytes for figure in figures)
             mesh = " ".join(f"{name}={size}" for name, size in paradigm.sizes.items())
             facts = {
                 "peak_mb": peak,
                 "alone_peak_mb": alone_peak,
                 "sent_bytes": sent,
-                "bubble": figures[0].bubble,  # as it ran
-                "formula": figures[0].formula,  # were all stages equal and messages free
+                "bubble": figures[0].bubble,  # measured
+                "formula": figures[0].formula,  # for equal stages and free messages
                 "error": error,
             }
             of: dict[str, str | int] = {"paradigm": paradigm.name, "world": world, "mesh": mesh}
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Of one rank."""
+    """Figures of one paradigm on one rank."""
 
     error: float
     sent_bytes: int
@@ -149,7 +149,7 @@ def _peak(rank: int, paradigm: Paradigm) -> float:
 
 
 def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
-    """A training step, which gives the whole batch's loss; and a pipeline's timeline."""
+    """Return a training step, which returns the whole batch's loss, and the timeline function of a pipeline."""
     torch.manual_seed(0)
     model: nn.Module = SmallModel(BLOCKS)
     generator = torch.Generator().manual_seed(1)
@@ -158,8 +158,8 @@ def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
         return _plain_step(model, torch.optim.AdamW(model.parameters()), tokens, targets, None), None
     mesh = weft.init_mesh(**paradigm.sizes, device_type="cpu")
     replicas = mesh["dp"]
-    mine = slice(*(BATCH // replicas.size() * (replicas.get_local_rank() + end) for end in (0, 1)))
-    tokens, targets = tokens[mine], targets[mine]
+    local = slice(*(BATCH // replicas.size() * (replicas.get_local_rank() + end) for end in (0, 1)))
+    tokens, targets = tokens[local], targets[local]
     if paradigm.schedule:
         model = weft.parallelize(model, mesh["cp", "tp"])
         pipe = weft.Pipeline(model, mesh, schedule=paradigm.schedule, microbatches=MICROBATCHES, loss=loss_of)

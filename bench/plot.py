@@ -1,4 +1,4 @@
-"""A picture that every bench has: each row's times, and the others' over ours. Needs matplotlib."""
+"""The picture that every bench has: each row's times, and the others' times over ours. Needs matplotlib."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from weft.bench.figures import identities, ours, ratios, times
 from weft.bench.suites import RefusedError
 
 _ROW_INCHES = 0.16  # for each contender
-_MOST_PIXELS = 32000  # of matplotlib's 2^16, with room for what browsers draw
+_MOST_PIXELS = 32000  # below matplotlib's 2^16, and within the size that browsers draw
 
 
 def check() -> None:
-    """RefusedError where there is no matplotlib."""
+    """Raise RefusedError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -20,10 +20,10 @@ def check() -> None:
 
 
 def png(found: Mapping[str, Any]) -> bytes:
-    """The rows that have times, as a picture's bytes.
+    """Return a PNG of the rows that have times.
 
-    Left: the median of every contender and its 20th to 80th percentile, microseconds. Right: the others' medians over
-    ours.
+    Left: the median and the 20th to 80th percentile of every contender in microseconds. Right: the others' medians
+    over ours.
     """
     from matplotlib.figure import Figure
 
@@ -72,5 +72,5 @@ def _ratios(axes, rows: Sequence, contenders: Sequence[str]) -> None:
 
 
 def _place(number: int, count: int) -> float:
-    """Contenders side by side within a row's height."""
+    """Return the offset of a contender within its row, so that contenders stand side by side."""
     return ((number + 0.5) / count - 0.5) * 0.8

@@ -1,7 +1,7 @@
-"""How far a bench is: told by the processes that measure, drawn once a second where the output is a terminal.
+"""Progress of a bench: set by the processes that measure, drawn once a second if the output is a terminal.
 
-The ranks are forked, so they tell through memory that they share with the process that started them. Drawing takes
-about a millisecond, which a bench of two ranks on two cores would notice if it were done more often.
+The ranks are forked, so they write to memory that they share with the process that started them. Drawing takes about a
+millisecond: more often than once a second would disturb a bench of two ranks on two cores.
 """
 
 import mmap
@@ -9,26 +9,26 @@ import os
 import threading
 
 _EVERY_S = 1.0
-_told = memoryview(mmap.mmap(-1, 16)).cast("q")  # the round that is measured, and of how many
+_shared = memoryview(mmap.mmap(-1, 16)).cast("q")  # rounds done, and their number
 _drawing = threading.Lock()
-# A rank that is forked while a line is drawn would inherit the terminal's lock, held by nobody.
+# A rank forked while a line is drawn would inherit the terminal's lock with no thread to release it.
 os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
 
-def tell(done: int, rounds: int) -> None:
-    """From any process: so many rounds are done of what is measured now."""
-    _told[0], _told[1] = done, rounds
+def set_round(done: int, rounds: int) -> None:
+    """Record the rounds done of the current measurement, from any process."""
+    _shared[0], _shared[1] = done, rounds
 
 
 class Bar:
-    """A line with the rows that are there and the rounds of the next; nothing where the console is no terminal."""
+    """Line with the number of finished rows and the rounds of the next one; nothing without a terminal."""
 
     def __init__(self, name: str, console):
         self.name, self.console, self.rows = name, console, 0
         self._ended = threading.Event()
 
     def __enter__(self) -> "Bar":
-        tell(0, 0)
+        set_round(0, 0)
         if self.console.is_terminal:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -50,7 +50,7 @@ class Bar:
 
     def _draw(self) -> None:
         while True:
-            done, rounds = _told
+            done, rounds = _shared
             at = f"round {done} of {rounds}" if rounds else "starting"
             with _drawing:
                 self._progress.update(

@@ -1,4 +1,4 @@
-"""weft bench rank_order_sum: the CUDA extension's rank-order sum of W buffers, beside torch.sum of a stack."""
+"""weft bench rank_order_sum: the CUDA extension's rank-order sum of W buffers, against torch.sum of a stack."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ __all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None but those that every bench has."""
+    """Add nothing: this bench has only the common options."""
 
 
 def run(options: argparse.Namespace) -> list[Row]:
@@ -27,7 +27,7 @@ def rows(limits: Ceilings) -> list[Row]:
 
 
 def contests(worlds=(2, 4, 8), count=64 << 20, dtype=torch.bfloat16) -> Iterator[Contest]:
-    """The buffers are larger than any cache."""
+    """Yield a contest for each number of buffers; the buffers are larger than any cache."""
     for world in worlds:
         stack = torch.randn(world, count, device="cuda").to(dtype)
         out = torch.empty(count, device="cuda", dtype=dtype)

@@ -1,4 +1,4 @@
-"""What a bench found, with the machine and versions: printed, as JSON, as CSV, appended to a history."""
+"""Output of a bench's results, with machine and versions: table, JSON, CSV, history file."""
 
 import csv
 import json
@@ -15,11 +15,11 @@ from weft.bench.environment import checkout, device, environment, folder_name
 from weft.bench.figures import flat
 from weft.bench.suites import RefusedError, Suite
 
-VERSION = 2  # of what is saved
+VERSION = 2  # of the saved format
 
 
 def results(name: str, suite: Suite, module, rows: Sequence, command: str, rounds: int) -> dict[str, Any]:
-    """Everything that is saved of a run."""
+    """Return the dictionary that is saved for a run."""
     return {
         "weft_bench": VERSION,
         "bench": name,
@@ -35,12 +35,12 @@ def results(name: str, suite: Suite, module, rows: Sequence, command: str, round
 
 
 def console() -> Console:
-    """Wide enough for every bench's table where nobody reads along."""
+    """Return a console; without a terminal it is wide enough for every bench's table."""
     return Console() if Console().is_terminal else Console(width=400)
 
 
 def print_table(found: Mapping[str, Any], columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The suite's own table, and what its times are."""
+    """Print the suite's table, and the remarks that explain its times."""
     table = Table(title=escape(found["command"]), caption=escape(versions(found)))
     for number, heading in enumerate(columns):
         table.add_column(heading, justify="left" if number == 0 else "right")
@@ -57,7 +57,7 @@ def versions(found: Mapping[str, Any]) -> str:
 
 
 def remarks(found: Mapping[str, Any]) -> list[str]:
-    """What must be known beside the table."""
+    """Return the lines that a reader of the table needs."""
     return [
         f"times: medians, and the 20th to the 80th percentile, of up to {found['rounds']} rounds in alternation; "
         "ratio: the peer's median over ours",
@@ -71,7 +71,7 @@ def save_json(found: Mapping[str, Any], path: str) -> None:
 
 
 def save_csv(found: Mapping[str, Any], path: str) -> None:
-    """A line for each row, a column for each figure of any row, named by its path ("ours.p50_us")."""
+    """Write a line for each row, and a column for each figure of any row, named by its path ("ours.p50_us")."""
     rows = [dict(flat(row)) for row in found["rows"]]
     columns = dict.fromkeys(name for row in rows for name in row)
     with open(path, "w", newline="") as file:
@@ -81,13 +81,13 @@ def save_csv(found: Mapping[str, Any], path: str) -> None:
 
 
 def history(folder: str | None, name: str, suite: Suite) -> Path:
-    """The file that runs of a bench on this device are appended to, a line of JSON each.
+    """Return the history file of a bench on this device: a line of JSON for each run.
 
     Args:
-        folder: None for bench/results of the checkout that this weft is.
+        folder: Base folder; None for bench/results of the checkout that weft is imported from.
 
     Raises:
-        RefusedError: None, and this weft is not a checkout.
+        RefusedError: The folder is None, and weft is not imported from a checkout.
     """
     root = checkout()
     if folder is None and root is None:

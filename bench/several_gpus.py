@@ -1,7 +1,6 @@
-"""weft bench several_gpus: one rank a GPU; our collectives beside NCCL's, and overlapped products beside torch.matmul
-and NCCL one after the other.
+"""weft bench several_gpus: collectives against NCCL's, overlapped products against torch.matmul and then NCCL.
 
-Where there are fewer than two GPUs, every row says that it was not measured.
+Each GPU has one rank. With fewer than two GPUs, every row says that it was not measured.
 """
 
 import argparse
@@ -53,22 +52,23 @@ def rows(limits: Ceilings) -> list[Row]:
 
 
 def lines(world: int | None, rounds: int, only: str | None = None) -> list[Row]:
-    """On `world` GPUs; on all that there are by default."""
-    there = torch.cuda.device_count()
-    wanted = works(world or max(there, 2), only)
-    if reason := why_not(world, there):
+    """Return the rows, measured on `world` GPUs; on all GPUs of the machine by default."""
+    gpus = torch.cuda.device_count()
+    wanted = works(world or max(gpus, 2), only)
+    if reason := why_not(world, gpus):
         return [not_measured(work.op, shape, reason) for work in wanted for shape in work.shapes()]
-    count = world or there
+    count = world or gpus
     options: dict[str, Any] = {"timeout_s": _TIMEOUT_S, "group_timeout_s": _TIMEOUT_S, "start": "spawn"}
     per_rank = run_ranks(measure_rank, count, wanted, rounds, backend=_BACKEND, **options)
     transport = Row({"op": "transport", "shape": f"W={count}"}, remark=per_rank[0].transport)
     return [transport, *(line for number, work in enumerate(wanted) for line in of_ranks(work, number, per_rank))]
 
 
-def why_not(world: int | None, there: int) -> str | None:
-    if there < 2 or world == 1:
+def why_not(world: int | None, gpus: int) -> str | None:
+    """Return the reason that nothing can be measured; None if there is none."""
+    if gpus < 2 or world == 1:
         return "needs several GPUs"
-    return f"needs {world} GPUs, and there are {there}" if world and world > there else None
+    return f"needs {world} GPUs, and there are {gpus}" if world and world > gpus else None
 
 
 def works(world: int, only: str | None = None) -> list[Collective | Product]:
@@ -85,10 +85,10 @@ def works(world: int, only: str | None = None) -> list[Collective | Product]:
 
 
 def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[RankReport]) -> list[Row]:
-    """The lines of one work, of what every rank found."""
+    """Return the rows of one work from the reports of all ranks."""
     found: list[RankResult] = [rank.found[number] for rank in per_rank]
-    eager = slowest_rank([one.eager for one in found])
-    graphs = {name: times.p50_us for name, times in slowest_rank([one.graph for one in found]).items()}
+    eager = slowest_rank([result.eager for result in found])
+    graphs = {name: times.p50_us for name, times in slowest_rank([result.graph for result in found]).items()}
     missing = found[0].missing
     if isinstance(work, Product):
         return [_line(work.op, work.shapes()[0], OVERLAPPED, (APART, LIBRARY), eager, graphs, missing)]

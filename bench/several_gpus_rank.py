@@ -1,8 +1,8 @@
-"""What one rank of `weft bench several_gpus` measures: the calls, what they must give, and their time.
+"""One rank of `weft bench several_gpus`: the calls, their checks and their times.
 
-Our tensors are ordinary or symmetric (`weft.empty_symmetric`). NCCL's are ordinary, or lie in a pool of its own memory
-that is registered as a symmetric window, which is what its symmetric kernels take (NCCL 2.27 and later; PyTorch's page
-on symmetric memory). They are for one NVLink domain; elsewhere NCCL takes its other kernels without a word.
+Our tensors are ordinary or symmetric (`weft.empty_symmetric`). NCCL's tensors are ordinary, or lie in a pool of its own
+memory that is registered as a symmetric window. NCCL's symmetric kernels need such a window (NCCL 2.27 and later;
+PyTorch's page on symmetric memory). They are for one NVLink domain; elsewhere NCCL silently takes its other kernels.
 """
 
 import warnings
@@ -26,7 +26,7 @@ ORDINARY, SYMMETRIC = "ordinary", "symmetric"
 KINDS = (ORDINARY, SYMMETRIC)
 NCCL, NCCL_SYMMETRIC = "NCCL", "NCCL symmetric"
 OVERLAPPED, APART, LIBRARY = "overlapped", 'overlap="never"', "torch.matmul, NCCL"
-LAYERS = {  # how the product communicates: the layers of which it is the forward
+LAYERS = {  # how the product communicates: layers with this forward
     "all_gather": ("qkv", "rise"),
     "reduce_scatter": ("attention out", "fall"),
     "all_reduce": ("attention out", "fall"),
@@ -38,7 +38,7 @@ _TITLES = {
 }
 
 _DTYPE = torch.bfloat16
-_CHECKED = 64  # rows of a product that are compared with fp64
+_CHECKED = 64  # rows of a product compared with fp64
 _SMALL_BYTES = 1 << 20
 _SYMMETRIC_SINCE = (2, 27)
 
@@ -47,7 +47,7 @@ Calls = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Collective:
-    """`bytes` are those of the whole tensor, rounded down to 16 for each rank."""
+    """Collective on a tensor of `bytes` bytes over all ranks, rounded down to 16 bytes a rank."""
 
     op: str
     bytes: int
@@ -65,7 +65,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Product:
-    """[m, k] times [k, n] on each rank, the m rows being shared by the ranks."""
+    """Product [m, k] times [k, n] on each rank, with the m rows shared by the ranks."""
 
     how: str
     label: str
@@ -83,7 +83,13 @@ class Product:
 
 @dataclass
 class RankResult:
-    """Of one work on one rank: microseconds a call in each round, by name; and why a call was not measured."""
+    """Result of one work on one rank.
+
+    Attributes:
+        eager: Microseconds a call in each round, by name.
+        graph: The same as replays of CUDA graphs.
+        missing: Reason by name of a call that was not measured.
+    """
 
     eager: dict[str, list[float]] = field(default_factory=dict)
     graph: dict[str, list[float]] = field(default_factory=dict)
@@ -92,7 +98,7 @@ class RankResult:
 
 @dataclass
 class RankReport:
-    """Of one rank."""
+    """Transport and results of one rank."""
 
     transport: str
     found: list[RankResult]
@@ -100,7 +106,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What collectives work on: the tensor that is whole, and one rank's part of it."""
+    """Tensors of a collective: the whole, and one rank's part of it."""
 
     whole: torch.Tensor
     shard: torch.Tensor
@@ -110,12 +116,12 @@ class Buffers:
 
 
 def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) -> RankReport:
-    """On the GPU of the rank's number, the default group being one of weft's with NCCL for CUDA tensors."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch is renaming what it had renamed
+    """Measure the works on the GPU of the rank's number; the default group is weft's with NCCL for CUDA tensors."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames these functions again
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     ranks, nccl = communicator(None), dist.new_group(backend="nccl")
-    weft.all_reduce(torch.zeros(1, device=device))  # ours are set up once and before a capture
+    weft.all_reduce(torch.zeros(1, device=device))  # set our communicator up once, before any capture
     dist.all_reduce(torch.zeros(1, device=device), group=nccl)
     largest = max((work.count for work in works if isinstance(work, Collective)), default=0)
     found = []
@@ -135,7 +141,7 @@ def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) 
 def _every_memory(
     count: int, ranks: Communicator, nccl: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[dict[str, Buffers], dict[str, str]]]:
-    """Buffers of each kind, of that many elements; and why there are none of another."""
+    """Give buffers of `count` elements by kind of memory, and the reason for each missing kind."""
     shard = -(-count // ranks.world_size)
     plain = Buffers(_zeros(count, device), _zeros(shard, device))
     buffers, missing = {ORDINARY: plain, NCCL: plain}, dict[str, str]()
@@ -145,7 +151,7 @@ def _every_memory(
     try:
         whole, part = (weft.empty_symmetric(size, dtype=_DTYPE, device=device).zero_() for size in (count, shard))
         buffers[SYMMETRIC] = Buffers(whole, part)
-    except (ValueError, OSError) as error:  # the same on every rank
+    except (ValueError, OSError) as error:  # every rank raises it
         missing[SYMMETRIC] = str(error)
     version = torch.cuda.nccl.version()
     if version[:2] < _SYMMETRIC_SINCE:
@@ -157,7 +163,7 @@ def _every_memory(
     with torch.cuda.use_mem_pool(pool):
         pooled = Buffers(_zeros(count, device), _zeros(shard, device))
     reason = _registered(backend, pool)
-    reasons = [told for told in ranks.all_gather_object(reason) if told]
+    reasons = [text for text in ranks.all_gather_object(reason) if text]
     if reasons:
         missing[NCCL_SYMMETRIC] = reasons[0]
     else:
@@ -171,10 +177,10 @@ def _every_memory(
 
 
 def _registered(backend, pool) -> str:
-    """Makes the pool's memory a symmetric window; why that cannot be."""
+    """Register the pool's memory as a symmetric window; return the reason if that fails, else ""."""
     try:
         backend.register_mem_pool(pool, symm=True)
-    except TypeError:  # an older torch, which registers for other purposes only
+    except TypeError:  # an older torch registers pools for other purposes only
         return f"torch {torch.__version__} does not register symmetric windows with NCCL"
     except RuntimeError as error:
         return str(error).splitlines()[0]
@@ -188,10 +194,10 @@ def _zeros(count: int, device: torch.device) -> torch.Tensor:
 def collective_calls(
     work: Collective, ranks: Communicator, other: dist.ProcessGroup, buffers: dict[str, Buffers]
 ) -> Calls:
-    """By the kind of memory: ours, and those of the other group on the rest.
+    """Return checked calls by kind of memory: ours on our kinds, the other group's on the rest.
 
     Raises:
-        AssertionError: one of them is wrong.
+        AssertionError: A call gives a wrong result.
     """
     calls: Calls = {}
     for kind, memory in buffers.items():
@@ -202,7 +208,7 @@ def collective_calls(
 
 
 def _ours(op: str, ranks: Communicator, on: Buffers) -> Callable[[], object]:
-    """Without the exchange of sizes that weft.all_gather begins with: layers know theirs."""
+    """Return our call without the exchange of sizes in weft.all_gather, since layers know theirs."""
     parts = list(on.whole.chunk(ranks.world_size))
     return {
         "all_reduce": lambda: weft.all_reduce(on.whole, group=ranks.group),
@@ -219,8 +225,11 @@ def _theirs(op: str, group: dist.ProcessGroup, on: Buffers) -> Callable[[], obje
     }[op]
 
 
-def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[[], object], what: str) -> None:
-    """With small whole numbers, whose sums are exact in any order. Leaves zeros, which no further call changes."""
+def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[[], object], label: str) -> None:
+    """Check a call with small whole numbers, which sum exactly in any order.
+
+    It leaves zeros, which no later call changes.
+    """
     on.whole.fill_(ranks.rank + 1)
     on.shard.fill_(ranks.rank + 1)
     call()
@@ -230,7 +239,7 @@ def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[
     else:
         wrong = int(((on.whole if op == "all_reduce" else on.shard) != total).sum())
     if wrong:
-        raise AssertionError(f"{what}: {wrong} elements are wrong")
+        raise AssertionError(f"{label}: {wrong} elements are wrong")
     on.whole.zero_()
     on.shard.zero_()
 
@@ -238,10 +247,10 @@ def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[
 def product_calls(
     work: Product, ranks: Communicator, other: dist.ProcessGroup, device: torch.device
 ) -> tuple[Calls, dict[str, str]]:
-    """The overlapped product and the others, and why there is no overlapped one.
+    """Return the checked products by name, and the reason for each missing one.
 
     Raises:
-        AssertionError: one of them is wrong.
+        AssertionError: A product is wrong.
     """
     generator = torch.Generator(device).manual_seed(ranks.rank)
     m, n, k, world = work.m, work.n, work.k, ranks.world_size
@@ -284,7 +293,7 @@ def product_calls(
     for name in (APART, OVERLAPPED):
         try:
             result = calls[name]()
-        except ValueError as error:  # before anything is launched, the same on every rank
+        except ValueError as error:  # every rank raises it, before any launch
             missing[name] = str(error)
             del calls[name]
         else:
@@ -293,12 +302,12 @@ def product_calls(
 
 
 def _exact(work: Product, ranks: Communicator, other: dist.ProcessGroup, a, b) -> torch.Tensor:
-    """The first rows of this rank's result, in fp64."""
+    """Return the first rows of this rank's result in fp64."""
     if work.how == "all_gather":
         whole = a.new_empty(ranks.world_size * a.size(0), a.size(1))
         dist.all_gather_into_tensor(whole, a, group=other)
         return whole[:_CHECKED].double() @ b.double()
-    owned = a.view(ranks.world_size, -1, a.size(1))[:, :_CHECKED].double() @ b.double()  # of each rank's first rows
+    owned = a.view(ranks.world_size, -1, a.size(1))[:, :_CHECKED].double() @ b.double()  # each rank's first rows
     dist.all_reduce(owned, group=other)
     return owned[ranks.rank if work.how == "reduce_scatter" else 0]
 
@@ -320,8 +329,10 @@ def _repeated(call: Callable[[], object], repeats: int) -> Callable[[], None]:
 
 
 def device_us(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Microseconds on the device of one of `repeats` calls, in alternation; the ranks meet before each. Two rounds warm
-    up."""
+    """Return the microseconds a call on the device in each round, measured in alternation.
+
+    Each function makes `repeats` calls. The ranks meet before each function. Two rounds more warm up.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     if not calls:
         return samples
@@ -342,15 +353,15 @@ def device_us(calls: dict[str, Callable[[], object]], rounds: int, repeats: int)
 
 
 def _captured(call: Callable[[], object], ranks: Communicator, repeats: int) -> torch.cuda.CUDAGraph | None:
-    """Several calls as a CUDA graph; None on every rank where one of them could not capture it."""
+    """Return `repeats` calls as a CUDA graph; None on every rank if any rank could not capture them."""
     graph, reason = torch.cuda.CUDAGraph(), ""
     torch.cuda.synchronize()
     weft.barrier()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads look at events meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads query events
             for _ in range(repeats):
                 call()
-    except RuntimeError as error:  # torch's word for what capture does not permit
+    except RuntimeError as error:  # torch raises it for an operation that capture does not permit
         torch.cuda.synchronize()
         reason = str(error)
     return None if any(ranks.all_gather_object(reason)) else graph

@@ -1,8 +1,8 @@
-"""weft bench sharded_optimizer: training steps with AdamW's state shared by the ranks, its parameters gathered at the
-end of the step or while the next forward goes on, beside torch's ZeroRedundancyOptimizer under DDP over gloo.
+"""weft bench sharded_optimizer: training steps with a sharded AdamW, against torch's ZeroRedundancyOptimizer.
 
-A time is that of a whole step in the middle of training (several on end, divided). The limit is a step without
-communication, with an optimizer of a W-th of every parameter.
+Ours gathers the parameters at the end of a step, or during the next forward. The peer runs under DDP over gloo. A time
+is that of a step in the middle of training: several steps in a row, divided by their number. The limit is a step
+without communication, with an optimizer of a W-th of every parameter.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from weft.testing.ranks import run_ranks
 
 OURS, OVERLAPPED, PEER, ALONE = "weft", "weft, overlap_param_gather", "ZeroRedundancyOptimizer", "limit"
 LIMIT = "the same step without communication, with an optimizer of a W-th of every parameter"
-_STEPS = 3  # on end
+_STEPS = 3  # in a row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def _steps(
 
 
 def _check(models: dict[str, nn.Module]) -> None:
-    """Ours agree to the bit, and with torch's as far as other sums do."""
+    """Check that ours agree to the bit with each other, and with torch's up to the order of sums."""
     for ours, late, theirs in zip(*(model.parameters() for model in models.values()), strict=True):
         if not torch.equal(ours, late):
             raise AssertionError("overlap_param_gather ends in other parameters; not measured")
@@ -86,7 +86,7 @@ def _check(models: dict[str, nn.Module]) -> None:
 
 
 def _of_a_part(model: nn.Module) -> torch.optim.Optimizer:
-    """Steps the first W-th of every parameter."""
+    """Return an optimizer that steps the first W-th of every parameter."""
     world = dist.get_world_size()
 
     def part_of(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What `weft bench` can measure: a name, what it is, and where it runs. Imports the standard library only."""
+"""The benches of `weft bench`: name, text and device of each. Imports the standard library only."""
 
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ COLD = "cold: the L2 cache is flushed before each call"
 
 
 class RefusedError(Exception):
-    """What cannot be done as it was asked for; the text is one line for the reader."""
+    """Request that cannot be carried out; the text is one line for the user."""
 
 
 def positive(text: str) -> int:
-    """The value of an option that counts something."""
+    """Return the value of an option that counts; raise ArgumentTypeError below 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
@@ -20,15 +20,16 @@ def positive(text: str) -> int:
 
 @dataclass(frozen=True)
 class Suite:
-    """A bench, which is the module `weft.bench.<name>`.
+    """Description of a bench, the module `weft.bench.<name>`.
 
-    The module has `add_arguments(parser)`, `run(options)`, which gives rows (`table.Row`), and `LIMIT`, what no result
-    can be better than. It may have `plot(rows, path)`, where times and ratios row by row are not the best picture.
+    The module has `add_arguments(parser)`, `run(options)`, which returns rows (`table.Row`), and `LIMIT`, the text
+    of the limit that no result can beat. It may have `plot(rows, path)` for a better picture than times and ratios row
+    by row.
 
     Attributes:
-        text: one line.
-        on_gpu: whether it measures a CUDA device; else it measures the processor.
-        caches: whether what a call works on is in the caches when it starts.
+        text: One line for the help.
+        on_gpu: True to measure a CUDA device, False for the processor.
+        caches: State of the caches at the start of a call, in words.
     """
 
     text: str
@@ -58,7 +59,7 @@ SUITES = {
         "the loss over a shard of the vocabulary beside eager and torch.compile, on a GPU", True, COLD
     ),
     "communicating": Suite(
-        "the kernels that cross ranks, as far as one GPU can tell: tax, overlap, host time",
+        "the kernels that cross ranks, as far as one GPU can show: tax, overlap, host time",
         True,
         f"{COLD}; the host's times are of warm calls",
     ),

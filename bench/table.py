@@ -1,4 +1,4 @@
-"""A row of any bench, and the table that rows make."""
+"""A row of any bench, and the table of rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,14 +10,14 @@ from weft.bench.measure import Quantiles
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one thing.
+    """Measured figures of one subject.
 
     Attributes:
-        of: what it is of, by the fields of figures.IDENTITY.
-        times: microseconds by contender; figures.OURS names those that are ours.
-        peer: the contender that `ratio` is to.
-        facts: other figures by name. A name ends in its unit; a share, bubble or part "of" something is a fraction.
-        remark: what else was seen, or why something was not measured.
+        of: Identity of the row, by the fields of figures.IDENTITY.
+        times: Microseconds by contender; figures.OURS names our contenders.
+        peer: Contender that `ratio` compares with.
+        facts: Other figures by name. A name ends in its unit; a share, bubble or part "of" something is a fraction.
+        remark: Other observations, or the reason that a figure was not measured.
     """
 
     of: Mapping[str, str | int]
@@ -28,12 +28,12 @@ class Row:
 
     @property
     def ours(self) -> Quantiles | None:
-        """Our time, the best where there are several."""
+        """Our time, the best if there are several."""
         return next((self.times[name] for name in OURS if name in self.times), None)
 
     @property
     def ratio(self) -> float | None:
-        """The peer's median over ours."""
+        """Median of the peer over ours."""
         peer = self.times.get(self.peer or "")
         return peer.p50_us / self.ours.p50_us if peer and self.ours else None
 
@@ -48,7 +48,7 @@ def not_measured(op: str, shape: str, reason: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the cells of each row: a column for whatever some row has."""
+    """Return headings, and the cells of each row; every figure of any row has a column."""
     of = _names(row.of for row in rows)
     contenders = _names(row.times for row in rows)
     facts = _names(row.facts for row in rows)

@@ -1,6 +1,6 @@
-"""Writes the measured tables of README.md and docs/ from the committed results: `make tables`.
+"""`make tables`: write the measured tables of README.md and docs/ from the committed results.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what stands there is replaced.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; the text between is replaced.
 """
 
 import json
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def written(page: str, root: Path) -> str:
-    """The page with its tables as the results under `root` are now. KeyError for a table that does not exist."""
+    """Return the page with tables from the results under `root`; raise KeyError for an unknown table."""
 
     def table(place: re.Match) -> str:
         file, make = TABLES[place[2]]
@@ -149,7 +149,7 @@ def _paradigms(rows: list[Row]) -> list[list[str]]:
     return found
 
 
-# By the name between the marks: the file of results, and what makes the heading and the lines.
+# Name between the marks: (file of results, function that makes the heading and the lines).
 TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "linear": ("linear", _linear),
     "collectives": ("collectives", _collectives),

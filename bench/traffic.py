@@ -1,4 +1,4 @@
-"""The bytes that a rank's tensors bring to other ranks over the weft backend, counted where they are handed over."""
+"""Counter of the bytes that a rank sends to other ranks over the weft backend, at the engine's calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +12,18 @@ from weft.comm.engine import Engine
 
 @dataclass
 class Sent:
-    """What this process has sent so far."""
+    """Bytes that this process has sent."""
 
     bytes: int = 0
 
 
 @contextmanager
 def counted() -> Iterator[Sent]:
-    """Counts what any group of this process sends meanwhile: of an all_reduce 2 (W-1)/W of the tensor, as a ring or a
-    reduce_scatter and an all_gather would; of the others what reaches another rank."""
+    """Count the bytes that all groups of this process send inside the context.
+
+    An all_reduce counts as 2 (W-1)/W of the tensor, as a ring or a reduce_scatter and an all_gather send. The other
+    collectives count the bytes that reach another rank.
+    """
     sent, kept = Sent(), {name: getattr(Engine, name) for name in _COUNTS}
     for name, method in kept.items():
         setattr(Engine, name, _counting(method, _COUNTS[name], sent))

@@ -1,6 +1,6 @@
-"""weft tune: measures every tile configuration beside the library's op and writes the winners' table.
+"""weft tune: measure every tile configuration and the library's op, and write the winners' table.
 
-Run by hand, never inside training: ranks that tuned for themselves would run different kernels.
+Run it by hand, never inside training: ranks that tuned for themselves would run different kernels.
 """
 
 import argparse
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(op: str, options) -> int:
-    """Writes <op>.json. SystemExit where there is nothing to measure on."""
+    """Write <op>.json and return the exit code; raise SystemExit without a CUDA device."""
     if not torch.cuda.is_available():
-        raise SystemExit("weft tune: there is no CUDA device here, and nothing but a measurement goes into a table")
+        raise SystemExit("weft tune: there is no CUDA device here, and only measurements go into a table")
     entries = tune(shards(options.model, TENSOR_PARALLEL, TOKENS), torch.device("cuda"), torch.bfloat16)
     architecture = launch.architecture_of(torch.device("cuda"))
     folder = Path(options.out) if options.out else Path(configs.__file__).parent / "configs" / architecture
@@ -45,13 +45,13 @@ def run(op: str, options) -> int:
 
 
 def tune(shards, device: torch.device, dtype: torch.dtype) -> list[configs.Entry]:
-    """An entry for each product of each layer that some configuration computes rightly."""
+    """Return an entry for each product of each layer for which at least one configuration is correct."""
     found = [winner(product, device) for _, layer, m in shards for product in products(layer, m, device, dtype)]
     return [entry for entry in found if entry is not None]
 
 
 def winner(product: ProductShape, device: torch.device) -> configs.Entry | None:
-    """The fastest of the configurations whose result is right."""
+    """Return the fastest configuration with a correct result; None if there is none."""
     problem = product.problem
     listed = matmul_tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)
     right = {}

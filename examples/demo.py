@@ -1,5 +1,4 @@
-"""`make demo`: trains the same model alone, split in two ways, and over gloo, and shows that nothing changed but the
-time and the memory."""
+"""`make demo`: train one model alone, split in two ways, and over gloo; only time and memory change."""
 
 import argparse
 import json
@@ -19,7 +18,7 @@ RUNS = {
     "data parallel, 2 ranks": ["--dp", "2"],
     "tensor parallel over gloo": ["--tp", "2", "--backend", "gloo"],
 }
-# The runs differ in the order of some fp32 sums alone; a lost gradient or a bias added twice shows at once.
+# The runs only differ in the order of some fp32 sums. A lost gradient or a bias added twice exceeds this at once.
 LARGEST_DIFFERENCE = 0.01
 
 
@@ -46,7 +45,7 @@ def main():
 
 
 def train(arguments: list[str], steps: int, out: Path) -> dict:
-    """One run of train_lm.py, under torchrun where it has several ranks; each rank has one core."""
+    """Run train_lm.py and return its figures; with several ranks it runs under torchrun, one core a rank."""
     launch, cores = [], os.cpu_count() or 1
     if arguments:
         launch, cores = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 1
@@ -56,8 +55,8 @@ def train(arguments: list[str], steps: int, out: Path) -> dict:
     return json.loads(out.read_text())
 
 
-def difference(one: dict, other: dict) -> float:
-    gaps = [abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)]
+def difference(first: dict, other: dict) -> float:
+    gaps = [abs(a - b) for a, b in zip(first["losses"], other["losses"], strict=True)]
     return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
@@ -85,11 +84,11 @@ def plot(figures: dict[str, dict], path: Path) -> None:
     from matplotlib import pyplot
 
     canvas, (curves, gaps) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    one = figures["one process"]["losses"]
+    alone = figures["one process"]["losses"]
     for line, (name, run) in enumerate(figures.items()):
         curves.plot(run["losses"], label=name, linestyle=("-", "--", ":", "-.")[line], linewidth=2.5 - 0.5 * line)
         if name != "one process":
-            gap = [abs(a - b) or float("nan") for a, b in zip(one, run["losses"], strict=True)]
+            gap = [abs(a - b) or float("nan") for a, b in zip(alone, run["losses"], strict=True)]
             gaps.semilogy(gap, "o+x"[line - 1], label=name)
     curves.set(title="loss", xlabel="step", ylabel="nats a byte")
     gaps.set(title="difference from one process (where not zero)", xlabel="step", ylabel="nats a byte")

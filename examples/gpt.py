@@ -1,4 +1,4 @@
-"""The model and the data of the examples: a byte-level GPT in plain PyTorch, and how its layers may be split."""
+"""The model and the data of the examples: a byte-level GPT in plain PyTorch, and a plan to split its layers."""
 
 import sysconfig
 from pathlib import Path
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x):
-        # -1 heads: however many this rank has.
+        # -1: the number of heads on this rank.
         q, k, v = (
             project(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for project in (self.query, self.key, self.value)
         )
@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
 
 def batches(steps, batch, sequence, seed=0):
-    """Whole batches, the same on every rank: bytes, and the bytes that follow them."""
+    """Yield whole batches, the same on every rank: bytes, and the bytes that follow them."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:4_000_000]), dtype=torch.uint8)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Share each sequence among ranks: a rank keeps the activations of its part alone.
+"""Share each sequence among ranks: a rank keeps only the activations of its part.
 
 torchrun --nproc-per-node 2 examples/long_sequence.py --sequence 16384
 """
@@ -22,7 +22,7 @@ def main():
     dist.init_process_group("weft")
     mesh = weft.init_mesh(cp=dist.get_world_size(), device_type="cpu")
     torch.manual_seed(0)
-    # The model is called with its part of the sequence. Its attention sees the whole, block by block.
+    # Each rank calls the model with its part of the sequence. Attention sees the whole sequence, block by block.
     model = weft.parallelize(GPT(options.sequence), mesh["cp"], context={"method": "ring", "parts": True})
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     for step, batch in enumerate(batches(options.steps, 1, options.sequence)):

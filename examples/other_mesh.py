@@ -26,7 +26,7 @@ def main():
     if "RANK" in os.environ:
         dist.init_process_group("weft")
     mesh = weft.init_mesh(dp=options.dp, tp=options.tp, device_type="cpu")
-    torch.manual_seed(0 if options.save else 1)  # other weights, which the checkpoint replaces
+    torch.manual_seed(0 if options.save else 1)  # different weights, which the checkpoint replaces
     plan = {**PLAN, "logits": {"style": "column", "gather_output": True}}
     model = weft.parallelize(GPT(sequence=64), mesh, plan=plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)

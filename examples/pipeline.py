@@ -1,4 +1,4 @@
-"""Cut a model into stages, run micro-batches through them, and see how long each rank was idle.
+"""Cut a model into stages, run micro-batches through them, and print the idle time of each rank.
 
 torchrun --nproc-per-node 2 examples/pipeline.py --schedule 1f1b --microbatches 4
 """
@@ -25,7 +25,7 @@ def main():
     options = parser.parse_args()
     dist.init_process_group("weft")
     mesh = weft.init_mesh(pp=dist.get_world_size(), device_type="cpu")
-    torch.manual_seed(0)  # every rank makes the whole model, and keeps its stages
+    torch.manual_seed(0)  # every rank makes the whole model and keeps its stages
     pipe = weft.Pipeline(
         GPT(sequence=64), mesh, schedule=options.schedule, microbatches=options.microbatches, loss=loss_of
     )

@@ -1,4 +1,4 @@
-"""Split a model over two ranks by a plan of your own, look at the parts, and compare it with the whole model.
+"""Split a model over two ranks by your own plan, look at the parts, and compare with the whole model.
 
 torchrun --nproc-per-node 2 examples/split_by_hand.py
 """
@@ -17,7 +17,7 @@ def main():
     mesh = weft.init_mesh(tp=2, device_type="cpu")
     torch.manual_seed(0)  # the same whole model on every rank
     whole = GPT(sequence=64)
-    # Names of modules to the way that each is split. A layer that no name matches stays whole on every rank.
+    # Maps names of modules to styles of splitting. A layer that no name matches stays whole on every rank.
     plan = {**PLAN, "logits": {"style": "column", "gather_output": True}}  # every rank gets the whole logits
     model = weft.parallelize(copy.deepcopy(whole), mesh, plan=plan)
 
@@ -31,7 +31,7 @@ def main():
     gap = (shard.gather(part.grad) - expected).abs().max() / expected.abs().max()
 
     if dist.get_rank() == 0:
-        print(weft.explain(model))  # what became of each layer, and what travels
+        print(weft.explain(model))  # how each layer is split, and which bytes it sends
         print(f"{name}: {tuple(part.shape)} of {shard.global_shape} on this rank")
         print(f"loss {losses[1]:.6f}, of the whole model {losses[0]:.6f}; gradients differ by {gap:.1e} of the largest")
     dist.destroy_process_group()

@@ -43,21 +43,21 @@ def network():
 def wrap(module, options):
     if options.torch:
         return DistributedDataParallel(module)
-    # (2) Gradients in symmetric buckets; the options are what DDP has no argument for.
+    # (2) Gradients lie in symmetric buckets. DDP has no arguments for these options.
     wire = getattr(torch, options.wire) if options.wire else None
     return weft.DataParallel(module, wire_dtype=wire, shard_optimizer=options.shard_optimizer)
 
 
 def make_optimizer(model, options):
     if options.shard_optimizer:
-        return model.optimizer(torch.optim.AdamW, lr=options.lr)  # (3) a real AdamW, of this rank's part
+        return model.optimizer(torch.optim.AdamW, lr=options.lr)  # (3) a real AdamW for this rank's part
     return torch.optim.AdamW(model.parameters(), lr=options.lr)
 
 
 def clip(model, options):
     if options.torch:
         return nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-    return model.clip_grad_norm_(options.clip)  # (4) the norm is there already, from the pass that summed the gradients
+    return model.clip_grad_norm_(options.clip)  # (4) the pass that summed the gradients also gave the norm
 
 
 def train_epoch(model, optimizer, loader, options):

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on the sources of Python's standard library, split over ranks as the options say.
+"""Train a byte-level GPT on the sources of Python's standard library, split over ranks by the options.
 
     python examples/train_lm.py                                                  one process
     torchrun --nproc-per-node 2 examples/train_lm.py --tp 2                      each layer split over two ranks
@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --cp 2                      each sequence split over two ranks
     torchrun --nproc-per-node 4 examples/train_lm.py --pp 2 --tp 2               the layers cut in two stages as well
 
-The model in gpt.py is plain PyTorch. (1) is the plan beside it; the lines marked (2) to (7) make it parallel.
+The model in gpt.py is plain PyTorch. (1) is its plan in the same file; the lines marked (2) to (7) make it parallel.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import weft
 
 
 def stepper(model, mesh, options):
-    """The wrapped model, and a function that runs forward and backward and returns the loss of the batch."""
+    """Return the wrapped model, and a function that runs forward and backward and returns the batch's loss."""
 
     def loss_of(logits, targets):
         # (6) The logits stay split over the vocabulary. This is the rank's part of the mean over all bytes.
@@ -81,7 +81,7 @@ def main():
         inputs, targets = (weft.shard_sequence(part, dim=1, group=mesh["cp"]) for part in local)
         optimizer.zero_grad()
         losses.append(step_of(inputs, targets).item())
-        weft.clip_grad_norm_(model, 1.0)  # of the whole model's gradient, wherever it lies
+        weft.clip_grad_norm_(model, 1.0)  # by the norm of the whole model's gradient
         optimizer.step()
         speeds.append(options.batch * options.sequence / (time.perf_counter() - start))
         if dist.get_rank() == 0 and number % max(1, options.steps // 5) == 0:

@@ -132,7 +132,7 @@ def test_schedules_that_take_a_backward_in_halves_are_refused():
 
 
 class Repeating(nn.Module):
-    """Blocks of which one stands in two places, an MLP without a module of its own, an attention of torch's."""
+    """Blocks with an MLP without its own module and torch's attention; one block stands in two places."""
 
     class Block(nn.Module):
         def __init__(self):

@@ -51,8 +51,8 @@ def assert_clips(model, whole):
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.3, norm_type=norm_type)
         norm = weft.clip_grad_norm_(model, 0.3, norm_type=norm_type)
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-        message = weft.all_gather(norm.reshape(1))
-        assert (message == norm).all()
+        gathered = weft.all_gather(norm.reshape(1))
+        assert (gathered == norm).all()
         for name, parameter in names.items():
             torch.testing.assert_close(parameter.grad, take(parameter, plain[name]), rtol=1e-12, atol=0, msg=name)
         for one in (*whole.parameters(), *dict.fromkeys(names.values())):

@@ -44,13 +44,13 @@ def loss_of(logits, targets):
 def train(model, step_of, parts=(0, 1)):
     """Losses and norms of a few steps with clipping, and the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    message = []
+    figures = []
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = step_of(*batch_of(step, *parts))
-        message.append([loss.item(), float(weft.clip_grad_norm_(model, MAX_NORM))])
+        figures.append([loss.item(), float(weft.clip_grad_norm_(model, MAX_NORM))])
         optimizer.step()
-    return torch.tensor(message, dtype=torch.float64), optimizer
+    return torch.tensor(figures, dtype=torch.float64), optimizer
 
 
 def plain(**options):
@@ -63,9 +63,9 @@ def plain(**options):
         loss.backward()
         return loss
 
-    message, optimizer = train(model, step)
-    assert (message[:, 1] > MAX_NORM).any(), "clipping does something"
-    return message, values_of(model, optimizer)
+    figures, optimizer = train(model, step)
+    assert (figures[:, 1] > MAX_NORM).any(), "clipping does something"
+    return figures, values_of(model, optimizer)
 
 
 def values_of(model, optimizer):
@@ -97,9 +97,9 @@ def parallel(mesh, way, plan=LLAMA_PLAN, dtype=torch.float64, recompute="none", 
 def assert_same(mesh, way, expected, tolerances, **options):
     model, step = parallel(mesh, way, **options)
     torch.manual_seed(SEED)
-    message, optimizer = train(model, step, (mesh["dp"].get_local_rank(), mesh["dp"].size()))
-    expected_told, expected_values = expected
-    torch.testing.assert_close(message, expected_told, **tolerances)
+    figures, optimizer = train(model, step, (mesh["dp"].get_local_rank(), mesh["dp"].size()))
+    expected_figures, expected_values = expected
+    torch.testing.assert_close(figures, expected_figures, **tolerances)
     inner = model.module if isinstance(model, weft.DataParallel) else model
     found = values_of(inner, optimizer)
     for name, values in found.items():
@@ -107,7 +107,7 @@ def assert_same(mesh, way, expected, tolerances, **options):
         for kind, value, whole in zip(("parameter", "mean", "square"), values, expected_values[name], strict=True):
             mine = shard.take(whole) if shard else whole
             torch.testing.assert_close(value, mine, **tolerances, msg=lambda text, n=name, k=kind: f"{k} {n}: {text}")
-    return message, set(found)
+    return figures, set(found)
 
 
 MESHES = [sizes for sizes in itertools.product((1, 2), repeat=4) if sizes.count(2) <= 3]
@@ -119,9 +119,9 @@ def run_meshes(rank, meshes, expected):
     for sizes, options in meshes:
         mesh = weft.init_mesh(**dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True)), device_type="cpu")
         for way in ("stages", "pipeline") if sizes[0] > 1 else ("stages",):
-            message, _ = assert_same(mesh, way, expected[options["tied"]], FP64, **options)
-            everywhere = weft.all_gather(message.unsqueeze(0))
-            assert (everywhere == message).all(), f"{sizes} {way}: the same bits on every rank"
+            figures, _ = assert_same(mesh, way, expected[options["tied"]], FP64, **options)
+            everywhere = weft.all_gather(figures.unsqueeze(0))
+            assert (everywhere == figures).all(), f"{sizes} {way}: the same bits on every rank"
 
 
 @pytest.mark.parametrize("world", sorted({math.prod(sizes) for sizes in MESHES}))
@@ -155,9 +155,9 @@ def share_in_pipelines(rank, schedules, exact, rough):
         pipe = weft.Pipeline(model, mesh, schedule=schedule, microbatches=4, loss=loss_of_part if parts else loss_of)
         loss = pipe.step(*batch)
         assert_close(loss, rough[0], exact[0], "loss")
-        message = weft.all_gather(torch.stack([loss, pipe.evaluate(*batch)]).unsqueeze(0))
-        assert (message[:, 0] == loss).all()
-        torch.testing.assert_close(message[:, 1], message[:, 0])
+        gathered = weft.all_gather(torch.stack([loss, pipe.evaluate(*batch)]).unsqueeze(0))
+        assert (gathered[:, 0] == loss).all()
+        torch.testing.assert_close(gathered[:, 1], gathered[:, 0])
         assert "shares" in {row.kind for row in weft.explain(pipe).sequence}
         for name, parameter in pipe.named_parameters(remove_duplicate=False):
             assert_close(parameter.grad, rough[1][name], exact[1][name], name)
@@ -209,9 +209,9 @@ def drop(rank, expected):
             model = weft.parallelize(whole, mesh["tp"], plan=plan)
             model = weft.Pipeline(model, mesh, microbatches=2, loss=loss_of)
             step = model.step
-        message = torch.stack([step(*batch_of(0)).detach() for _ in range(2)])
-        assert message[0] != message[1], "every batch drops others"
-        assert (weft.all_gather(message.unsqueeze(0)) == message).all()
+        losses = torch.stack([step(*batch_of(0)).detach() for _ in range(2)])
+        assert losses[0] != losses[1], "every batch drops others"
+        assert (weft.all_gather(losses.unsqueeze(0)) == losses).all()
         for name, parameter in model.named_parameters():
             if shard_of(parameter) is None:
                 same = weft.all_gather(parameter.grad.unsqueeze(0), group=mesh["tp"])
@@ -427,7 +427,7 @@ def test_models_of_transformers_are_put_on_any_mesh():
 
 
 def kinds(rank):
-    """What comes back, of which mesh, and that a model is found in it again."""
+    """Check the kind of the returned model, its mesh, and that a model is found in it again."""
     for sizes, outer, plan in (
         ({"tp": 4}, Llama, "auto"),
         ({"cp": 2, "tp": 2}, Llama, "auto"),

@@ -59,7 +59,7 @@ SCRIPTS = {
             "no sampler": ("batch_size=8 // dp.size(), sampler=sampler", "batch_size=8"),
             "shards in the file": (WHOLE, "state = model.state_dict()"),
             "saved by every rank": ("if torch.distributed.get_rank() == 0:", "if True:"),
-            "DistributedDataParallel besides": (
+            "DistributedDataParallel as well": (
                 "model = weft.parallelize(model, mesh)",
                 'model = nn.parallel.DistributedDataParallel(weft.parallelize(model, mesh["tp"]))',
             ),

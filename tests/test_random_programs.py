@@ -48,8 +48,8 @@ def test_random_programs_are_the_unsplit_model():
     counts = Counter(kind for kind, _ in known.values())
     print(dict(counts))
     faults = {number: [p for p in drawn if known[p][0] == "fault"] for number, drawn in by_seed.items()}
-    all_told = "\n\n".join(f"{p}\n{known[p][1]}" for found in faults.values() for p in found)
+    report = "\n\n".join(f"{p}\n{known[p][1]}" for found in faults.values() for p in found)
     first = next((number for number, found in faults.items() if found), None)
-    assert first is None, f"{all_told}\n\nThe first, simplified:\n{shrunk(first, known)}"
+    assert first is None, f"{report}\n\nThe first, simplified:\n{shrunk(first, known)}"
     assert counts["refused"] <= MOST_REFUSED * len(these), [why for kind, why in known.values() if kind == "refused"]
     assert counts["unfit"] <= 0.1 * len(these), [why for kind, why in known.values() if kind == "unfit"]

@@ -1,1 +1,1 @@
-"""What tests and benches share: references, argument lists, the launcher of ranks, tolerances."""
+"""Shared parts of tests and benches: references, argument lists, the launcher of ranks, tolerances."""

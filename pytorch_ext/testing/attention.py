@@ -1,4 +1,4 @@
-"""Attention of a chunk in plain PyTorch, probabilities and all: what the attention kernels are compared with."""
+"""Reference for the attention kernels: attention of a chunk in plain PyTorch, with all probabilities."""
 
 import torch
 
@@ -18,7 +18,7 @@ def attention(
     key_documents=None,
     sinks=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, H, Sq, Dv] and lse [B, H, Sq], in the inputs' own type; arguments as for the kernel. Differentiable."""
+    """Return out [B, H, Sq, Dv] and lse [B, H, Sq] in the inputs' type, differentiable; arguments as for the kernel."""
     repeats = q.size(1) // k.size(1)
     k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
     query = expand_positions(query_positions or Positions(0, q.size(2)), q.device)
@@ -39,7 +39,7 @@ def attention(
         sinks = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], -1)
     if scores.size(-1) == 0:
-        return scores @ v, q.new_full(q.shape[:3], -torch.inf)  # no key, no sum
+        return scores @ v, q.new_full(q.shape[:3], -torch.inf)  # without keys the sum is empty
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))[..., : k.size(2)]
     if rules.dropout:
@@ -49,7 +49,7 @@ def attention(
 
 
 def expand_positions(positions: Positions, device=None) -> torch.Tensor:
-    """One position for each row."""
+    """Return the position of each row as a tensor."""
     start, length, second_start, second_length = positions
     runs = [torch.arange(start, start + length), torch.arange(second_start, second_start + second_length)]
     return torch.cat(runs).to(device)

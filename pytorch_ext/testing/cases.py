@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 
 def covering(*values: Iterable) -> list[tuple]:
-    """Combinations in which each value of each list occurs, as few as the longest list has."""
+    """Return as many combinations as the longest list has values, so that each value of each list occurs."""
     lists = [list(each) for each in values]
     return [tuple(each[number % len(each)] for each in lists) for number in range(max(map(len, lists)))]
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """A two-layer perceptron on `tokens` tokens."""
+    """Sizes of a two-layer perceptron on `tokens` tokens."""
 
     hidden: int
     intermediate: int
@@ -31,14 +31,14 @@ COUNTS = [0, 1, 2, 3, 17, 1023, 65536, 65537, 200_003]
 # m, n, k of a product: one element, less than a tile, a tile, its odd neighbours, thin, deep, several tiles each way.
 MATMULS = [(1, 1, 1), (5, 3, 7), (32, 32, 32), (33, 31, 65), (3, 70, 40), (67, 5, 130), (80, 48, 64), (70, 67, 129)]
 
-# world, batch, m, n, k of a product whose m rows (in each of `batch` blocks) are shared by the ranks: less than a tile
-# each, tiles that several ranks have rows of, several chunks, uneven shares, odd widths.
+# world, batch, m, n, k of a product with m rows (in each of `batch` blocks) shared by the ranks: less than a tile each,
+# tiles with rows of several ranks, several chunks, uneven shares, odd widths.
 COMMUNICATING = [(2, 1, 64, 32, 32), (2, 3, 7, 24, 16), (3, 1, 100, 33, 21), (4, 2, 30, 72, 40), (5, 1, 83, 16, 8)]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a published decoder."""
+    """Sizes of a published decoder."""
 
     hidden: int
     intermediate: int
@@ -62,7 +62,7 @@ TOKENS = [1024, 2048, 4096, 8192, 16384]
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One rank's shard of a model's linear layer: a weight [n, k] (gated: two of them), and what comes after it."""
+    """One rank's shard of a model's linear layer: a weight [n, k] (two if gated) and the activation after it."""
 
     name: str
     n: int
@@ -72,7 +72,7 @@ class LinearLayer:
 
 
 def linear_layers(model: ModelShape, tp: int) -> list[LinearLayer]:
-    """The four products of a decoder block, as `tp` ranks split them."""
+    """Return the four products of a decoder block, split over `tp` ranks."""
     attention, mlp = model.heads * model.head_dim // tp, model.intermediate // tp
     keys = 2 * model.kv_heads * model.head_dim // tp
     rise = LinearLayer("rise", mlp, model.hidden, "silu" if model.gated else "gelu_tanh", model.gated)
@@ -86,7 +86,7 @@ def linear_layers(model: ModelShape, tp: int) -> list[LinearLayer]:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One causal or full attention: heads of queries and of keys, positions, head dimension."""
+    """Sizes of a causal or full attention: heads of queries and of keys, positions, head dimension."""
 
     heads: int
     kv_heads: int

@@ -1,4 +1,4 @@
-"""One process that does what data parallel ranks do together: the gradients of each, summed in the order of ranks."""
+"""Reference for data parallelism in one process: the gradients of each rank, summed in the order of ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,13 +9,13 @@ from weft.testing import reference
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Small, with sizes that no world and no cache line divides; the same in every process."""
+    """Return a small model with sizes that no world size and no cache line divides, the same in every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(13, 37), nn.GELU(), nn.Linear(37, 29), nn.GELU(), nn.Linear(29, 5)).to(dtype)
 
 
 def batch(step: int, rank: int, rows: int = 4) -> torch.Tensor:
-    """A rank's inputs of a step of `mlp`."""
+    """Return a rank's inputs for a step of `mlp`."""
     return torch.randn(rows, 13, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
@@ -26,7 +26,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 def rank_order_gradients(
     model: nn.Module, losses: Sequence[Callable[[nn.Module], torch.Tensor]], op: str = "avg", wire_dtype=None
 ) -> list[torch.Tensor]:
-    """What each parameter's gradient is once ranks with these losses have reduced; leaves the model's own as it is."""
+    """Return each parameter's gradient after ranks with these losses reduce; leave the model's own gradients."""
     before = [parameter.grad for parameter in model.parameters()]
     per_rank = []
     for loss in losses:

@@ -1,7 +1,6 @@
-"""Every interleaving of a few small processes over shared memory: a model checker for the flag protocols.
+"""Model checker for the flag protocols: every interleaving of a few small processes over shared memory.
 
-`explore` runs every schedule of processes that each do one atomic step at a time, and takes schedules that reach the
-same state as one.
+`explore` runs every schedule of processes that do one atomic step at a time. It visits each state once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -10,15 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a model: `step(state, pc)` returns (state, pc) after one atomic step, or None while it is blocked;
-    `end` is the pc at which it is done. States and program counters are hashable values."""
+    """One process of a model. States and program counters (pc) are hashable values.
+
+    Attributes:
+        step: step(state, pc) returns (state, pc) after one atomic step, or None while the process is blocked.
+        end: The pc at which the process is done.
+    """
 
     step: Callable[[Hashable, int], tuple[Hashable, int] | None]
     end: int
 
 
 class Violated(AssertionError):  # noqa: N818 (a verdict, not an error of the caller)
-    """A schedule breaks an invariant or cannot go on; the text has its steps."""
+    """A schedule that breaks an invariant or cannot go on; the text has its steps."""
 
 
 def explore(
@@ -26,14 +29,15 @@ def explore(
     state: Hashable,
     invariant: Callable[[Hashable, tuple[int, ...]], str | None],
 ) -> int:
-    """Visits every reachable state; returns how many there are.
+    """Visit every reachable state and return their number.
 
     Args:
-        invariant: given the shared state and every process's program counter, what is wrong with it, or None.
+        processes: The processes of the model.
+        state: Shared state at the start.
+        invariant: invariant(shared state, program counters) returns a description of a fault, or None.
 
     Raises:
-        Violated: the invariant fails somewhere, or a state is reached in which nobody can go on and somebody is not
-            done.
+        Violated: The invariant fails in a state, or no process can go on while one is not done.
     """
     start = (state, tuple(0 for _ in processes))
     seen = {start}

@@ -1,11 +1,11 @@
-"""What tests of a layer compare."""
+"""Results that tests of a layer compare."""
 
 import torch
 from torch import nn
 
 
 def gradients_of(module: nn.Module, x: torch.Tensor, dy: torch.Tensor):
-    """Output, gradient of x, and gradients of the parameters by name, of one forward and backward."""
+    """Run forward and backward; return the output, the gradient of x, and the parameters' gradients by name."""
     x = x.detach().clone().requires_grad_()
     module.zero_grad()
     y = module(x)

@@ -1,4 +1,4 @@
-"""Small models whose parts can be put on several ranks."""
+"""Small models for tests that put their parts on several ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ class TransformerBlock(nn.Module):
 
 
 class TiedModel(nn.Module):
-    """Tied embeddings, a table of positions that is used as it is, and a gate that every block is given."""
+    """Model with tied embeddings, a table of positions used without a lookup, and a gate passed to every block."""
 
     def __init__(self, blocks: int = 6):
         super().__init__()
@@ -36,7 +36,7 @@ class TiedModel(nn.Module):
 
 
 def batch_of(part: int = 0, parts: int = 1, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets of `TiedModel`; a part of the batch, which is the same in every process."""
+    """Return tokens and targets for `TiedModel`: one part of a batch that is the same in every process."""
     generator = torch.Generator().manual_seed(1 + step)
     tokens, targets = (torch.randint(VOCABULARY, (BATCH, 5), generator=generator) for _ in range(2))
     return tokens.chunk(parts)[part], targets.chunk(parts)[part]
@@ -47,7 +47,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Rotary(nn.Module):
-    """The angles of rotary embeddings, of as many positions as the tokens have."""
+    """Angles of rotary embeddings for the tokens' positions."""
 
     def __init__(self, head: int):
         super().__init__()
@@ -69,7 +69,7 @@ class RMSNorm(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """Causal, with fewer heads of keys and values than of queries."""
+    """Causal attention with fewer heads of keys and values than of queries."""
 
     def __init__(self, width: int, head: int, kv_heads: int):
         super().__init__()
@@ -115,11 +115,13 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Small, of odd sizes, written so that its forward can be traced: six heads of queries, three of keys.
+    """Small Llama of odd sizes with a traceable forward: six heads of queries, three of keys.
 
     Args:
-        tied: the embedding and the logits are one parameter.
-        shared: all blocks are one (ALBERT; Lan et al. 2020).
+        blocks: Number of blocks.
+        tied: The embedding and the logits are one parameter.
+        shared: All blocks are one module (ALBERT; Lan et al. 2020).
+        dropout: Probability after attention and after the MLP.
     """
 
     HEAD, KV_HEADS, HIDDEN, WORDS = 4, 3, 29, 37
@@ -142,7 +144,7 @@ class Llama(nn.Module):
         return self.logits(self.norm(x))
 
 
-# Queries are cut at groups of the two heads that use one head of keys.
+# Queries are cut at groups of two heads, which share one head of keys.
 LLAMA_PLAN = {
     "embedding": "vocabulary",
     "blocks.*.attention.query": {"style": "column", "unit": 2 * Llama.HEAD},

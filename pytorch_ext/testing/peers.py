@@ -1,4 +1,4 @@
-"""Runs kernels that cross ranks: as processes in Triton's interpreter, or as virtual ranks that share one GPU."""
+"""Launcher of kernels that cross ranks: as processes in Triton's interpreter, or as virtual ranks on one GPU."""
 
 import random
 import time
@@ -16,13 +16,16 @@ _TIMEOUT_S = 20.0
 
 
 def run_as_ranks(function: Callable, world: int, bytes: int, device: torch.device, *args, seed: int | None = None):
-    """[function(peers, *args) for each rank], with all of them under way together; windows of `bytes`.
+    """Return [function(peers, *args) for each rank], with all ranks running together.
 
-    The function launches and returns tensors, on the peers' device, and does not synchronize. Where a seed is given,
-    ranks are delayed at random wherever they meet (on a GPU: before they begin).
+    Args:
+        function: Launches kernels and returns tensors on the peers' device, without synchronizing.
+        world: Number of ranks.
+        bytes: Size of each rank's window.
+        seed: Delays ranks at random wherever they meet (on a GPU: before they begin); None for no delays.
 
     Raises:
-        AssertionError: a wait gave up, or a flag or a counter is not 0 at the end.
+        AssertionError: A wait timed out, or a flag or a counter is not 0 at the end.
     """
     if device.type == "cuda":
         return _as_streams(function, world, bytes, device, args, seed)
@@ -37,10 +40,10 @@ def _as_process(rank: int, function, bytes: int, args, seed):
     if seed is not None:
         delay_meetings(seed + rank)
     result = function(peers, *args)
-    torch.distributed.barrier()  # flags are 0 once all are done
+    torch.distributed.barrier()  # flags are 0 once all ranks are done
     check_idle(peers)
     record.check()
-    torch.distributed.barrier()  # a rank that left would be one that was lost
+    torch.distributed.barrier()  # the others would take a rank that leaves for lost
     return result
 
 
@@ -50,34 +53,38 @@ def _as_streams(function, world: int, bytes: int, device: torch.device, args, se
     _rehearse(function, peers, args)
     random_cycles = random.Random(seed)
     results = []
-    for mine in peers:
+    for local in peers:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             if seed is not None:
                 torch.cuda._sleep(random_cycles.randrange(2_000_000))
-            results.append(function(mine, *args))
+            results.append(function(local, *args))
     torch.cuda.synchronize()
-    for mine in peers:
-        assert not mine.record.any(), f"rank {mine.rank} left {mine.record.tolist()}"
-        check_idle(mine)
+    for local in peers:
+        assert not local.record.any(), f"rank {local.rank} left {local.record.tolist()}"
+        check_idle(local)
     return results
 
 
 def _rehearse(function, peers: list[signal.Peers], args) -> None:
-    """Each rank alone, its waits ending at once: code is loaded and tables are made now, for which the host would have
-    to wait while another rank's kernel waits for it."""
-    for mine in peers:
-        mine.record[0] = 3
-        function(mine, *args)
+    """Run each rank alone, with waits that end at once, to load code and make tables now.
+
+    Later the host would wait for that while another rank's kernel waits for the host.
+    """
+    for local in peers:
+        local.record[0] = 3
+        function(local, *args)
         torch.cuda.synchronize()
-    for mine in peers:
-        for memory in (mine.memory, mine.counters, mine.spoiled, mine.record):
+    for local in peers:
+        for memory in (local.memory, local.counters, local.spoiled, local.record):
             memory.zero_()
     torch.cuda.synchronize()
 
 
 def virtual_peers(world: int, bytes: int, device: torch.device, timeout_s: float = _TIMEOUT_S) -> list[signal.Peers]:
-    """Every rank's view of windows that lie on one GPU, each with its share of the multiprocessors, so that what the
-    ranks launch runs at the same time."""
+    """Return every rank's view of windows that lie on one GPU.
+
+    Each rank has a share of the multiprocessors, so that the kernels of all ranks run at the same time.
+    """
     windows = [torch.zeros(bytes, dtype=torch.uint8, device=device) for _ in range(world)]
     at = tuple(window.data_ptr() for window in windows)
     return [
@@ -97,7 +104,7 @@ def virtual_peers(world: int, bytes: int, device: torch.device, timeout_s: float
 
 
 def delay_meetings(seed: int, longest_s: float = 0.02) -> None:
-    """From now on this process comes late to some of the places where ranks meet (in the interpreter)."""
+    """Delay this process at random at the meetings of ranks from now on (in the interpreter)."""
     choose = random.Random(seed)
 
     def delay() -> None:
@@ -108,13 +115,13 @@ def delay_meetings(seed: int, longest_s: float = 0.02) -> None:
 
 
 def check_idle(peers: signal.Peers) -> None:
-    """Every flag and counter is 0, as between calls."""
+    """Check that every flag and counter is 0, as between calls."""
     assert not peers.memory[: signal.DATA_OFFSET].any(), f"rank {peers.rank}: a flag is still set"
     assert not peers.counters.any(), f"rank {peers.rank}: a counter is not 0"
 
 
 def abandoned(device: torch.device, rank: int, timeout_s: float, bytes: int) -> signal.Peers:
-    """One of two ranks, of which the other never comes."""
+    """Return one of two ranks; the other rank never arrives."""
     window = torch.zeros(2, bytes, dtype=torch.uint8, device=device)
     at = tuple(part.data_ptr() for part in window)
     return signal.Peers(

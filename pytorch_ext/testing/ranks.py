@@ -1,4 +1,4 @@
-"""Runs a function as W ranks, each a process of its own, and brings back what they returned or raised."""
+"""Launcher of a function as W ranks in processes of their own, which returns their values or errors."""
 
 import contextlib
 import faulthandler
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 @dataclass
 class Outcome:
-    """What became of one rank: a value, or an error with its traceback, or a death."""
+    """Outcome of one rank: a value, an error with its traceback, or the exit code of a dead process."""
 
     rank: int
     value: object = None
@@ -34,14 +34,19 @@ class Outcome:
 
 
 class RanksFailedError(AssertionError):
-    """At least one rank raised, died or did not return in time; the text has each one's traceback."""
+    """Failure of at least one rank: it raised, died or timed out. The text has the traceback of each."""
 
 
 def run_ranks(function: Callable, world: int, *args, backend: str = "weft", timeout_s: float = 60, **options) -> list:
-    """function(rank, *args) on `world` ranks, with a process group of `backend` up; returns the values in rank order.
+    """Run function(rank, *args) on `world` ranks in a process group; return the values in rank order.
+
+    Args:
+        backend: Backend of the process group.
+        timeout_s: Time for all ranks together, in seconds.
+        options: Further arguments of `try_ranks`.
 
     Raises:
-        RanksFailedError: any rank raised, died, or was not done within timeout_s.
+        RanksFailedError: A rank raised, died, or was not done within timeout_s.
     """
     outcomes = try_ranks(function, world, *args, backend=backend, timeout_s=timeout_s, **options)
     bad = [outcome for outcome in outcomes if outcome.exit_code != 0 or outcome.error is not None]
@@ -66,15 +71,15 @@ def try_ranks(
     environment: Mapping[str, str] | None = None,
     start: str = "fork",
 ) -> list[Outcome]:
-    """Like run_ranks, for ranks that are meant to fail: an Outcome of each, nothing raised.
+    """Run ranks that may fail, as `run_ranks` does; return an Outcome for each and raise nothing.
 
     Args:
         backend: None leaves torch.distributed uninitialised in the ranks.
-        group_timeout_s: the process group's own timeout.
+        group_timeout_s: Timeout of the process group, in seconds.
         before: before(rank) runs in each rank before it joins the process group.
-        environment: variables that are set in each rank.
-        start: "spawn" where this process has used CUDA, which cannot be forked. Arguments and results can be pickled
-            then, and the function is one of a module that can be imported, or `from_file(function)`.
+        environment: Variables to set in each rank.
+        start: "spawn" if this process has used CUDA, which cannot be forked. Then arguments and results must be
+            picklable, and the function must come from an importable module or be `from_file(function)`.
     """
     context: Any = multiprocessing.get_context(start)
     store_folder = tempfile.mkdtemp(prefix="weft-ranks-")
@@ -91,7 +96,7 @@ def try_ranks(
         receivers.append(receiver)
 
     outcomes = [Outcome(rank) for rank in range(world)]
-    deadline = time.monotonic() + timeout_s + 2  # the ranks print their stacks first
+    deadline = time.monotonic() + timeout_s + 2  # ranks first print their stacks
     for outcome, process, receiver in zip(outcomes, processes, receivers, strict=True):
         if receiver.poll(max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(EOFError):
@@ -109,11 +114,11 @@ def try_ranks(
     return outcomes
 
 
-SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # "1" in the environment of ranks that share one GPU
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # "1" in the environment of ranks on one GPU
 
 
 def from_file(function: Callable) -> Callable:
-    """The function for start="spawn", where its module can be imported by its path alone, as pytest imports tests."""
+    """Return `function` for start="spawn" if its module is importable only by path, such as a pytest module."""
     return functools.partial(_call_from_file, inspect.getfile(function), function.__name__)
 
 
@@ -122,22 +127,25 @@ def _call_from_file(path: str, name: str, *args):
 
 
 def on_machines(names: str) -> Callable[[int], None]:
-    """For `before`: ranks go by machines of these one-letter names, so that a group spans them ("aab": three ranks on
-    two machines), and reach each other over loopback."""
+    """Return a `before` function that spreads ranks over pretended machines, joined over loopback.
 
-    def go_by(rank: int) -> None:
+    Args:
+        names: One-letter name of each rank's machine; "aab" is three ranks on two machines.
+    """
+
+    def set_machine(rank: int) -> None:
         os.environ["WEFT_HOST"] = names[rank]
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
-    return go_by
+    return set_machine
 
 
 def _rank_main(function, args, place, options, sender):
     (rank, world, store_path, timeout_s, group_timeout_s), (backend, before, environment) = place, options
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
-    torch.set_num_threads(1)  # one rank a core; and the parent's OpenMP pool did not survive the fork
-    gc.freeze()  # else a collection visits all that the parent had, a third of a second, and copies its pages
+    torch.set_num_threads(1)  # one rank a core; the parent's OpenMP pool does not survive the fork
+    gc.freeze()  # else a collection visits the parent's objects (a third of a second) and copies their pages
     start = time.monotonic()
     value, error, text = None, None, ""
     os.environ.update(environment or {})
@@ -162,4 +170,4 @@ def _rank_main(function, args, place, options, sender):
     sender.close()
     if error is None and backend is not None and dist.is_initialized():
         dist.destroy_process_group()
-    os._exit(0 if error is None else 1)  # no exit handlers of the parent's
+    os._exit(0 if error is None else 1)  # skip the parent's exit handlers

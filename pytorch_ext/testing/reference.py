@@ -1,4 +1,4 @@
-"""Plain PyTorch for every op: what tests and benches compare with. Give it fp64 for the exact result."""
+"""References for tests and benches: every op in plain PyTorch. Pass fp64 for the exact result."""
 
 from collections.abc import Callable
 
@@ -20,13 +20,13 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def linear(x, weight, bias=None, activation: str | None = None) -> torch.Tensor:
-    """activation(x @ weight.T + bias)."""
+    """Return activation(x @ weight.T + bias)."""
     y = F.linear(x, weight, bias)
     return ACTIVATIONS[activation].apply(y) if activation else y
 
 
 def gated_linear(x, gate, up, bias=None, activation: str = "silu") -> torch.Tensor:
-    """activation(x @ gate.T + bias[:F]) * (x @ up.T + bias[F:]), with gate and up [F, K]."""
+    """Return activation(x @ gate.T + bias[:F]) * (x @ up.T + bias[F:]), with gate and up [F, K]."""
     bias_gate, bias_up = bias.chunk(2) if bias is not None else (None, None)
     return linear(x, gate, bias_gate, activation) * linear(x, up, bias_up)
 
@@ -36,13 +36,13 @@ def embedding(tokens, weight, padding_idx: int | None = None) -> torch.Tensor:
 
 
 def cross_entropy(logits, target, **options) -> torch.Tensor:
-    """logits [..., V], target [...]; options of torch.nn.functional.cross_entropy."""
+    """Return the loss of logits [..., V] and target [...]; options as in torch.nn.functional.cross_entropy."""
     loss = F.cross_entropy(logits.reshape(-1, logits.size(-1)), target.reshape(-1), **options)
     return loss.view(target.shape) if loss.dim() else loss
 
 
 def fused_sum(parts: list[torch.Tensor], wire_dtype=None, scale: float = 1.0, average: bool = False) -> torch.Tensor:
-    """Sum, average and scale in the accumulator's type; what travels is rounded to wire_dtype."""
+    """Sum, average and scale in the accumulator's type; round the parts and the result to wire_dtype."""
     dtype = parts[0].dtype
     wire = wire_dtype or dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -51,7 +51,7 @@ def fused_sum(parts: list[torch.Tensor], wire_dtype=None, scale: float = 1.0, av
 
 
 def reduce(parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
-    """The reduction contract: in order, 16-bit floating point accumulated in fp32, rounded once."""
+    """Reduce in rank order, as collectives do: accumulate 16-bit floating point in fp32 and round once."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = parts[0].to(wide)

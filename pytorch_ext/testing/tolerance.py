@@ -1,18 +1,23 @@
-"""How close is close enough: as close as the unsharded op itself comes in that type, within a small factor."""
+"""Tolerance of results: the error of the unsharded op in the same type, times a small factor."""
 
 import torch
 
-FACTOR = 4.0  # a split sum is rounded once a rank more than the plain one
+FACTOR = 4.0  # a split sum has one more rounding a rank than the plain one
 
 
 def tolerance(plain: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None = None) -> float:
-    """The largest absolute error to accept of a result of type `dtype`.
+    """Return the largest acceptable absolute error of a result of type `dtype`.
 
-    FACTOR times the error that the plain op makes in its own type against the exact one (fp64), and at least FACTOR
-    roundings of the largest value, since the plain op may be exact by luck.
+    It is FACTOR times the error of the plain op in its own type against the exact result (fp64). It is at least FACTOR
+    roundings of the largest value, since the plain op may be exact by chance.
 
-    Of fp64 there is no finer reference: give plain in fp32. Then both are scaled by the ratio of the two types'
+    fp64 has no finer reference: pass `plain` in fp32. The tolerance is then scaled by the ratio of the two types'
     roundings, and doubled, since the "exact" result is rounded as often as the one compared with it.
+
+    Args:
+        plain: Result of the unsharded op in its own type.
+        exact: Result of the unsharded op in fp64.
+        dtype: Type of the result to judge; None for the type of `plain`.
     """
     fine, coarse = torch.finfo(dtype or plain.dtype).eps, torch.finfo(plain.dtype).eps
     error = _largest(plain.double() - exact.double())
@@ -22,12 +27,12 @@ def tolerance(plain: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | Non
 
 
 def error_in_tolerances(result: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error of `result` against `exact`, in tolerances; at most 1 is right, NaN counts as infinite.
+    """Return the largest error of `result` against `exact` in tolerances: at most 1 is right, NaN is infinite.
 
     Raises:
-        AssertionError: the shape differs from the exact result's.
+        AssertionError: The shape differs from the exact result's.
     """
-    result = result.as_subclass(torch.Tensor)  # of a gradient that is split over ranks, this rank's part
+    result = result.as_subclass(torch.Tensor)  # this rank's part of a gradient that is split over ranks
     if result.shape != exact.shape:
         raise AssertionError(f"expected shape {tuple(exact.shape)}, got {tuple(result.shape)}")
     difference = result.double() - exact.double()
@@ -40,7 +45,7 @@ def error_in_tolerances(result: torch.Tensor, plain: torch.Tensor, exact: torch.
 
 
 def assert_close(result: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str = "result") -> None:
-    """Raises AssertionError, naming `what`, where the result is further from the exact one than the tolerance."""
+    """Raise AssertionError, naming `what`, if the result is further from the exact one than the tolerance."""
     error = error_in_tolerances(result, plain, exact)
     if error > 1:
         allowed = tolerance(plain, exact, result.dtype)
@@ -48,7 +53,7 @@ def assert_close(result: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor,
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which to run the plain op for results of `dtype`: its own, but fp32 for fp64."""
+    """Return the type of the plain op for results of `dtype`: fp32 for fp64, else `dtype`."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 

@@ -278,8 +278,8 @@ def plainly(rank, folder, batch=BATCH, max_grad_norm=1.0):
         max_grad_norm=max_grad_norm,
         **options_of(folder),
     )
-    message = trained(transformers.Trainer(model, arguments, train_dataset=Data()))
-    return message, before, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    figures = trained(transformers.Trainer(model, arguments, train_dataset=Data()))
+    return figures, before, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def launched(rank):
@@ -292,9 +292,9 @@ def launched(rank):
 TOLERANCE = dict(rtol=1e-4, atol=2e-5)
 
 
-def assert_same_run(message, parameters, expected):
-    expected_told, before, after = expected
-    torch.testing.assert_close(message, expected_told, **TOLERANCE)
+def assert_same_run(figures, parameters, expected):
+    expected_figures, before, after = expected
+    torch.testing.assert_close(figures, expected_figures, **TOLERANCE)
     moved = max((after[name] - before[name]).abs().max() for name in after)
     assert moved > 100 * TOLERANCE["atol"], "the run must have trained something"
     for name, parameter in parameters:
@@ -311,10 +311,10 @@ def trains_split(rank, folder, sizes, expected):
     given = settings(mesh, max_grad_norm=0.5, per_device_train_batch_size=BATCH, **options_of(folder))
     trainer = transformers.Trainer(model, train_dataset=Data(), **given)
     assert trainer.args.world_size == 1 and trainer.is_world_process_zero() == (rank == 0)
-    message = trained(trainer)
+    figures = trained(trainer)
     assert trainer.model_wrapped is model
     assert ("tp" in sizes) == any(weft.shard_of(parameter) is not None for parameter in model.parameters())
-    assert_same_run(message, model.named_parameters(), expected)
+    assert_same_run(figures, model.named_parameters(), expected)
     trainer.save_model(folder)
     saved = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
     for name, whole in weft.full_state_dict(model).items():
@@ -331,11 +331,11 @@ def test_trainer_of_a_split_model_is_trainer_of_the_plain_one(dimension, tmp_pat
 
 
 def trains_replicas(rank, folder, expected):
-    message, _, after = plainly(rank, folder, BATCH // 2)
+    figures, _, after = plainly(rank, folder, BATCH // 2)
     state = accelerate.PartialState()
     assert (state.num_processes, state.process_index) == (2, rank)
     assert dist.get_backend() == "weft"
-    assert_same_run(message, [(name, value) for name, value in after.items()], expected)
+    assert_same_run(figures, [(name, value) for name, value in after.items()], expected)
 
 
 def test_trainer_of_two_replicas_is_trainer_of_the_whole_batch(tmp_path):

@@ -115,13 +115,13 @@ def launched(rank):
     [(False, 1, {}), (False, 2, {"bucket_mb": 1e-4}), (True, 1, {"broadcast_buffers": False})],
 )
 def test_a_fit_is_that_of_one_process(by_hand, accumulate, options, tmp_path):
-    expected, message, _ = fitted(tmp_path / "one", 2 * BATCH, by_hand, accumulate, devices=1)
+    expected, logged, _ = fitted(tmp_path / "one", 2 * BATCH, by_hand, accumulate, devices=1)
     ranks = run_ranks(fits, 2, str(tmp_path / "two"), by_hand, accumulate, options, before=launched, timeout_s=180)
     for parameters, metrics in ranks:
         for name, parameter in expected.items():
             assert torch.equal(parameters[name], ranks[0][0][name]), "the same on every rank"
             torch.testing.assert_close(parameters[name], parameter)
-        assert metrics.keys() == message.keys() and all(abs(metrics[name] - message[name]) < 1e-5 for name in message)
+        assert metrics.keys() == logged.keys() and all(abs(metrics[name] - logged[name]) < 1e-5 for name in logged)
     saved = torch.load(tmp_path / "two" / "last.ckpt", weights_only=True)["state_dict"]
     assert saved.keys() == expected.keys() and all(torch.equal(saved[name], ranks[0][0][name]) for name in saved)
 

@@ -353,7 +353,7 @@ def test_medians_apart_are_noise_where_the_spreads_meet():
     assert verdicts(wide, beyond) == [compare.SLOWER] and verdicts(beyond, wide) == [compare.FASTER]
 
 
-def test_only_our_times_are_judged_and_the_others_tell_of_the_machine(rows):
+def test_only_our_times_are_judged_and_the_others_show_the_machine(rows):
     first, second = scaled(tight(rows)), scaled(tight(rows), others=3.0)
     changes = compare.changes(first, second)
     assert {change.verdict for change in changes} == {compare.NOISE}
@@ -422,7 +422,7 @@ def test_the_exit_code_gives_a_regression(rows, tmp_path, capsys):
     assert main(["bench", "--compare", b, str(history)]) == 0, "beside another file, its last run"
 
 
-def test_few_rounds_are_said_to_tell_little(rows, tmp_path, capsys):
+def test_few_rounds_are_reported_as_too_few(rows, tmp_path, capsys):
     a = saved(tmp_path, "a.json", scaled(rows), rounds=2)
     assert main(["bench", "--compare", a, a]) == 0 and "2 rounds say little" in capsys.readouterr().out
 
@@ -466,11 +466,11 @@ def test_make_gpu_keeps_what_can_be_compared(fake, tmp_path, monkeypatch):
 
 
 def prints(rank):
-    progress.tell(3, 5)
+    progress.set_round(3, 5)
     assert progress._drawing.acquire(blocking=False), "forked in the middle of a line"
 
 
-def test_ranks_tell_the_process_that_started_them_how_far_they_are(monkeypatch):
+def test_ranks_report_their_progress_to_the_process_that_started_them(monkeypatch):
     """Also while it draws without pause, and no rank is forked in the middle of a line."""
     monkeypatch.setattr(progress, "_EVERY_S", 0.0)
     drawn = io.StringIO()
@@ -478,7 +478,7 @@ def test_ranks_tell_the_process_that_started_them_how_far_they_are(monkeypatch):
         for number in range(4):
             run_ranks(prints, 2, backend=None, timeout_s=20)
             bar.rows = number + 1
-        assert list(progress._told) == [3, 5]
+        assert list(progress._shared) == [3, 5]
         deadline = time.monotonic() + 20
         while "fake: 4 rows" not in drawn.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -486,10 +486,10 @@ def test_ranks_tell_the_process_that_started_them_how_far_they_are(monkeypatch):
 
 
 def test_every_round_is_reported_and_nothing_is_drawn_where_nobody_watches(monkeypatch):
-    message = []
-    monkeypatch.setattr(progress, "tell", lambda *told_: message.append(told_))
+    reported = []
+    monkeypatch.setattr(progress, "set_round", lambda *call: reported.append(call))
     measure.alternate({"a": lambda: None, "b": lambda: None}, meet=lambda: None, rounds=3, calls=1)
-    assert message == [(0, 3), (1, 3), (2, 3), (3, 3)], "the first round warms up"
+    assert reported == [(0, 3), (1, 3), (2, 3), (3, 3)], "the first round warms up"
     drawn = io.StringIO()
     with progress.Bar("fake", Console(file=drawn)):
         pass
@@ -525,21 +525,21 @@ def test_a_measured_machine_is_hardware_for_the_planner(tmp_path, monkeypatch, c
     assert main(["bench", "--save", str(path), "--ranks", "3"]) == 0
     said = capfd.readouterr().out
     assert "fp32 product 64x128x32" in said and "shared by 3 ranks" in said
-    message, hardware = json.loads(path.read_text()), Hardware.of(path)
-    assert hardware.devices_per_node == 3 and hardware.full_speed_ranks == message["environment"]["cores"]
+    saved_file, hardware = json.loads(path.read_text()), Hardware.of(path)
+    assert hardware.devices_per_node == 3 and hardware.full_speed_ranks == saved_file["environment"]["cores"]
     assert hardware.memory_bytes * 3 == pytest.approx(machine.memory_bytes(), rel=1e-6)
     assert 0 < hardware.matmul_fraction <= 1 and hardware.launch_s > 0 and hardware.reserved_bytes > 1 << 20
     fastest = max(
-        2 * m * n * k / message["measured"]["times"][f"{m}x{n}x{k}"]["p50_us"] * 1e6 for m, n, k in machine.SHAPES
+        2 * m * n * k / saved_file["measured"]["times"][f"{m}x{n}x{k}"]["p50_us"] * 1e6 for m, n, k in machine.SHAPES
     )
     assert hardware.peak_flops["fp32"] == pytest.approx(fastest)
-    assert len(message["measured"]["node"]) == len(message["measured"]["network"]) == 3 * 2
-    assert message["command"].startswith("weft bench --save") and message["environment"]["torch"]
+    assert len(saved_file["measured"]["node"]) == len(saved_file["measured"]["network"]) == 3 * 2
+    assert saved_file["command"].startswith("weft bench --save") and saved_file["environment"]["torch"]
 
     job = ["--gpus", "3", "--sequence-length", "64", "--global-batch", "6", "--precision", "fp32"]
     assert main(["plan", "gpt2", *job, "--hardware", str(path)]) == 0
     assert hardware.name in capfd.readouterr().out
-    path.write_text(json.dumps({**message, "weft_hardware": 1}))
+    path.write_text(json.dumps({**saved_file, "weft_hardware": 1}))
     assert main(["plan", "gpt2", *job, "--hardware", str(path)]) == 2
     assert "weft_hardware is 1, and this weft reads version 2" in capfd.readouterr().err
 

@@ -272,7 +272,7 @@ def stored(path):
 # What is not what was written.
 
 
-def load_and_tell(rank, path):
+def load_error(rank, path):
     model = net(weft.init_mesh(tp=2, device_type="cpu")["tp"], seed=1)
     optimizer = adamw(model)
     before = whole(model, optimizer)
@@ -303,7 +303,7 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(saved, tmp_
         file.unlink()
     else:
         flip(file, damage)
-    first, second = run_ranks(load_and_tell, 2, path)
+    first, second = run_ranks(load_error, 2, path)
     assert first == second and name in first, first
     torn = "torn" if name == "manifest" else f"torn: it has {size * 2 // 3} bytes, and {size} were written"
     assert {"torn": torn, "missing": "missing" if name != "manifest" else "no checkpoint"}.get(
@@ -458,11 +458,11 @@ def test_an_optimizer_of_another_class_is_refused(saved):
 def save_what_is_wrong(rank, path):
     mesh = weft.init_mesh(dp=2, tp=2, device_type="cpu")
     model = net(mesh["tp"])
-    message = []
+    messages = []
     for wrong in ("half", "drifted", "one rank", "step"):
         other, group = None, None
         if wrong == "half":
-            group = mesh["dp"]  # of which no rank has the other shard
+            group = mesh["dp"]  # no rank of it has the other shard
         elif wrong == "drifted" and rank == 2:
             model.down.bias.data[3] += 1e-3
         elif wrong == "one rank" and rank == 1:
@@ -471,8 +471,8 @@ def save_what_is_wrong(rank, path):
             step = rank if wrong == "step" else 0
             weft.save_checkpoint(model, other, path / str(rank % 2) if group else path, group=group, step=step)
         except (weft.CheckpointError, ValueError) as error:
-            message.append(f"{type(error).__name__}: {error}")
-    return message
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def save_unlike_replicas(rank, path):
@@ -492,9 +492,9 @@ def test_unlike_replicas_are_stored_once_where_nobody_is_to_compare_them(tmp_pat
 
 
 def test_what_ranks_do_not_have_together_is_refused_on_every_rank(tmp_path):
-    message = run_ranks(save_what_is_wrong, 4, tmp_path)
-    assert all(len(one) == 4 and one[1:] == message[0][1:] for one in message)
-    half, drifted, one_rank, step = message[0]
+    per_rank = run_ranks(save_what_is_wrong, 4, tmp_path)
+    assert all(len(messages) == 4 and messages[1:] == per_rank[0][1:] for messages in per_rank)
+    half, drifted, one_rank, step = per_rank[0]
     assert step == "CheckpointError: the ranks save different steps: 0, 1, 2, 3"
     assert "CheckpointError: the ranks together do not have these tensors once: embedding.weight (72 of 132)" in half
     assert "different values of what they should have alike: down.bias of rank" in drifted

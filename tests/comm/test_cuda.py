@@ -538,7 +538,7 @@ def test_one_rank_without_the_kernels_decides_for_all():
     run_ranks(one_rank_is_refused, 2, backend=BOTH)
 
 
-def told_transport(rank):
+def transport_report(rank):
     ranks = pretend()
     weft.all_reduce(torch.ones(1))
     ways = "one-shot" if ranks.world_size == 2 else "one-shot below 512 KiB, else two-shot"
@@ -551,7 +551,7 @@ def told_transport(rank):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_transport_is_reported(world):
-    run_ranks(told_transport, world, backend=BOTH)
+    run_ranks(transport_report, world, backend=BOTH)
 
 
 def captured_first(rank):

@@ -320,7 +320,7 @@ def meet_again(rank):
     for round_number in range(3):
         group = dist.new_group([0, 1], use_local_synchronization=True)
         if rank == 0:
-            time.sleep(0.05)  # the other looks for this one's notes meanwhile, and must not find old ones
+            time.sleep(0.05)  # the other rank looks for this rank's notes now, and must not find old ones
         x = torch.ones(4) * round_number
         dist.all_reduce(x, group=group)
         assert (x == 2 * round_number).all()

@@ -325,8 +325,8 @@ def drops(rank):
     assert abs((kept > 0).double().mean() - 0.6) < 0.05
     first, second = (weft.shard_sequence(kept, dim=1, layout="contiguous"), kept[:, 200 * (1 - rank) :][:, :200])
     assert not torch.equal(first, second), "the ranks drop different ones"
-    message = weft.all_gather(torch.cat([t.detach().flatten() for t in (kept, pooled, dropped)]).unsqueeze(0))
-    assert torch.equal(message[0], message[1]), "what they have whole they have alike"
+    gathered = weft.all_gather(torch.cat([t.detach().flatten() for t in (kept, pooled, dropped)]).unsqueeze(0))
+    assert torch.equal(gathered[0], gathered[1]), "what they have whole they have alike"
     assert not torch.equal(model(x)[0], kept)
     before = torch.get_rng_state()
     model.eval()
@@ -680,7 +680,7 @@ def types(rank):
         model, reference = pair(lambda: Stack(1, 16, 4))
         weft.parallelize(model.to(dtype), mesh)
         report = weft.verify(model, reference.to(dtype), x.to(dtype), step=step)
-        # A key's bias has the gradient 0 but for rounding, and fp64 has no finer reference to tell.
+        # A key's bias has the gradient 0 but for rounding, and fp64 has no finer reference.
         faults = [
             str(d) for d in report.differences if not d.ok and (dtype, d.name[-8:]) != (torch.float64, "key.bias")
         ]

@@ -274,9 +274,9 @@ def test_a_rank_that_does_not_come_is_named_and_results_are_nan(operation):
         "all_gather": ("all_gather", "staged"),
     }
     for rank in (0, 1):
-        state, told_rank, told_operation, phase, peer, block, seen, expected = ranks.records[rank][:8].tolist()
-        assert (state, told_rank, peer, seen) == (TIMED_OUT, rank, 2, 0)
-        assert [told_operation, phase] == [code_of(name) for name in codes[operation]]
+        state, recorded_rank, operation_code, phase, peer, block, seen, expected = ranks.records[rank][:8].tolist()
+        assert (state, recorded_rank, peer, seen) == (TIMED_OUT, rank, 2, 0)
+        assert [operation_code, phase] == [code_of(name) for name in codes[operation]]
         assert 0 <= block < 4 and 0 < expected < 2**31
         assert later.is_nan(rank)
         if operation == "all_gather":  # but for its own part, which needs nobody

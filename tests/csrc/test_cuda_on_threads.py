@@ -101,8 +101,8 @@ def test_a_rank_that_does_not_come_is_named_and_results_are_nan(program):
     assert len(found) == len(OPERATIONS)
     for record, (code, phase) in zip(found, OPERATIONS.values(), strict=True):
         assert record["block"] in (0, 1) and record["expected"] % 4 == 1, record
-        message = {key: record[key] for key in ("state", "rank", "operation", "phase", "peer", "seen")}
-        assert message == dict(state=TIMED_OUT, rank=0, operation=code, phase=phase, peer=2, seen=0)
+        fields = {key: record[key] for key in ("state", "rank", "operation", "phase", "peer", "seen")}
+        assert fields == dict(state=TIMED_OUT, rank=0, operation=code, phase=phase, peer=2, seen=0)
 
 
 def test_ranks_that_call_different_things_raise(program):

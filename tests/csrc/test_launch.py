@@ -207,9 +207,9 @@ def test_an_older_driver_launches_what_it_can(tmp_path):
 
 def test_the_stub_of_the_extension_names_what_is_there():
     tree = ast.parse((Path(__file__).parents[2] / "pytorch_ext" / "_C.pyi").read_text())
-    (message,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "_Launch"]
-    assert {node.name for node in message.body} == {name for name in dir(_C.launch) if not name.startswith("_")}
-    for node in message.body:
+    (stub_class,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "_Launch"]
+    assert {node.name for node in stub_class.body} == {name for name in dir(_C.launch) if not name.startswith("_")}
+    for node in stub_class.body:
         if isinstance(node, ast.ClassDef):
             members = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} - {"__init__"}
             assert members == {name for name in vars(getattr(_C.launch, node.name)) if not name.startswith("_")}
@@ -918,7 +918,7 @@ def test_without_a_context_a_streams_own_is_used(stub):
     assert stub.launches()[0].numbers[8] == context and stub.calls("cuDevicePrimaryCtxRetain") == []
 
 
-def test_threads_that_launch_together_load_once_and_others_run_meanwhile(stub):
+def test_threads_that_launch_together_load_once_and_others_run_at_the_same_time(stub):
     launch_it = launcher()
     context = stub.library.stub_current()
     stub.set("hold_loads", 1)

@@ -296,11 +296,11 @@ def test_layerwise_steps_are_taken_by_main_grads(kind):
 
 
 def scaled(rank, shards):
-    """One rank's gradient overflows, in a parameter of which rank 0 has no piece: nobody steps, and the scale halves."""
+    """Check that no rank steps and the scale halves after an overflow in a parameter without a piece on rank 0."""
     model = weft.DataParallel(mlp(), shard_optimizer=shards)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1) if shards else torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    message = []
+    steps = []
     for step in range(4):
         before = model.module[0].weight.detach().clone()
         optimizer.zero_grad()
@@ -312,14 +312,14 @@ def scaled(rank, shards):
         scaler.step(optimizer)
         scaler.update()
         assert found == torch.equal(before, model.module[0].weight)
-        message.append((found, scaler.get_scale()))
-    return message, [parameter.detach().clone() for parameter in model.parameters()]
+        steps.append((found, scaler.get_scale()))
+    return steps, [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def test_a_scaler_skips_the_same_steps_on_every_rank():
-    (message, whole), (_, other) = run_ranks(scaled, 2, False)
-    (sharded_told, sharded), (other_told, _) = run_ranks(scaled, 2, True)
-    assert message == sharded_told == other_told == [(False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
+    (steps, whole), (_, other) = run_ranks(scaled, 2, False)
+    (sharded_steps, sharded), (other_steps, _) = run_ranks(scaled, 2, True)
+    assert steps == sharded_steps == other_steps == [(False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0)]
     assert all(map(torch.equal, whole, other)) and all(map(torch.equal, whole, sharded))
 
 

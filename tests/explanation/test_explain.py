@@ -76,8 +76,8 @@ def layers():
     yield weft.ParallelEmbedding(14, 10)
 
 
-def bytes_told_and_sent(rank):
-    """For each layer: forward and backward, as explained and as sent."""
+def bytes_reported_and_sent(rank):
+    """Return the bytes of each layer's forward and backward, as explained and as sent."""
     world, found = torch.distributed.get_world_size(), []
     for layer in layers():
         mine = weft.split_sizes(TOKENS, world)[rank]
@@ -92,18 +92,18 @@ def bytes_told_and_sent(rank):
             y = layer(x)
         with counted() as backward:
             y.sum().backward()
-        (message,) = weft.explain(layer, tokens=TOKENS).layers
-        found.append((str(layer), message.forward_bytes, forward.bytes, message.backward_bytes, backward.bytes))
+        (report,) = weft.explain(layer, tokens=TOKENS).layers
+        found.append((str(layer), report.forward_bytes, forward.bytes, report.backward_bytes, backward.bytes))
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_bytes_that_are_reported_are_those_that_the_layers_send(world):
     """On average over the ranks, uneven shards included; both are rounded down collective by collective."""
-    for rows in zip(*run_ranks(bytes_told_and_sent, world), strict=True):
-        for message, sent in ((1, 2), (3, 4)):
+    for rows in zip(*run_ranks(bytes_reported_and_sent, world), strict=True):
+        for reported, sent in ((1, 2), (3, 4)):
             average = sum(row[sent] for row in rows) / world
-            assert all(abs(row[message] - average) < 3 for row in rows), rows
+            assert all(abs(row[reported] - average) < 3 for row in rows), rows
     assert any(row[1] for row in rows) == (world > 1)
 
 

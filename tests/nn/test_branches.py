@@ -321,7 +321,7 @@ def test_a_parameter_shared_with_a_branch_is_refused():
 
 
 class Words(nn.Module):
-    """Branches over a sequence, one of which looks along it."""
+    """Branches over a sequence; one branch looks along it."""
 
     def __init__(self):
         super().__init__()

@@ -275,7 +275,7 @@ class Branching(nn.Module):
 
 
 class Two(nn.Linear):
-    """Two results, one of which may stay unused."""
+    """Layer with two results; one may stay unused."""
 
     def __init__(self):
         super().__init__(4, 8)
@@ -296,8 +296,8 @@ def relay(rank):
         assert all(module.training == mode for module in split.modules())
         torch.manual_seed(3 + rank)  # the first rank's numbers are all ranks'
         found = split(x, double=True)
-        message = weft.all_gather(found["output"].detach().unsqueeze(0))
-        assert (message == found["output"]).all() and len(found["seen"]) == 3
+        gathered = weft.all_gather(found["output"].detach().unsqueeze(0))
+        assert (gathered == found["output"]).all() and len(found["seen"]) == 3
         if not mode:
             expected = model(x, double=True)
             assert torch.equal(found["output"], expected["output"])
@@ -317,10 +317,10 @@ def relay(rank):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_model_that_cannot_be_cut_runs_on_every_rank_and_its_layers_on_one(world):
-    message = run_ranks(relay, world)
+    per_rank = run_ranks(relay, world)
     whole = Branching()
-    assert set().union(*(state for _, state in message)) == set(whole.state_dict())
-    layers = [name for held, _ in message for name in held if name not in ("token", "scale")]
+    assert set().union(*(state for _, state in per_rank)) == set(whole.state_dict())
+    layers = [name for held, _ in per_rank for name in held if name not in ("token", "scale")]
     assert sorted(layers) == sorted(name for name, _ in whole.named_parameters() if name not in ("token", "scale"))
 
 

@@ -72,10 +72,10 @@ def run_schedule(rank, schedule, microbatches):
 @pytest.mark.parametrize(("schedule", "world"), [*cases.covering(SCHEDULES, [3]), *cases.covering(SCHEDULES, [2, 4])])
 def test_every_schedule_is_the_single_process(schedule, world):
     microbatches = 4 if world == 3 and schedule != "dualpipev" else 8
-    message = run_ranks(run_schedule, world, schedule, microbatches, timeout_s=120)
-    assert set().union(*(names for names, _, _ in message)) == set(model_of().state_dict())
-    assert len({loss.item() for _, loss, _ in message}) == 1
-    actions = message[0][2]
+    per_rank = run_ranks(run_schedule, world, schedule, microbatches, timeout_s=120)
+    assert set().union(*(names for names, _, _ in per_rank)) == set(model_of().state_dict())
+    assert len({loss.item() for _, loss, _ in per_rank}) == 1
+    actions = per_rank[0][2]
     assert len(actions) == len(set(actions))
     stages = world * STAGES[schedule]
     assert sum("F" in name for name in actions) == stages * microbatches
@@ -113,9 +113,9 @@ def train_tied(rank, schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_tied_copies_stay_bit_identical_through_training(schedule):
-    message = run_ranks(train_tied, 2, schedule)
-    assert all(map(len, message))
-    assert all(torch.equal(copy, message[0][0]) for copies in message for copy in copies)
+    per_rank = run_ranks(train_tied, 2, schedule)
+    assert all(map(len, per_rank))
+    assert all(torch.equal(copy, per_rank[0][0]) for copies in per_rank for copy in copies)
 
 
 def train_whole():

@@ -1,6 +1,6 @@
 """The planner's memory against what each rank holds while it trains a demo model, on every mesh of one, two and four
-ranks. A tensor's storage is counted from when torch makes it until it is gone; the shared segment of the collectives,
-of which there is one of a fixed size a machine, is not."""
+ranks. A tensor's storage counts from its allocation until it is freed. The collectives' shared segment does not count:
+a machine has one, of a fixed size."""
 
 import itertools
 import weakref
@@ -273,9 +273,11 @@ def _compare(measured, predicted, demo, layout, rank):
 
 
 def _of_angles(demo, layout, rank):
-    """What a Llama in a pipeline keeps besides: each micro-batch's angles, with their cosines and sines; and in a stage
-    after the first, which cannot know that nobody asks for the angles' gradients, queries and keys before and after they
-    are turned."""
+    """Return the bytes that a Llama in a pipeline also keeps.
+
+    Every stage keeps each micro-batch's angles, with their cosines and sines. A stage after the first also keeps
+    queries and keys before and after the rotation, since it cannot know that no rank needs the angles' gradients.
+    """
     if demo != "Llama" or layout.pp == 1:
         return 0
     model, count = DEMOS[demo].model, BATCH // layout.dp // layout.micro_batch

@@ -38,16 +38,16 @@ def judged(rank: int, these: list[Program]) -> list[tuple[str, str]]:
         if own[0] == "fault" or (own[0] == "refused" and program.mesh[0] > 1):
             # Others, of other stages say, may wait for this rank: they notice that it has gone.
             return [*verdicts, own]
-        message: list = [None] * dist.get_world_size()
+        answers: list = [None] * dist.get_world_size()
         try:
-            dist.all_gather_object(message, own)
+            dist.all_gather_object(answers, own)
         except Exception as error:
             return [*verdicts, ("fault", f"{OUT_OF_STEP}: {own} {error}")]
-        kinds = {kind for kind, _ in message}
+        kinds = {kind for kind, _ in answers}
         if kinds == {"right"} or kinds == {"refused"} or kinds == {"unfit"}:
-            verdicts.append(message[0])
+            verdicts.append(answers[0])
             continue
-        return [*verdicts, ("fault", f"the ranks differ: {message}")]
+        return [*verdicts, ("fault", f"the ranks differ: {answers}")]
     return verdicts
 
 
@@ -194,11 +194,11 @@ def verdicts_of(these: list[Program]) -> list[tuple[str, str]]:
         while numbers:
             batch = numbers[:AT_ONCE]
             outcomes = try_ranks(judged, world, [these[n] for n in batch], timeout_s=200, group_timeout_s=60)
-            message = [outcome.value for outcome in outcomes]
-            if all(isinstance(value, list) and value for value in message):
-                shortest = min(map(len, message))  # type: ignore[arg-type]
+            values = [outcome.value for outcome in outcomes]
+            if all(isinstance(value, list) and value for value in values):
+                shortest = min(map(len, values))  # type: ignore[arg-type]
                 for place in range(shortest):
-                    of_ranks = [value[place] for value in message]  # type: ignore[index]
+                    of_ranks = [value[place] for value in values]  # type: ignore[index]
                     found[batch[place]] = min(of_ranks, key=_from_the_cause)
                 numbers = numbers[shortest:]
             elif len(batch) > 1:
