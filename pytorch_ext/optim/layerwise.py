@@ -6,8 +6,9 @@ in the order of ranks; parameters that every rank has whole are counted here. Un
 has the same reduced gradients, and nothing is to be summed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ class Layerwise(torch.optim.Optimizer):
     _agreed: tuple[str, ...] = ()  # whose pieces every rank is known to scale, in this order
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None) -> Any:
         """A collective call of ranks with shards or pieces.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A step as it ran: every rank's actions, what they left idle, drawn."""
+"""A step as it ran: the actions of every rank, their idle time, and drawings of both."""
 
 import json
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ _KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "back
 
 @dataclass(frozen=True)
 class Timeline:
-    """The last step of a pipeline, the same on every rank of it.
+    """The last step of a pipeline, the same on every rank.
 
     Attributes:
-        schedule: its name.
-        ranks: of the pipeline.
-        stages: in all.
-        microbatches: of the step.
-        actions: of all ranks, each rank's in its order; times in seconds since the step began.
+        schedule: name of the schedule.
+        ranks: number of ranks of the pipeline.
+        stages: number of stages on all ranks.
+        microbatches: number of micro-batches of the step.
+        actions: actions of all ranks, those of each rank in order; times in seconds since the step began.
     """
 
     schedule: str
@@ -31,7 +31,7 @@ class Timeline:
 
     @property
     def span_s(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Seconds from the start of the first action to the end of the last."""
         return max(action.end for action in self.actions) - min(action.start for action in self.actions)
 
     def busy_s(self, rank: int) -> float:
@@ -39,17 +39,23 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the ranks' time in which they computed nothing: waiting, and sending and receiving."""
+        """Share of the ranks' time without computation: waiting, sending and receiving."""
         return 1 - sum(map(self.busy_s, range(self.ranks))) / (self.ranks * self.span_s)
 
     @property
     def formula(self) -> float:
-        """The bubble of 1f1b and afab were all stages equal and messages free: (p-1)/(v m + p-1) with p ranks, m
-        micro-batches and v stages on a rank (Narayanan et al. 2021, section 2.2). Zero-bubble schedules stay below."""
+        """Bubble of 1f1b and afab if all stages are equal and messages are free.
+
+        (p-1)/(v m + p-1) with p ranks, m micro-batches and v stages on a rank (Narayanan et al. 2021, section 2.2).
+        Zero-bubble schedules stay below.
+        """
         return (self.ranks - 1) / (self.stages // self.ranks * self.microbatches + self.ranks - 1)
 
     def in_flight(self, rank: int) -> int:
-        """The most forwards, of any of the rank's stages, whose backward had not come: each keeps its activations."""
+        """Return the largest number of forwards, over all stages of the rank, that wait for their backward.
+
+        Each of them keeps its activations.
+        """
         now = most = 0
         for action in self.actions:
             if action.rank == rank:
@@ -66,7 +72,7 @@ class Timeline:
         )
 
     def save_trace(self, path: str | Path) -> None:
-        """For chrome://tracing and ui.perfetto.dev: a row for each rank."""
+        """Write a file for chrome://tracing and ui.perfetto.dev, with a row for each rank."""
         events: list[dict] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
             for rank in range(self.ranks)
@@ -89,7 +95,7 @@ class Timeline:
         )
 
     def save_png(self, path: str | Path) -> None:
-        """A row for each rank; colours tell forward and backward, brightness the stage, numbers the micro-batch.
+        """Draw a row for each rank: colours show forward and backward, brightness the stage, numbers the micro-batch.
 
         Raises:
             ImportError: matplotlib is missing (pip install weft[plot]).
@@ -127,6 +133,7 @@ class Timeline:
         figure.savefig(path, dpi=120)
 
 
-def timeline_of(schedule: str, stages: int, microbatches: int, told: Sequence[Sequence[Action]]) -> Timeline:
-    """Of what each rank has told."""
-    return Timeline(schedule, len(told), stages, microbatches, tuple(action for of_rank in told for action in of_rank))
+def timeline_of(schedule: str, stages: int, microbatches: int, per_rank: Sequence[Sequence[Action]]) -> Timeline:
+    """Return the timeline of the actions of each rank."""
+    actions = tuple(action for of_rank in per_rank for action in of_rank)
+    return Timeline(schedule, len(per_rank), stages, microbatches, actions)
