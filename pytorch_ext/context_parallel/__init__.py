@@ -1,17 +1,19 @@
-"""A model whose sequence is shared by ranks, and does not know.
+"""Context parallelism for a model that is written for a whole sequence: ranks share the sequence inside of the model.
 
-Inside of the model a tensor along the sequence is a SharedSequence: it has the whole's shape, and this rank's part of
-the data. Functions that treat every position alone compute on the part; attention goes over the ranks; sums over the
-sequence are summed over the ranks; and whatever else the model calls gets the whole, gathered. So the result is the
-unsplit model's whatever the model does, and `weft.explain` says where it costs more than it need.
+Inside of the model a tensor along the sequence is a SharedSequence: it has the shape of the whole, and this rank's part
+of the data. A function that treats every position alone computes on the part. Attention goes over the ranks, and sums
+over the sequence are summed over the ranks. Any other function gets the whole, gathered.
 
-    shared_sequence.py  the tensor, and what happens to a function that has no rule
-    function_rules.py   what functions do to it
-    attention.py       scaled_dot_product_attention, MultiheadAttention
-    hugging_face.py    the attention interface of transformers
-    region.py          the model's edge: whole tensors become shared ones and shared ones whole
-    notes.py           what happened where, for weft.explain
+So the result is always the unsplit model's, and `weft.explain` names the places where a gather costs more than
+necessary.
 
-Gradients: a tensor that every rank has whole has a whole gradient, the same on every rank, inside of the model as
-outside. Where it meets a shared one its gradient is summed over the ranks (ops/mappings.py).
+    shared_sequence.py  the tensor, and the gather for a function without a rule
+    function_rules.py   the rule of each function
+    attention.py        scaled_dot_product_attention, MultiheadAttention
+    hugging_face.py     the attention interface of transformers
+    region.py           the model's edge: whole tensors become shared, shared tensors become whole
+    notes.py            records of the run, for weft.explain
+
+Gradients: a tensor that every rank has whole has a whole gradient, the same on every rank, inside of the model and
+outside. If it meets a shared tensor, its gradient is summed over the ranks (ops/mappings.py).
 """

@@ -1,4 +1,4 @@
-"""Attention over a shared sequence, in the places of torch's own."""
+"""Attention over a shared sequence, in place of torch's own."""
 
 import inspect
 from contextlib import nullcontext
@@ -50,13 +50,13 @@ def scaled_dot_product_attention(
         attn_mask = query.cut.pick(attn_mask, attn_mask.ndim - 2) if by_row else used(attn_mask, ranks)
     with own_random_numbers(ranks, query.device) if dropout_p else nullcontext():
         out = func(query.local, key, value, attn_mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
-    if query.cut.mine == 0:  # torch returns at once, and this rank's part in the sums of backward would be missing
+    if query.cut.mine == 0:  # torch returns at once; this keeps the rank's part in the sums of backward
         out = out + 0 * sum(x.sum() for x in (query.local, key, value, attn_mask) if x is not None)
     return query.like(out)
 
 
 def recognized(mask: torch.Tensor | None, query, key, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
-    """The mask and is_causal, where the mask hides nothing or is the causal one: None instead."""
+    """Return (mask, is_causal), with None for a mask that hides nothing or is the causal one."""
     if mask is None or mask.requires_grad or not plain(mask):
         return mask, is_causal
     seen = mask if mask.dtype == torch.bool else mask == 0
@@ -73,7 +73,7 @@ def recognized(mask: torch.Tensor | None, query, key, is_causal: bool) -> tuple[
 
 
 def _why_not(query, key, value, mask, enable_gqa: bool) -> str | None:
-    """Why context_attention cannot do it."""
+    """Return the reason why context_attention cannot compute this call, or None."""
     if mask is not None:
         return "scaled_dot_product_attention has a mask that is not the causal one"
     shared = [x for x in (query, key, value) if isinstance(x, SharedSequence)]
@@ -88,7 +88,7 @@ def _why_not(query, key, value, mask, enable_gqa: bool) -> str | None:
 
 
 def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -> SharedSequence:
-    """weft.context_attention; plain keys and values are shared first."""
+    """Call weft.context_attention; plain keys and values are shared first."""
     cut = query.cut
     sharing = cut.sharing
     key_layout = SequenceLayout(key.size(2), sharing.ranks.world_size, sharing.layout)
@@ -112,7 +112,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 @rule_for(F.multi_head_attention_forward)
 def multi_head_attention_forward(func, *args, **kwargs):
-    """nn.MultiheadAttention, of [L, N, E]: the projections of each position, and attention as above."""
+    """Compute nn.MultiheadAttention on [L, N, E]: projections by position, then attention as above."""
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
     a = call.arguments
@@ -142,7 +142,7 @@ def multi_head_attention_forward(func, *args, **kwargs):
 
 
 def _joined(mask, padding, query, key, heads: int):
-    """MultiheadAttention's two masks (True hides) as scaled_dot_product_attention's one (True shows)."""
+    """Join MultiheadAttention's two masks (True hides) to the one of scaled_dot_product_attention (True shows)."""
     if mask is not None and mask.ndim == 3:
         mask = mask.view(query.size(1), heads, query.size(0), key.size(0))
     if padding is not None:

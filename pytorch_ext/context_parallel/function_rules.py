@@ -1,4 +1,7 @@
-"""What functions do to a shared sequence. One that is not here, or is called in a way that is not, gets the whole."""
+"""Rules for functions of a shared sequence.
+
+A function without a rule gets the whole sequence, and so does a call that its rule does not cover.
+"""
 
 import math
 import operator
@@ -45,12 +48,12 @@ NATIVE.update(_properties("is_sparse is_sparse_csr is_quantized is_nested is_mkl
 
 
 def plain(x):
-    """A tensor, or None, that every rank has whole and that is no part of the sequence."""
+    """Return whether x is no shared sequence: every rank has it whole (a tensor or None)."""
     return not isinstance(x, SharedSequence)
 
 
 def used(x, ranks: Communicator):
-    """It, where a part meets it."""
+    """Return x for use with a part of the sequence: a tensor's gradient is summed over the ranks."""
     return used_by_parts(x, ranks) if isinstance(x, torch.Tensor) else x
 
 
@@ -76,12 +79,15 @@ _POINTWISE = """
 
 @rule_for(*_named(_POINTWISE))
 def pointwise(func, *args, **kwargs):
-    """With broadcasting. What is as long as the sequence and plain (positions, rotary angles) is cut; what is not along
-    the sequence is used by all parts."""
+    """Apply a function of each position, with broadcasting.
+
+    A plain tensor as long as the sequence (positions, rotary angles) is cut. A plain tensor that is not along the
+    sequence is used by all parts.
+    """
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     lead, target = shared_in(tensors)[0], args[0] if args else None
     if func is torch.where and len(tensors) == 1:
-        return NotImplemented  # where is it true
+        return NotImplemented  # with one argument it returns indices
     if works_in_place(func.__name__) and plain(target):
         return NotImplemented
     for x in tensors:
@@ -114,7 +120,7 @@ _OF_ONE = """
 
 @rule_for(*_named(_OF_ONE), *_properties("data"))
 def of_one(func, x, *args, **kwargs):
-    """Of one tensor; another only says which type or device."""
+    """Apply a function of one tensor; another argument only gives its type or device."""
     out = func(*localized((x, *args)), **localized(kwargs))
     return out if plain(x) or not isinstance(out, torch.Tensor) else x.like(out)
 
@@ -148,7 +154,7 @@ def linear(func, input, weight, bias=None):
 
 @rule_for(*_named("matmul mm bmm __matmul__"))
 def matmul(func, a, b=None, **named):
-    """Rows of a are of the sequence; b is gathered where it is shared too."""
+    """Multiply a and b, with the rows of a along the sequence. A shared b is gathered."""
     if b is None:
         (b,) = named.values()  # other, mat2
     if plain(a) or a.ndim < 2 or b.ndim < 2 or a.back == -1:
@@ -194,7 +200,7 @@ def embedding(func, input, weight, padding_idx=None, max_norm=None, norm_type=2.
 
 @rule_for(*_named("softmax log_softmax cumsum cumprod logcumsumexp"))
 def along(func, x, dim=None, *args, **kwargs):
-    """Along another dimension."""
+    """Apply a function along a dimension other than the sequence."""
     if dim is None or dim % x.ndim == x.axis:
         return NotImplemented
     return x.like(func(x.local, dim, *args, **kwargs))
@@ -217,7 +223,7 @@ def dropout(func, input, p=0.5, training=True, inplace=False):
 
 # Shapes
 
-_MARK = 1_048_583  # the sequence's length in a trial on the meta device; no other dimension's
+_MARK = 1_048_583  # the sequence's length in a trial on the meta device; no other dimension has it
 
 
 _CARRIED = """
@@ -229,7 +235,10 @@ _CARRIED = """
 
 @rule_for(*_named(_CARRIED), *_properties("T mT H mH"), torch.linalg.vector_norm)
 def carried(func, *args, **kwargs):
-    """What moves, cuts, joins or reduces other dimensions: where the sequence goes is tried on the meta device."""
+    """Apply a function that moves, cuts, joins or reduces other dimensions.
+
+    A trial on the meta device finds the dimension of the sequence in the result.
+    """
     lead = shared_in((args, kwargs))[0]
     if func in _TWO_OR_ALONG and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, *args, **kwargs)
@@ -241,7 +250,7 @@ def carried(func, *args, **kwargs):
             return NotImplemented
         given = args[1] if len(args) > 1 else kwargs.get("dim", range(lead.ndim))
         dims = (given,) if isinstance(given, int) else given
-        args, kwargs = (lead, tuple(dim for dim in dims if lead.size(dim) == 1)), {}  # a rank may have one of many
+        args, kwargs = (lead, tuple(dim for dim in dims if lead.size(dim) == 1)), {}  # a rank's part may be 1 long
 
     def part(x):
         if isinstance(x, SharedSequence):
@@ -261,9 +270,9 @@ _TWO_OR_ALONG = set(_named("max min"))
 
 
 def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
-    """Where the sequence is in each tensor that the function returns; None where it is not, or not whole.
+    """Return the sequence's dimension in each tensor that the function returns; None if it is missing or not whole.
 
-    For functions that change every sequence's length unless they leave its positions where they are.
+    For functions that leave all positions in place, or else change the length of every sequence.
     """
 
     def trial(x):
@@ -279,7 +288,7 @@ def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
     try:
         results = leaves(func(*mapped(trial, args), **mapped(trial, kwargs)))
     except (_NotTheSameError, RuntimeError, IndexError, NotImplementedError):
-        return None  # what is wrong with the call the whole tensors will tell
+        return None  # if the call itself is wrong, the call on whole tensors raises
     axes = []
     for result in results:
         if not isinstance(result, torch.Tensor) or list(result.shape).count(_MARK) != 1:
@@ -289,7 +298,7 @@ def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
 
 
 class _NotTheSameError(Exception):
-    """Tensors of which one trial cannot tell."""
+    """Error for tensors that one trial cannot cover."""
 
 
 _SQUEEZES = set(_named("squeeze"))
@@ -297,7 +306,10 @@ _SQUEEZES = set(_named("squeeze"))
 
 @rule_for(*_named("chunk split tensor_split split_with_sizes unbind"))
 def in_pieces(func, x, *args, **kwargs):
-    """Along other dimensions. Along the sequence a trial would make as many pieces as `_MARK` says."""
+    """Cut along a dimension other than the sequence.
+
+    A trial along the sequence would make as many pieces as `_MARK` has positions.
+    """
     place = 0 if func in _UNBINDS else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else 0)
     if plain(x) or type(dim) is not int or dim % max(1, x.ndim) == x.axis:
@@ -310,7 +322,10 @@ _UNBINDS = set(_named("unbind"))
 
 @rule_for(F.pad)
 def padded(func, input, pad, mode="constant", value=None):
-    """Along other dimensions. The sequence's length tells nothing: (1, -1) keeps it, and moves every position."""
+    """Pad along other dimensions.
+
+    The sequence's length is no test: a pad of (1, -1) keeps it and moves every position.
+    """
     if plain(input) or any(pad[-2 * input.back - 2 : -2 * input.back]):
         return NotImplemented
     return carried(func, input, pad, mode, value)
@@ -345,7 +360,7 @@ def indexed(func, x, index):
 
 @rule_for(torch.Tensor.__setitem__)
 def assigned(func, x, index, value):
-    """To all positions: each rank writes to its part."""
+    """Assign to all positions: each rank writes to its part."""
     target = NotImplemented if plain(x) else indexed(torch.Tensor.__getitem__, x, index)
     if target is NotImplemented:
         return NotImplemented
@@ -356,7 +371,7 @@ def assigned(func, x, index, value):
 
 @rule_for(*_named("view reshape flatten unflatten view_as reshape_as"))
 def reshaped(func, x, *args, **kwargs):
-    """The sequence stays a dimension, or becomes one with what is before it, or leaves that again."""
+    """Reshape: the sequence stays a dimension, joins the dimension before it, or leaves that again."""
     if plain(x):
         return NotImplemented
     target = _shape_after(func, x, args, kwargs)
@@ -370,9 +385,10 @@ def reshaped(func, x, *args, **kwargs):
 
 
 def _place_of(length: int, before: int, shape: list[int], axis: int) -> tuple[int, int] | None:
-    """(dimension, blocks) of the sequence in a shape, where `before` sequences lie one after another.
+    """Return (dimension, blocks) of the sequence in a shape that has `before` sequences one after another.
 
-    Where there are several (a sequence of one position, an empty batch) it stays a dimension of its own, and there.
+    If there are several (a sequence of one position, an empty batch), a dimension of its own comes first, then the old
+    place.
     """
     products = accumulate(shape, operator.mul)
     places = [
@@ -396,7 +412,7 @@ def expanded(func, x, *args, **kwargs):
 
 
 def _shape_after(func, x: SharedSequence, args, kwargs) -> list[int] | None:
-    """Of what the function makes of the whole; None where it changes the type too."""
+    """Return the shape of the function's result on the whole; None if the type changes too."""
 
     def trial(value):
         if isinstance(value, torch.Tensor):
@@ -431,17 +447,20 @@ def summed(func, x, *args, **kwargs):
 
 
 def _over_others(func, x, dim=None, keepdim=False, **kwargs):
-    """Over dimensions that are given and are not the sequence: every norm's mean, which needs no trial."""
+    """Reduce over given dimensions that are not the sequence.
+
+    This is the mean of every norm, and needs no trial.
+    """
     given = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if plain(x) or not given or not all(type(one) is int for one in given) or type(keepdim) is not bool:
+    if plain(x) or not given or not all(type(each) is int for each in given) or type(keepdim) is not bool:
         return NotImplemented
-    dims = {one % x.ndim for one in given}
-    if x.axis in dims or len(dims) < len(given) or not all(-x.ndim <= one < x.ndim for one in given):
+    dims = {each % x.ndim for each in given}
+    if x.axis in dims or len(dims) < len(given) or not all(-x.ndim <= each < x.ndim for each in given):
         return NotImplemented
     if kwargs.keys() - {"dtype"}:
         return NotImplemented
     out = func(x.local, dim, keepdim, **kwargs)
-    return x.like(out, x.axis if keepdim else x.axis - sum(one < x.axis for one in dims))
+    return x.like(out, x.axis if keepdim else x.axis - sum(each < x.axis for each in dims))
 
 
 _MEANS = set(_named("mean"))
@@ -459,7 +478,11 @@ def cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ):
-    """Over all positions of all ranks, whose logits stay where they are. [N, classes, ...] or [classes]."""
+    """Compute the cross entropy over the positions of all ranks. The logits stay on their rank.
+
+    Args:
+        input: logits, [N, classes, ...].
+    """
     odd = size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean")
     if odd or plain(input) or input.ndim < 2 or input.axis == 1 or target.is_floating_point() or not plain(weight):
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Models of transformers: their attention, with its window, softcap and sinks, through their attention interface."""
+"""Attention of transformers models, with window, softcap and sinks, through their attention interface."""
 
 import copy
 import sys
@@ -10,11 +10,11 @@ from torch import nn
 from weft.context_parallel.attention import attend
 from weft.context_parallel.shared_sequence import SharedSequence
 
-_NAME = "weft"  # of the implementation
+_NAME = "weft"  # of the attention implementation
 
 
 def use_context_attention(model: nn.Module) -> None:
-    """Makes the models of transformers in it, if there are any, ask for the attention below."""
+    """Set `attention` as the attention of the transformers models in `model`, if there are any."""
     models = models_of_transformers(model)
     if not models:
         return
@@ -34,13 +34,13 @@ def use_context_attention(model: nn.Module) -> None:
 
 
 def models_of_transformers(model: nn.Module) -> list:
-    """Those in it."""
+    """Return the transformers models in `model`."""
     transformers = sys.modules.get("transformers")
     return [] if transformers is None else [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
 
 
 def refuse_missing_weights(model: nn.Module, output) -> None:
-    """Attention weights that were asked for, and that no rank has. ValueError where transformers returns none."""
+    """Raise ValueError if the caller asked for attention weights: no rank has them."""
     fields = output if isinstance(output, dict) else {}
     names = [name for name in ("attentions", "encoder_attentions", "decoder_attentions") if name in fields]
     if any(isinstance(fields[name], tuple) and not fields[name] for name in names):
@@ -52,18 +52,18 @@ def refuse_missing_weights(model: nn.Module, output) -> None:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A causal mask, with a window or without, that nobody has made; transformers hands it on to `attention`."""
+    """A causal mask, with or without a window, that is never built; transformers passes it to `attention`."""
 
     window: int | None
 
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, **options):
-    """A Pattern where that is all there is to the mask, else what transformers makes for torch's attention."""
+    """Return a Pattern if it describes the whole mask, else the mask of transformers for torch's attention."""
     from transformers.masking_utils import sdpa_mask
 
     padding = options.get("attention_mask")
     square = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
-    # allow_is_causal_skip: no documents, and nothing of the user's.
+    # allow_is_causal_skip: the mask has no documents, and no part from the user.
     if square and options.get("allow_is_causal_skip", True) and (padding is None or bool(padding.all())):
         window = options.get("local_size")
         if _is_window(options["mask_function"], q_length, window):
@@ -73,8 +73,10 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, **options):
 
 
 def _is_window(function, length: int, window: int | None) -> bool:
-    """Whether a mask function of transformers is the causal one with this window, and not one of chunks of that size,
-    whose first keys differ in one of two neighbouring rows."""
+    """Check that a mask function of transformers is the causal one with this window.
+
+    A mask of chunks of that size is not: its first keys differ in one of two neighbouring rows.
+    """
     rows = torch.tensor([[max(0, length - 2)], [length - 1]])
     columns, none = torch.arange(length).unsqueeze(0), torch.zeros(1, 1, dtype=torch.int64)
     expected = columns <= rows
@@ -84,7 +86,14 @@ def _is_window(function, length: int, window: int | None) -> bool:
 
 
 def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **options):
-    """The attention function of transformers' interface: [B, H, S, D] to [B, S, H, D], and None for the weights."""
+    """Compute attention as transformers' interface asks.
+
+    Args:
+        query, key, value: [B, H, S, D].
+
+    Returns:
+        [B, S, H, D], and None for the weights.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     softcap, sinks = options.get("softcap"), options.get("s_aux")
@@ -99,8 +108,8 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     if not isinstance(query, SharedSequence) or attention_mask is not None or options.get("position_bias") is not None:
         found = "a sequence that is not shared" if attention_mask is None else "a mask that is not causal"
         raise ValueError(
-            f"{type(module).__name__}: an attention with window={window}, softcap={softcap} or sinks is there for "
-            f"causal masks over a shared sequence, got {found}: pass neither padding nor a cache, and call the model "
+            f"{type(module).__name__}: an attention with window={window}, softcap={softcap} or sinks needs "
+            f"a causal mask over a shared sequence, got {found}: pass neither padding nor a cache, and call the model "
             "that weft.parallelize got"
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

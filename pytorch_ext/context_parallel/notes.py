@@ -1,4 +1,4 @@
-"""What a model did with its shared sequence, module by module, noted as it runs."""
+"""Records of the use of a shared sequence in each module, written as the model runs."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from weft.running import running
 
 
 def note(kind: str, text: str) -> None:
-    """Note it with the innermost module that is called; a later note of the kind takes the place of an earlier."""
+    """Record a text for the innermost running module; it replaces an earlier text of the same kind."""
     module = running()
     if module is not None:
         set_metadata(module, "sequence_notes", {**(metadata(module, "sequence_notes") or {}), kind: text})
 
 
 def notes(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """(module name, kind, text) of all that was noted."""
+    """Yield (module name, kind, text) of all records."""
     for name, module in model.named_modules():
         for kind, text in (metadata(module, "sequence_notes") or {}).items():
             yield name, kind, text

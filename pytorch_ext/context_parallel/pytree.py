@@ -1,6 +1,8 @@
-"""torch's pytree, with a short way through what functions are called with: tuples, lists and dicts of tensors and
-numbers. It is gone through several times for every function of a shared sequence, and pytree takes most of its time to
-find out what things are."""
+"""torch's pytree, with a short way through tuples, lists and dicts of tensors and numbers.
+
+These are the usual arguments of functions. Every function of a shared sequence goes through its arguments several
+times, and pytree spends most of its time on finding the type of each part.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ _ATOMS = {int, float, bool, complex, str, bytes, type(None), type(...), slice, t
 
 
 def leaves(tree) -> list:
+    """Return the leaves of the tree in order."""
     kind = type(tree)
     if kind in _ATOMS or isinstance(tree, torch.Tensor):
         return [tree]
@@ -23,7 +26,7 @@ def leaves(tree) -> list:
 
 
 def mapped(function: Callable[[Any], Any], tree):
-    """The same tree with function(leaf) in the place of every leaf."""
+    """Return the same tree with function(leaf) in place of every leaf."""
     kind = type(tree)
     if kind in _ATOMS or isinstance(tree, torch.Tensor):
         return function(tree)

@@ -1,4 +1,4 @@
-"""The edge of a model that shares its sequence: whole tensors go in and out, shared ones are inside."""
+"""The edge of a model that shares its sequence: whole tensors outside, shared tensors inside."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import weft.context_parallel.attention  # noqa: F401 - its rules
+import weft.context_parallel.attention  # noqa: F401 - registers its rules
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
@@ -36,7 +36,7 @@ _OPTIONS = {"method": METHODS, "layout": LAYOUTS, "dim": None, "parts": (True, F
 
 
 def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
-    """The options of weft.parallelize, checked. ValueError for what does not exist."""
+    """Check the context options of weft.parallelize and return them. Raise ValueError for an unknown option."""
     options = {"method": context} if isinstance(context, str) else dict(context)
     for name, value in options.items():
         if name not in _OPTIONS:
@@ -51,10 +51,10 @@ def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
 
 
 def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
-    """Makes the model share its sequence.
+    """Make the model share its sequence.
 
     Args:
-        tokenwise: names of modules that get this rank's part as it is.
+        tokenwise: names of the modules that get this rank's part as it is.
     """
     modules = {id(model.get_submodule(name)): model.get_submodule(name) for name in tokenwise}
     modules |= {id(module): module for module in model.modules() if isinstance(module, ShardedModule)}
@@ -73,7 +73,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
 
 
 def sharing_in(model: nn.Module) -> dict[str, Sharing]:
-    """By name, the modules that share a sequence, and how."""
+    """Return how each module that shares a sequence does it, by the module's name."""
     found = {name: sharing for name, module in model.named_modules() if (sharing := metadata(module, "sharing"))}
     return found | {
         name: hook.sharing
@@ -84,18 +84,18 @@ def sharing_in(model: nn.Module) -> dict[str, Sharing]:
 
 
 def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
-    """Says of a module that runs a model in stages that these share the model's sequence."""
+    """Record on a module that runs a model in stages that the stages share the model's sequence."""
     if sharing is not None:
         set_metadata(module, "sharing", sharing)
 
 
 @dataclass
 class _SharedForward:
-    """One that is under way.
+    """A forward in progress.
 
     Attributes:
-        frame: closed at its end.
-        within: of a part of a model that shares its sequence already.
+        frame: closed at the end of the forward.
+        within: the module is a part of a model that shares its sequence already.
     """
 
     frame: ExitStack
@@ -103,7 +103,7 @@ class _SharedForward:
 
 
 class _RegionEntry:
-    """A model's forward pre-hook, and, as `leave`, its forward hook."""
+    """A model's forward pre-hook and, as `leave`, its forward hook."""
 
     at_edge = True
 
@@ -126,7 +126,7 @@ class _RegionEntry:
         return call.enter((args, kwargs))
 
     def leave(self, module: nn.Module, args, output):
-        """Also after an error; there is no output then."""
+        """Close the forward, also after an error; then there is no output."""
         forward = self.under_way.pop()
         forward.frame.close()
         if forward.within:
@@ -137,26 +137,29 @@ class _RegionEntry:
 
 
 def leave(output, sharing: Sharing):
-    """What the model returns: the whole, or with parts=True this rank's part."""
+    """Return the model's output whole, or this rank's part with parts=True."""
     refuse_results_of_custom_functions(output)
     return without_guards(localized(output) if sharing.parts else wholes(output))
 
 
 def is_edge(hook) -> bool:
-    """Whether a hook of a model is one of those that make it share its sequence, or another of weft's that a model in
-    stages can do without."""
+    """Check that a hook belongs to the model's edge.
+
+    These are the hooks that make a model share its sequence, and other hooks of weft that a model in stages can do
+    without.
+    """
     return getattr(getattr(hook, "__self__", hook), "at_edge", False)
 
 
 @dataclass(frozen=True)
 class SharedCall:
-    """What the ranks agreed upon for one forward of a model that shares its sequence.
+    """The ranks' agreement for one forward of a model that shares its sequence.
 
     Attributes:
-        layout: of the sequence.
-        length: of the arguments along the sequence, as this rank has them.
-        seed: of the random numbers of what ranks compute alike.
-        device: of the arguments.
+        layout: layout of the sequence.
+        length: length of this rank's arguments along the sequence.
+        seed: seed of the random numbers of computation that is the same on all ranks.
+        device: device of the arguments.
     """
 
     sharing: Sharing
@@ -166,7 +169,7 @@ class SharedCall:
     device: torch.device
 
     def enter(self, tree):
-        """Arguments, shared where they are along the sequence."""
+        """Return the arguments, shared if they are along the sequence."""
         sharing, dim, cut = self.sharing, self.sharing.dim, SequenceCut(self.sharing, self.layout)
 
         def shared(x):
@@ -178,17 +181,17 @@ class SharedCall:
 
 
 def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> SharedCall:
-    """How the sequence of this call is shared. A collective call of the ranks that share it.
+    """Agree on how the sequence of this call is shared. A collective call of the ranks that share it.
 
     Args:
-        who: begins the texts of errors.
+        who: first word of the error messages.
         tree: the call's arguments.
-        alike: tensors of which the ranks must have the same values where the model takes the whole; None is all
-            arguments along the sequence.
+        alike: tensors that must have the same values on all ranks if the model takes the whole. None: all arguments
+            along the sequence.
 
     Raises:
-        ValueError: no argument has the sequence's dimension; on every rank, where the ranks' arguments do not go
-            together.
+        ValueError: no argument has the sequence's dimension, or the ranks' arguments do not fit together; the latter on
+            every rank.
     """
     ranks, dim = sharing.ranks, sharing.dim
     along = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.ndim > dim]
@@ -199,19 +202,19 @@ def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | Non
         )
     length = along[0].size(dim)
     if sharing.parts:
-        told: list[tuple] = [(*x.shape[:dim], *x.shape[dim + 1 :], x.dtype) for x in along]
+        signature: list[tuple] = [(*x.shape[:dim], *x.shape[dim + 1 :], x.dtype) for x in along]
     else:
-        told = [(x.shape, x.dtype) for x in along]
-        told += [(int(mark_of_bits(x)),) for x in (along if alike is None else alike)]
+        signature = [(x.shape, x.dtype) for x in along]
+        signature += [(int(mark_of_bits(x)),) for x in (along if alike is None else alike)]
     odd = [tuple(x.shape) for x in along if x.size(dim) != length]
-    mine = [length, zlib.crc32(repr(told).encode()), int(torch.randint(2**62, (1,))), len(odd)]
+    own = [length, zlib.crc32(repr(signature).encode()), int(torch.randint(2**62, (1,))), len(odd)]
     where = torch.device("cpu") if ranks.host is not ranks else along[0].device
-    rows = ranks.all_gather(torch.tensor([mine], device=where), 0, [1] * ranks.world_size).tolist()
+    rows = ranks.all_gather(torch.tensor([own], device=where), 0, [1] * ranks.world_size).tolist()
     lengths, marks, seeds, odds = zip(*rows, strict=True)
     if len(set(marks)) > 1:
-        what = "parts of different batches" if sharing.parts else "different batches"
+        kind = "parts of different batches" if sharing.parts else "different batches"
         raise ValueError(
-            f"ranks that share a sequence got {what}: call the model with the same arguments on all of them (a sampler "
+            f"ranks that share a sequence got {kind}: call the model with the same arguments on all of them (a sampler "
             "of data-parallel ranks must not count them)"
         )
     if not sharing.parts:
@@ -231,16 +234,19 @@ def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | Non
     return SharedCall(sharing, layout, length, seeds[0], along[0].device)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Of integers, so in any order the same."""
+    """Return the sum of the bits as integers, which is the same in any order."""
     return _bits(x).sum(dtype=torch.int64)
 
 
 def mark_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Another one where rows, or positions, stand in another order: a batch that each rank has shuffled."""
+    """Return a sum of the bits that depends on the order of rows and positions.
+
+    It differs between ranks that each shuffle the batch.
+    """
     bits = _bits(x)
     mark = bits.sum(dtype=torch.int64)
     for dim, size in enumerate(bits.shape):
@@ -257,14 +263,14 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
-    """What ranks compute alike they compute with the same random numbers, however they are seeded."""
+    """Use the random numbers of `seed` inside, so that ranks with different states compute alike."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 class Tokenwise:
-    """The forward of a module that treats every position alone: it gets this rank's part."""
+    """Forward of a module that treats every position alone: it gets this rank's part."""
 
     def __init__(self, module: nn.Module):
         self.module, self.forward = module, module.forward
@@ -298,7 +304,7 @@ class Tokenwise:
 
 
 class _OfPart:
-    """What a module does to every position alone, with a sequence and tensors that are none: to this rank's part."""
+    """Function of a sequence and of plain tensors, applied to this rank's part: it treats every position alone."""
 
     def __init__(self, function: Callable):
         self.function = function
@@ -312,7 +318,7 @@ class _OfPart:
 
 
 class _OfWhole:
-    """The forward of a module that gets the sequence gathered: what it does to it is not known."""
+    """Forward of a module with an unknown use of the sequence: it gets the sequence gathered."""
 
     def __init__(self, module: nn.Module):
         self.module, self.forward = module, module.forward
@@ -331,7 +337,10 @@ def _parts(tree, ranks: Communicator):
 
 
 def _cut_after(module: nn.Module, x: SharedSequence) -> SequenceCut:
-    """A column layer with sequence_parallel leaves a sequence-parallel region, a row layer begins one."""
+    """Return the cut of a module's output.
+
+    A column layer with sequence_parallel ends a sequence-parallel region, a row layer begins one.
+    """
     if not isinstance(module, ParallelLinear) or not module.sequence_parallel or module.communicator.world_size == 1:
         return x.cut
     begins = module.style == "row"
@@ -346,7 +355,7 @@ def _cut_after(module: nn.Module, x: SharedSequence) -> SequenceCut:
 
 @contextmanager
 def _parameters_used(module: nn.Module, ranks: Communicator) -> Iterator[None]:
-    """The module's parameters, whose gradients are sums over the ranks."""
+    """Replace the module's parameters by ones with gradients that are summed over the ranks."""
     saved = [(part, dict(part._parameters)) for part in module.modules()]
     try:
         for part, parameters in saved:

@@ -1,4 +1,4 @@
-"""SharedSequence: a tensor that has the whole's shape and this rank's part of the data."""
+"""SharedSequence: a tensor with the shape of the whole and this rank's part of the data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from weft.sharding.sizes import split_sizes
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """How a model shares its sequence.
+    """The way in which a model shares its sequence.
 
     Attributes:
-        ranks: that share it.
-        method, layout: of weft.context_attention.
-        dim: the dimension of the model's arguments that is the sequence.
-        parts: the model is called with, and returns, this rank's part instead of the whole.
-        strict: nothing is gathered for a function that has no rule.
+        ranks: ranks that share it.
+        method, layout: as in weft.context_attention.
+        dim: the sequence dimension of the model's arguments.
+        parts: the model is called with this rank's part, and returns it, instead of the whole.
+        strict: nothing is gathered for a function without a rule.
     """
 
     ranks: Communicator
@@ -37,12 +37,13 @@ class Sharing:
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How one dimension is shared.
+    """The way in which one dimension is shared.
 
     Attributes:
-        blocks: the dimension is so many sequences one after another (batch and sequence, flattened), each cut.
-        region: (rank, world) of the tensor-parallel ranks that share each part once more, in a sequence-parallel
-            region (Korthikanti et al. 2022); None outside of one.
+        blocks: number of sequences one after another in the dimension (batch and sequence, flattened), each of them
+            cut.
+        region: (rank, world) of the tensor-parallel ranks that share each part again, in a sequence-parallel region
+            (Korthikanti et al. 2022); None outside of one.
     """
 
     sharing: Sharing
@@ -60,7 +61,7 @@ class SequenceCut:
 
     @cached_property
     def length(self) -> int:
-        """Of the whole, in one block."""
+        """Length of the whole, in one block."""
         return sum(self.sizes)
 
     @property
@@ -68,11 +69,11 @@ class SequenceCut:
         return self.sizes[self.sharing.ranks.rank]
 
     def pick(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of a tensor that every rank has whole. Backward gathers."""
+        """Return this rank's part of a tensor that every rank has whole. Backward gathers."""
         return self._cross(shard_sequence, whole, dim, self.length)
 
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The way back. Backward picks."""
+        """Return the whole from the parts of all ranks. Backward picks."""
         return self._cross(unshard_sequence, part, dim, self.mine)
 
     def _cross(self, way: Callable, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -88,7 +89,7 @@ class SequenceCut:
 
 
 class SharedSequence(torch.Tensor):
-    """Looks whole; `local` is this rank's part along `axis`. Differentiable through `local` alone."""
+    """Tensor that looks whole; `local` is this rank's part along `axis`. Differentiable through `local` alone."""
 
     local: torch.Tensor
     axis: int
@@ -99,7 +100,7 @@ class SharedSequence(torch.Tensor):
         shape = list(local.shape)
         assert shape[axis] == cut.blocks * cut.mine, (shape, axis, cut)
         shape[axis] = cut.blocks * cut.length
-        # It requires a gradient where its part does, so that a custom autograd function that takes it is found out.
+        # It requires a gradient if its part does, so that its use in a custom autograd function is detected.
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
@@ -113,7 +114,7 @@ class SharedSequence(torch.Tensor):
         pass
 
     def like(self, local: torch.Tensor, axis: int | None = None, **changes) -> "SharedSequence":
-        """Another of the same cut."""
+        """Return a SharedSequence with the same cut."""
         return SharedSequence(
             local, self.axis if axis is None else axis, replace(self.cut, **changes) if changes else self.cut
         )
@@ -123,7 +124,7 @@ class SharedSequence(torch.Tensor):
 
     @property
     def back(self) -> int:
-        """The axis, counted from the end (negative)."""
+        """Axis, counted from the end (negative)."""
         return self.axis - self.local.ndim
 
     @classmethod
@@ -149,7 +150,7 @@ _WAY_OUT = (
     '{"its.name": "tokenwise"}, and it gets this rank\'s part.'
 )
 RULES: dict[Callable, Callable] = {}  # function to rule(func, *args, **kwargs); NotImplemented: gather
-NATIVE: set[Callable] = set()  # what only asks for the shape, the type or the device
+NATIVE: set[Callable] = set()  # functions that only read the shape, the type or the device
 _REFUSED = {
     *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "share_memory_", "backward", "__setitem__"),
     *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__deepcopy__", "__reduce_ex__", "__set__"),
@@ -157,7 +158,7 @@ _REFUSED = {
 
 
 def rule_for(*functions: Callable):
-    """Decorates the rule of these functions."""
+    """Decorate the rule of these functions."""
 
     def register(rule):
         RULES.update(dict.fromkeys(functions, rule))
@@ -171,12 +172,12 @@ def shared_in(tree) -> list[SharedSequence]:
 
 
 def localized(tree):
-    """Every shared tensor's part in its place."""
+    """Return the tree with the local part of every shared tensor."""
     return mapped(lambda x: x.local if isinstance(x, SharedSequence) else x, tree)
 
 
 def wholes(tree):
-    """Every shared tensor's whole in its place."""
+    """Return the tree with the whole of every shared tensor."""
     return mapped(lambda x: x.whole() if isinstance(x, SharedSequence) else x, tree)
 
 
@@ -194,7 +195,7 @@ def works_in_place(name: str) -> bool:
 
 
 def gathered(func: Callable, args, kwargs):
-    """The function of the whole tensors, on every rank: right whatever it does, and as large as unsplit."""
+    """Call the function on the whole tensors, on every rank: always right, and as large as unsplit."""
     name = name_of(func)
     if name.split()[0] in _REFUSED or works_in_place(name) or kwargs.get("out") is not None:
         writes = works_in_place(name) or name == "__setitem__"
@@ -206,7 +207,10 @@ def gathered(func: Callable, args, kwargs):
 
 
 class GatheredView(torch.Tensor):
-    """Whole; of a function that gives a view, so that who writes to it expects the sequence to change. It would not."""
+    """Whole tensor from a function that gives a view.
+
+    A write to a view would have to change the sequence, and cannot. So a write raises.
+    """
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -215,7 +219,7 @@ class GatheredView(torch.Tensor):
         name = name_of(func)
         if args and isinstance(args[0], cls) and (works_in_place(name) or name == "__setitem__"):
             raise ValueError(
-                f"{name} cannot be applied to what was gathered of a shared sequence; clone it. {_WAY_OUT}"
+                f"{name} cannot be applied to a tensor that was gathered from a shared sequence; clone it. {_WAY_OUT}"
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
@@ -234,12 +238,12 @@ def _read_only(tree):
 
 
 def without_guards(tree):
-    """Plain tensors in the place of gathered views."""
+    """Return the tree with plain tensors in place of gathered views."""
     return tree_map_only(GatheredView, lambda x: x.as_subclass(torch.Tensor), tree)
 
 
 def note_gathering(why: str, *shared: SharedSequence) -> None:
-    """For weft.explain. ValueError where it may not be."""
+    """Record a gather for weft.explain. Raise ValueError if the model is strict."""
     shapes = ", ".join(str(tuple(x.shape)) for x in shared)
     if shared[0].cut.sharing.strict and any(x.is_floating_point() for x in shared):
         raise ValueError(f"strict: {shapes} would be gathered along the sequence: {why}. {_WAY_OUT}")

@@ -1,4 +1,4 @@
-"""`weft.explain`: what runs in each parallel layer of a model, what it sends, and why nothing faster does."""
+"""`weft.explain`: algorithm and traffic of each parallel layer of a model, and why no faster one."""
 
 from weft.explanation.explain import explain
 

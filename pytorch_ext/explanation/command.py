@@ -1,4 +1,4 @@
-"""`weft explain`: what an automatic plan makes of the model of a config.json. Needs no weights and no ranks."""
+"""`weft explain`: the automatic plan for the model of a config.json. Needs no weights and no ranks."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ USAGE_ERROR = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; a message and 2 where that cannot be."""
+    """Print the report and return 0; if that fails, print a message and return 2."""
     try:
         found = explain_config(options.config, options.tp)
     except (ValueError, OSError, KeyError) as error:
@@ -29,10 +29,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def explain_config(path: str, tp: int) -> Explanation:
-    """Return what plan="auto" makes of the model of a config.json, or of a folder that has one, on `tp` ranks.
+    """Return the automatic plan (plan="auto") on `tp` ranks for the model of a config.json, or of a folder with one.
 
     Raises:
-        ValueError: tp below 1; a configuration that transformers has no model for. OSError: no such file.
+        ValueError: tp is below 1, or transformers has no model for the configuration.
+        OSError: there is no such file.
     """
     import transformers
 
@@ -47,10 +48,10 @@ def explain_config(path: str, tp: int) -> Explanation:
         model = make(config)
     plan = automatic_plan(model, tp)
     ranks = (f"tp: {tp} ranks", f"every rank holds about {100 * _share(model, plan, tp):.0f}% of the parameters")
-    return Explanation(None, (), (), plan.whole, ranks, {name: _told(entry) for name, entry in plan.plan.items()})
+    return Explanation(None, (), (), plan.whole, ranks, {name: _words(entry) for name, entry in plan.plan.items()})
 
 
-def _told(entry) -> str:
+def _words(entry) -> str:
     if isinstance(entry, str):
         return entry
     options = ", ".join(f"{name}={value}" for name, value in entry.items() if name != "style")
@@ -58,7 +59,7 @@ def _told(entry) -> str:
 
 
 def _share(model: nn.Module, found: AutomaticPlan, tp: int) -> float:
-    """Return a rank's part of the parameters, of which those of split layers are shared evenly."""
+    """Return a rank's share of the parameters, if split layers are shared evenly."""
     styles = {name: entry if isinstance(entry, str) else entry["style"] for name, entry in found.plan.items()}
     split = {name for name, style in styles.items() if style not in ("attributes", "sequence", "dropout")}
     held = whole = 0.0

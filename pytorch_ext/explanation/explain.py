@@ -1,4 +1,4 @@
-"""`weft.explain`: what runs in each parallel layer of a model, what it sends, and why not the faster thing."""
+"""`weft.explain`: algorithm and traffic of each parallel layer of a model, and why no faster one."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -29,20 +29,23 @@ from weft.tensor_parallel.auto.trace import tensors_in
 
 
 def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -> Explanation:
-    """Which algorithm computes each product of each parallel layer, what the layer sends, and why not the faster path;
-    of a model that shares its sequence, how each attention was computed when it was last called, and for what the
-    sequence was gathered; and what an automatic plan left whole on every rank, with the reason.
+    """Explain how each parallel layer of a model runs.
 
-    The result prints as text; `.show()` and `rich.print` print a table, `.json()` and `.as_dict()` give it to programs.
+    For each product of a layer the result names the algorithm, the data that the layer sends, and the reason why no
+    faster path is taken. For a model that shares its sequence it says how the last call computed each attention, and
+    why it gathered the sequence. For an automatic plan it names the modules that stay whole on every rank, with the
+    reason.
+
+    The result prints as text. `.show()` and `rich.print` print a table, `.json()` and `.as_dict()` are for programs.
 
     Args:
-        batch: what the model is called with, whose tokens are counted: a tensor, or a tuple, list or dict of them.
-        tokens: instead of a batch, of the whole that the ranks of a layer's group work on; what is faster, and what is
-            sent, depends on it. By default 4096.
+        batch: arguments of a call of the model, to count their tokens: a tensor, or a tuple, list or dict of them.
+        tokens: instead of a batch, the number of tokens that all ranks of a layer's group work on together, 4096 by
+            default. The faster path and the traffic depend on it.
 
     Raises:
-        ValueError: tokens is no whole number of at least 1.
-        TypeError: the model is no module.
+        ValueError: tokens is not a whole number of at least 1.
+        TypeError: the model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain takes a torch.nn.Module, and not a {type(model).__name__}")
@@ -57,7 +60,7 @@ def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -
 
 
 def _tokens_of(batch: Any) -> int:
-    """Count whole numbers, and vectors of floating-point numbers, of the first tensor."""
+    """Count the tokens in the first tensor: its whole numbers, or its vectors of floating-point numbers."""
     first = next(tensors_in(batch), None)
     if first is None or not first.dim():
         raise ValueError(f"explain: there is no tensor with dimensions in a batch of type {type(batch).__name__}")
@@ -65,7 +68,7 @@ def _tokens_of(batch: Any) -> int:
 
 
 _DOES = {
-    "pp": "each keeps a part of the layers, and hands activations on",
+    "pp": "each keeps a part of the layers and sends activations to the next",
     "dp": "each has its part of the batch; gradients are averaged in backward",
     "cp": "each has its part of every sequence",
     "tp": "each has its part of the layers' weights; see each layer",
@@ -73,7 +76,7 @@ _DOES = {
 
 
 def _ranks(model: nn.Module) -> Iterator[str]:
-    """What each dimension of the mesh does."""
+    """Yield a line about each dimension of the mesh."""
     sizes: dict[str, int] = next(filter(None, (metadata(module, "mesh") for module in model.modules())), {})
     for name, size in sizes.items():
         if size > 1:
@@ -103,7 +106,7 @@ def _of_sequences(model: nn.Module) -> tuple[SequenceReport, ...]:
 
 
 def _whole(model: nn.Module) -> Mapping[str, str]:
-    plans = (metadata(module, "plan") for module in model.modules())  # a wrapper may stand around it
+    plans = (metadata(module, "plan") for module in model.modules())  # the plan may be inside of a wrapper
     return next((plan.whole for plan in plans if plan is not None), {})
 
 
@@ -133,7 +136,7 @@ def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
     )
 
 
-# By style and whether the layer is sequence-parallel: how the rows of each product travel.
+# (style, sequence-parallel) -> the collective that moves the rows of each product.
 _COLLECTIVES = {
     ("column", False): {"dgrad": "all_reduce"},
     ("column", True): {"forward": "all_gather", "dgrad": "reduce_scatter"},
@@ -144,14 +147,17 @@ _APART = "one after the other"
 
 
 def _linear_traffic(layer: ParallelLinear, tokens: int) -> Iterator[Traffic]:
-    """Every collective of a step. What travels with a product of a column layer is x or dx, of a row layer y or dy."""
+    """Yield every collective of a step.
+
+    With a product of a column layer, x or dx travels; with a product of a row layer, y or dy.
+    """
     column, region = layer.style == "column", layer.sequence_parallel
     world, size = layer.communicator.world_size, layer.weight.element_size()
     inputs, outputs = size * tokens * layer.in_features, size * tokens * layer.out_features
     travelling = inputs if column else outputs
     for product, how in _COLLECTIVES[layer.style, region].items():
-        what = ("x" if column else "y") if product == "forward" else ("dx" if column else "dy")
-        yield _traffic(product, how, what, travelling, world)
+        tensor = ("x" if column else "y") if product == "forward" else ("dx" if column else "dy")
+        yield _traffic(product, how, tensor, travelling, world)
     if column and region and layer.weight.requires_grad:
         yield _traffic("wgrad", "all_gather", "x", inputs, world)
     if not column and region and layer.bias is not None and layer.bias.requires_grad:
@@ -163,26 +169,26 @@ def _linear_traffic(layer: ParallelLinear, tokens: int) -> Iterator[Traffic]:
 
     for name, shard in layer.shards.items():
         if shard.cut.replicated and layer.get_parameter(name).requires_grad:
-            yield Traffic("wgrad", "all_to_all", f"d{name} of what several ranks have", _shared_bytes(layer, name))
+            yield Traffic("wgrad", "all_to_all", f"d{name} of parts on several ranks", _shared_bytes(layer, name))
 
 
 def _shared_bytes(layer: ParallelLinear, name: str) -> int:
-    """What a rank sends, on average, to those that have the same part of a parameter."""
+    """Return the bytes that a rank sends, on average, to the ranks with the same part of a parameter."""
     shard, world = layer.shards[name], layer.communicator.world_size
-    pairs = [(one, other) for one in range(world) for other in range(world) if one != other]
+    pairs = [(rank, other) for rank in range(world) for other in range(world) if rank != other]
     length = sum(stop - start for pair in pairs for start, stop in shard.cut.common(*pair))
     whole = layer.get_parameter(name).element_size() * math.prod(shard.global_shape)
     return whole // shard.global_shape[shard.dim] * length // world
 
 
 def _shard(layer: ShardHolder) -> str:
-    shard = next(iter(layer.shards.values()))  # of the weight
+    shard = next(iter(layer.shards.values()))  # the weight's shard is the first
     return f"{tuple(shard.shape)} of {shard.global_shape}"
 
 
-def _traffic(product: str, collective: str, what: str, whole_bytes: int, world: int) -> Traffic:
+def _traffic(product: str, collective: str, tensor: str, whole_bytes: int, world: int) -> Traffic:
     times = 2 if collective == "all_reduce" else 1
-    return Traffic(product, collective, what, times * whole_bytes * (world - 1) // world)
+    return Traffic(product, collective, tensor, times * whole_bytes * (world - 1) // world)
 
 
 def _embedding(name: str, layer: ParallelEmbedding, tokens: int) -> LayerReport:
@@ -200,7 +206,7 @@ def _embedding(name: str, layer: ParallelEmbedding, tokens: int) -> LayerReport:
 
 
 def _other(name: str, layer: ShardHolder) -> LayerReport:
-    """A layer of which nothing is known but that it is split."""
+    """Report a split layer of an unknown kind."""
     ranks = next(iter(layer.shards.values())).communicator
     kind = f"{type(layer).__name__} {getattr(layer, 'style', '')}".rstrip()
     computed = {
@@ -212,7 +218,7 @@ def _other(name: str, layer: ShardHolder) -> LayerReport:
 def _communication(layer: ParallelLinear, tokens: int, b: torch.Tensor, how: str) -> Communication:
     try:
         decided = products.decide(layer.place, tokens, b, how)
-    except ValueError as error:  # overlap="always" where it cannot be: what the layer will raise
+    except ValueError as error:  # overlap="always" is impossible: the layer will raise this
         return Communication(how, "", str(error))
     return Communication(how, OVERLAPPED if decided.fused else _APART, decided.reason)
 
@@ -223,7 +229,7 @@ def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: s
     from weft.kernels import launch
     from weft.kernels.matmul_tiles import Problem, choose_tile
 
-    # Rows (n) or columns (t) of both operands lie at 16 bytes where the contiguous dimension is a multiple of that.
+    # Rows (n) or columns (t) of both operands are aligned to 16 bytes if the contiguous dimension is a multiple.
     contiguous = {"nt": (k, k), "nn": (k, n), "tn": (m, n)}[layout]
     aligned = all(size * weight.element_size() % 16 == 0 for size in contiguous)
     problem = Problem(m, n, k, layout, aligned, weight.dtype, fused or "none")

@@ -1,4 +1,4 @@
-"""What `weft.explain` tells: of each product, collective, layer and shared sequence of a model."""
+"""The reports of `weft.explain`: each product, collective, layer and shared sequence of a model."""
 
 import json
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ from rich.markup import escape
 from rich.table import Table
 
 ATEN, OVERLAPPED = "ATen", "overlapped"
-NO_NEWS = "the kernels run on CUDA devices"  # why everything on a CPU is ATen's
+NO_NEWS = "the kernels run on CUDA devices"  # the reason for every product on a CPU; not printed
 
 
 @dataclass(frozen=True)
 class ProductReport:
-    """What computes one of a layer's products.
+    """The computation of one product of a layer.
 
     Attributes:
         algorithm: "weft kernel" or "ATen".
-        why: why that one; of ATen, why not the kernel.
-        variant: the kernel's configuration; "" of ATen.
-        origin: where the kernel's machine code comes from, on a GPU.
+        why: the reason for the algorithm; with ATen, the reason against the kernel.
+        variant: configuration of the kernel; "" with ATen.
+        origin: source of the kernel's machine code, on a GPU.
     """
 
     algorithm: str
@@ -37,8 +37,8 @@ class Communication:
     """The collective that goes with a product.
 
     Attributes:
-        how: "overlapped" or "one after the other"; "" where the layer will raise.
-        why: why so, or what it will raise.
+        how: "overlapped" or "one after the other"; "" if the layer will raise.
+        why: the reason, or the error that the layer will raise.
     """
 
     collective: str
@@ -51,11 +51,13 @@ class Communication:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One collective of a layer: what each of the W ranks sends, on average, of a whole of B bytes: (W-1)/W B to gather
-    it or to reduce and scatter it, twice that to all-reduce it, however the transport does it.
+    """One collective of a layer.
+
+    `sent_bytes` is the average over the W ranks, for a whole tensor of B bytes: (W-1)/W B for an all-gather or a
+    reduce-scatter, twice that for an all-reduce. The transport does not change it.
 
     Attributes:
-        product: that it goes with: "forward"; "dgrad" and "wgrad" are of backward.
+        product: the product that it goes with: "forward"; or "dgrad" or "wgrad" in backward.
         what: the tensor.
     """
 
@@ -67,17 +69,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer.
+    """The report on one layer.
 
     Attributes:
         name: as in `named_modules`.
         layer: its class and style.
-        shard: this rank's part of the weight, of the whole.
-        transport: what carries its collectives.
-        computed: "forward", "dgrad" and "wgrad", each with what computes it.
-        communicated: of "forward" and "dgrad", where a collective goes with it.
-        traffic: everything that it sends, where its input and its weight want gradients; None where tokens do not tell
-            (of a convolution, whose bytes are an image's).
+        shard: this rank's part of the weight, and the whole.
+        transport: transport of its collectives.
+        computed: "forward", "dgrad" and "wgrad" -> the product's computation.
+        communicated: "forward" and "dgrad" -> the collective, if there is one.
+        traffic: every collective, if input and weight require gradients; None if the tokens do not determine it (for a
+            convolution, its bytes depend on the image).
     """
 
     name: str
@@ -90,22 +92,22 @@ class LayerReport:
 
     @property
     def products(self) -> dict[str, str]:
-        """`computed` in words."""
+        """The values of `computed` as text."""
         return {name: str(product) for name, product in self.computed.items()}
 
     @property
     def communication(self) -> dict[str, str]:
-        """`communicated` in words: which collective, whether the two overlap, why."""
+        """The values of `communicated` as text: the collective, whether the two overlap, and the reason."""
         return {name: str(communication) for name, communication in self.communicated.items()}
 
     @property
     def forward_bytes(self) -> int | None:
-        """What a rank sends in forward; see Traffic."""
+        """Bytes that a rank sends in forward; see Traffic."""
         return self._sent({"forward"})
 
     @property
     def backward_bytes(self) -> int | None:
-        """What a rank sends in backward; see Traffic."""
+        """Bytes that a rank sends in backward; see Traffic."""
         return self._sent({"dgrad", "wgrad"})
 
     def _sent(self, products: set[str]) -> int | None:
@@ -115,7 +117,7 @@ class LayerReport:
 
     @property
     def why_not_faster(self) -> dict[str, str]:
-        """Of each product that takes a slower path, why: of the product, then of its communication."""
+        """Reasons of each product on a slower path: of the product, then of its communication."""
         found = {}
         for name, product in self.computed.items():
             reasons = [product.why] if product.algorithm == ATEN else []
@@ -136,7 +138,7 @@ class LayerReport:
             news = [] if NO_NEWS in product.why else [str(product)]
             if name in self.communicated and NO_NEWS not in self.communicated[name].why:
                 news.append(self.communication[name])
-            lines += [f"    {name if row == 0 else '':<8} {told}" for row, told in enumerate(news)]
+            lines += [f"    {name if row == 0 else '':<8} {text}" for row, text in enumerate(news)]
         lines.append(
             f"    sends    {size_in_words(self.forward_bytes)} forward, {size_in_words(self.backward_bytes)} backward"
         )
@@ -145,13 +147,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class SequenceReport:
-    """What a module did with the sequence that ranks share, when it was last called.
+    """The use of the shared sequence in a module's last call.
 
     Attributes:
         name: as in `named_modules`; "" is the model itself.
-        kind: "shares" (the model that was given to parallelize), "attention", or "gathered: " and why.
-        text: of an attention: the layout, the method, and what the others would have sent; of what was gathered, its
-            shape and size.
+        kind: "shares" (the model given to parallelize), "attention", or "gathered: " and the reason.
+        text: for an attention, the layout, the method, and the traffic of the other methods; for a gather, shape and
+            size.
     """
 
     name: str
@@ -167,14 +169,15 @@ NOTHING = "no layer is split over ranks"
 
 @dataclass(frozen=True)
 class Explanation:
-    """A model's.
+    """The report on a model.
 
     Attributes:
-        tokens: of what the layers' reports are told; None where there are no such reports.
-        sequence: what was seen of a shared sequence.
-        whole: what an automatic plan left whole on every rank, by name, and why.
-        ranks: what each dimension of the mesh does, and what this rank holds.
-        planned: of a model that is not split yet, what an automatic plan makes of each module, by name.
+        tokens: number of tokens that the layers' reports assume; None without such reports.
+        layers: reports on the layers.
+        sequence: reports on the use of a shared sequence.
+        whole: name -> reason, for each module that an automatic plan left whole on every rank.
+        ranks: lines about each dimension of the mesh, and about this rank's share.
+        planned: name -> entry of the automatic plan, for a model that is not split yet.
     """
 
     tokens: int | None
@@ -205,15 +208,15 @@ class Explanation:
         return {"ranks": list(self.ranks), "planned": dict(self.planned)}
 
     def json(self, indent: int | None = 2) -> str:
-        """`as_dict()` as JSON."""
+        """Return `as_dict()` as JSON."""
         return json.dumps(self.as_dict(), indent=indent)
 
     def __rich__(self):
-        """What `rich.print` prints: a table."""
+        """Return the table that `rich.print` prints."""
         return _tables(self)
 
     def show(self) -> None:
-        """Prints it: a table on a terminal, the plain text elsewhere."""
+        """Print a table on a terminal, the plain text elsewhere."""
         console = Console()
         if console.is_terminal:
             console.print(self)
@@ -223,7 +226,7 @@ class Explanation:
 
 def size_in_words(bytes_: float | None) -> str:
     if bytes_ is None:
-        return "not told by tokens"
+        return "unknown from tokens"
     for unit in ("B", "KiB", "MiB"):
         if bytes_ < 1024:
             return f"{bytes_:.4g} {unit}"
@@ -280,8 +283,8 @@ def _of_sequences(found: Explanation) -> Table:
     return table
 
 
-def _of_names(told: Mapping[str, str], title: str, heading: str) -> Table:
+def _of_names(reasons: Mapping[str, str], title: str, heading: str) -> Table:
     table = Table("layer", heading, title=title, title_justify="left")
-    for name, why in told.items():
+    for name, why in reasons.items():
         table.add_row(escape(name), escape(why))
     return table

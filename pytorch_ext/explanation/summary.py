@@ -1,4 +1,4 @@
-"""One line about a model that was put on a mesh, and short words for what stayed whole."""
+"""A line about a model on a mesh, and short texts for the reasons why modules stayed whole."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.sharding.shard import shard_of
 
-_SHORT = {  # what a reason says, in three words
+_SHORT = {  # pattern of a reason -> three words
     "looked up by numbers": "positions, not tokens",
     "counts all of the features": "counts its features",
     "there is no style for": "no such style",
@@ -26,15 +26,16 @@ _MOST = 4
 
 
 def in_three_words(reason: str) -> str:
-    return next((short for told, short in _SHORT.items() if re.search(told, reason)), "see weft.explain")
+    """Return a short text for the reason."""
+    return next((short for pattern, short in _SHORT.items() if re.search(pattern, reason)), "see weft.explain")
 
 
 def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, whole: Mapping[str, str]) -> None:
-    """Log the line on the first rank; print it where no logging is set up.
+    """Log the line on the first rank; print it if logging is not set up.
 
     Args:
-        sizes: dimension of the mesh to its ranks.
-        parameters: how many numbers the model had on each rank before.
+        sizes: dimension of the mesh -> number of ranks.
+        parameters: number of elements of the model's parameters on each rank before.
     """
     if dist.is_initialized() and dist.get_rank():
         return
@@ -43,9 +44,9 @@ def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, who
     short: dict[str, str] = {}
     for name, reason in whole.items():
         short.setdefault(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), in_three_words(reason))
-    told = [f"{name} ({why})" for name, why in list(short.items())[:_MOST]]
+    named = [f"{name} ({why})" for name, why in list(short.items())[:_MOST]]
     more = [f"{len(short) - _MOST} more"] if len(short) > _MOST else []
-    stayed = f"; whole on every rank: {', '.join(told + more)}" if told else ""
+    stayed = f"; whole on every rank: {', '.join(named + more)}" if named else ""
     line = (
         f"parallelize ({mesh}): a rank holds {100 * share:.0f}% of {parameters:,} parameters{stayed}; "
         "weft.explain(model) for the rest"
@@ -58,7 +59,7 @@ def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, who
 
 
 def share_held(model: nn.Module) -> str:
-    """Return how many numbers of its layers this rank holds, and of how many."""
+    """Return, as text, how many elements of its layers' parameters this rank holds, and their total."""
     held = whole = 0
     for parameter in model.parameters():
         shard = shard_of(parameter)

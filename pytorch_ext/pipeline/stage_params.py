@@ -10,13 +10,15 @@ from weft.sharding.owners import owners_of
 
 
 def hold(into: nn.Module, model: nn.Module, stages: Iterable[nn.Module]) -> None:
-    """Registers in `into` those children, parameters and buffers of `model` that the stages use, where they are in it.
+    """Register in `into` the children, parameters and buffers of `model` that the stages use.
+
+    They keep their names and places.
 
     Raises:
-        ValueError: a name that `into` has for something else.
+        ValueError: `into` has such a name for something else.
     """
     modules = {id(module) for stage in stages for module in stage.modules()}
-    tensors = {id(one) for stage in stages for one in [*stage.parameters(), *stage.buffers()]}
+    tensors = {id(x) for stage in stages for x in [*stage.parameters(), *stage.buffers()]}
 
     def fill(part: nn.Module, whole: nn.Module) -> bool:
         for name, tensor in whole._parameters.items():
@@ -51,12 +53,13 @@ def _free(part: nn.Module, name: str) -> None:
 
 
 class StageParams:
-    """What a module holds of a model, for when its parameters become others: a model is built on the meta device, cut,
-    and given memory or values afterwards.
+    """The tensors of a model that a module holds, and their replacement.
+
+    Parameters are replaced if a model is built on the meta device, cut, and given memory or values afterwards.
 
     Args:
-        into: what `hold` has filled.
-        roots: where else the tensors are used under the same names: the parts of the model that run.
+        into: the module that `hold` has filled.
+        roots: the parts of the model that run, which use the tensors under the same names.
     """
 
     def __init__(self, into: nn.Module, roots: Iterable[nn.Module]):
@@ -64,13 +67,13 @@ class StageParams:
         self._tensors = _tensors_of(into)
 
     def renew(self, into: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-        """Brings what runs up to date with what `into` holds now; returns what has become what."""
+        """Rebind the tensors of the roots to those in `into`; return {old: new} for those that changed."""
         now, changed = _tensors_of(into), {}
         for name, old in self._tensors.items():
             new = now.get(name)
             if new is None:
                 raise ValueError(
-                    f"{name} has gone since the model was cut, and what runs has it still: change the layers of the "
+                    f"{name} has gone since the model was cut, and the stages still use it: change the layers of the "
                     "model, and cut it afterwards"
                 )
             if new is old:

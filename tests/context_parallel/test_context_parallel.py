@@ -442,8 +442,12 @@ def refuses(rank):
     refused(
         ValueError, f"data_ptr cannot be applied to a shared sequence.*{way_out}", Sequential(lambda t: t.data_ptr())
     )
-    refused(ValueError, "add_ cannot be applied to what was gathered", Sequential(lambda t: t[:, 0].add_(1)))
-    refused(ValueError, "__setitem__ cannot be applied to what", Sequential(lambda t: t[:, 1:].mT.__setitem__(0, 1)))
+    refused(ValueError, "add_ cannot be applied to a tensor that was gathered", Sequential(lambda t: t[:, 0].add_(1)))
+    refused(
+        ValueError,
+        "__setitem__ cannot be applied to a tensor that was gathered",
+        Sequential(lambda t: t[:, 1:].mT.__setitem__(0, 1)),
+    )
     refused(ValueError, "register_hook cannot", Sequential(lambda t: t.register_hook(print)))
     refused(ValueError, "__setitem__ cannot", Sequential(lambda t: t.__setitem__((0, 0), 1)))
     strict = {"context": {"strict": True}}

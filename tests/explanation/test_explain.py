@@ -140,7 +140,7 @@ def shows_others(rank):
     model = nn.Sequential(ParallelConv2d(4, 6, 3, style="column"), ParallelConv1D(8, 10, style="row"))
     convolution, linear = weft.explain(model, tokens=64).layers
     assert (convolution.layer, convolution.shard) == ("ParallelConv2d column", "(3, 4, 3, 3) of (6, 4, 3, 3)")
-    assert convolution.forward_bytes is None and "not told by tokens forward" in str(convolution)
+    assert convolution.forward_bytes is None and "unknown from tokens forward" in str(convolution)
     assert convolution.why_not_faster["forward"] == "weft has no kernel for this layer"
     assert linear.shard == "(4, 10) of (8, 10)" and linear.forward_bytes == 64 * 10 * 4
     with kernel_choice.prefer("kernel"):
@@ -148,7 +148,7 @@ def shows_others(rank):
     assert linear.computed["forward"].variant.startswith("MatmulConfig(")
     drawn = io.StringIO()
     Console(file=drawn, width=220).print(weft.explain(model))
-    assert "not told by tokens" in drawn.getvalue()
+    assert "unknown from tokens" in drawn.getvalue()
     json.loads(weft.explain(model).json())
 
 
