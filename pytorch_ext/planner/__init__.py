@@ -1,4 +1,4 @@
-"""Which paradigm, which mesh: memory and time of a training step, by arithmetic. Imports the standard library only."""
+"""Choice of a mesh: memory and time of a training step, by arithmetic. Imports the standard library only."""
 
 from typing import Any
 
@@ -44,22 +44,23 @@ def plan(
     gpus_per_node: int | None = None,
     overlap: str = "some",
 ) -> list[Plan]:
-    """Ways to train a model on so many devices, the fastest first: the best of each mesh that fits.
+    """Return the ways to train a model on the devices, the fastest first: the best layout of each mesh that fits.
 
     Args:
         model: a preset's name, a Hugging Face config.json (path or content), a module with a .config, or a Model.
-        gpus: devices (ranks) in all.
+        gpus: number of devices (ranks).
         hardware: a preset's name, a file of `weft bench --save`, or a Hardware.
         sequence_length: tokens of a sequence.
         global_batch: sequences of an optimizer step.
         precision: "bf16", "fp16" or "fp32".
         optimizer: "adamw", "adam", "lamb", "lars", "momentum" or "sgd".
         recompute: "none", "selective" or "full"; None tries each.
-        gpus_per_node: where it is not the hardware's.
+        gpus_per_node: devices in a node, if it differs from the hardware's number.
         overlap: "none", "some" or "all"; see Job.
 
     Raises:
-        ValueError: something is unknown or impossible, or nothing fits: by how much, and what would make it fit.
+        ValueError: an argument is unknown or impossible. Or nothing fits; the message says by how much, and which
+            changes would make it fit.
 
     Source: memory by Korthikanti et al. 2022, time by a roofline and alpha-beta model; docs/planner.md has both.
     """

@@ -1,4 +1,4 @@
-"""`weft plan`: a ranked table of layouts, why the others are not in it, and the commands that start the best."""
+"""`weft plan`: a ranked table of layouts, the reasons against the others, and the commands that start the best."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from weft.planner.search import Candidates, Plan, search, too_big
 from weft.planner.validate import Comparison, mean_error, validate
 
 USAGE_ERROR = 2
-# Filled in where a plan is asked for: a run of --validate has its own.
+# Defaults for a plan; --validate has its own.
 DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "overlap": "some", "top": 10}
 
 
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=int, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, help="sequences of an optimizer step")
     parser.add_argument("--precision", choices=PRECISIONS, help="of weights and activations (default bf16)")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="whose states take memory (default adamw)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="its states take memory (default adamw)")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="only this; otherwise each is tried")
-    parser.add_argument("--overlap", choices=OVERLAP, help="communication beside arithmetic (default some)")
+    parser.add_argument("--overlap", choices=OVERLAP, help="communication that runs during arithmetic (default some)")
     parser.add_argument("--gpus-per-node", type=int, help="where it is not the hardware's")
     parser.add_argument("--top", type=int, help="layouts to print (default 10)")
     parser.add_argument("--plot", metavar="FILE", help="draw memory and the trade-off against time there (PNG)")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was asked for; a message and 2 where that cannot be."""
+    """Print the plans or the validation and return 0; if that fails, print a message and return 2."""
     try:
         _check(options)
         vars(options).update({name: value for name, value in DEFAULTS.items() if getattr(options, name) is None})
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ValueError for what would be ignored."""
+    """Raise ValueError for options that would be ignored."""
     if options.top is not None and options.top < 1:
         raise ValueError(f"--top {options.top} must be at least 1")
     if options.validate:

@@ -1,4 +1,4 @@
-"""What a device and its links can do: presets from datasheets, or a machine measured by `weft bench --save hw.json`."""
+"""Rates of a device and its links: datasheet presets, or a machine measured by `weft bench --save hw.json`."""
 
 import json
 from collections.abc import Mapping
@@ -9,39 +9,40 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
-VERSION = 2  # of the file's format
+VERSION = 2  # of the file format
 _GIB = 1024**3
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A node of equal devices. Rates are what is sustained, in bytes and operations per second.
+    """A node of equal devices. Rates are sustained rates, in bytes and operations per second.
 
     Args:
-        name: for the reader.
-        memory_bytes: of a device, as the framework sees it.
-        peak_flops: by precision ("fp32", "fp16", "bf16"), from the datasheet: what MFU is a share of.
-        matmul_fraction: the share of the peak that large square products reach.
-        attention_fraction: the share of that which a fused attention kernel's products reach.
-        attention_score_s: of a fused attention kernel besides, for each score: its exponential.
-        attention_block: positions that it takes at a time; of those on the diagonal it computes the hidden half too.
-        activation_forward_s, activation_backward_s: of the MLP's activation, for each element, its memory included; 0
-            where memory alone counts.
-        elementwise_bytes_s: read and written by an operation on tensors of a layer; 0 takes memory_bytes_s.
-        memory_bytes_s: of a device's memory.
-        node_bytes_s, node_latency_s: one direction of a device's link inside of a node, and a hop's latency.
+        name: name in the output.
+        memory_bytes: memory of a device, as the framework sees it.
+        peak_flops: peak rate by precision ("fp32", "fp16", "bf16"), from the datasheet. MFU is a share of it.
+        matmul_fraction: share of the peak that large square products reach.
+        attention_fraction: share of the rate of large products that a fused attention kernel's products reach.
+        attention_score_s: additional time of a fused attention kernel for each score: its exponential.
+        attention_block: positions in a block of that kernel; it also computes the hidden half of the blocks on the
+            diagonal.
+        activation_forward_s, activation_backward_s: time of the MLP's activation for each element, memory included; 0
+            if memory alone counts.
+        elementwise_bytes_s: rate at which an operation reads and writes tensors of a layer; 0 takes memory_bytes_s.
+        memory_bytes_s: rate of a device's memory.
+        node_bytes_s, node_latency_s: rate of one direction of a device's link inside of a node, and latency of a hop.
         network_bytes_s, network_latency_s: the same between nodes, per device.
-        processors: what works on tiles of a product at the same time (SMs); 0 where tiles do not matter (CPUs).
-        devices_per_node: how many share a node's links.
-        launch_s: of the host for a kernel or operation; added to it where processors is 0.
-        context_launch_s: the same where ranks share a sequence, with their meeting; 0 takes launch_s.
-        reserved_bytes: taken on each device before the first tensor (context, libraries).
-        fragmentation: the share of what is allocated that the allocator loses.
-        full_speed_ranks: ranks of a node that run at these rates at once; further ranks share them (CPU cores).
-            0: as many as there are devices.
-        turn_s: what a collective of two ranks costs besides where ranks outnumber the cores: one waits for a core until
-            the scheduler takes it from another, and then the other for the first.
-        link_fraction: what node_bytes_s and network_bytes_s are of a datasheet's rates.
+        processors: units that work on tiles of a product at the same time (SMs); 0 if tiles do not matter (CPUs).
+        devices_per_node: devices that share a node's links.
+        launch_s: time of the host for a kernel or an operation; added to the operation's time if processors is 0.
+        context_launch_s: the same if ranks share a sequence, with their synchronization; 0 takes launch_s.
+        reserved_bytes: memory taken on each device before the first tensor (context, libraries).
+        fragmentation: share of the allocated memory that the allocator loses.
+        full_speed_ranks: ranks of a node that run at these rates at once; further ranks share them (CPU cores). 0: as
+            many as there are devices.
+        turn_s: additional time of a collective of two ranks if ranks outnumber the cores. One of the two
+            waits until the scheduler takes a core from another rank, then the other waits for the first.
+        link_fraction: share of the datasheet's link rates in node_bytes_s and network_bytes_s.
     """
 
     name: str
@@ -71,11 +72,11 @@ class Hardware:
 
     @staticmethod
     def of(source: Any) -> "Hardware":
-        """A Hardware from a Hardware, a preset's name or a file.
+        """Return a Hardware from a Hardware, a preset's name or a file.
 
         Raises:
-            ValueError: the name is no preset and no file, or the file is of another version or lacks fields.
-            TypeError: anything else.
+            ValueError: the name is neither a preset nor a file, or the file is of another version or lacks fields.
+            TypeError: source is anything else.
         """
         if isinstance(source, Hardware):
             return source
@@ -93,26 +94,26 @@ class Hardware:
             raise ValueError(f"hardware {str(source)!r} is neither a file nor one of {', '.join(presets())}")
         try:
             values = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without an end
+        except (ValueError, RecursionError) as error:  # not JSON, not text, or nested too deep
             raise ValueError(f"{path} is not JSON: {error}") from None
         return _from_file(path, values)
 
     def with_nodes_of(self, devices: int) -> "Hardware":
-        """The same devices in nodes of another size.
+        """Return the same devices in nodes of another size.
 
         Raises:
-            ValueError: no whole number of at least one.
+            ValueError: devices is not a whole number of at least one.
         """
         check_count("gpus_per_node", devices)
         return replace(self, devices_per_node=devices)
 
     def with_network_of(self, gb_s: float) -> "Hardware":
-        """The same devices behind another network, of so many GB/s by its datasheet."""
+        """Return the same devices behind another network, with a datasheet rate of gb_s GB/s."""
         return replace(self, network_bytes_s=gb_s * 1e9 * self.link_fraction)
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises ValueError unless it is a whole number of at least 1."""
+    """Raise ValueError unless value is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r} must be a whole number")
     if value < 1:
@@ -121,13 +122,13 @@ def check_count(name: str, value: Any) -> None:
 
 @cache
 def presets() -> dict[str, Hardware]:
-    """The devices that are known by name, under every name."""
+    """Return the known devices, under each of their names."""
     stored = json.loads(files(__package__).joinpath("data/hardware.json").read_text())
     devices = {name: _build(name, {**stored["every"], **values}) for name, values in stored["hardware"].items()}
     return devices | {other: devices[name] for other, name in stored["also_called"].items()}
 
 
-# Keys of a file, with the field and the unit: {"memory_gb_s": 40} is memory_bytes_s=40e9.
+# Key of a file -> field and unit: {"memory_gb_s": 40} is memory_bytes_s=40e9.
 _REQUIRED = {
     "memory_gib": ("memory_bytes", _GIB),
     "memory_gb_s": ("memory_bytes_s", 1e9),
@@ -157,7 +158,7 @@ _OPTIONAL = {
 
 _POSITIVE = ("matmul_fraction", "attention_fraction", "devices_per_node")
 _WHOLE = ("processors", "devices_per_node", "full_speed_ranks")
-_BESIDES = ("weft_hardware", "name", "peak_tflops", "date", "environment", "measured", "command")
+_NOT_RATES = ("weft_hardware", "name", "peak_tflops", "date", "environment", "measured", "command")
 
 
 def _build(name: str, values: Mapping) -> Hardware:
@@ -165,7 +166,7 @@ def _build(name: str, values: Mapping) -> Hardware:
     for key, (field, unit) in {**_REQUIRED, **_OPTIONAL}.items():
         if key in values:
             fields[field] = values[key] * unit
-    if "link_fraction" in values:  # the datasheets' presets; what was measured is sustained already
+    if "link_fraction" in values:  # presets from datasheets; measured rates are sustained already
         fields["link_fraction"] = values["link_fraction"]
         fields["memory_bytes_s"] *= values["memory_fraction"]
         fields["node_bytes_s"] *= values["link_fraction"]
@@ -183,7 +184,7 @@ def _from_file(path: Path, values: Any) -> Hardware:
     lacking = [key for key in (*_REQUIRED, "peak_tflops") if key not in values]
     if lacking:
         raise ValueError(f"{path}: lacks {', '.join(lacking)}")
-    unknown = [key for key in values if key not in {*_REQUIRED, *_OPTIONAL, *_BESIDES}]
+    unknown = [key for key in values if key not in {*_REQUIRED, *_OPTIONAL, *_NOT_RATES}]
     if unknown:
         known = ", ".join((*_REQUIRED, *_OPTIONAL))
         raise ValueError(f"{path}: {', '.join(unknown)}: no such field; there are {known}")

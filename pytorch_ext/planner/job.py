@@ -1,13 +1,13 @@
-"""What is to be trained, and one way to lay it out over devices."""
+"""A training job, and one way to lay it out over devices."""
 
 from dataclasses import dataclass
 
 from weft.planner.hardware import Hardware, check_count
 from weft.planner.model import Model
 
-# Bytes an element of weights and activations takes, and whether an fp32 copy of the weights is kept beside them.
+# Bytes of an element of weights and activations, and whether there is an additional fp32 copy of the weights.
 PRECISIONS = {"fp32": (4, False), "bf16": (2, True), "fp16": (2, True)}
-# fp32 numbers that the optimizer keeps per parameter, besides that copy.
+# fp32 numbers that the optimizer keeps per parameter, without that copy.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lamb": 2, "lars": 1, "momentum": 1, "sgd": 0}
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero-bubble")
 RECOMPUTE = ("none", "selective", "full")
@@ -22,16 +22,16 @@ class Job:
     Args:
         sequence_length: tokens of a sequence.
         global_batch: sequences of an optimizer step, over all ranks and micro-batches.
-        precision: "fp32", "bf16" or "fp16": of weights and activations; gradients and optimizer states are fp32.
+        precision: of weights and activations: "fp32", "bf16" or "fp16". Gradients and optimizer states are fp32.
         optimizer: one of OPTIMIZERS.
-        fused_attention: attention without its matrix of scores in memory, which also skips what a causal mask hides.
+        fused_attention: attention keeps no matrix of scores in memory, and skips the half that a causal mask hides.
         sequence_parallel: norms and dropout are split over the tensor-parallel ranks too.
-        overlap: which communication runs beside arithmetic: "none"; "some": gradients beside the last backward, and
-            tensor parallelism's collectives in backward beside the weights' gradients; "all": those in forward too,
-            in pieces, and the pipeline's.
-        by_weft: weft.Pipeline has a buffer for each micro-batch of a step that a stage receives, as
-            torch.distributed.pipelining has it, and weft.DataParallel's sharded optimizer has a copy of its part of the
-            gradients. Without, neither: a pipeline has buffers for the micro-batches in flight.
+        overlap: communication that runs at the same time as arithmetic. "none". "some": gradients during the last
+            backward, and tensor parallelism's collectives in backward during the weights' gradients. "all": also those
+            in forward, in pieces, and the pipeline's.
+        by_weft: buffers as in weft. weft.Pipeline has a buffer for each micro-batch of a step that a stage receives, as
+            torch.distributed.pipelining does; weft.DataParallel's sharded optimizer has a copy of its part of the
+            gradients. If False, a pipeline has buffers for the micro-batches in flight, and there is no such copy.
     """
 
     model: Model
@@ -63,12 +63,12 @@ class Job:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of a parameter's optimizer states, the fp32 copy of a 16-bit weight included."""
+        """Bytes of a parameter's optimizer states, including the fp32 copy of a 16-bit weight."""
         return 4 * (OPTIMIZERS[self.optimizer] + PRECISIONS[self.precision][1])
 
     @property
     def eager(self) -> bool:
-        """Operations run one by one, as on a CPU."""
+        """Whether operations run one by one, as on a CPU."""
         return self.hardware.processors == 0
 
     @property
@@ -83,12 +83,12 @@ class Layout:
     Args:
         pp, dp, cp, tp: ranks along each dimension of the mesh.
         micro_batch: sequences that pass through the model together on a data-parallel rank.
-        schedule: of the pipeline.
+        schedule: schedule of the pipeline.
         chunks: pieces of the model on each rank of an interleaved pipeline.
-        recompute: what is computed again in backward: "none", "selective" or "full" (layers). Selective is what
-            weft.parallelize calls so, attention and MLP without the norms; where attention is not fused, it is
-            attention's core, as in Korthikanti et al. 2022.
-        zero: what data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+        recompute: the part that is computed again in backward: "none", "selective" or "full" (layers). "selective" is
+            as in weft.parallelize: attention and MLP without the norms. Without fused attention it is the core of
+            attention, as in Korthikanti et al. 2022.
+        zero: the state that data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
     """
 
     pp: int = 1
@@ -107,7 +107,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that hold the same parameters and sum their gradients."""
+        """Number of ranks that hold the same parameters and sum their gradients."""
         return self.dp * self.cp
 
     def micro_batches(self, job: Job) -> int:
@@ -127,7 +127,10 @@ class LayerShare:
 
     @staticmethod
     def of(job: Job, cp: int, tp: int, micro_batch: int) -> "LayerShare":
-        """What does not divide is split as weft.split_sizes does it; a key-value head is replicated, never cut."""
+        """Return the share of a layer.
+
+        Sizes that do not divide are split as in weft.split_sizes. A key-value head is replicated, never cut.
+        """
         model = job.model
         return LayerShare(
             tokens=micro_batch * -(-job.sequence_length // cp),
@@ -139,7 +142,10 @@ class LayerShare:
         )
 
     def layer_parameters(self, model: Model) -> int:
-        """Of a rank's part of one layer; norms, and biases of what is summed over ranks, are whole."""
+        """Return the number of parameters of a rank's part of one layer.
+
+        Norms are whole, and so are the biases of outputs that are summed over ranks.
+        """
         qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
         products = model.hidden * (qkv + self.heads * model.head_dim)
         products += (3 if model.gated_mlp else 2) * model.hidden * self.intermediate

@@ -1,4 +1,4 @@
-"""What a rank holds at the peak of a step, in bytes (Korthikanti et al. 2022 for the activations)."""
+"""Bytes that a rank holds at the peak of a step (Korthikanti et al. 2022 for the activations)."""
 
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -10,10 +10,14 @@ from weft.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
 class Memory:
     """Bytes on the fullest rank.
 
-    weights, gradients, optimizer: by parameter. activations: what forward keeps for backward, of the micro-batches in
-    flight. logits: and their softmax and gradient in fp32. buffers: communication. workspace: what a layer's backward
-    needs while it runs, recomputed activations included, beyond the logits' room. lost: fragmentation, and what a
-    device holds before the first tensor.
+    Attributes:
+        weights, gradients, optimizer: proportional to the parameters.
+        activations: tensors that forward keeps for backward, of the micro-batches in flight.
+        logits: logits, and their softmax and gradient in fp32.
+        buffers: buffers of communication.
+        workspace: tensors that a layer's backward needs while it runs, including recomputed activations, beyond the
+            logits' room.
+        lost: fragmentation, and memory that a device holds before the first tensor.
     """
 
     weights: float
@@ -35,7 +39,7 @@ class Memory:
 
 
 class Scale:
-    """Weighs layouts of one job."""
+    """Memory of the layouts of one job."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -43,8 +47,11 @@ class Scale:
         self._shard = lru_cache(maxsize=None)(partial(LayerShare.of, job))
 
     def memory(self, layout: Layout) -> Memory:
-        """Of the fullest rank: one of the first stage (most micro-batches in flight), of the second (it receives from
-        both sides) or of the last (the logits)."""
+        """Return the memory of the fullest rank.
+
+        It is in the first stage (most micro-batches in flight), in the second (it receives from both sides) or in the
+        last (the logits).
+        """
         stages = {0, min(1, layout.pp - 1), layout.pp - 1}
         return max((self.stage(layout, stage) for stage in stages), key=lambda memory: memory.total)
 
@@ -61,13 +68,13 @@ class Scale:
         carried = in_flight(layout, stage, layout.micro_batches(job))
         activations = layers * layer.kept(layout.recompute) * carried
         last = stage == layout.pp - 1
-        # Logits as the layer gives them, fp32 softmax, its gradient.
+        # Logits in the layer's dtype, fp32 softmax, its gradient.
         logits = shard.tokens * shard.vocab * (job.element_bytes + 8) if last else 0.0
         # The inputs of the last norm (of RMSNorm, the scaled input too) and of the output layer.
         ends = (2 if model.bias else 3) * layer.boundary if last else 0.0
         buffers = self._buffers(layout, stage, gradients, carried, layer.boundary)
-        # A layer that runs backward: what has just been computed again, and the gradients of the MLP's second product,
-        # of its output, its input, and then of the layer's input or the matrix. Logits and ends are gone then.
+        # A layer in backward holds its recomputed tensors and gradients: of the output and the input of the MLP's
+        # second product, and of the layer's input or the matrix. Logits and ends are freed by then.
         passing = shard.tokens * (model.hidden + shard.intermediate)
         passing += model.hidden * max(shard.tokens, shard.intermediate)
         workspace = max(0.0, layer.again(layout.recompute) + passing * job.element_bytes - logits - ends)
@@ -77,15 +84,21 @@ class Scale:
         return Memory(weights, gradients, optimizer, activations, logits, buffers, workspace, lost)
 
     def _ends(self, layout: Layout, stage: int, shard: LayerShare) -> int:
-        """Parameters of the embeddings and of the output layer on this stage; tied ones stand on both ends."""
+        """Return the number of parameters of the embeddings and of the output layer on this stage.
+
+        Tied embeddings are on both ends.
+        """
         model = self.job.model
         first, last = stage == 0, stage == layout.pp - 1
         matrices = 1 if first and last and model.tied_embeddings else first + last
         return matrices * shard.vocab * model.hidden + first * model.positions * model.hidden + last * model.final_norm
 
     def _buffers(self, layout: Layout, stage: int, gradients: float, carried: float, boundary: float) -> float:
-        """What collectives write to: a gathered input, neighbours' keys and values, what stages pass on. Gradients have
-        their place in the buckets that travel."""
+        """Return the bytes of the buffers that collectives write to.
+
+        They are a gathered input, neighbours' keys and values, and values between stages.
+        The buckets that are sent hold the gradients themselves.
+        """
         job, shard = self.job, self._shard(layout.cp, layout.tp, layout.micro_batch)
         buffers = 0.0
         if layout.tp > 1 and job.sequence_parallel:
@@ -96,12 +109,15 @@ class Scale:
             buffers += self._passed_on(layout, stage, carried) * boundary
         if layout.zero == 1 and layout.dp > 1 and layout.pp == layout.cp == 1 and job.by_weft:
             buffers += gradients / layout.dp
-        if layout.zero == 3:  # the layer that computes and the next
+        if layout.zero == 3:  # the running layer and the next
             buffers += 2 * job.element_bytes * shard.layer_parameters(job.model)
         return buffers
 
     def _passed_on(self, layout: Layout, stage: int, carried: float) -> float:
-        """How many boundaries between stages a stage has in memory, beside the inputs that layers keep anyway."""
+        """Return the number of boundaries between stages in a stage's memory.
+
+        Inputs that layers keep anyway are not counted.
+        """
         if not self.job.by_weft:
             return 2
         micro_batches = layout.micro_batches(self.job)
@@ -114,9 +130,13 @@ class Scale:
 class LayerMemory:
     """Bytes of one micro-batch in one layer on a rank.
 
-    boundary: its input. outer: what norms and dropout keep, the residual stream included. attention: query, key, value
-    and attention's result. core: what attention keeps besides. inner: the MLP. selective: of these, what selective
-    recomputation computes again, one after the other.
+    Attributes:
+        boundary: the layer's input.
+        outer: tensors that norms and dropout keep, including the residual stream.
+        attention: query, key, value and attention's result.
+        core: other tensors that attention keeps.
+        inner: tensors of the MLP.
+        selective: the parts of these that selective recomputation computes again, one after another.
     """
 
     boundary: float
@@ -131,29 +151,32 @@ class LayerMemory:
         return self.outer + self.attention + self.core + self.inner
 
     def kept(self, recompute: str) -> float:
-        """From forward to backward."""
+        """Return the bytes that the layer keeps from forward to backward."""
         if recompute == "full":
             return self.boundary
         return self.whole - (sum(self.selective) if recompute == "selective" else 0)
 
     def again(self, recompute: str) -> float:
-        """Computed again for its backward, and there at a time."""
+        """Return the most bytes that are computed again for backward and held at one time."""
         if recompute == "full":
             return self.whole - self.boundary
         return max(self.selective) if recompute == "selective" else 0.0
 
 
 def split_layers(layers: int, pp: int, stage: int) -> int:
-    """Layers of a stage: balanced, the first stages one more, so that the last has room for the output layer."""
+    """Return the number of layers of a stage.
+
+    The split is balanced. The first stages take one more, so that the last has room for the output layer.
+    """
     return layers // pp + (1 if stage < layers % pp else 0)
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once; with chunks, in shares of the stage's layers.
+    """Return the number of micro-batches whose activations a stage holds at once.
 
-    GPipe keeps all; 1F1B (and zero-bubble H1) as many as there are stages from here to the end; interleaved 1F1B
-    warms up for longer (Narayanan et al. 2021, section 2.2; on stage 0 it is Korthikanti et al. 2022's
-    p (1 + (p - 1) / (p v))).
+    With chunks it counts in shares of the stage's layers. GPipe keeps all. 1F1B (and zero-bubble H1) keeps as many as
+    there are stages from here to the end. Interleaved 1F1B warms up for longer (Narayanan et al. 2021, section 2.2); on
+    stage 0 it is p (1 + (p - 1) / (p v)) of Korthikanti et al. 2022.
     """
     behind = layout.pp - stage
     if layout.schedule == "gpipe":
@@ -165,14 +188,16 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> LayerMemory:
-    """What one layer keeps of one micro-batch on a rank.
+    """Return the bytes that one layer keeps of one micro-batch on a rank.
 
-    What PyTorch saves: the inputs of both norms (of RMSNorm, the scaled input too) and of the four linear layers,
-    query, key, value and attention's log-sum-exp, what goes into and comes out of the MLP's activation, and the dropout
-    masks. For a GPT with as many key-value heads as heads and unfused attention this is sbh (34 + 5 a s / h)
-    (Korthikanti et al. 2022, equation 1), of which tensor parallelism divides sbh (24 + 5 a s / h), and with sequence
-    parallelism everything (equations 2 to 4). Context parallelism gives its result head by head, so that the output
-    layer has a copy of its own.
+    PyTorch saves: the inputs of both norms (of RMSNorm, the scaled input too) and of the four linear layers; query,
+    key, value and attention's log-sum-exp; input and output of the MLP's activation; the dropout masks.
+
+    For a GPT with as many key-value heads as heads and unfused attention this is sbh (34 + 5 a s / h) (Korthikanti et
+    al. 2022, equation 1). Tensor parallelism divides sbh (24 + 5 a s / h) of it, and with sequence parallelism
+    everything (equations 2 to 4).
+
+    Context parallelism returns its result head by head, so the output layer has its own copy.
     """
     model, shard = job.model, LayerShare.of(job, cp, tp, micro_batch)
     bytes_ = job.element_bytes

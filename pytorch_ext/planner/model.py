@@ -1,4 +1,4 @@
-"""The shape of a transformer: what memory and time are computed from. Reads presets and Hugging Face configurations."""
+"""The shape of a transformer, from presets and Hugging Face configurations: the input of memory and time."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-# Whether the MLP has a gate; a model type that is not listed must say so itself ("gated_mlp": true or false).
+# Whether the MLP has a gate. The configuration of another model type must say it ("gated_mlp": true or false).
 _WITH_A_GATE = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2"),
     *("olmo3", "cohere", "cohere2", "granite", "smollm3", "glm", "glm4", "exaone4", "ernie4_5", "seed_oss", "stablelm"),
@@ -21,11 +21,11 @@ _GATED = {**dict.fromkeys(_WITH_A_GATE, True), **dict.fromkeys(_WITHOUT, False)}
 # Linear layers and norms with a bias throughout.
 _BIASED = {"gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "phi", "starcoder2"}
 _LEARNED_POSITIONS = {"gpt2", "gpt_neo", "opt"}
-_FOUR_TIMES = {"gpt2", "gpt_neo", "gptj", "bloom", "falcon", "mpt"}  # the MLP is 4 x hidden where nothing else is said
-# Where the configuration does not say.
+_FOUR_TIMES = {"gpt2", "gpt_neo", "gptj", "bloom", "falcon", "mpt"}  # the MLP is 4 x hidden by default
+# Tied embeddings, if the configuration does not say.
 _TIED = _FOUR_TIMES - {"gptj"} | {"opt", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "starcoder2"}
 _TIED |= {"smollm3", "ernie4_5"}
-# What transformers' class of a model type takes for a size that is not there; null is not that.
+# Sizes that transformers' class of a model type takes for a missing key; null does not count as missing.
 _DEFAULTS = {
     "mistral": {"kv_heads": 8},
     "ministral3": {"kv_heads": 8, "head_dim": 128},
@@ -65,13 +65,14 @@ class Model:
         layers, hidden, intermediate, heads, vocab: its sizes; intermediate is the MLP's inner width.
         kv_heads: fewer than heads with grouped-query attention; 0 takes heads.
         head_dim: 0 takes hidden / heads.
-        gated_mlp: three products in the MLP (SwiGLU) and not two.
+        gated_mlp: the MLP has three products (SwiGLU) instead of two.
         tied_embeddings: the output layer's weight is the embedding's.
-        bias, qkv_bias: on every linear layer and norm (LayerNorm; without, RMSNorm), or on query, key and value only.
+        bias, qkv_bias: a bias on every linear layer and norm (LayerNorm; without it, RMSNorm), or on query, key and
+            value only.
         qk_norm: a norm on queries and keys.
-        positions: rows of a learned position embedding; 0 where positions are rotated into queries and keys.
+        positions: rows of a learned position embedding; 0 if positions are rotated into queries and keys.
         dropout: after attention and MLP, and in attention; its masks take memory.
-        mlp_module: the MLP is a module of its own, which weft.parallelize(recompute="selective") then computes again.
+        mlp_module: the MLP is its own module, so weft.parallelize(recompute="selective") computes it again.
     """
 
     layers: int
@@ -115,13 +116,20 @@ class Model:
 
     @property
     def products_per_layer(self) -> int:
-        """Elements of a layer's matrices: what a token is multiplied with."""
+        """Elements of a layer's matrices: each token is multiplied with them."""
         attention = self.hidden * self.qkv_width + self.heads * self.head_dim * self.hidden
         return attention + (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
 
     def vectors_per_layer(self, qkv_width: int, intermediate: int) -> int:
-        """Elements of a layer's norms and biases, with so much of query, key, value and of the MLP's inner width:
-        tensor parallelism splits the biases of these and leaves the rest whole."""
+        """Return the number of elements of a layer's norms and biases.
+
+        Tensor parallelism splits the biases of query, key, value and of the MLP's inner width, and leaves the rest
+        whole.
+
+        Args:
+            qkv_width: a rank's width of query, key and value together.
+            intermediate: a rank's part of the MLP's inner width.
+        """
         norms = 2 * self.hidden * (2 if self.bias else 1) + (2 * self.head_dim if self.qk_norm else 0)
         qkv = qkv_width if self.bias or self.qkv_bias else 0
         up = intermediate * (2 if self.gated_mlp else 1)
@@ -133,17 +141,21 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All of them; for GPT the P of Narayanan et al. 2021, equation 2."""
+        """Number of parameters; for GPT the P of Narayanan et al. 2021, equation 2."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2) + self.positions * self.hidden
         layer = self.products_per_layer + self.vectors_per_layer(self.qkv_width, self.intermediate)
         return self.layers * layer + embeddings + self.final_norm
 
     def flops_per_token(self, sequence_length: int, *, causal: bool, recomputed: bool = False) -> float:
-        """Floating-point operations of forward and backward for one token: 6 N, and attention.
+        """Return the floating-point operations of forward and backward for one token: 6 N, and attention.
 
-        N counts the matrices and the output layer. Attention is 12 x layers x heads x head_dim x sequence in full, half
-        of that where only the causal half is counted. recomputed adds another forward of the layers, as equation 3
-        of Narayanan et al. 2021 does (8 N in place of 6 N for the layers).
+        N counts the matrices and the output layer. Attention is 12 x layers x heads x head_dim x sequence, or half of
+        it if causal. recomputed adds another forward of the layers, as equation 3 of Narayanan et al. 2021 does (8 N in
+        place of 6 N for the layers).
+
+        Args:
+            causal: count only the causal half of attention.
+            recomputed: count the recomputation of the layers.
         """
         attention = 4 * self.heads * self.head_dim * sequence_length * (0.5 if causal else 1)
         layer = 2 * self.products_per_layer + attention
@@ -151,12 +163,13 @@ class Model:
 
     @staticmethod
     def of(source: Any) -> "Model":
-        """A Model from a Model, a preset's name, the path of a config.json, its content, or a module with a .config.
+        """Return a Model from a Model, a preset's name, a config.json (path or content), or a module with a .config.
 
         Raises:
-            ValueError: the name is no preset and no file, fields are missing (named) or cannot be, or the model is none
-                that the planner knows (a mixture of experts, an encoder, attention over latent vectors).
-            TypeError: anything else.
+            ValueError: the name is neither a preset nor a file; fields are missing (the message names them) or
+                impossible; or the planner does not know this kind of model (a mixture of experts, an encoder, attention
+                over latent vectors).
+            TypeError: source is anything else.
         """
         if isinstance(source, Model):
             return source
@@ -177,7 +190,7 @@ class Model:
 
 @cache
 def presets() -> dict[str, Model]:
-    """The models that are known by name."""
+    """Return the models that are known by name."""
     stored = json.loads(files(__package__).joinpath("data/models.json").read_text())["models"]
     return {name: Model(**values, name=name) for name, values in stored.items()}
 
@@ -193,7 +206,7 @@ def _from_name(source: str | Path) -> Model:
         raise ValueError(f"model {str(source)!r} is neither a file nor one of {', '.join(presets())}")
     try:
         config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without an end
+    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested too deep
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object with the model's sizes, and holds a {type(config).__name__}")
@@ -201,7 +214,7 @@ def _from_name(source: str | Path) -> Model:
 
 
 def _from_config(config: Mapping, name: str) -> Model:
-    """A Hugging Face configuration, or the planner's own names."""
+    """Read a Hugging Face configuration, or one with the planner's own names."""
     if isinstance(config.get("text_config"), Mapping):  # a model of text and images: its language half
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = {**outer, **config["text_config"]}
@@ -219,7 +232,7 @@ def _from_config(config: Mapping, name: str) -> Model:
             found[field] = _DEFAULTS[kind][field]
     if "intermediate" not in found and kind in _FOUR_TIMES and isinstance(found.get("hidden"), int):
         found["intermediate"] = 4 * found["hidden"]
-    if kind == "falcon" and not config.get("new_decoder_architecture"):  # only then does it read num_kv_heads
+    if kind == "falcon" and not config.get("new_decoder_architecture"):  # reads no num_kv_heads
         found["kv_heads"] = 1 if config.get("multi_query", True) else found.get("heads", 0)
     if kind not in _LEARNED_POSITIONS and "positions" not in config:
         found.pop("positions", None)
@@ -249,7 +262,7 @@ def _from_config(config: Mapping, name: str) -> Model:
 
 
 def _flag(config: Mapping, keys: tuple[str, ...], default: bool, name: str) -> bool:
-    """The first of the keys that is there; a text is refused, since "false" would count as true."""
+    """Return the first of the keys that is present. Raise ValueError for a text, since "false" would count as true."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if not isinstance(value, bool):
         raise ValueError(f"{name}: {' or '.join(keys)}={value!r} must be true or false")
@@ -257,7 +270,7 @@ def _flag(config: Mapping, keys: tuple[str, ...], default: bool, name: str) -> b
 
 
 def _unknown(config: Mapping, kind: str) -> str:
-    """What of a configuration says that it is not a model of this kind; "" where nothing does."""
+    """Return the entry of a configuration that shows an unknown kind of model, or ""."""
     experts = next((key for key in _MIXTURES if config.get(key) not in (None, 0, 1)), None)
     if experts:
         return f"{experts}={config[experts]}"

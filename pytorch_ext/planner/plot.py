@@ -1,10 +1,10 @@
-"""A picture of plans: what fills their memory, and time against memory. Needs matplotlib."""
+"""A picture of plans: memory by part, and time against memory. Needs matplotlib."""
 
 from weft.planner.search import Plan, describe
 
 
 def plot(plans: list[Plan], path: str) -> None:
-    """Draws the plans to a file.
+    """Draw the plans to a file.
 
     Raises:
         ImportError: matplotlib is not installed.

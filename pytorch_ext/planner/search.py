@@ -1,4 +1,4 @@
-"""Every layout worth looking at, the best of each mesh, and why the others are not it."""
+"""The search over layouts: the best of each mesh, and the reasons against the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from weft.planner.memory import Memory, Scale
 from weft.planner.start import DIMENSIONS, code, init_mesh
 from weft.planner.step import Clock, Step
 
-# A mechanism more (a dimension, a ZeRO stage, recomputation, chunks) must make a step faster by this share: the model
-# is not more exact than that, and every mechanism is one more thing to get right.
+# Each further mechanism (a dimension, a ZeRO stage, recomputation, chunks) must make a step faster by this share: the
+# model is not more exact, and every mechanism is one more thing to get right.
 WORTH = 0.005
-_MECHANISMS = 2  # as much as this many more count as no faster
-LEANER = 0.95  # a smaller share of the chosen plan's memory is a reason of its own
+_MECHANISMS = 2  # a difference in time below the share of this many mechanisms counts as none
+LEANER = 0.95  # a plan below this share of the chosen plan's memory is reported as leaner
 MIN_TOKENS = 32  # of a sequence on a context-parallel rank
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _CHUNKS = (2, 3, 4, 6, 8, 12)
@@ -24,7 +24,7 @@ _CHUNKS = (2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout of a job, what it takes on the fullest rank and how long a step lasts."""
+    """A layout of a job, its memory on the fullest rank and the time of a step."""
 
     job: Job
     layout: Layout
@@ -37,12 +37,12 @@ class Plan:
 
     @property
     def init_mesh(self) -> str:
-        """The call that makes this mesh."""
+        """Call that makes this mesh."""
         return init_mesh(self.layout)
 
     @property
     def torchrun(self) -> str:
-        """The command that starts its ranks, once on each node."""
+        """Command that starts the ranks; run it once on each node."""
         here = min(self.layout.ranks, self.job.hardware.devices_per_node)
         nodes = -(-self.layout.ranks // here)
         several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HOST:29500 " if nodes > 1 else ""
@@ -52,11 +52,11 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """Python that takes a `model` and defines `step(inputs, targets)`, with all that was decided."""
+        """Python code that takes a `model` and defines `step(inputs, targets)`, with all decisions of the plan."""
         return code(self.job, self.layout)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; bytes and seconds."""
+        """Return the plan for JSON, in bytes and seconds."""
         layout = self.layout
         return {
             **self.mesh,
@@ -80,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A family of layouts, and in one line why its best is not the plan."""
+    """A family of layouts, and one line about why its best layout is not the plan."""
 
     family: str
     why: str
@@ -88,7 +88,13 @@ class Rejection:
 
 @dataclass
 class Candidates:
-    """What a search found: plans, the best first; rejections; leanest: the layout that takes the least memory."""
+    """The result of a search.
+
+    Attributes:
+        plans: plans that fit, the best first.
+        rejected: the rejections.
+        leanest: the layout that takes the least memory, with its memory.
+    """
 
     plans: list[Plan]
     rejected: list[Rejection]
@@ -96,11 +102,11 @@ class Candidates:
 
 
 def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
-    """Compares all meshes of so many devices.
+    """Compare all meshes of so many devices.
 
     Raises:
-        ValueError: gpus is no whole number of at least 1, recompute is none of the known, or a sequence is longer than
-            the model's table of positions.
+        ValueError: gpus is not a whole number of at least 1, recompute is unknown, or a sequence is longer than the
+            model's table of positions.
     """
     check_count("gpus", gpus)
     if recompute is not None and recompute not in RECOMPUTE:
@@ -134,10 +140,10 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
 
 
 def meshes(job: Job, gpus: int) -> Iterator[Layout]:
-    """Every pp x dp x cp x tp of so many devices that can compute the job at all, as a bare Layout.
+    """Yield every pp x dp x cp x tp of so many devices that can compute the job, as a Layout with defaults.
 
-    Left out: tensor parallelism over more heads than there are or over more than two nodes, stages without a layer,
-    data-parallel ranks without a whole and equal share of the batch, context-parallel ranks with next to no tokens.
+    Left out are tensor parallelism over more ranks than heads or over more than two nodes, stages without a layer,
+    data-parallel ranks without a whole and equal share of the batch, and context-parallel ranks with too few tokens.
     """
     for tp in _divisors(gpus):
         if tp > min(job.model.heads, 2 * job.hardware.devices_per_node):
@@ -154,18 +160,21 @@ def meshes(job: Job, gpus: int) -> Iterator[Layout]:
 
 
 def family(layout: Layout) -> str:
-    """Which dimensions it uses."""
+    """Return the names of the dimensions that a layout uses."""
     return " x ".join(name for name in DIMENSIONS if getattr(layout, name) > 1) or "one device"
 
 
 def _leanest(mesh: Layout, recompute: str) -> Layout:
-    """The mesh's layout of least memory."""
+    """Return the mesh's layout of least memory."""
     return replace(mesh, recompute=recompute, zero=_stages(mesh)[-1])
 
 
 def _fitting(job: Job, mesh: Layout, scale: Scale, clock: Clock, levels: tuple[str, ...]) -> Iterator[Plan]:
-    """The mesh's layouts that fit, without those that cannot beat one before them: more recomputation where less of it
-    fits, ZeRO stages 2 and 3, which communicate more, where stage 1 fits, and what is slower before it is weighed."""
+    """Yield the mesh's layouts that fit and may be the fastest.
+
+    Left out are more recomputation if less of it fits, ZeRO stages 2 and 3 if stage 1 fits, since they communicate
+    more, and layouts that are too slow even before their memory is known.
+    """
     share = job.global_batch // mesh.dp
     fastest = inf
     for micro_batch in _MICRO_BATCHES:
@@ -176,7 +185,7 @@ def _fitting(job: Job, mesh: Layout, scale: Scale, clock: Clock, levels: tuple[s
                 layout = replace(mesh, micro_batch=micro_batch, schedule=schedule, chunks=chunks, recompute=recompute)
                 ways = [replace(layout, zero=zero) for zero in _stages(mesh)]
                 if clock.step(ways[:2][-1]).seconds > fastest * (1 + WORTH * _MECHANISMS):
-                    break  # with ZeRO stage 1, the fastest
+                    break  # stage 1 is the fastest of the ZeRO stages
                 fits = False
                 for way in ways:
                     memory = scale.memory(way)
@@ -192,13 +201,19 @@ def _fitting(job: Job, mesh: Layout, scale: Scale, clock: Clock, levels: tuple[s
 
 
 def _stages(mesh: Layout) -> range:
-    """The ZeRO stages that a mesh can have: under a pipeline no further than the optimizer's states, since gradients
-    and weights would be communicated for each micro-batch."""
+    """Return the ZeRO stages that a mesh can have.
+
+    Under a pipeline the optimizer's states are the most that is sharded: gradients and weights would be communicated
+    for each micro-batch.
+    """
     return range(1 if mesh.data_ranks == 1 else 2 if mesh.pp > 1 else 4)
 
 
 def _schedules(job: Job, mesh: Layout, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """The schedules that can be the best: GPipe takes 1F1B's time and more memory, and never is."""
+    """Yield the (schedule, chunks) that can be the best.
+
+    GPipe takes the time of 1F1B and more memory, so it is never the best.
+    """
     yield "1f1b", 1
     if mesh.pp == 1:
         return
@@ -223,7 +238,7 @@ def _rejected(
     scale: Scale,
     clock: Clock,
 ) -> list[Rejection]:
-    """A line for each combination of dimensions that was not chosen, and for each other way to run the chosen mesh."""
+    """Return a line for each other combination of dimensions, and for each other way to run the chosen mesh."""
     rejected = []
     for count in range(1, len(DIMENSIONS) + 1):
         for names in combinations(DIMENSIONS, count):
@@ -249,7 +264,7 @@ def _other_ways(chosen: Plan) -> Iterator[tuple[str, Layout]]:
     layout = chosen.layout
     if layout.pp > 1:
         for schedule in SCHEDULES:
-            if schedule not in (layout.schedule, "interleaved"):  # whose chunks have been tried
+            if schedule not in (layout.schedule, "interleaved"):  # interleaved: its chunks are tried already
                 yield f"schedule {schedule}", replace(layout, schedule=schedule, chunks=1)
     yield from (
         (f"recompute {recompute}", replace(layout, recompute=recompute))
@@ -262,15 +277,15 @@ def _other_ways(chosen: Plan) -> Iterator[tuple[str, Layout]]:
 
 
 def _slower(plan: Plan, chosen: Plan) -> str:
-    """How much slower, and what it spends more of its time on than the chosen plan does."""
+    """Return how much slower a plan is, and where it spends more of its time than the chosen plan."""
     theirs, ours = plan.step, chosen.step
     where = f"[{describe(plan.layout)}]"
     if theirs.seconds <= ours.seconds * (1 + WORTH * _MECHANISMS):
         memory = plan.memory.total / chosen.memory.total
-        told = f"{theirs.seconds / ours.seconds:.3f}x the time, {memory:.2f}x the memory"
+        comparison = f"{theirs.seconds / ours.seconds:.3f}x the time, {memory:.2f}x the memory"
         if memory < LEANER:
-            return f"leaner ({told}): take it where memory is short {where}"
-        return f"no faster ({told}) {where}"
+            return f"leaner ({comparison}): take it where memory is short {where}"
+        return f"no faster ({comparison}) {where}"
     spent = {
         "waits for communication": (theirs.exposed_s / theirs.seconds, ours.exposed_s / ours.seconds),
         "fills and drains the pipeline": (theirs.bubble, ours.bubble),
@@ -316,7 +331,7 @@ def _limits(job: Job, gpus: int, names: tuple[str, ...]) -> str:
 
 
 def too_big(job: Job, gpus: int, recompute: str | None, found: Candidates) -> str:
-    """Why nothing fits: by how much, and what would make it fit."""
+    """Return a text that says by how much nothing fits, and which changes would make it fit."""
     if found.leanest is None:
         return (
             f"{job.model.name} on {gpus} devices: no mesh is possible: "
@@ -357,7 +372,7 @@ def _fits(job: Job, gpus: int, recompute: str) -> bool:
 
 
 def describe(layout: Layout) -> str:
-    """A layout in a few words."""
+    """Return a layout in a few words."""
     parts = [f"{name}={getattr(layout, name)}" for name in DIMENSIONS if getattr(layout, name) > 1]
     parts.append(f"micro-batch {layout.micro_batch}")
     if layout.pp > 1:
@@ -374,7 +389,7 @@ def _gib(size: float) -> str:
 
 
 def _factors(n: int) -> int:
-    """How many primes n is a product of."""
+    """Return the number of prime factors of n."""
     divisor = next((d for d in range(2, isqrt(n) + 1) if n % d == 0), n)
     return 1 + _factors(n // divisor) if n > 1 else 0
 

@@ -1,4 +1,4 @@
-"""The Python code that trains a model as a plan has it: the mesh and all that was decided for it."""
+"""The Python code that trains a model by a plan: the mesh and all decisions of the plan."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -15,16 +15,16 @@ _OPTIMIZERS = {
     "sgd": ("torch.optim.SGD", ""),
 }
 DIMENSIONS = ("pp", "dp", "cp", "tp")
-_SCHEDULES = {"gpipe": "afab"}  # by weft.Pipeline's names
+_SCHEDULES = {"gpipe": "afab"}  # schedule -> weft.Pipeline's name for it
 
 
 def init_mesh(layout: Layout) -> str:
-    """The call that makes the layout's mesh."""
+    """Return the call that makes the layout's mesh."""
     return f"weft.init_mesh({', '.join(f'{name}={getattr(layout, name)}' for name in DIMENSIONS)})"
 
 
 def code(job: Job, layout: Layout) -> str:
-    """Lines that take a `model` and define `step(inputs, targets)`."""
+    """Return lines that take a `model` and define `step(inputs, targets)`."""
     lines = ["import torch", "import weft"]
     if layout.tp > 1:
         lines.append("from weft.tensor_parallel.auto import automatic_plan")
@@ -52,7 +52,7 @@ def code(job: Job, layout: Layout) -> str:
 
 
 def _zero_by_torch(layout: Layout) -> bool:
-    """ZeRO stage 1 over "cp" too, or under a pipeline, is torch's."""
+    """Return whether torch shards the optimizer: ZeRO stage 1 over "cp" too, or under a pipeline."""
     return layout.zero == 1 and (layout.pp > 1 or layout.cp > 1)
 
 
@@ -64,7 +64,7 @@ def _call(begin: str, options: list[str]) -> list[str]:
 
 
 def _loss(job: Job, layout: Layout) -> list[str]:
-    added_up = layout.pp > 1  # by Pipeline over "dp", where DataParallel averages
+    added_up = layout.pp > 1  # Pipeline adds up over "dp", DataParallel averages
     share = job.global_batch if added_up else job.global_batch // layout.dp
     lines = ["", "", "def loss_of(logits, targets):  # a part of the mean over a step's tokens"]
     if layout.tp > 1:  # each rank has its part of the vocabulary's scores
@@ -78,7 +78,7 @@ def _loss(job: Job, layout: Layout) -> list[str]:
 
 
 def _runs(sizes: list[int]) -> Iterator[str]:
-    """Elements of a list display, of which equal neighbours are one."""
+    """Yield the elements of a list display, with equal neighbours joined."""
     for size, alike in groupby(sizes):
         count = len(list(alike))
         yield ", ".join([str(size)] * count) if count < 4 else f"*[{size}] * {count}"
@@ -100,7 +100,7 @@ def _wrapped(job: Job, layout: Layout) -> list[str]:
         if layout.chunks > 1:
             options.append(f"stages_per_rank={layout.chunks}")
         return [
-            "# balance: besides the blocks, the embedding is one layer, norm and output two",
+            "# balance: blocks, the embedding as one layer, norm and output as two",
             *_call("model = weft.Pipeline", options),
         ]
     if layout.zero > 1:

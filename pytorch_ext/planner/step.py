@@ -1,4 +1,4 @@
-"""How long a training step takes under a layout: arithmetic, exposed communication, pipeline bubble."""
+"""Time of a training step under a layout: arithmetic, exposed communication, pipeline bubble."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,15 +8,15 @@ from weft.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
 from weft.planner.passes import passes_of, update_bytes
 from weft.planner.rates import attention_s, elementwise_s, gather_s, matmul_s, memory_s, send_s
 
-CAUSAL_BACKWARD = 2.5  # attention's backward has five products where forward has two (Dao et al. 2022)
-KERNELS_FORWARD, KERNELS_BACKWARD = 12, 22  # launches of a layer
-TENSOR_MEETINGS = 4  # of tensor-parallel ranks in a layer: a sum after attention and after the MLP, and so in backward
-CONTEXT_MEETINGS = 6  # of context-parallel ranks: keys and values, both again in backward, and their gradients
-# Communication that runs beside arithmetic still takes multiprocessors and memory bandwidth from it: it costs this
-# share of its own time. From the layer times of Korthikanti et al. 2022, table 4: (11.8 ms - 11.2 ms) / 1.5 ms.
+CAUSAL_BACKWARD = 2.5  # attention's backward has five products, forward has two (Dao et al. 2022)
+KERNELS_FORWARD, KERNELS_BACKWARD = 12, 22  # launches in a layer
+TENSOR_MEETINGS = 4  # collectives of tp in a layer: sums after attention and after the MLP, and both in backward
+CONTEXT_MEETINGS = 6  # collectives of cp: keys and values, both again in backward, and their gradients
+# Communication at the same time as arithmetic takes multiprocessors and memory bandwidth from it: it costs this share
+# of its own time. From the layer times of Korthikanti et al. 2022, table 4: (11.8 ms - 11.2 ms) / 1.5 ms.
 BESIDE_COST = 0.4
-# A step waits for the slowest node. Of n whose speeds are normally distributed it is expected sqrt(2 ln n) standard
-# deviations behind; 2% is what clusters of equal GPUs show (Sinha et al. 2022 measured 8% between the extremes).
+# Standard deviation of the nodes' speeds. A step waits for the slowest of n nodes: if speeds are normally distributed,
+# it is sqrt(2 ln n) deviations behind. Clusters of equal GPUs show 2% (Sinha et al. 2022: 8% between the extremes).
 NODE_SPREAD = 0.02
 LOSS_BYTES = 24  # moved per logit, forward and backward: 16-bit logits read and written, fp32 copy, softmax, gradient
 
@@ -25,8 +25,11 @@ LOSS_BYTES = 24  # moved per logit, forward and backward: 16-bit logits read and
 class Block:
     """Seconds of one layer, or of the output layer, for one micro-batch on one rank.
 
-    forward, backward: arithmetic and memory traffic; recomputed: forward again, before backward; weight: the part of
-    backward that only computes the weights' gradients. *_exposed: communication that the rank waits for.
+    Attributes:
+        forward, backward: arithmetic and memory traffic.
+        recomputed: forward again, before backward.
+        weight: the part of backward that only computes the weights' gradients.
+        forward_exposed, backward_exposed: communication that the rank waits for.
     """
 
     forward: float = 0.0
@@ -49,10 +52,14 @@ class Block:
 class Step:
     """A training step.
 
-    seconds: in all. bubble: share of it in which a rank waits for the pipeline to fill and drain. uneven: share in
-    which it waits for the slowest stage. exposed_s: seconds of communication that nothing hides. flops_per_s: model
-    FLOPs per second and device (6 N and attention, causal where the kernel is fused; recomputation not counted). mfu:
-    that over the datasheet's peak.
+    Attributes:
+        seconds: its time.
+        bubble: share of the time in which a rank waits for the pipeline to fill and drain.
+        uneven: share of the time in which a rank waits for the slowest stage.
+        exposed_s: seconds of communication that nothing hides.
+        flops_per_s: model FLOPs per second and device (6 N and attention, causal if the kernel is fused; recomputation
+            is not counted).
+        mfu: flops_per_s over the datasheet's peak.
     """
 
     seconds: float
@@ -64,13 +71,13 @@ class Step:
 
 
 def beside(communication: float, arithmetic: float) -> float:
-    """Seconds that communication adds to arithmetic that runs at the same time."""
+    """Return the seconds that communication adds to arithmetic that runs at the same time."""
     hidden = min(communication, arithmetic)
     return communication - hidden + BESIDE_COST * hidden
 
 
 class Clock:
-    """Times layouts of one job. What layouts have in common is computed once."""
+    """Times of the layouts of one job. Parts that layouts have in common are computed once."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -80,11 +87,11 @@ class Clock:
         self.flops = job.model.flops_per_token(job.sequence_length, causal=job.fused_attention)
 
     def step(self, layout: Layout) -> Step:
-        """The step's time.
+        """Return the step's time.
 
-        The slowest stage sets the pace of m micro-batches; filling and draining costs (pp - 1) / chunks more of them
-        (Narayanan et al. 2021, section 2.2), and with the zero-bubble schedule H1 the weights' gradients fill part of
-        that (Qi et al. 2023, table 1).
+        The slowest stage sets the pace of m micro-batches. Filling and draining costs (pp - 1) / chunks more of them
+        (Narayanan et al. 2021, section 2.2). With the zero-bubble schedule H1 the weights' gradients fill part of that
+        (Qi et al. 2023, table 1).
         """
         job, m = self.job, layout.micro_batches(self.job)
         block = self.block(layout.cp, layout.tp, layout.micro_batch, layout.recompute)
@@ -98,16 +105,16 @@ class Clock:
         transfers = self._transfers(layout) if layout.pp > 1 else 0.0
         idle = (layout.pp - 1) / layout.chunks * (mean + transfers)
         if layout.schedule == "zero-bubble":
-            # Backward passes on before the weights' gradients are there: pp - 1 stages do not wait for them; and those
-            # of the micro-batches before the last, as many as there are, fill what still is idle.
+            # Backward continues in the stage before without the weights' gradients: pp - 1 stages do not wait for them.
+            # The weights' gradients of micro-batches before the last, up to pp - 1, fill the remaining idle time.
             filling = layout.pp - 1 + min(m - 1, layout.pp - 1)
             idle = max(0.0, idle - filling * job.model.layers / layout.pp * block.weight)
         gradients, update = self.synchronisation(layout.pp, layout.dp, layout.cp, layout.tp, layout.zero)
         if layout.zero >= 2:
-            gradients *= m if layout.zero == 2 else 0  # stage 3 scatters them with the layers, see _weights_gathered
+            gradients *= m if layout.zero == 2 else 0  # stage 3: see _weights_gathered
         if job.overlap != "none":
             backward = most * (block.backward + block.recomputed) * (m if layout.zero == 2 else 1)
-            gradients = beside(gradients * (1 - 1 / most), backward) + gradients / most  # the last bucket is alone
+            gradients = beside(gradients * (1 - 1 / most), backward) + gradients / most  # last: not hidden
         nodes = -(-layout.ranks // job.hardware.devices_per_node)
         late = 1 + NODE_SPREAD * sqrt(2 * log(nodes))
         seconds = (m * (slowest + transfers) + idle + gradients + update) * late
@@ -118,9 +125,11 @@ class Clock:
         return Step(seconds, idle / seconds, m * (slowest - mean) / seconds, exposed, rate, rate / job.peak_flops)
 
     def _shared(self, layout: Layout, busy: float, one: float) -> float:
-        """Where ranks share cores, the time in which the cores can do all ranks' work; bubbles cost nothing then, but
-        for cores without work while a pipeline of fewer busy ranks than cores fills and drains, one micro-batch a
-        stage."""
+        """Return the least time of a step on cores that ranks share.
+
+        In this time the cores do the work of all ranks. Bubbles cost nothing then. While a pipeline fills and drains,
+        with one micro-batch a stage and fewer busy ranks than cores, cores are idle; that time is added.
+        """
         cores = self.job.hardware.full_speed_ranks
         if not cores:
             return 0.0
@@ -132,7 +141,10 @@ class Clock:
         return busy * min(layout.ranks, self.job.hardware.devices_per_node) / cores + filling
 
     def _turns(self, layout: Layout) -> float:
-        """Seconds that a step's collectives inside of layers wait for cores: of a group of n as log2 n of pairs."""
+        """Return the seconds that a step's collectives inside of layers wait for cores.
+
+        A group of n waits as log2 n pairs do.
+        """
         layers = -(-self.job.model.layers // layout.pp) * layout.micro_batches(self.job)
         meetings = TENSOR_MEETINGS * log2(layout.tp) + CONTEXT_MEETINGS * log2(layout.cp)
         return layers * meetings * self.job.hardware.turn_s
@@ -181,8 +193,10 @@ class Clock:
         return Block(forward_s, backward_s, recomputed, weight, forward_exposed, backward_exposed)
 
     def _between(self, shard: LayerShare, region: int) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Seconds of what stands between the products: norms, residual sums and rotations, and the MLP's activation and
-        gate; forward, and backward."""
+        """Return the seconds of the operations between products, as two pairs: forward, and backward.
+
+        The first of a pair is norms, residual sums and rotations, the second is the MLP's activation and gate.
+        """
         job, model, hardware, bytes_ = self.job, self.job.model, self.job.hardware, self.job.element_bytes
         elements = shard.tokens * shard.intermediate
         rotated = (shard.heads + shard.kv_heads) * model.head_dim * shard.tokens
@@ -197,13 +211,16 @@ class Clock:
         return forward, backward
 
     def _launched(self, seconds: float, kernels: int, cp: int) -> float:
-        """Beside a GPU the host launches ahead, and is in the way only where kernels are shorter than their launch."""
+        """Return the seconds of kernels with their launches.
+
+        On a GPU the host launches ahead, and costs time only if kernels are shorter than their launch.
+        """
         hardware = self.job.hardware
         launches = kernels * (hardware.context_launch_s if cp > 1 and hardware.context_launch_s else hardware.launch_s)
         return seconds + launches if self.job.eager else max(seconds, launches)
 
     def _attention(self, shard: LayerShare) -> tuple[float, float]:
-        """Seconds of attention's core, forward and backward."""
+        """Return the seconds of attention's core, forward and backward."""
         job, model, hardware = self.job, self.job.model, self.job.hardware
         rows = shard.tokens * shard.heads
         if job.fused_attention:
@@ -222,10 +239,13 @@ class Clock:
         )
 
     def _tensor_exposed(self, once: float, tp: int, forward: float, data: float, weight: float) -> tuple[float, float]:
-        """Seconds that tensor parallelism waits, forward and backward; once is one all-gather of the activations.
+        """Return the seconds that tensor parallelism waits, forward and backward.
 
-        Forward: gather and scatter around attention and around the MLP. Backward: the same for the gradients, and the
-        inputs are gathered again beside the gradients of the data (Korthikanti et al. 2022, section 4.2).
+        Forward gathers and scatters around attention and around the MLP. Backward does the same for the gradients, and
+        gathers the inputs again during the gradients of the data (Korthikanti et al. 2022, section 4.2).
+
+        Args:
+            once: seconds of one all-gather of the activations.
         """
         if tp == 1:
             return 0.0, 0.0
@@ -237,7 +257,7 @@ class Clock:
         return beside(4 * once, forward), beside(4 * once + gathered_again, data + weight)
 
     def _context_exposed(self, shard: LayerShare, cp: int, tp: int, attention: float) -> float:
-        """Seconds that a ring waits for keys and values beyond the attention that hides them."""
+        """Return the seconds that a ring waits for keys and values beyond the attention that hides them."""
         if cp == 1:
             return 0.0
         size = 2 * shard.tokens * shard.kv_heads * self.job.model.head_dim * self.job.element_bytes
@@ -245,7 +265,10 @@ class Clock:
         return beside(ring, attention * (cp - 1) / cp)
 
     def _head(self, cp: int, tp: int, micro_batch: int) -> Block:
-        """The output layer and the loss; the embedding is a lookup and takes no time worth counting."""
+        """Return the times of the output layer and the loss.
+
+        The embedding is a lookup; its time is negligible.
+        """
         job, model = self.job, self.job.model
         shard = LayerShare.of(job, cp, tp, micro_batch)
         forward = self._matmul(shard.tokens, shard.vocab, model.hidden)
@@ -256,7 +279,10 @@ class Clock:
         return Block(forward + loss / 3, data + weight + loss * 2 / 3, 0.0, weight, once, once)
 
     def _transfers(self, layout: Layout) -> float:
-        """Seconds a micro-batch waits for activations from, and gradients for, the neighbouring stages."""
+        """Return the seconds that a micro-batch waits for the neighbouring stages.
+
+        It waits for activations from one and for gradients from the other.
+        """
         job = self.job
         shard = LayerShare.of(job, layout.cp, layout.tp, layout.micro_batch)
         whole = shard.tokens * job.model.hidden * job.element_bytes
@@ -269,14 +295,14 @@ class Clock:
         return 2 * layout.chunks * one * (BESIDE_COST if job.overlap == "all" else 1)
 
     def _stage_parameters(self, pp: int, tp: int) -> int:
-        """Of a rank's part of the largest stage."""
+        """Return the number of parameters in a rank's part of the largest stage."""
         model, shard = self.job.model, LayerShare.of(self.job, 1, tp, 1)
         embedding = shard.vocab * model.hidden
         ends = embedding * (1 if model.tied_embeddings or pp > 1 else 2)
         return -(-model.layers // pp) * shard.layer_parameters(model) + ends
 
     def _synchronisation(self, pp: int, dp: int, cp: int, tp: int, zero: int) -> tuple[float, float]:
-        """Seconds of summing the gradients over the data-parallel ranks, and of the optimizer's update."""
+        """Return the seconds of the gradients' sum over the data-parallel ranks, and of the optimizer's update."""
         job, hardware = self.job, self.job.hardware
         parameters = self._stage_parameters(pp, tp)
         ranks = dp * cp
@@ -291,7 +317,10 @@ class Clock:
         return scattered + gathered, update
 
     def _weights_gathered(self, layout: Layout, block: Block) -> float:
-        """Seconds a layer waits under ZeRO stage 3: its weights gathered twice and its gradients scattered."""
+        """Return the seconds that a layer waits under ZeRO stage 3.
+
+        Its weights are gathered twice and its gradients are scattered.
+        """
         job, hardware = self.job, self.job.hardware
         parameters = LayerShare.of(job, 1, layout.tp, 1).layer_parameters(job.model)
         weights = gather_s(hardware, job.element_bytes * parameters, layout.data_ranks, layout.tp)

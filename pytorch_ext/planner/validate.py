@@ -1,4 +1,4 @@
-"""Holds the planner to published training runs: one prediction a row, no constant of which belongs to a row."""
+"""Comparison of the planner with published training runs: one prediction a row, and no constant fitted to a row."""
 
 import csv
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _REQUIRED = (
     *("source", "hardware", "gpus", "layers", "hidden", "heads", "intermediate", "seq", "vocab"),
     *("tp", "pp", "dp", "global_batch", "recompute", "tflops_per_gpu"),
 )
-_OLD = ("v100", "a100")  # the generations whose published runs mostly came before fused attention
+_OLD = ("v100", "a100")  # most published runs on these are from before fused attention
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
 
 
@@ -24,7 +24,9 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
 class Comparison:
     """A published figure and the planner's, in the same unit ("TFLOP/s" per GPU or "s" an iteration).
 
-    layout: as published; what was not is the fastest that fits. flops: what the row's figure counts.
+    Attributes:
+        layout: as published; values that were not published are those of the fastest layout that fits.
+        flops: the operations that the row's figure counts.
     """
 
     source: str
@@ -38,17 +40,18 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Signed, relative to what was published."""
+        """Signed error, relative to the published figure."""
         return self.predicted / self.published - 1
 
 
 def validate(path: str | Path, device: Callable[[str], Hardware] = Hardware.of) -> list[Comparison]:
-    """Predicts every row of a CSV file with the columns of weft/planner/data/published_training_runs.csv.
+    """Predict every row of a CSV file with the columns of weft/planner/data/published_training_runs.csv.
 
-    device: gives the hardware of a name.
+    Args:
+        device: hardware's name -> hardware.
 
     Raises:
-        ValueError: the file or a column is missing, or a row's value cannot be.
+        ValueError: the file or a column is missing, or a value of a row is impossible.
     """
     path = Path(path)
     if not path.is_file():
@@ -74,7 +77,7 @@ def validate(path: str | Path, device: Callable[[str], Hardware] = Hardware.of) 
 
 
 def mean_error(compared: list[Comparison]) -> float:
-    """Of the errors' sizes."""
+    """Return the mean of the errors' absolute values."""
     return sum(abs(comparison.error) for comparison in compared) / len(compared)
 
 
@@ -84,10 +87,10 @@ def _compare(row: dict[str, str], device: Callable[[str], Hardware]) -> Comparis
     if _sharded(job, layouts[0]):
         layouts = [replace(layout, zero=3) for layout in layouts]
         if not row.get("overlap"):
-            job = replace(job, overlap="some")  # gathering ahead is part of it
+            job = replace(job, overlap="some")  # sharded weights are gathered ahead
     fitting = [layout for layout in layouts if Scale(job).memory(layout).total <= job.hardware.memory_bytes]
     clock = Clock(job)
-    # A published run did fit, whatever the planner thinks of its memory.
+    # A published run did fit, even if the planner computes too much memory.
     layout = min(fitting or layouts, key=lambda layout: clock.step(layout).seconds)
     step = clock.step(layout)
     recomputed = recompute == "full"
@@ -103,8 +106,10 @@ def _compare(row: dict[str, str], device: Callable[[str], Hardware]) -> Comparis
 
 
 def _sharded(job: Job, layout: Layout) -> bool:
-    """Whether the weights must have been sharded over the data-parallel ranks too (ZeRO stage 3, FSDP): there is no
-    pipeline, and weights and gradients are more than a device can hold."""
+    """Return whether the weights must have been sharded over the data-parallel ranks too (ZeRO stage 3, FSDP).
+
+    That is so if there is no pipeline, and weights, gradients and optimizer states exceed a device's memory at stage 1.
+    """
     memory = Scale(job).memory(replace(layout, zero=1))
     too_much = memory.weights + memory.gradients + memory.optimizer > job.hardware.memory_bytes
     return layout.pp == 1 and layout.data_ranks > 1 and too_much
@@ -131,13 +136,15 @@ def _recompute(row: dict[str, str]) -> str:
 
 
 def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
-    """The row's model and the software of its time.
+    """Return the row's model with the software of its time.
 
-    A row says what was recomputed, which dates it: full recomputation on a V100 or an A100 is from before sequence
-    parallelism and communication beside arithmetic; selective recomputation (Korthikanti et al. 2022) came with
-    both, and both still kept the scores in memory, which is why there was something to recompute. Everything else
-    has fused attention. A column "overlap" (none, some, all) says otherwise of the communication, and a column
-    "network_gb_s" of the datasheet's rate between nodes, per device and direction.
+    A row says which part was recomputed, which dates it. Full recomputation on a V100 or an A100 is from before
+    sequence parallelism and before communication at the same time as arithmetic. Selective recomputation (Korthikanti
+    et al. 2022) came with both, but still kept the scores in memory, so there was something to recompute. Everything
+    else has fused attention.
+
+    A column "overlap" (none, some, all) overrides this for the communication. A column "network_gb_s" gives the
+    datasheet's rate between nodes, per device and direction.
     """
     hardware = device(row["hardware"] or "")
     if row.get("network_gb_s"):
@@ -158,7 +165,7 @@ def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
         vocab=_number(row, "vocab"),
         kv_heads=_number(row, "kv_heads", default=heads),
         gated_mlp=gated,
-        # A gate came with rotated positions, no biases, no dropout and an output layer of its own.
+        # Models with a gate have rotated positions, no biases, no dropout and a separate output layer.
         tied_embeddings=not gated,
         bias=not gated,
         dropout=not gated,
@@ -173,12 +180,12 @@ def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
         fused_attention=fused,
         sequence_parallel=not (old and recompute == "full"),
         overlap=overlap,
-        by_weft=False,  # of Megatron-LM and what came of it
+        by_weft=False,  # the runs are of Megatron-LM and its descendants
     )
 
 
 def _layouts(row: dict[str, str], job: Job, recompute: str) -> list[Layout]:
-    """The published layout; a blank micro-batch or interleaving stands for each that is possible."""
+    """Return the published layout; a blank micro-batch or interleaving stands for each possible value."""
     pp, dp, tp = (_number(row, name) for name in ("pp", "dp", "tp"))
     cp = _number(row, "cp", default=1)
     if pp * dp * cp * tp != _number(row, "gpus"):
