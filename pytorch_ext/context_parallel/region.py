@@ -180,11 +180,11 @@ class SharedCall:
         return tree_map_only(torch.Tensor, shared, tree)
 
 
-def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> SharedCall:
+def agreed(caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> SharedCall:
     """Agree on how the sequence of this call is shared. A collective call of the ranks that share it.
 
     Args:
-        who: first word of the error messages.
+        caller: first word of the error messages.
         tree: the call's arguments.
         alike: tensors that must have the same values on all ranks if the model takes the whole. None: all arguments
             along the sequence.
@@ -197,7 +197,7 @@ def agreed(who: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | Non
     along = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.ndim > dim]
     if not along:
         raise ValueError(
-            f"{who} shares its sequence, dimension {dim} of its arguments, and none has so many; "
+            f"{caller} shares its sequence, dimension {dim} of its arguments, and none has so many; "
             'pass context={"dim": ...} to weft.parallelize'
         )
     length = along[0].size(dim)

@@ -97,11 +97,11 @@ class UncuttableError(ValueError):
     """Error for a forward that cannot be cut between its layers as it is written."""
 
 
-def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments: Sequence[str] | None) -> Chain:
+def chain_of(caller: str, model: nn.Module, layers: Sequence[str] | None, arguments: Sequence[str] | None) -> Chain:
     """Return the chain of a model.
 
     Args:
-        who: first word of the error messages.
+        caller: first word of the error messages.
         layers: names of modules that run one after another, each on the output of the one before; a `*` stands for the
             elements of a ModuleList. None traces the model's forward.
         arguments: names of the arguments of forward that a call gives. The default is those without a default value.
@@ -110,8 +110,8 @@ def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments
         UncuttableError: the forward cannot be traced, has hooks, or asks whether the model trains.
         ValueError: there is no such module, or the model has no parameters.
     """
-    settings = ReadAttributes(who)
-    graph = _traced(who, model, arguments, settings) if layers is None else _listed(who, model, layers)
+    settings = ReadAttributes(caller)
+    graph = _traced(caller, model, arguments, settings) if layers is None else _listed(caller, model, layers)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     (output,) = (node for node in graph.nodes if node.op == "output")
     runs: list[list[fx.Node]] = []
@@ -127,7 +127,7 @@ def chain_of(who: str, model: nn.Module, layers: Sequence[str] | None, arguments
         Layer(_name(run), tuple(run), tuple(_parameters(model, run)), tuple(_buffers(model, run))) for run in runs
     )
     if not any(layer.parameters for layer in found):
-        raise ValueError(f"{who}: the model has no layer with parameters; there is nothing to split")
+        raise ValueError(f"{caller}: the model has no layer with parameters; there is nothing to split")
     return Chain(model, inputs, output, found, settings)
 
 
@@ -141,8 +141,8 @@ class ReadAttributes:
     These are numbers, strings and flags of modules, and of the plain objects (configurations) that modules hold.
     """
 
-    def __init__(self, who: str):
-        self._who = who
+    def __init__(self, caller: str):
+        self._caller = caller
         self._read: dict[tuple[str, str], tuple[weakref.ref, object]] = {}  # module and value
 
     @contextmanager
@@ -170,7 +170,7 @@ class ReadAttributes:
             if module is not None and _settings_of(getattr(module, attribute, None)) != before:
                 changed = f"{name}.{attribute}".removeprefix(".")
                 raise ValueError(
-                    f"{self._who}: {changed} was changed after the model was cut, and the cut model keeps "
+                    f"{self._caller}: {changed} was changed after the model was cut, and the cut model keeps "
                     "the value that its forward read: set it before the model is cut, or let a layer read it"
                 )
 
@@ -213,7 +213,7 @@ def _buffers(model: nn.Module, run: Sequence[fx.Node]) -> list[torch.Tensor]:
     return [buffer for module in modules for buffer in module.buffers()]
 
 
-def _listed(who: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
+def _listed(caller: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
     named = dict(model.named_modules(remove_duplicate=False))
     graph = fx.Graph()
     value = graph.placeholder("input")
@@ -223,7 +223,7 @@ def _listed(who: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
         for name in [f"{owner}.{child}" for child, _ in children] or [pattern]:
             if name not in named:
                 raise ValueError(
-                    f"{who}: layers names {pattern!r}, and no module is called that; there are {_some(named)}"
+                    f"{caller}: layers names {pattern!r}, and no module is called that; there are {_some(named)}"
                 )
             value = graph.call_module(name, (value,))
     graph.output(value)
@@ -231,7 +231,7 @@ def _listed(who: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
     used = {id(parameter) for node in calls for parameter in _parameters(model, [node])}
     left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
     if left_out:
-        raise ValueError(f"{who}: layers={list(layers)} leave out {left_out[0]}, without which it is another model")
+        raise ValueError(f"{caller}: layers={list(layers)} leave out {left_out[0]}, without which it is another model")
     return graph
 
 
@@ -256,9 +256,9 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True  # the model's own code may cut a buffer, a table of positions, to the length
 
-    def __init__(self, who: str, opened: set[str]):
+    def __init__(self, caller: str, opened: set[str]):
         super().__init__()
-        self._who, self._opened = who, opened
+        self._caller, self._opened = caller, opened
         self._modes = _modes()
         self._constants = 0
 
@@ -277,7 +277,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args, **options) -> fx.Node:
         if _modes() != self._modes:
             raise UncuttableError(
-                f"{self._who}: the forward of {type(self.root).__name__} switches gradients or autocast on or off "
+                f"{self._caller}: the forward of {type(self.root).__name__} switches gradients or autocast on or off "
                 "around its layers, which a trace does not keep: do that inside of a layer (and freeze parameters by "
                 "requires_grad_(False))"
             )
@@ -287,27 +287,27 @@ class _Tracer(fx.Tracer):
         return name not in self._opened
 
 
-def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, settings: ReadAttributes) -> fx.Graph:
+def _traced(caller: str, model: nn.Module, arguments: Sequence[str] | None, settings: ReadAttributes) -> fx.Graph:
     opened = opened_in(model)
     for name in opened:
         module = model.get_submodule(name)
         if _has_hooks(module, of_model=name == ""):
             raise UncuttableError(
-                f"{who}: {name or 'the model'} has hooks, which would not run in a part of it: remove them, or move "
+                f"{caller}: {name or 'the model'} has hooks, which would not run in a part of it: remove them, or move "
                 "them to its layers"
             )
         if isinstance(module.forward, Tokenwise):
             raise UncuttableError(
-                f"{who}: {name or 'the model'} is named tokenwise, and is cut: name its layers instead"
+                f"{caller}: {name or 'the model'} is named tokenwise, and is cut: name its layers instead"
             )
-    given, defaults = _arguments(who, model, arguments)
+    given, defaults = _arguments(caller, model, arguments)
     graphs, constants = [], []
     before, drawn = _numbers_in(model, opened), _random_states()
     was_training = [(module, module.training) for module in model.modules()]
     try:
         for mode in (True, False):
             model.train(mode)
-            tracer = _Tracer(who, opened)
+            tracer = _Tracer(caller, opened)
             with settings.noting({name: model.get_submodule(name) for name in opened}):
                 graphs.append(_only(given, tracer.trace(model, dict(defaults) or None)))
             constants.append(tracer.constants)
@@ -315,7 +315,7 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, setting
         raise
     except Exception as error:
         raise UncuttableError(
-            f"{who}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
+            f"{caller}: the forward of {type(model).__name__} cannot be traced ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}). What it makes of an input's sizes (a mask) belongs "
             "in a module of its own, which is called with that input. If its layers are called one after the other, "
             'name them: layers=["embedding", "blocks.*", "norm", "head"]'
@@ -329,18 +329,18 @@ def _traced(who: str, model: nn.Module, arguments: Sequence[str] | None, setting
         setattr(model.get_submodule(owner), attribute, before[name])
     if kept:
         raise UncuttableError(
-            f"{who}: the forward of {type(model).__name__} changes {kept[0]} outside of its layers, which a trace does "
-            "once and for all; make that a module of its own"
+            f"{caller}: the forward of {type(model).__name__} changes {kept[0]} outside of its layers, which a trace "
+            "does once and for all; make that a module of its own"
         )
     if _random_states() != drawn:
         raise UncuttableError(
-            f"{who}: the forward of {type(model).__name__} draws random numbers outside of its layers, which a trace "
-            "does once and for all; make that a module of its own"
+            f"{caller}: the forward of {type(model).__name__} draws random numbers outside of its layers, which a "
+            "trace does once and for all; make that a module of its own"
         )
     if str(graphs[0]) != str(graphs[1]) or not all(map(torch.equal, *constants)):
         raise UncuttableError(
-            f"{who}: the forward of {type(model).__name__} itself asks whether it trains, outside of its layers; make "
-            "that a module of its own (nn.Dropout for F.dropout)"
+            f"{caller}: the forward of {type(model).__name__} itself asks whether it trains, outside of its layers; "
+            "make that a module of its own (nn.Dropout for F.dropout)"
         )
     return graphs[0]
 
@@ -370,7 +370,7 @@ def _has_hooks(module: nn.Module, of_model: bool) -> bool:
     return any(not (of_model and is_edge(hook)) for hook in hooks)
 
 
-def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> tuple[list[str], dict]:
+def _arguments(caller: str, model: nn.Module, arguments: Sequence[str] | None) -> tuple[list[str], dict]:
     """Return the names of forward's arguments that a call gives, and the defaults of the others."""
     known = {
         name: parameter.default
@@ -383,12 +383,12 @@ def _arguments(who: str, model: nn.Module, arguments: Sequence[str] | None) -> t
         missing = [name for name in given if name not in arguments]
         if unknown or missing:
             raise ValueError(
-                f"{who}: arguments={list(arguments)}, and forward takes {', '.join(known)}; "
+                f"{caller}: arguments={list(arguments)}, and forward takes {', '.join(known)}; "
                 f"{', '.join(given) or 'none'} must be given"
             )
         given = [name for name in known if name in arguments]
         if given != list(arguments):
-            raise ValueError(f"{who}: arguments={list(arguments)} are to be named in forward's order: {given}")
+            raise ValueError(f"{caller}: arguments={list(arguments)} are to be named in forward's order: {given}")
     return given, {name: default for name, default in known.items() if name not in given}
 
 

@@ -87,9 +87,9 @@ class Stage(nn.Module):
         return without_guards(tuple(x.local if isinstance(x, SharedSequence) else x for x in output))
 
 
-def begin(who: str, sharing: Sharing | None, inputs, alike=None) -> tuple[SharedCall | None, int]:
+def begin(caller: str, sharing: Sharing | None, inputs, alike=None) -> tuple[SharedCall | None, int]:
     """Return the arguments of `Stage.begin` for a batch. A collective call if the sequence is shared."""
     if sharing is None:
         return None, int(torch.randint(2**62, (1,)))
-    call = agreed(who, sharing, inputs, alike)
+    call = agreed(caller, sharing, inputs, alike)
     return call, call.seed
