@@ -33,7 +33,7 @@ def build(
                 entries.append((kernel, key, str(_recorded(*place)), machine))
                 fresh[was_compiled] += 1
         path = out / f"{architecture}.weft"
-        archive.write(path, architecture, triton.__version__, entries)
+        archive.write(path, architecture, triton.__version__, machine_code.assembler_version(architecture), entries)
         counts = f"{len(entries)} variants of {len({entry[0] for entry in entries})} kernels"
         megabytes = path.stat().st_size / 1e6
         print(f"{path}: {counts}, {fresh[True]} compiled and {fresh[False]} unchanged, {megabytes:.2f} MB")

@@ -1,8 +1,8 @@
 """Archives of compiled kernels: one file for each architecture. aot.py writes it and a kernel launch reads it.
 
-    the line "weft compiled kernels 2"
+    the line "weft compiled kernels 3"
     8 bytes: the length of the manifest (little-endian)
-    the manifest, JSON, deflated: architecture, triton's version, a hash of each kernel's source, and the variants
+    the manifest, JSON, deflated: architecture, versions of triton and ptxas, a hash of each kernel's source, variants
     the variants' machine code, each packed by itself, so that a launch unpacks only one (LZMA with its parameters set
     for instructions of 16 bytes: three quarters of the deflated size)
 
@@ -26,7 +26,7 @@ COMPILED = SOURCES / "compiled"  # the folder of an installation's archives
 TRITON = "3.7"
 HOW_TO_BUILD = "`python -m weft.kernels.aot` compiles them, and `make wheel` puts them into a wheel"
 
-_MAGIC = b"weft compiled kernels 2\n"
+_MAGIC = b"weft compiled kernels 3\n"
 _LENGTH_BYTES = 8
 
 
@@ -95,6 +95,7 @@ class Archive:
                 raise ArchiveError(f"{path} is damaged ({error}); {HOW_TO_BUILD}") from None
         self.architecture: str = self._manifest["architecture"]
         self.triton: str = self._manifest["triton"]
+        self.assembler: str = self._manifest["assembler"]
         self.sources: dict[str, str] = self._manifest["sources"]
         if not launches_as(self.triton):
             raise ArchiveError(
@@ -153,7 +154,9 @@ def unpacked(fields: Mapping[str, Any], cubin: bytes) -> Machine:
     return Machine(**{**fields, **lists}, cubin=cubin)
 
 
-def write(path: Path, architecture: str, triton: str, built: Iterable[tuple[str, bytes, str, Machine]]) -> None:
+def write(
+    path: Path, architecture: str, triton: str, assembler: str, built: Iterable[tuple[str, bytes, str, Machine]]
+) -> None:
     """Write an archive of (kernel, key, name, machine code); equal machine code is stored once."""
     variants, blobs, places, size = [], [], {}, 0
     for kernel, key, name, machine in sorted(built, key=lambda entry: entry[:2]):
@@ -167,6 +170,7 @@ def write(path: Path, architecture: str, triton: str, built: Iterable[tuple[str,
     manifest = {
         "architecture": architecture,
         "triton": triton,
+        "assembler": assembler,
         "sources": {entry["kernel"]: source_hash(entry["kernel"].rpartition(".")[0]) for entry in variants},
         "variants": variants,
     }

@@ -106,6 +106,7 @@ def attention_forward(
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"{op}: out is {out.dtype}, out_dtype={out_dtype}; give one of them")
     chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
+    chunk.make_scale_positive()
     if out is None:
         out = torch.empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype, device=q.device)
     launch.check_memory(op, q=q, out=out, previous_out=previous_out, previous_lse=previous_lse)
@@ -140,6 +141,7 @@ def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     if out.dim() != 4 or not 1 <= out.size(3) <= LARGEST_HEAD_DIM:
         raise ValueError(f"{op}: out {tuple(out.shape)} must be [B, H, Sq, Dv], with Dv 1 to {LARGEST_HEAD_DIM}")
     launch.check_shape(op, out.shape, dout=dout)
+    _check_strides(op, out=out, dout=dout)
     batch, heads, rows, head_dim = out.shape
     delta = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
     tiles = triton.cdiv(rows, _DELTA_ROWS)
@@ -229,6 +231,7 @@ class _Chunk:
         self.op, self.q, self.k, self.v, self.rules = op, q, k, v, rules
         _check_chunk(op, q, k, v)
         _check_rules(op, rules)
+        self.scale = float(q.size(3) ** -0.5 if rules.scale is None else rules.scale)
         self.query_positions = _positions(op, "query_positions", query_positions, q.size(2))
         self.key_positions = _positions(op, "key_positions", key_positions, k.size(2))
         if (query_documents is None) != (key_documents is None):
@@ -261,6 +264,12 @@ class _Chunk:
         }
         return choose(f"attention_{kind}", architecture, problem, explicit, exist, exist[0]).config
 
+    def make_scale_positive(self) -> None:
+        """Let a larger product give a larger score. A scale of 0 becomes one that changes no score from 0."""
+        if self.scale < 0:
+            self.q, self.scale = -self.q, -self.scale
+        self.scale = max(self.scale, 2.0**-100)
+
     def query_tiles(self, block: int) -> int:
         return _tiles(self.query_positions, block)
 
@@ -281,7 +290,6 @@ class _Chunk:
                 return tensor
             return TensorDescriptor.from_tensor(tensor, [1, 1, rows, padded(tensor.size(3))])
 
-        scale = q.size(3) ** -0.5 if rules.scale is None else rules.scale
         launch.launch(
             kernel,
             (programs * q.size(0),),
@@ -303,7 +311,7 @@ class _Chunk:
             *self.key_positions,
             _UNBOUNDED if rules.left is None else rules.left,
             _UNBOUNDED if rules.right is None else rules.right,
-            float(scale),
+            self.scale,
             float(rules.softcap or 0.0),
             float(rules.dropout),
             round(rules.dropout * 2**32) - 2**31,
@@ -493,18 +501,17 @@ def _see_keys(
     k_tile = load_tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
                    BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    s, _ = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    s *= LOG2E
+    s, factor, _ = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
     if MASKED:
         k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
         visible = visible_pairs(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
                            key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
         s = tl.where(visible, s, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(s, 1))
+    new_highest = tl.maximum(highest, tl.max(s, 1) * factor)  # the launcher makes the scale positive
     shift = new_highest
     if MASKED:
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # 0 in rows that have seen no key yet
-    p = tl.exp2(s - shift[:, None])
+    p = tl.exp2(s * factor - shift[:, None])
     fading = tl.exp2(highest - shift)
     exponentials = exponentials * fading + tl.sum(p, 1)
     o *= fading[:, None]

@@ -178,14 +178,13 @@ def _add_queries(
     lse_row = _of_rows(lse, rows, q_end, float("-inf"))
     delta_row = _of_rows(delta, rows, q_end, 0.0)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    s, slope = capped(launch.dot(k_tile, tl.trans(q_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    s *= LOG2E
+    s, factor, slope = capped(launch.dot(k_tile, tl.trans(q_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
+    p = tl.exp2(s * factor - _against(lse_row)[None, :])
     if MASKED:
         visible = visible_pairs(q_position, k_position, (rows < q_end)[None, :], k_rows < k_end, left, right,
                            query_documents, key_documents, stride_query_document, stride_key_document,
                            rows[None, :], k_rows)  # fmt: skip
-        s = tl.where(visible, s, float("-inf"))
-    p = tl.exp2(s - _against(lse_row)[None, :])
+        p = tl.where(visible, p, 0.0)
     dp = launch.dot(v_tile, tl.trans(dout_tile), zeros, "ieee")
     kept = p
     if DROPOUT:
@@ -299,14 +298,13 @@ def _add_keys(
     v_tile = load_tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
                    BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    s, slope = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    s *= LOG2E
+    s, factor, slope = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
+    p = tl.exp2(s * factor - against[:, None])
     if MASKED:
         k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
         visible = visible_pairs(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
                            key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
-        s = tl.where(visible, s, float("-inf"))
-    p = tl.exp2(s - against[:, None])
+        p = tl.where(visible, p, 0.0)
     dp = launch.dot(dout_tile, tl.trans(v_tile), zeros, "ieee")
     if DROPOUT:
         dp *= kept_pairs(q_position, k_position, head, batch, seed, dropped, dropout)

@@ -111,14 +111,18 @@ def _tanh(x):
 
 @triton.jit
 def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """Return the scores after scale and cap, and the derivative of the cap."""
-    s = s * scale
+    """Return the scores, the factor that makes them exponents of 2, and the derivative of the cap.
+
+    The factor holds the scale, so that an exponent less a maximum takes one multiply-add for each score.
+    """
+    factor = scale * LOG2E
     slope = 1.0
     if SOFTCAP:
-        t = _tanh(s / softcap)
+        t = _tanh(s * (scale / softcap))
         s = softcap * t
+        factor = LOG2E + 0 * scale
         slope = 1 - t * t
-    return s, slope
+    return s, factor, slope
 
 
 @triton.jit

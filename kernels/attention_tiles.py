@@ -34,12 +34,12 @@ _TILES: dict[str, _Table] = {
         },
         "dkdv": {
             64: (AttentionConfig(64, 128, 8, 2), AttentionConfig(32, 128, 8, 2)),
-            128: (AttentionConfig(32, 128, 8, 2), AttentionConfig(32, 64, 4, 2)),
+            128: (AttentionConfig(32, 64, 4, 2), AttentionConfig(16, 128, 8, 2)),
             256: (AttentionConfig(32, 64, 8, 2),),
         },
         "dq": {
             64: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
-            128: (AttentionConfig(128, 64, 8, 2), AttentionConfig(64, 64, 4, 2)),
+            128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 2)),
             256: (AttentionConfig(64, 32, 8, 2), AttentionConfig(64, 32, 4, 2)),
         },
     },
@@ -80,10 +80,10 @@ _TIGHT_TILES: dict[str, dict[str, _Table]] = {
             "forward": {64: (AttentionConfig(128, 64, 8, 3),), 128: (AttentionConfig(128, 64, 8, 2),)},
             "dkdv": {
                 64: (AttentionConfig(32, 128, 8, 2),),
-                128: (AttentionConfig(32, 64, 8, 2),),
+                128: (AttentionConfig(16, 64, 8, 2),),
                 256: (AttentionConfig(16, 64, 8, 2),),
             },
-            "dq": {128: (AttentionConfig(64, 64, 8, 2),)},
+            "dq": {128: (AttentionConfig(64, 32, 4, 2),)},
         },
         "state": {
             "forward": {
@@ -91,7 +91,10 @@ _TIGHT_TILES: dict[str, dict[str, _Table]] = {
                 256: (AttentionConfig(128, 32, 8, 2),),
             },
         },
-        "softcap": {"forward": {128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3))}},
+        "softcap": {
+            "forward": {128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3))},
+            "dkdv": {128: (AttentionConfig(16, 128, 8, 2),)},
+        },
     },
     "sm_100": {
         "dropout": {

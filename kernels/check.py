@@ -1,8 +1,9 @@
 """`python -m weft.kernels.check`: compile every listed variant without a GPU and check its machine code.
 
 These are faults and make the exit status non-zero: a variant that does not compile, registers spilled to local memory,
-more shared memory than a program may have, a dot that is not on the tensor cores of its architecture, and a flag
-function without its memory order.
+more shared memory than a program may have, a dot that is not on the tensor cores of its architecture, products of
+Hopper that the assembler serialises or whose registers are touched before they end, and a flag function without its
+memory order.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import triton
 
-from weft.kernels import launch, machine_code, memory_orders
+from weft.kernels import launch, machine_code, memory_orders, wgmma
 from weft.kernels.variants import OPS, on_each, places, record
 
 CHECKED = (*OPS, "memory_orders")
@@ -74,7 +75,9 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVa
     instructions = machine_code.disassembled(machine.cubin, "nvdisasm", "-c")
     wanted = TENSOR_CORE_INSTRUCTION[architecture]
     found = wanted if re.search(rf"\b{wanted}\b", instructions) else "-"
-    faults = []
+    faults = [*compiled.serialised]
+    if early := wgmma.early_access(instructions):
+        faults.append(early)
     if compiled.spilled_bytes:
         faults.append(f"{compiled.spilled_bytes} bytes of registers spilled")
     allowed = launch.SHARED_LIMIT_BYTES[architecture]
@@ -89,7 +92,7 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVa
 def check_order(op: str, architecture: str, number: int) -> CheckedVariant:
     recorded = record(op, architecture)[number]
     function = recorded.kernel.__name__
-    built = machine_code.assemble(recorded, architecture)
+    built, _ = machine_code.assemble(recorded, architecture)
     sass = machine_code.disassembled(built.asm["cubin"], "nvdisasm", "-c")
     fault = memory_orders.fault(function, built.asm["ptx"], sass)
     return CheckedVariant(function, architecture, "memory order", cubin_bytes=len(built.asm["cubin"]), fault=fault)

@@ -5,8 +5,10 @@ The same sources and the same Triton, at the same paths, give the same bytes.
 
 import contextlib
 import ctypes
+import dataclasses
 import hashlib
 import importlib
+import io
 import json
 import os
 import re
@@ -36,6 +38,7 @@ class CompiledVariant:
     machine: Machine
     spilled_bytes: int
     needs_tensor_cores: bool
+    serialised: list[str]  # the assembler's warnings of wgmma that wait for one another
 
 
 def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVariant:
@@ -44,7 +47,7 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVarian
     Raises:
         RuntimeError: the kernels were imported for the interpreter, so there is nothing to compile.
     """
-    built = assemble(recorded, architecture)
+    built, serialised = assemble(recorded, architecture)
     metadata = built.metadata
     registers, spilled_bytes = _registers(built.asm["cubin"])
     machine = Machine(
@@ -61,14 +64,26 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVarian
         profile_scratch_bytes=metadata.profile_scratch_size,
         cubin=built.asm["cubin"],
     )
-    return CompiledVariant(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]))
+    return CompiledVariant(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]), serialised)
 
 
-def assemble(recorded: launch.Launch, architecture: str) -> CompiledKernel:
-    """Return Triton's own result for the variant; its `asm` holds the text of each stage."""
+def assemble(recorded: launch.Launch, architecture: str) -> tuple[CompiledKernel, list[str]]:
+    """Return Triton's own result for the variant, and the assembler's warnings that wgmma are serialised.
+
+    The `asm` of the result holds the text of each stage.
+    """
     source, target, options = _to_compile(recorded, architecture)
-    with _without_lines():
-        return triton.compile(source, target=target, options=options)
+    log = io.StringIO()
+    with _settings(architecture), contextlib.redirect_stdout(log):
+        built = triton.compile(source, target=target, options=options)
+    return built, sorted(set(re.findall(r"\(C75\d\d\).*", log.getvalue())))
+
+
+def assembler_version(architecture: str) -> str:
+    """Return the release of ptxas that assembles for the architecture ("13.1", say)."""
+    with _settings(architecture):
+        nvidia = triton.knobs.nvidia
+        return (nvidia.ptxas_blackwell if architecture == "sm_100" else nvidia.ptxas).version
 
 
 def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[CompiledVariant, bool]:
@@ -77,7 +92,7 @@ def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[Com
     try:
         fields = json.loads(stem.with_suffix(".json").read_text())
         machine = archive.unpacked(fields["machine"], stem.with_suffix(".cubin").read_bytes())
-        return CompiledVariant(machine, fields["spilled_bytes"], fields["needs_tensor_cores"]), False
+        return CompiledVariant(machine, **{name: fields[name] for name in fields if name != "machine"}), False
     except FileNotFoundError:
         pass
     if not fix_addresses():
@@ -123,10 +138,11 @@ def _cache_key(recorded: launch.Launch, architecture: str) -> str:
     _hash_in_order()
     source, target, options = _to_compile(recorded, architecture)
     backend = make_backend(target)
-    with _without_lines():
+    with _settings(architecture):
         settings = get_cache_invalidating_env_vars()
         key = get_cache_key(source, backend, backend.parse_options(dict(options)), settings)
-    return hashlib.sha256(key.encode()).hexdigest()
+    fields = " ".join(field.name for field in dataclasses.fields(CompiledVariant))
+    return hashlib.sha256(f"{key} {assembler_version(architecture)} {fields}".encode()).hexdigest()
 
 
 @lru_cache
@@ -159,10 +175,17 @@ def _to_compile(recorded: launch.Launch, architecture: str) -> tuple[ASTSource, 
 
 
 @contextlib.contextmanager
-def _without_lines() -> Iterator[None]:
-    """Compile inside without line information: the code is smaller and does not depend on the source's place."""
-    with triton.knobs.compilation.scope():
+def _settings(architecture: str) -> Iterator[None]:
+    """Compile inside without line information, and for sm_90 with the newer of the two ptxas in Triton's wheel.
+
+    Code without lines is smaller and does not depend on the source's place. The ptxas 12.8 that Triton takes for sm_90
+    has miscompiled products with operands in registers (flash-linear-attention's issue 1262).
+    """
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
         triton.knobs.compilation.disable_line_info = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        if architecture == "sm_90":
+            triton.knobs.nvidia.ptxas = triton.knobs.nvidia.ptxas_blackwell.path
         yield
 
 

@@ -4,7 +4,7 @@
 
     forward   y  = act(x @ w.T + b)     A = x,    B = w.T                      reads x, w; writes y (and z)
     gated     y  = act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up)            B = w_gate.T beside w_up.T, Z [M, 2N]
-    dgrad     dx = dz @ w               A = dz,   B = w                        or A = dy act'(z), formed as it is loaded
+    dgrad     dx = dz @ w               A = dz,   B = w
     wgrad     dw = dw + dz.T @ x        A = dz.T, B = x, C = D = main_grad     in fp32
 
 2 M N K operations (4 M N K gated). Device memory: at least M K + K N elements read and M N written; A is read N /
@@ -26,7 +26,7 @@ from itertools import product
 import torch
 
 from weft.kernels import launch, signal
-from weft.kernels.activation import ACTIVATIONS, activate, check_activation, derivative, gated_backward
+from weft.kernels.activation import ACTIVATIONS, activate, check_activation, gated_backward
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
 from weft.kernels.language import TensorDescriptor, tl, triton
@@ -37,14 +37,6 @@ PRECISIONS = ("ieee", "tf32")
 COMMUNICATING_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _COMBINE_BLOCK = 1024  # elements per program of the second kernel of a split product
 _NO_STRIDES = (0, 0)
-
-
-@dataclass(frozen=True)
-class Prologue:
-    """A prologue that forms A = dy act'(z) during the load, with z [M, K] of dy's type."""
-
-    z: torch.Tensor
-    activation: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,6 @@ def matmul(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     addend: torch.Tensor | None = None,
-    prologue: Prologue | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     keep_z: bool = False,
@@ -108,7 +99,6 @@ def matmul(
         bias: [N], or [2N] for a gated product.
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
         addend: [M, N]; may be `out`, to accumulate a gradient.
-        prologue: replaces a by a * act'(z) during the load.
         out: [M, N] to write to, of any of the three types; a new tensor of out_dtype by default.
         out_dtype: type of a new out; a's type by default.
         keep_z: also return z, [M, N] (gated: [M, 2N], gate beside up) in a's type.
@@ -122,15 +112,14 @@ def matmul(
     Raises:
         ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
     """
-    _check(a, b, b_up, bias, activation, addend, prologue, out, precision)
+    _check(a, b, b_up, bias, activation, addend, out, precision)
     (rows, depth), columns = a.shape, b.size(1)
     width = 2 * columns if b_up is not None else columns
     if out is None:
         out = torch.empty((rows, columns), dtype=out_dtype or a.dtype, device=a.device)
     z = torch.empty((rows, width), dtype=a.dtype, device=a.device) if keep_z else None
     activation = activation or "none"
-    z_in = prologue.z if prologue else None
-    problem = problem_of(a, b, b_up, z_in, activation=activation, precision=precision)
+    problem = problem_of(a, b, b_up, activation=activation, precision=precision)
     config = choose_tile(problem, a.device, config, communicates=arrivals is not None).config
     if arrivals:
         launch.check_dtype("matmul", COMMUNICATING_DTYPES, a=a)
@@ -138,9 +127,7 @@ def matmul(
     steps = triton.cdiv(triton.cdiv(depth, config.block_k), config.split_k)
     splits = max(1, triton.cdiv(depth, max(1, steps * config.block_k)))
     partials = torch.empty((splits, rows, width), dtype=torch.float32, device=a.device) if splits > 1 else None
-    _launch_product(
-        a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits, arrivals
-    )
+    _launch_product(a, b, b_up, bias, addend, out, z, partials, activation, problem, config, steps, splits, arrivals)
     if partials is not None:
         _launch_combine(partials, bias, addend, out, z, activation)
     return out, z
@@ -163,22 +150,19 @@ def matmul_to_peers(
     Raises:
         ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
     """
-    _check(a, b, None, None, None, None, None, None, precision)
+    _check(a, b, None, None, None, None, None, precision)
     problem = problem_of(a, b, precision=precision)
     launch.check_dtype("matmul", COMMUNICATING_DTYPES, a=a)
     config = replace(choose_tile(problem, a.device, config, communicates=True).config, split_k=1)
     steps = triton.cdiv(a.size(1), config.block_k)
-    _launch_product(
-        a, b, None, None, None, None, None, None, None, "none", problem, config, steps, 1, departures=departures
-    )
+    _launch_product(a, b, None, None, None, None, None, None, "none", problem, config, steps, 1, departures=departures)
 
 
 def _launch_product(
-    a, b, b_up, bias, addend, prologue, out, z, partials, activation, problem, config, steps, splits,
+    a, b, b_up, bias, addend, out, z, partials, activation, problem, config, steps, splits,
     arrivals=None, departures=None,
 ):  # fmt: skip
     (rows, depth), columns = a.shape, b.size(1)
-    a_z = prologue.z if prologue else None
     units = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n) * splits
     resident = 2 if config.block_m * config.block_n <= 64 * 128 else 1
     meeting = arrivals or departures
@@ -205,7 +189,6 @@ def _launch_product(
         _matmul_kernel,
         (programs,),
         operand(a, a_block, a_turned),
-        operand(a_z, a_block, a_turned),
         operand(b, b_block, b_turned),
         operand(b_up, b_block, b_turned),
         bias,
@@ -217,7 +200,6 @@ def _launch_product(
         depth,
         # A descriptor holds its strides. They are 0 here, so that variants do not differ in unused arguments.
         *(_NO_STRIDES if descriptors else a.stride()),
-        *(_NO_STRIDES if descriptors or a_z is None else a_z.stride()),
         *(_NO_STRIDES if descriptors else b.stride()),
         *(_NO_STRIDES if descriptors or b_up is None else b_up.stride()),
         bias.stride(0) if bias is not None else 0,
@@ -234,7 +216,6 @@ def _launch_product(
         BLOCK_K=config.block_k,
         STRIP=strip,
         ACTIVATION=activation,
-        A_ACTIVATION=prologue.activation if prologue else "none",
         PRECISION=problem.precision,
         SPLIT=partials is not None,
         # Only for dimensions along which masked accesses run.
@@ -262,7 +243,7 @@ def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
         adds: the program writes z, has a second sum, or has flags together with its operands' addresses.
     """
     odd = columns % 16 != 0
-    if (split and (odd or a.dtype == torch.float32)) or (odd and adds and not launch.has_copy_engine(a.device)):
+    if (odd and (split or adds)) or (split and a.dtype == torch.float32):
         return 16
     return 32 if split or adds else 64
 
@@ -309,32 +290,28 @@ def _launch_combine(partials, bias, addend, out, z, activation) -> None:
     )
 
 
-def _check(a, b, b_up, bias, activation, addend, prologue, out, precision) -> None:
+def _check(a, b, b_up, bias, activation, addend, out, precision) -> None:
     op = "matmul"
-    z = prologue.z if prologue else None
     if a.dim() != 2 or b.dim() != 2 or a.size(1) != b.size(0):
         raise ValueError(
             f"{op}: a {tuple(a.shape)} and b {tuple(b.shape)} must be [M, K] and [K, N]; flatten leading dimensions "
             "with reshape, and give a weight [N, K] as weight.t()"
         )
-    launch.check_memory(op, a=a, b=b, b_up=b_up, bias=bias, addend=addend, z=z, out=out)
+    launch.check_memory(op, a=a, b=b, b_up=b_up, bias=bias, addend=addend, out=out)
     launch.check_dtype(op, a=a, bias=bias, addend=addend, out=out)
-    launch.check_dtype(op, (a.dtype,), b=b, b_up=b_up, z=z)
+    launch.check_dtype(op, (a.dtype,), b=b, b_up=b_up)
     columns = b.size(1)
     launch.check_shape(op, b.shape, b_up=b_up)
     launch.check_shape(op, (2 * columns if b_up is not None else columns,), bias=bias)
     launch.check_shape(op, (a.size(0), columns), addend=addend, out=out)
-    launch.check_shape(op, a.shape, z=z)
     check_activation(op, activation)
-    check_activation(op, prologue.activation if prologue else None)
     if b_up is not None and addend is not None:
         raise ValueError(f"{op}: a gated product takes no addend; add it to the result")
-    for name, matrix, like in (("the prologue's z", z, a), ("b_up", b_up, b)):
-        if matrix is not None and is_turned(matrix) != is_turned(like):
-            raise ValueError(
-                f"{op}: {name} has strides {matrix.stride()} and goes with a matrix of strides {like.stride()}; "
-                "lay both out by rows or both by columns"
-            )
+    if b_up is not None and is_turned(b_up) != is_turned(b):
+        raise ValueError(
+            f"{op}: b_up has strides {b_up.stride()} and goes with a matrix of strides {b.stride()}; "
+            "lay both out by rows or both by columns"
+        )
     launch.check_output(op, out=out)
     if precision not in PRECISIONS:
         raise ValueError(f"{op}: precision={precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
@@ -436,7 +413,6 @@ def _emit(total, total_up, bias, addend, out, destinations, z, piece, row, colum
 )  # fmt: skip
 def _matmul_kernel(
     a,  # [M, K]
-    a_z,  # [M, K] or None: then a is dy
     b,  # [K, N]
     b_up,  # [K, N] or None
     bias,  # [N] or [2N] or None
@@ -448,8 +424,6 @@ def _matmul_kernel(
     depth,
     stride_a_row,
     stride_a_column,
-    stride_a_z_row,
-    stride_a_z_column,
     stride_b_row,
     stride_b_column,
     stride_b_up_row,
@@ -480,7 +454,6 @@ def _matmul_kernel(
     BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    A_ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS_OF_16: tl.constexpr,  # 16 divides rows, so a mask has one value for 16 bytes
@@ -503,7 +476,9 @@ def _matmul_kernel(
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles = tiles_m * tiles_n
-    for unit in tl.range(tl.program_id(0), tiles * splits, programs, flatten=True):
+    # With two sums, a flattened loop resets them by selects, for which ptxas serialises every wgmma (warning C7515).
+    FLATTEN: tl.constexpr = b_up is None
+    for unit in tl.range(tl.program_id(0), tiles * splits, programs, flatten=FLATTEN):
         # 1. Find the tile and the piece of K.
         piece = unit // tiles
         tile = unit % tiles
@@ -535,10 +510,6 @@ def _matmul_kernel(
         for step in range(steps):
             k = start + step * BLOCK_K
             x = _load(a, row, k, rows, depth, stride_a_row, stride_a_column, BLOCK_M, BLOCK_K, DESCRIPTORS, A_TURNED)
-            if a_z is not None:
-                x_z = _load(a_z, row, k, rows, depth, stride_a_z_row, stride_a_z_column, BLOCK_M, BLOCK_K,
-                            DESCRIPTORS, A_TURNED)  # fmt: skip
-                x = launch.rounded(x.to(tl.float32) * derivative(x_z.to(tl.float32), A_ACTIVATION), x.dtype)
             w = _load(b, k, column, depth, columns, stride_b_row, stride_b_column, BLOCK_K, BLOCK_N, DESCRIPTORS,
                       B_TURNED)  # fmt: skip
             total = launch.dot(x, w, total, PRECISION)
@@ -618,7 +589,7 @@ def variants(architecture: str) -> None:
     """Call the launcher once for each variant to compile ahead of time, on meta tensors.
 
     Use it inside `launch.recording`. The variants serve all calls of weft.ops' layers in bf16 and fp16, with any sizes
-    (tests: tests/kernels/test_served.py). Activations, prologues and fp32 have one tile each.
+    (tests: tests/kernels/test_served.py). Activations and fp32 have one tile each.
     """
     m, n, k = 4096, 2048, 1024
 
@@ -670,7 +641,6 @@ def variants(architecture: str) -> None:
         for tile in listed(architecture, x.dtype):
             forward(x, w, activation=activation, keep_z=True, config=tile)
         forward(x, w, activation=activation, keep_z=True, config=replace(tile, split_k=2))
-        matmul(dy, w, prologue=Prologue(dy, activation))
     for activation in ("gelu", "gelu_tanh"):
         matmul(x, w.t(), b_up=w.t(), activation=activation, keep_z=True)
     for activation in ("silu", "gelu", "gelu_tanh"):

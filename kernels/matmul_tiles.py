@@ -13,8 +13,8 @@ from weft.kernels.language import triton
 MOST_SPLITS = 16
 _LEAST_DEPTH = 512  # smallest depth of a piece of K: less does not fill the pipeline
 
-# The tile configurations that exist, by the product's use of registers. "narrow": two sums (gated), a prologue, or the
-# addresses of operands that are not aligned. "fp32": operands take twice the room, and in ieee precision no tensor core
+# The tile configurations that exist, by the product's use of registers. "narrow": two sums (gated), or the addresses of
+# operands that are not aligned. "fp32": operands take twice the room, and in ieee precision no tensor core
 # holds the sums.
 _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
     "sm_80": {
@@ -40,7 +40,7 @@ _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
             MatmulConfig(64, 128, 64, warps=8, stages=3),
             MatmulConfig(64, 64, 64, warps=4, stages=3),
         ),
-        "fp32": (MatmulConfig(64, 64, 16, warps=8, stages=3),),
+        "fp32": (MatmulConfig(64, 64, 16, warps=8, stages=4),),
         "fp32 narrow": (MatmulConfig(64, 32, 16, warps=8, stages=3),),
     },
     "sm_100": {
@@ -65,7 +65,7 @@ class Problem:
     Attributes:
         layout: BLAS's letters for the two operands, n if rows are contiguous and t if columns are.
         aligned: rows (columns) of both operands lie at multiples of 16 bytes.
-        fused: the fused work of the kernel: "none", or an activation, with "_gated" or "_prologue" after it.
+        fused: the fused work of the kernel: "none", or an activation, with "_gated" after it.
     """
 
     m: int
@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def narrow(self) -> bool:
-        return not self.aligned or self.fused.endswith(("_gated", "_prologue"))
+        return not self.aligned or self.fused.endswith("_gated")
 
     def key(self) -> dict[str, int | str | bool]:
         """Return the key for the lookup in a tuned table."""
@@ -101,11 +101,11 @@ def are_aligned(*matrices: torch.Tensor | None) -> bool:
     return all(launch.describable(matrix.t() if is_turned(matrix) else matrix) for matrix in given)
 
 
-def problem_of(a, b, b_up=None, prologue_z=None, *, activation: str = "none", precision: str = "ieee") -> Problem:
+def problem_of(a, b, b_up=None, *, activation: str = "none", precision: str = "ieee") -> Problem:
     """Return the problem of the product a @ b."""
     layout = "".join("t" if is_turned(matrix) else "n" for matrix in (a, b))
-    fused = activation + ("_gated" if b_up is not None else "") + ("_prologue" if prologue_z is not None else "")
-    aligned = are_aligned(a, b, b_up, prologue_z)
+    fused = activation + ("_gated" if b_up is not None else "")
+    aligned = are_aligned(a, b, b_up)
     return Problem(a.size(0), b.size(1), a.size(1), layout, aligned, a.dtype, fused, precision)
 
 

@@ -55,7 +55,12 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Probe this machine without changing it. A missing driver, nvcc or triton is a state, not a fault."""
+    """Probe this machine without changing it. A missing driver, nvcc or triton is a state, not a fault.
+
+    Examples:
+        >>> print(weft.doctor())  # doctest: +ELLIPSIS
+        versions             ok     weft ...
+    """
     deadly = {name: how for name in _IMPORTED if name not in sys.modules and (how := _death_by_import(name))}
     sys.modules.update(dict.fromkeys(deadly))  # type: ignore[arg-type]  # the probes' imports now raise instead of ending the process
     try:
@@ -140,7 +145,8 @@ def _kernels() -> tuple[bool | None, str]:
             lines.append(f"{architecture}: {archive}")
         else:
             installed.add(architecture)
-            lines.append(f"{architecture}: {len(archive.variants)} variants, compiled by triton {archive.triton}")
+            made_by = f"triton {archive.triton} and ptxas {archive.assembler}"
+            lines.append(f"{architecture}: {len(archive.variants)} variants, compiled by {made_by}")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     needed = {launch.architecture_of(torch.device("cuda", index)) for index in devices}
     missing = sorted(needed - installed)

@@ -147,7 +147,7 @@ def origin(problem: "Problem", architecture: str) -> "Origin":
     Where the product takes several launches, the first that is not compiled ahead of time decides.
     """
     from weft.kernels import launch
-    from weft.kernels.matmul import Prologue, matmul
+    from weft.kernels.matmul import matmul
 
     def operand(rows: int, columns: int, turned: bool) -> torch.Tensor:
         shape = (columns, rows) if turned else (rows, columns)
@@ -156,18 +156,10 @@ def origin(problem: "Problem", architecture: str) -> "Origin":
 
     a_turned, b_turned = (letter == "t" for letter in problem.layout)
     a, b = operand(problem.m, problem.k, a_turned), operand(problem.k, problem.n, b_turned)
-    name = problem.fused.removesuffix("_gated").removesuffix("_prologue")
+    name = problem.fused.removesuffix("_gated")
     activation = None if name == "none" else name
-    prologue = Prologue(a, activation or "gelu") if problem.fused.endswith("_prologue") else None
     gated = problem.fused.endswith("_gated")
     with launch.recording(architecture) as launches:
-        matmul(
-            a,
-            b,
-            b_up=b if gated else None,
-            activation=None if prologue else activation,
-            prologue=prologue,
-            keep_z=activation is not None and prologue is None,
-        )
+        matmul(a, b, b_up=b if gated else None, activation=activation, keep_z=activation is not None)
     origins = [launch.origin(recorded, architecture) for recorded in launches]
     return next((found for found in origins if found.how != "ahead-of-time"), origins[0])

@@ -85,20 +85,17 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         x, weight, z = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
-        activation = place.activation
-        # On one rank dgrad may form dz as it runs, if neither wgrad nor dbias needs dz.
-        if activation and (needs_weight or needs_bias or place.ranks.world_size > 1):
-            dy, activation = activation.backward(dy, z), None
+        dz = dy if place.activation is None else place.activation.backward(dy, z)
         if needs_weight and split:
             gather_x = products.start_all_gather(place, x, ctx.sizes, weight)
         if needs_x and split:
-            dx = products.matmul_reduce_scatter(place, dy, weight, ctx.sizes, activation, z)
+            dx = products.matmul_reduce_scatter(place, dz, weight, ctx.sizes)
         elif needs_x:
-            dx = products.matmul_all_reduce(place, dy, weight, activation, z)
+            dx = products.matmul_all_reduce(place, dz, weight)
         if needs_weight:
-            dw = matmul.wgrad(dy, gather_x() if split else x, ctx.main_grad)
+            dw = matmul.wgrad(dz, gather_x() if split else x, ctx.main_grad)
         if needs_bias:
-            db = as_matrix(dy).sum(0)
+            db = as_matrix(dz).sum(0)
         return dx, dw, db, None, None
 
 

@@ -36,29 +36,17 @@ def product(
     return (z, z) if activation is None else (activation.apply(z), z)
 
 
-def multiply(
-    a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return a @ b, or with an activation (act'(z) a) @ b, the gradient of a linear layer's input.
-
-    The kernel forms act'(z) a as it loads a. That pays only if the caller needs act'(z) a for nothing else: if the
-    weight and the bias get no gradient.
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a @ b.
 
     Args:
         a: [..., K].
         b: [K, N].
-        z: [..., K], the input of the activation.
     """
     if kernel_choice.on_kernel(a.device):
         matrix = as_matrix(a)
-        z_matrix = as_matrix(z) if z is not None and activation else None
-        if _takes_kernel(matrix, b, prologue_z=z_matrix, activation=activation.name if activation else None):
-            prologue = _kernel().Prologue(z_matrix, activation.name) if activation else None
-            product, _ = _kernel().matmul(matrix, b, prologue=prologue)
-            return product.view(*a.shape[:-1], b.size(1))
-    if activation is not None:
-        assert z is not None  # the input of the activation
-        a = activation.backward(a, z)
+        if _takes_kernel(matrix, b):
+            return _kernel().matmul(matrix, b)[0].view(*a.shape[:-1], b.size(1))
     return a @ b
 
 
@@ -144,7 +132,7 @@ class FusedLinearFunction(torch.autograd.Function):
     x [M, K]        w [N, K]        b [N]        y [M, N]
 
     forward   y, z = linear(x, w, b)
-    dact      dz = act'(z) dy          (in dgrad's prologue if w and b get no gradient)
+    dact      dz = act'(z) dy
     dgrad     dx = dz @ w
     wgrad     dw = dz.T @ x
     dbias     db = dz.sum(0)
@@ -164,10 +152,8 @@ class FusedLinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, z = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if needs_x and not needs_weight and not needs_bias:
-            return _linear_dgrad(dy, weight, ctx.activation, z), None, None, None
         dz = ACTIVATIONS[ctx.activation].backward(dy, z) if ctx.activation else dy
-        dx = _linear_dgrad(dz, weight, None, None) if needs_x else None
+        dx = _linear_dgrad(dz, weight) if needs_x else None
         dw = _linear_wgrad(dz, x) if needs_weight else None
         db = as_matrix(dz).sum(0) if needs_bias else None
         return dx, dw, db, None
@@ -216,10 +202,6 @@ def _linear_operator(x, weight, bias, activation):
 def _linear_fake(x, weight, bias, activation):
     y = x.new_empty((*x.shape[:-1], weight.size(0)))
     return y, (torch.empty_like(y) if activation else y.new_empty(0))
-
-
-def _dgrad_operator(dy, weight, activation, z):
-    return multiply(dy, weight, activation_of(activation), z)
 
 
 def _new_wgrad(dz, x):
@@ -272,9 +254,9 @@ _linear = register(
     "linear(Tensor x, Tensor weight, Tensor? bias, str? activation) -> (Tensor, Tensor)", _linear_operator, _linear_fake
 )
 _linear_dgrad = register(
-    "linear_dgrad(Tensor dy, Tensor weight, str? activation, Tensor? z) -> Tensor",
-    _dgrad_operator,
-    lambda dy, weight, activation, z: dy.new_empty((*dy.shape[:-1], weight.size(1))),
+    "linear_dgrad(Tensor dz, Tensor weight) -> Tensor",
+    multiply,
+    lambda dz, weight: dz.new_empty((*dz.shape[:-1], weight.size(1))),
 )
 _linear_wgrad = register(
     "linear_wgrad(Tensor dz, Tensor x) -> Tensor",
@@ -305,8 +287,8 @@ def _kernel():
     return matmul
 
 
-def _takes_kernel(a, b, b_up=None, prologue_z=None, activation: str | None = None) -> bool:
+def _takes_kernel(a, b, b_up=None, activation: str | None = None) -> bool:
     from weft.kernels.matmul_tiles import problem_of
 
-    problem = problem_of(a, b, b_up, prologue_z, activation=activation or "none")
+    problem = problem_of(a, b, b_up, activation=activation or "none")
     return kernel_choice.algorithm(problem, a.device).kernel

@@ -336,7 +336,7 @@ def folder(kernel, x, launcher, tmp_path):
     dispatch.use(launcher, tmp_path)
     key = dispatch.dispatcher(kernel).key((x, 32, 0), (("BLOCK", 16), ("warps", 4), ("stages", 1)))
     archive.write(
-        tmp_path / "sm_90.weft", "sm_90", "3.7.1", [(dispatch.full_name(kernel), key, "bf16 16 4w 1s", MACHINE)]
+        tmp_path / "sm_90.weft", "sm_90", "3.7.1", "13.1", [(dispatch.full_name(kernel), key, "bf16 16 4w 1s", MACHINE)]
     )
     return tmp_path
 
@@ -492,8 +492,8 @@ def test_damaged_machine_code_is_never_launched(kernel, x, launcher, folder, dam
 def test_the_same_machine_code_is_stored_once_and_read_back_whole(tmp_path):
     other = replace(MACHINE, cubin=b"other", clusters=(2, 1, 1), arguments=('tensordesc:{"swizzle": 3}',))
     variants = [("weft.kernels.signal.f", bytes([i]), f"f{i}", other if i == 2 else MACHINE) for i in range(4)]
-    archive.write(tmp_path / "a.weft", "sm_90", "3.7.1", variants)
-    archive.write(tmp_path / "b.weft", "sm_90", "3.7.1", reversed(variants))
+    archive.write(tmp_path / "a.weft", "sm_90", "3.7.1", "13.1", variants)
+    archive.write(tmp_path / "b.weft", "sm_90", "3.7.1", "13.1", reversed(variants))
     assert (tmp_path / "a.weft").read_bytes() == (tmp_path / "b.weft").read_bytes()
     stored = Archive(tmp_path / "a.weft")
     found = stored.of_kernel("weft.kernels.signal.f")

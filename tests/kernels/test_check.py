@@ -54,7 +54,9 @@ def test_each_fault_is_named_and_fails_the_gate(tmp_path):
     assert "shared memory, 232448 allowed" in faults["fills_shared_memory"]
     assert faults["has_a_small_dot"] == "a dot without HGMMA"
     assert faults["does_not_compile"].startswith("does not compile: ")
-    assert "4 variants, 4 with a fault" in done.stdout
+    assert "wgmma.mma_async instructions are serialized" in faults["serialises_its_products"]
+    assert "wgmma.mma_async instructions are serialized" in faults["rewrites_registers_of_a_product"]
+    assert "6 variants, 6 with a fault" in done.stdout
 
 
 @pytest.mark.slow("kernels")

@@ -7,7 +7,7 @@ import torch
 
 from weft.kernels import launch
 from weft.kernels.activation import ACTIVATIONS, gated_backward
-from weft.kernels.matmul import Prologue, matmul
+from weft.kernels.matmul import matmul
 from weft.kernels.matmul_tiles import Problem, choose_tile, listed
 from weft.ops.activation import ACTIVATIONS as PLAIN
 from weft.testing import cases, reference
@@ -90,15 +90,6 @@ def test_gated_backward_is_the_gradient(device, activation, dtype):
         return torch.autograd.grad(PLAIN[activation].apply(gate) * up, z, dy)[0]
 
     check(gated_backward(dy, z, activation), gradient, z, dy)
-
-
-@pytest.mark.parametrize(("activation", "dtype"), cases.covering(ACTIVATIONS, DTYPES), ids=str)
-def test_the_prologue_is_the_activations_backward(device, activation, dtype):
-    dy, z, w = (
-        draw(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(37, 65), (37, 65), (65, 33)])
-    )
-    dx, _ = matmul(dy, w, prologue=Prologue(z, activation))
-    check(dx, lambda dy, z, w: PLAIN[activation].backward(dy, z) @ w, dy, z, w)
 
 
 @pytest.mark.parametrize(("dtype", "split_k"), cases.covering(DTYPES, [1, 4]), ids=str)
@@ -217,7 +208,6 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
         (ValueError, "takes no addend", lambda: matmul(x, w, b_up=w, addend=draw(device, 4, 5))),
         (ValueError, r"out has shape \(5, 4\)", lambda: matmul(x, w, out=draw(device, 5, 4))),
         (ValueError, "activation='swish' is not one of None, 'gelu'", lambda: matmul(x, w, activation="swish")),
-        (ValueError, r"z has shape \(6, 4\)", lambda: matmul(x, w, prologue=Prologue(x.t(), "gelu"))),
         (ValueError, "precision='bf16x3' is not one of 'ieee', 'tf32'", lambda: matmul(x, w, precision="bf16x3")),
         (ValueError, "does not exist on .*; there are", lambda: matmul(x, w, config=replace(tile, block_m=48))),
         (ValueError, "share memory", lambda: matmul(x, w, out=draw(device, 5).expand(4, 5))),

@@ -126,20 +126,17 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> int:
     return rows
 
 
-def matmul_reduce_scatter(
-    place: ParallelContext, a: torch.Tensor, b: torch.Tensor, sizes, activation: Activation | None = None, z=None
-) -> torch.Tensor:
+def matmul_reduce_scatter(place: ParallelContext, a: torch.Tensor, b: torch.Tensor, sizes) -> torch.Tensor:
     """Return this rank's shard, along the sequence, of the sum over ranks of a @ b.
 
     Args:
         a: [..., K_r], whole along the sequence.
         b: [K_r, N].
         sizes: sizes of the ranks' shards along the sequence.
-        activation, z: multiply act'(z) a instead of a; only for a group of one rank.
     """
     ranks, dim = place.ranks, _dim(place, a)
     if not _fuses(place, a, a.numel() // a.size(-1), b, "reduce_scatter"):
-        return ranks.reduce_scatter(matmul.multiply(a, b, activation, z), dim, sizes)
+        return ranks.reduce_scatter(matmul.multiply(a, b), dim, sizes)
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
     from weft.ops.overlap.workspace import workspace
@@ -151,19 +148,16 @@ def matmul_reduce_scatter(
     return matmul_reduce_scatter(as_matrix(a), b, peers, rows).view(shape)
 
 
-def matmul_all_reduce(
-    place: ParallelContext, a: torch.Tensor, b: torch.Tensor, activation: Activation | None = None, z=None
-) -> torch.Tensor:
+def matmul_all_reduce(place: ParallelContext, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the sum over ranks of a @ b.
 
     Args:
         a: [..., K_r].
         b: [K_r, N].
-        activation, z: as in `matmul_reduce_scatter`.
     """
     ranks = place.ranks
     if not _fuses(place, a, a.numel() // a.size(-1), b, "all_reduce"):
-        return ranks.all_reduce_(matmul.multiply(a, b, activation, z))
+        return ranks.all_reduce_(matmul.multiply(a, b))
     from weft.kernels.all_reduce import matmul_all_reduce
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox
