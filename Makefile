@@ -46,6 +46,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell -D- -D docs/site/words.txt .
+	! git grep -nEi '\b(of which|such as are)\b' -- ':!Makefile'
 	$(BIN)/mypy
 
 # The machine code of every kernel variant: ten minutes of two cores.

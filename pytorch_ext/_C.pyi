@@ -165,9 +165,13 @@ cuda: _Cuda | None
 
 class _Launch(ModuleType):
     class Kernel:
-        """One compiled variant. `arguments`: the C types, in order, of the parameters that are no constants: "ptr",
-        "i1" to "i64", "u1" to "u64", "fp32", "fp64", and "tensordesc:" followed by the parameter's entry of Triton's
-        metadata `tensordesc_meta` as JSON."""
+        """One compiled variant.
+
+        Args:
+            arguments: the C types, in order, of the parameters that are not constants: "ptr", "i1" to "i64", "u1" to
+                "u64", "fp32", "fp64", and "tensordesc:" followed by the parameter's entry of Triton's metadata
+                `tensordesc_meta` as JSON.
+        """
 
         def __init__(
             self,

@@ -51,6 +51,13 @@ def clip_grad_norm_(
         ValueError: norm_type is not above 0; parameters are pieces of a sharded optimizer; a parameter belongs to no
             stage although the mesh has "pp".
         TypeError: a parameter is a DTensor.
+
+    Examples:
+        >>> model = weft.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), weft.init_mesh(tp=2))
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> norm = weft.clip_grad_norm_(model, 1.0)
+        >>> torch.allclose(weft.clip_grad_norm_(model, 1.0), norm.clamp(max=1.0))
+        True
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type={norm_type} must be more than 0, or inf")

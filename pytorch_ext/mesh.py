@@ -22,6 +22,11 @@ def init_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type
 
     Raises:
         ValueError: a size is below 1, or the product is not the number of ranks.
+
+    Examples:
+        >>> mesh = weft.init_mesh(tp=2)
+        >>> mesh["tp"].size()
+        2
     """
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     for name, size in sizes.items():

@@ -112,6 +112,12 @@ def parallelize(
             Models that differ between ranks raise on every rank.
         TypeError: the style does not take this kind of layer.
         The model is unchanged after an error. Only the comparison of the ranks' models sends data before that.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        >>> model = weft.parallelize(model, weft.init_mesh(tp=2))
+        >>> model[0].weight.shape, model(torch.ones(4, 16)).shape
+        (torch.Size([32, 16]), torch.Size([4, 16]))
     """
     ranks = _ranks_of(mesh)
     sharing = None if ranks.cp is None else sharing_of(ranks.cp, context)

@@ -62,6 +62,10 @@ def check_replicas(model: nn.Module) -> None:
     Raises:
         ValueError: tensors differ; raised on every rank of the group. The message names the first tensor and two
             ranks and, for whole tensors, says how many differ.
+
+    Examples:
+        >>> model = weft.DataParallel(nn.Linear(4, 4))
+        >>> weft.check_replicas(model)
     """
     parameters = dict(model.named_parameters())
     tensors = parameters | dict(model.named_buffers())

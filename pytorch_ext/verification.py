@@ -97,6 +97,12 @@ def causal_probe(position: int, *, dim: int = 1, vocabulary: int | None = None) 
         position: the first token to change.
         dim: the sequence dimension of the tensor and of the output.
         vocabulary: number of different integer tokens; by default the largest token in the batch + 1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+        >>> batch = torch.tensor([[1, 2, 3, 4]])
+        >>> weft.verify(model, copy.deepcopy(model), batch, probes=[weft.causal_probe(2)]).ok
+        True
     """
 
     def change(batch):
@@ -137,6 +143,12 @@ def verify(
 
     Raises:
         ValueError: the parameter names of the models differ. For a model in stages the names of all ranks count.
+
+    Examples:
+        >>> reference = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        >>> model = weft.parallelize(copy.deepcopy(reference), weft.init_mesh(tp=2))
+        >>> weft.verify(model, reference, torch.randn(4, 16)).ok
+        True
     """
     step = step or _plain_step
     exact_model = copy.deepcopy(reference).double()

@@ -170,7 +170,9 @@ fsdp_module = fully_shard(model)
     ("sequence_parallel.md", 1): (4, LLAMA, {"plan={...}": "plan=LLAMA_PLAN"}),
     ("sequence_parallel.md", 2): (2, LLAMA + "mesh = weft.init_mesh(cp=2)\n", {}),
     ("tensor_parallel.md", 0): (2, PARTS, {}),
-    ("tensor_parallel.md", 1): (1, "head_dim, n_heads, n_kv_heads = 4, 4, 2\n", {}),
+    ("tensor_parallel.md", 1): (1, "F = 5\n", {}),
+    ("tensor_parallel.md", 2): (1, "head_dim, n_heads, n_kv_heads = 4, 4, 2\n", {}),
+    ("tensor_parallel.md", 3): (1, "", {}),
     ("automatic_planner.md", 0): (1, "", {}),
     ("automatic_plans.md", 0): (1, LLAMA, {}),
     ("automatic_plans.md", 1): (

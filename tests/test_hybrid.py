@@ -348,7 +348,7 @@ def refuse(rank):
         (
             linears,
             pair,
-            "0 gives each rank a part of its 12.*1, which is whole.*gather_output",
+            "0 gives each rank a part of its 12.*1 is not in the plan.*gather_output",
             {"plan": {"0": "column"}},
         ),
         (

@@ -447,12 +447,12 @@ void Call::compare_headers() const {
   if (same) return;
   // Every rank sees the same headers, so every rank raises the same text.
   std::string text = "call #" + std::to_string(group_.calls_) + " on group \"" + group_.name() + "\": ";
-  std::vector<bool> told(group_.world_, false);
+  std::vector<bool> named(group_.world_, false);
   for (int rank = 0; rank < group_.world_; ++rank) {
-    if (told[rank]) continue;
+    if (named[rank]) continue;
     std::vector<int> agreeing;
     for (int other = rank; other < group_.world_; ++other)
-      if (header_of(other) == header_of(rank)) agreeing.push_back(other), told[other] = true;
+      if (header_of(other) == header_of(rank)) agreeing.push_back(other), named[other] = true;
     text += (rank > 0 ? ", " : "") + list_of(agreeing) + " called " + header_of(rank).text();
   }
   throw CollectiveMismatchError(text + ".");

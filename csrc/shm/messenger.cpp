@@ -349,13 +349,13 @@ void Messenger::give_up_on_the_lost() {
   const auto now = Clock::now();
   const auto verdict = [&](int peer, bool sending, Clock::time_point deadline) -> std::exception_ptr {
     if (failed) return failed;
-    const std::string who = peer == any_rank ? "every other rank" : "rank " + std::to_string(peer);
+    const std::string name = peer == any_rank ? "every other rank" : "rank " + std::to_string(peer);
     const std::string what = std::string(sending ? "a send to" : "a receive from") + " it by rank " +
                              std::to_string(group_.rank()) + " on group \"" + group_.name() + "\"";
     if (group_.lost(peer) && !(!sending && unread(peer)))
-      return group_.record_failure(FailureKind::rank_lost, who + group_.how_it_ended(peer) + " before " + what + ".");
+      return group_.record_failure(FailureKind::rank_lost, name + group_.how_it_ended(peer) + " before " + what + ".");
     if (now >= deadline)
-      return group_.record_failure(FailureKind::timed_out, who + " did not take part in " + what + " in time.");
+      return group_.record_failure(FailureKind::timed_out, name + " did not take part in " + what + " in time.");
     return nullptr;
   };
   for (int peer = 0; peer < group_.world(); ++peer) {

@@ -100,6 +100,12 @@ void register_errors(py::module_& m) {
   static const py::exception<CollectiveMismatchError> mismatch(m, "CollectiveMismatchError", comm.ptr());
   static const py::exception<CollectiveTimeoutError> timeout(m, "CollectiveTimeoutError", comm.ptr());
   errors = {comm, rank_lost, mismatch, timeout};
+  errors.comm.attr("__doc__") = "A collective or a message failed. The subclasses say how.";
+  errors.rank_lost.attr("__doc__") =
+      "A rank died or left the group. The text names it, its process and the call that waited for it.";
+  errors.mismatch.attr("__doc__") =
+      "Ranks called different operations, types or sizes. Every rank raises it with the same text.";
+  errors.timeout.attr("__doc__") = "A rank was silent for longer than the group's timeout. The text names it.";
   for (const py::handle error : {errors.comm, errors.rank_lost, errors.mismatch, errors.timeout})
     error.attr("__module__") = "weft";  // the name under which users know them
   py::register_local_exception_translator([](std::exception_ptr raised) {

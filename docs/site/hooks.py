@@ -27,6 +27,11 @@ TOPICS = {
     "Optimizers": ["optim"],
     "The planner": ["planner"],
 }
+_WHERE = (
+    "Every example runs in each of two processes, with the same random numbers, after `import copy`, "
+    "`import torch, weft`, `import torch.distributed as dist`, `from torch import nn` and "
+    '`dist.init_process_group("weft")`. `path` is a new folder.'
+)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _PUBLIC = re.compile(r"^from weft\.(\S+) import (\w+) as", re.MULTILINE)
 
@@ -42,7 +47,7 @@ def on_files(files, config):
         text = (ROOT / "docs" / source).read_text()
         files.append(File.generated(config, address, content=_moved(text, posixpath.dirname(source))))
     for title, names in _reference().items():
-        text = "\n\n".join([f"# {title}", *(f"::: weft.{module}.{name}" for module, name in names)])
+        text = "\n\n".join([f"# {title}", _WHERE, *(f"::: weft.{module}.{name}" for module, name in names)])
         files.append(File.generated(config, _address(title), content=text))
     return files
 
@@ -52,7 +57,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _reference() -> dict[str, list[tuple[str, str]]]:
-    """By topic, the public names with their modules."""
+    """Return for each topic the public names with their modules."""
     topic_of = {module: title for title, modules in TOPICS.items() for module in modules}
     topics: dict[str, list[tuple[str, str]]] = {title: [] for title in TOPICS}
     for module, name in _PUBLIC.findall((ROOT / "pytorch_ext" / "__init__.pyi").read_text()):
@@ -65,7 +70,7 @@ def _address(title: str) -> str:
 
 
 def _moved(text: str, folder: str) -> str:
-    """A page's text with its links as they are on the site. Files that are not on it are named, not linked."""
+    """Return a page's text with its links as they are on the site. A file that is not on the site is not linked."""
 
     def link(match: re.Match) -> str:
         image, words, target = match.groups()

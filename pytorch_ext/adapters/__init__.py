@@ -1,4 +1,4 @@
-"""Adapters to other libraries. Each is imported by its own name, and asks for the versions that it was tested with.
+"""Adapters to other libraries. Import each by its own name; it asks for the versions that it was tested with.
 
 styles.py          ParallelStyles for torch's parallelize_module
 hugging_face.py    attn_implementation="weft" for transformers
@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 
 
-def need(who: str, package: str, at_least: str) -> None:
-    """ImportError where the package is missing or older; with what was found and what is needed."""
+def need(adapter: str, package: str, at_least: str) -> None:
+    """Raise ImportError if the package is missing or older than the version `at_least`."""
     try:
         found = version(package)
     except PackageNotFoundError:
@@ -20,10 +20,10 @@ def need(who: str, package: str, at_least: str) -> None:
     if found is None or _numbers(found) < _numbers(at_least):
         there = f"has {package} {found}" if found else f"has no {package}"
         raise ImportError(
-            f'{who} needs {package} >= {at_least}; this Python {there}: pip install "{package}>={at_least}"'
+            f'{adapter} needs {package} >= {at_least}; this Python {there}: pip install "{package}>={at_least}"'
         )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Of "2.13.0+cpu" (2, 13, 0); of "5.23.0rc1" (5, 23, 0)."""
+    """Return (2, 13, 0) for "2.13.0+cpu", and (5, 23, 0) for "5.23.0rc1"."""
     return tuple(int("".join(takewhile(str.isdigit, part)) or 0) for part in text.partition("+")[0].split(".")[:3])

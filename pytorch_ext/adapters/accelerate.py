@@ -8,22 +8,22 @@ _KNOWN = ("dp_replicate", "dp_shard", "cp", "tp")  # in accelerate's order; tp c
 
 
 def mesh_of(parallelism, device_type: str | None = None, *, replicate_shards: bool = False) -> DeviceMesh:
-    """The mesh, with weft's names, over accelerate's own groups: its "tp" and "cp", and "dp" for its data parallelism.
+    """Return a mesh with weft's names over accelerate's own groups: "tp", "cp", and "dp" for data parallelism.
 
         weft.parallelize(model, mesh_of(accelerator.parallelism_config, replicate_shards=True))
 
     Args:
         parallelism: an accelerate.ParallelismConfig, or the DeviceMesh that one made (accelerator.torch_device_mesh).
         device_type: "cpu" or "cuda", for a ParallelismConfig that has not made its mesh yet; that is a collective call.
-        replicate_shards: take the ranks of dp_shard for replicas. accelerate has FSDP shard the parameters over them,
-            and weft.parallelize does not.
+        replicate_shards: treat the ranks of dp_shard as replicas. With accelerate, FSDP shards the parameters over
+            them; weft.parallelize does not.
 
     Returns:
         A DeviceMesh of those of "dp", "cp" and "tp" that accelerate has; it leaves out what has size 1.
 
     Raises:
-        ValueError: dp_shard without replicate_shards, sp, other names, or nothing that is larger than 1.
-            ImportError: accelerate older than 1.15.
+        ValueError: the mesh has dp_shard without replicate_shards, sp, other names, or no dimension larger than 1.
+        ImportError: accelerate is older than 1.15.
     """
     need("weft.adapters.accelerate", "accelerate", "1.15")
     mesh = parallelism if isinstance(parallelism, DeviceMesh) else _built(parallelism, device_type)

@@ -11,17 +11,17 @@ NAME = "weft"
 
 
 def register() -> None:
-    """Makes transformers know "weft" as an attention.
+    """Register "weft" as an attention of transformers.
 
         register()
         model = AutoModelForCausalLM.from_config(config, attn_implementation="weft")
 
-    Where the model shares its sequence (weft.parallelize over "cp") it is weft.context_attention, anywhere else torch's
-    scaled_dot_product_attention, with the same result as attn_implementation="sdpa". Softcaps and sinks, which that
-    does not have, are refused there.
+    If the model shares its sequence (weft.parallelize over "cp"), it runs weft.context_attention. Otherwise it runs
+    torch's scaled_dot_product_attention, with the same result as attn_implementation="sdpa", and refuses softcaps and
+    sinks.
 
     Raises:
-        ImportError: transformers older than 5.23.
+        ImportError: transformers is older than 5.23.
     """
     need("weft.adapters.hugging_face", "transformers", "5.23")
     from transformers import AttentionInterface
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def attention(module, query, key, value, attention_mask, **options):
-    """The attention function of transformers' interface: [B, H, S, D] to [B, S, H, D], and None for the weights."""
+    """Compute attention by transformers' interface: [B, H, S, D] to [B, S, H, D], and None for the weights."""
     if not isinstance(attention_mask, torch.Tensor | Pattern | None):
         raise TypeError(
             f'{type(module).__name__}: attn_implementation="weft" takes a mask that is a tensor or none, got '
@@ -46,6 +46,6 @@ def attention(module, query, key, value, attention_mask, **options):
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """A causal window as a mask, [1, 1, length, length]; True shows."""
+    """Return a causal window as a mask [1, 1, length, length]; True shows."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device)
     return seen.tril().triu(1 - window).view(1, 1, length, length)

@@ -1,4 +1,4 @@
-"""Lightning's "ddp" strategy with weft.DataParallel where it has DistributedDataParallel."""
+"""Lightning's "ddp" strategy with weft.DataParallel instead of DistributedDataParallel."""
 
 import importlib
 import sys
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from weft.adapters import need
 from weft.data_parallel.data_parallel import DataParallel
 
-# One library under two names, whose classes are not each other's: the one that the script has imported.
+# One library under two names, with separate classes: take the one that the script has imported.
 _NAMES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}
 _here = [name for name, package in _NAMES.items() if find_spec(name.partition(".")[0])] or list(_NAMES)
 _name = next((name for name in _here if name in sys.modules), _here[0])
 need("weft.adapters.lightning", _NAMES[_name], "2.6")
 _strategies = importlib.import_module(f"{_name}.strategies")
 
-# What the strategy itself takes, as Lightning's DDPStrategy does.
+# Options of Lightning's DDPStrategy.
 _OF_STRATEGY = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "timeout", "start_method"),
@@ -30,16 +30,16 @@ class WeftStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined,misc]
 
         Trainer(accelerator="cpu", devices=2, strategy=WeftStrategy(bucket_mb=10)).fit(module, data)
 
-    It is registered as strategy="weft", too.
+    It is also registered as strategy="weft".
 
     Args:
-        options: of weft.DataParallel, and what Lightning's DDPStrategy takes for a strategy (start_method, timeout,
-            cluster_environment, ...). The process group is "weft", on GPUs "cpu:weft,cuda:nccl", unless
-            process_group_backend says otherwise.
+        options: options of weft.DataParallel and of Lightning's DDPStrategy (start_method, timeout,
+            cluster_environment, ...). The process group's backend is "weft", or "cpu:weft,cuda:nccl" on GPUs, unless
+            process_group_backend is given.
 
     Raises:
-        ValueError: shard_optimizer or main_grad, which need an optimizer that Lightning would have to make otherwise.
-            ImportError: Lightning older than 2.6.
+        ValueError: shard_optimizer or main_grad is given. They need an optimizer that Lightning cannot make.
+        ImportError: Lightning is older than 2.6.
     """
 
     def __init__(self, **options):
@@ -60,10 +60,10 @@ class WeftStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined,misc]
         return DataParallel(model, **self._options)
 
     def _register_ddp_hooks(self) -> None:
-        """None: register_comm_hook is the wrapper's."""
+        """Register none: the wrapper has register_comm_hook."""
 
     def reduce(self, tensor, group=None, reduce_op="mean"):
-        """Averages of integers, which Lightning takes when it logs counts, are rounded towards zero, as over gloo."""
+        """Reduce; round averages of integers, which Lightning takes of logged counts, towards zero, as over gloo."""
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if not mean or not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
             return super().reduce(tensor, group, reduce_op)
@@ -72,7 +72,7 @@ class WeftStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined,misc]
 
     @contextmanager
     def block_backward_sync(self):
-        """While Lightning accumulates gradients."""
+        """Do not reduce gradients while Lightning accumulates them."""
         if not isinstance(self.model, DataParallel):  # it is not fitting
             yield
             return

@@ -1,4 +1,4 @@
-"""What a Trainer must do otherwise where its model's parameters are shards."""
+"""Changes to a Trainer for a model whose parameters are shards."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from weft.checkpoint.full_state import full_state_dict
 
 
 class SavedByAll(TrainingArguments):
-    """Arguments by which every rank calls save_pretrained where Trainer saves a model."""
+    """Arguments that let every rank call save_pretrained when Trainer saves a model."""
 
     @property
     def should_save(self) -> bool:
@@ -17,7 +17,7 @@ class SavedByAll(TrainingArguments):
 
 
 class SplitModel(TrainerCallback):
-    """Makes save_pretrained write the whole model."""
+    """Callback that makes save_pretrained write the whole model."""
 
     def on_init_end(self, args, state, control, model=None, **_):
         if not hasattr(model, "save_pretrained"):

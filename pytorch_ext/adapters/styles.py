@@ -19,7 +19,7 @@ need("weft.adapters.styles", "torch", "2.11")
 
 
 class _SplitInPlace(ParallelStyle):
-    """The layer itself becomes the parallel one: parallelize_module drops what a style returns of a model's part."""
+    """Style that changes the layer itself: parallelize_module ignores the module that a style returns for a part."""
 
     style: str
 
@@ -45,46 +45,49 @@ class _SplitInPlace(ParallelStyle):
         return module
 
     def _make_whole(self, parameter: nn.Parameter, ranks: Communicator) -> None:
-        """Of the rank that is the source; or, where a layer before shares it and is split, of that one's shards."""
+        """Make a parameter whole: from the source rank, or from shards if an earlier split layer shares it."""
         shard = shard_of(parameter)
         if shard is not None:
-            mine = parameter.data
-            parameter.data = mine.new_empty(shard.global_shape) if mine.is_meta else shard.gather(mine)
+            local = parameter.data
+            parameter.data = local.new_empty(shard.global_shape) if local.is_meta else shard.gather(local)
         elif self.src_data_rank is not None and not parameter.is_meta:
             parameter.data = ranks.broadcast_(parameter.data.clone(), self.src_data_rank)
 
 
 class ColumnParallel(_SplitInPlace):
-    """nn.Linear, nn.Conv2d or transformers' Conv1D, split by its outputs; options of `weft.ParallelLinear.from_linear`
-    or of its like. Weights are those of the rank that parallelize_module's src_data_rank names."""
+    """Style for nn.Linear, nn.Conv2d or transformers' Conv1D, split by outputs.
+
+    Options are those of `weft.ParallelLinear.from_linear` and its like. The weights are those of the rank that
+    parallelize_module's src_data_rank names.
+    """
 
     style = "column"
 
 
 class RowParallel(_SplitInPlace):
-    """The same layers, split by their inputs."""
+    """Style for the same layers, split by inputs."""
 
     style = "row"
 
 
 class VocabularyParallel(_SplitInPlace):
-    """nn.Embedding as a `weft.ParallelEmbedding`."""
+    """Style that makes an nn.Embedding a `weft.ParallelEmbedding`."""
 
     style = "vocabulary"
 
 
 class SequenceParallel(ParallelStyle):
-    """What stands between a RowParallel and a ColumnParallel with sequence_parallel=True: its gradients are summed."""
+    """Style for modules between a RowParallel and a ColumnParallel with sequence_parallel; sums their gradients."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return sum_gradients(module, device_mesh)
 
 
-def _check_tie(parameter: nn.Parameter, part: nn.Parameter, who: str) -> None:
+def _check_tie(parameter: nn.Parameter, part: nn.Parameter, name: str) -> None:
     before = shard_of(parameter)
     if before is not None and before != shard_of(part):
         raise ValueError(
-            f"{who} is shared with a layer that is split along dimension {before.dim} over "
+            f"{name} is shared with a layer that is split along dimension {before.dim} over "
             f"{before.communicator.world_size} ranks, and "
             "would be cut in another way here; split both along the same dimension, over the same ranks"
         )

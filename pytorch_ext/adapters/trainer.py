@@ -1,8 +1,8 @@
 """transformers' Trainer on a model that several ranks hold together.
 
-accelerate, under it, would take the ranks of a tensor-parallel model for data-parallel ones: another batch for each,
-and DistributedDataParallel around their different weights. Here each rank's Trainer believes that it is alone, and all
-of them do the same. What it would do wrong then is done by split_model.py, or refused.
+By default accelerate treats the ranks of a tensor-parallel model as data-parallel ones: it gives each another batch,
+and puts DistributedDataParallel around their different weights. Here each rank's Trainer runs as a single process, and
+all of them do the same. split_model.py changes what would then be wrong; other options are refused.
 """
 
 import os
@@ -16,24 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.adapters import need
 from weft.adapters.trainer_options import check_options
 
-# What tells accelerate that there are other processes.
+# Environment variables by which accelerate knows that there are other processes.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def settings(mesh: DeviceMesh, **options) -> dict[str, Any]:
-    """What a Trainer takes besides its model and data: `args` and `callbacks`.
+    """Return the arguments of a Trainer except its model and data: `args` and `callbacks`.
 
         model = weft.parallelize(model, mesh)
         Trainer(model, train_dataset=data, **settings(mesh, output_dir="out", max_steps=1000)).train()
 
     Args:
-        mesh: of weft.init_mesh, with tp, cp or both. Every rank trains on the same batches.
-        options: of transformers.TrainingArguments. save_strategy is "no"; `trainer.save_model()`, on every rank, writes
-            the whole model.
+        mesh: a mesh of weft.init_mesh with tp, cp or both. Every rank trains on the same batches.
+        options: options of transformers.TrainingArguments. save_strategy is "no"; call `trainer.save_model()` on every
+            rank to write the whole model.
 
     Raises:
-        ValueError: a mesh with pp or dp, an option that goes wrong with shards, other ranks' GPUs in sight.
-            ImportError: transformers older than 5.23, accelerate older than 1.15.
+        ValueError: the mesh has pp or dp, an option does not work with shards, or this rank sees several GPUs.
+        ImportError: transformers is older than 5.23, or accelerate is older than 1.15.
     """
     need("weft.adapters.trainer", "transformers", "5.23")
     need("weft.adapters.trainer", "accelerate", "1.15")
@@ -65,7 +65,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 
 def _be_alone(on_cpu: bool) -> None:
-    """accelerate's state of a single process. Only the first rank logs."""
+    """Set accelerate's state to a single process. Only the first rank logs."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""Options of TrainingArguments that go wrong where parameters are shards, each with the way out."""
+"""Options of TrainingArguments that do not work with shards, each with the way out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def check_options(options: Mapping[str, Any], device_type: str) -> None:
-    """ValueError where one goes wrong."""
+    """Raise ValueError for an option that does not work with shards."""
     on_cpu = device_type == "cpu"
     device = {"use_cpu": (on_cpu, f"does not go with a mesh of {device_type}: leave it out")}
     for name, (value, why) in {**device, **_REFUSED}.items():

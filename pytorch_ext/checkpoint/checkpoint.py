@@ -5,7 +5,7 @@
     path/weft-<id>/training-00003.safetensors  its share of the optimizers' state, and its random numbers
 
 A save writes to a folder of its own. Once every rank's files are on the disk, rank 0 replaces the manifest, and only
-then removes the files of the save before: whoever is killed at any moment leaves one whole checkpoint.
+then removes the files of the save before. So there is one whole checkpoint at any moment, also after a kill.
 """
 
 import json
@@ -36,12 +36,12 @@ _DATA = "weft-"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint has besides tensors.
+    """The contents of a checkpoint that are not tensors.
 
     Attributes:
         step, extras: as they were given to save_checkpoint; 0 and {} of plain safetensors files.
-        random_numbers: whether torch's generators are as they were on this rank, which takes an optimizer and as many
-            ranks as there were.
+        random_numbers: True if torch's generators continue as on this rank when it saved. That needs an optimizer and
+            the same number of ranks.
     """
 
     step: int
@@ -59,27 +59,35 @@ def save_checkpoint(
     group: Group = None,
     check_replicas: bool = True,
 ) -> None:
-    """Stores the model and its training under `path`, in the place of what was stored there. A collective call.
+    """Save the model and its training under `path`, in place of an earlier save there. A collective call.
 
         weft.save_checkpoint(model, optimizer, "run/latest", step=step, extras={"schedule": schedule.state_dict()})
 
-    Of what several ranks have alike, one writes it. When this returns, all is on the disk; until then, what was stored
-    before is untouched. Every rank must reach the path (a shared file system).
+    One rank writes each replicated tensor. When this returns, all files are on the disk. Until then the earlier save
+    is untouched. Every rank must reach the path (a shared file system).
 
     Args:
-        model: this rank's part of it; wrapped (weft.DataParallel, torch's DDP, torch.compile) or not.
-        optimizer: one, several, or None. A sharded one (`DataParallel.optimizer`) is stored like any other.
-        path: a folder, made if need be; one for each checkpoint that is to be kept.
-        step: the number to go on from.
-        extras: what else is to be kept, as JSON; rank 0's is.
-        group: the ranks that have the model together; None is the default group, or this process where there is none.
+        model: this rank's part of the model, wrapped (weft.DataParallel, torch's DDP, torch.compile) or not.
+        optimizer: one, several, or None. A sharded one (`DataParallel.optimizer`) is saved like any other.
+        path: a folder, created if it does not exist. Use one for each checkpoint that you keep.
+        step: number of the step to continue from.
+        extras: further values of rank 0, as JSON.
+        group: the ranks that hold the model together. None is the default group, or this process if there is none.
             Workers that differ for a while (weft.DiLoCo) each save their own: group=mesh["tp"], and a path of its own.
-        check_replicas: make sure that what ranks should have alike is alike, at the cost of reading all of it.
+        check_replicas: compare replicated tensors over their ranks, at the cost of reading all of them.
 
     Raises:
-        CheckpointError: a file cannot be written; ranks have different values of a tensor, or not all of it.
-        ValueError, TypeError: something that cannot be stored; an optimizer of other parameters. All of these with the
-        same text on every rank. RankLostError: a rank was lost; what was stored before, or all of this, can be loaded.
+        CheckpointError: a file cannot be written; ranks have different values of a replicated tensor; the ranks do not
+            hold all of a tensor.
+        ValueError, TypeError: a value cannot be stored; the optimizer has other parameters than the model.
+        RankLostError: a rank was lost. Either the earlier save or this one can be loaded.
+        The other errors have the same text on every rank.
+
+    Examples:
+        >>> model = nn.Linear(4, 4)
+        >>> weft.save_checkpoint(weft.DataParallel(model), None, path, step=100)
+        >>> weft.load_checkpoint(model, None, path).step
+        100
     """
     ranks, folder = ranks_of(group), Path(path)
     here: dict[str, dict[str, HeldTensor]] = {}
@@ -94,23 +102,23 @@ def save_checkpoint(
         for kind, numbers in rng_states(model).items():
             name = _random_name(ranks.rank, kind)
             here["training"][name] = contents.whole(name, numbers)
-        json.dumps([step, extras])  # raises what is to be raised
+        json.dumps([step, extras])  # raises TypeError before anything is written
         places = {place: one.own for place, one, _ in save_plan.places_in(here)}
         known = [state.without_tensors() for state in states]
         return secrets.token_hex(8), step, save_plan.outlines_of(here), places, known
 
-    told = together(ranks, describe)
-    identity = told[0][0]
+    gathered = together(ranks, describe)
+    identity = gathered[0][0]
     data = f"{_DATA}{identity}"
-    if len({its for _, its, *_ in told}) > 1:
-        raise CheckpointError(f"the ranks save different steps: {', '.join(str(its) for _, its, *_ in told)}")
-    outlines = save_plan.merged([outline for *_, outline, _, _ in told])
-    owner = save_plan.owners([places for *_, places, _ in told], outlines)
+    if len({its for _, its, *_ in gathered}) > 1:
+        raise CheckpointError(f"the ranks save different steps: {', '.join(str(its) for _, its, *_ in gathered)}")
+    outlines = save_plan.merged([outline for *_, outline, _, _ in gathered])
+    owner = save_plan.owners([places for *_, places, _ in gathered], outlines)
     about = {
         "step": step,
         "extras": dict(extras or {}),
         "ranks": ranks.world_size,
-        "optimizers": contents.merged([states for *_, states in told]),
+        "optimizers": contents.merged([states for *_, states in gathered]),
     }
 
     def commit() -> None:
@@ -143,22 +151,34 @@ def load_checkpoint(
     cast: bool = False,
     group: Group = None,
 ) -> Loaded:
-    """Gives the model, and its optimizer, the values stored under `path`. A collective call.
+    """Load the model and its optimizer from `path`. A collective call.
 
-    The ranks may share the model in another way than those that saved it: each reads the slices that it needs, and
-    never holds more. Checksums of all that is to be read are compared first, each rank taking a part of them; the model
-    and the optimizer are unchanged where anything is wrong.
+    The mesh may be another than the one that saved: each rank reads the slices that it needs, and never holds more.
+    The ranks first compare all checksums, each rank a part of them. After an error the model and the optimizer are
+    unchanged.
 
     Args:
         model, optimizer, group: as for save_checkpoint. None for an optimizer loads the model alone.
-        path: what save_checkpoint wrote; or plain safetensors: a file, or a folder with model.safetensors or
-            model.safetensors.index.json, which have no checksums.
-        strict: also tensors that only one of model and checkpoint has are an error.
-        cast: convert what is stored to the model's types; otherwise another type is an error.
+        path: the path of a save_checkpoint. Or plain safetensors: a file, or a folder with model.safetensors or
+            model.safetensors.index.json; these have no checksums.
+        strict: raise for tensors that only the model or only the checkpoint has.
+        cast: convert stored tensors to the model's types. False raises for another type.
+
+    Returns:
+        A Loaded, with the step and the extras of the save.
 
     Raises:
-        CheckpointError: a file is missing, torn or altered, by name; or the checkpoint is of another model or
-            optimizer, with all that differs. ValueError, TypeError: as save_checkpoint. The same on every rank.
+        CheckpointError: a file is missing, torn or altered; the message names it. Or the checkpoint is of another model
+            or optimizer; the message lists all differences.
+        ValueError, TypeError: as in save_checkpoint.
+        All of these have the same text on every rank.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        >>> weft.save_checkpoint(weft.parallelize(model, weft.init_mesh(tp=2)), None, path, step=100)
+        >>> whole = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        >>> weft.load_checkpoint(whole, None, path).step
+        100
     """
     ranks, folder = ranks_of(group), Path(path)
     here: list[tuple[Source, Tensors, list[Optimizer]]] = []
@@ -174,14 +194,14 @@ def load_checkpoint(
         names = {name for one in tensors.held.values() for name in one.names}
         return source.identity, *validation.differences(tensors.held, source, cast), names
 
-    told = together(ranks, compare)
+    gathered = together(ranks, compare)
     ((source, tensors, optimizers),) = here
-    if any(identity != source.identity for identity, *_ in told):
+    if any(identity != source.identity for identity, *_ in gathered):
         raise CheckpointError(f"the ranks read different checkpoints at {folder}: do they share it?")
-    wrong = [line for _, misfits, _, _ in told for line in misfits]
+    wrong = [line for _, misfits, _, _ in gathered for line in misfits]
     if strict:
-        wrong += [f"{name} is not stored" for _, _, missing, _ in told for name in missing]
-        known = {name for *_, names in told for name in names}
+        wrong += [f"{name} is not stored" for _, _, missing, _ in gathered for name in missing]
+        known = {name for *_, names in gathered for name in names}
         wrong += [f"{name} is stored, and the model has no such tensor" for name in source.model if name not in known]
     if wrong:
         raise CheckpointError("\n".join([f"{folder} is not of this model:", *dict.fromkeys(wrong)]))
@@ -203,7 +223,7 @@ def load_checkpoint(
                 for entry in validation.entries_of(held, source)[:1]:
                     for part in held.parts:
                         opened.fill(part, entry)
-            model.load_state_dict(model.state_dict())  # for whoever follows loads: wrappers that have copies
+            model.load_state_dict(model.state_dict())  # wrappers with copies of the parameters follow this
             for one, stored, (state, fills) in zip(optimizers, source.optimizers, restored, strict=False):
                 for part, entry in fills:
                     opened.fill(part, entry)
@@ -220,13 +240,22 @@ def load_checkpoint(
 
 
 def export_safetensors(path: str | Path, file: str | Path) -> None:
-    """Writes the model of a checkpoint to one plain safetensors file, of whole tensors under the plain model's names.
+    """Write the model of a checkpoint to one plain safetensors file: whole tensors under the plain model's names.
 
-    `model.load_state_dict(safetensors.torch.load_file(file))` takes it. One process does this, with the memory of one
-    tensor at a time. Tied parameters are there under each of their names.
+    `model.load_state_dict(safetensors.torch.load_file(file))` loads the file. Call this in one process; it holds one
+    tensor at a time. The file has tied parameters under each of their names.
+
+    Args:
+        path: the path of a save_checkpoint.
+        file: the file to write; an existing file is replaced.
 
     Raises:
         CheckpointError: a file of the checkpoint is missing, torn or altered.
+
+    Examples:
+        >>> weft.save_checkpoint(weft.DataParallel(nn.Linear(4, 4)), None, path)
+        >>> if dist.get_rank() == 0:
+        ...     weft.export_safetensors(path, f"{path}.safetensors")
     """
     source, file = safetensors_io.source_at(Path(path)), Path(file)
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}.tmp")

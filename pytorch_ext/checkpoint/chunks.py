@@ -1,4 +1,4 @@
-"""A rank's memory as boxes of whole tensors: offsets and sizes along every dimension. Arithmetic only."""
+"""A rank's memory as boxes of whole tensors, with an offset and a size along every dimension. Arithmetic only."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a whole tensor, from `offset` on, and this rank's memory of it (a view, shaped as in the whole)."""
+    """A box of a whole tensor that begins at `offset`, and a view of this rank's memory of it, of the same shape."""
 
     offset: Extent
     tensor: torch.Tensor
@@ -32,12 +32,13 @@ def whole_shape(parameter: torch.Tensor) -> Extent:
 def parts_of(
     tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece | None = None, *, counted: bool = False
 ) -> list[TensorPart]:
-    """Where a tensor stands in the whole of a parameter that it is shaped like, as is the parameter itself.
+    """Return the parts of a parameter's whole that a tensor of the parameter's shape covers.
 
     Args:
-        piece: the tensor is flat, and covers this stretch of the parameter only.
-        counted: without what a rank before has as well. Pieces are cut anywhere, and not alike on these ranks; of
-            whole tensors replicas are parts too, the same on all ranks.
+        tensor: the parameter itself, or a tensor of its shape (of an optimizer's state, say).
+        piece: the tensor is flat and covers only this stretch of the parameter.
+        counted: leave out parts that an earlier rank has too. This applies to pieces only, whose cuts differ between
+            ranks. Replicas of whole tensors are the same parts on all ranks.
     """
     local = [TensorPart((0,) * parameter.dim(), tensor)] if piece is None else _parts_of_piece(tensor, parameter, piece)
     shard = shard_of(parameter)
@@ -56,7 +57,7 @@ def parts_of(
 
 
 def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece) -> list[TensorPart]:
-    """Where a stretch of a parameter's memory stands in the parameter."""
+    """Return the parts of a parameter that a stretch of its memory covers."""
     # The stretch is in the order of memory: row-major over the dimensions from the slowest to the fastest.
     strides = torch.empty_like(parameter, device="meta").stride()
     order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
@@ -70,7 +71,7 @@ def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece)
 
 
 def _moved(part: TensorPart, dim: int, start: int, stop: int, begin: int) -> TensorPart | None:
-    """What a part of a shard has between start and stop of it, which lie from `begin` on in the whole."""
+    """Return the overlap of a shard's part with [start, stop) of the shard, which is at `begin` in the whole."""
     first, last = max(part.offset[dim], start), min(part.offset[dim] + part.tensor.size(dim), stop)
     if first >= last:
         return None
@@ -79,8 +80,10 @@ def _moved(part: TensorPart, dim: int, start: int, stop: int, begin: int) -> Ten
 
 
 def boxes_of_stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Extent, Extent]]:
-    """(offset, size) of the boxes that elements start to stop, in row-major order, are made of, in that order: at most
-    two for each dimension but the slowest, and one."""
+    """Yield (offset, size) of the boxes that cover elements start to stop, in row-major order.
+
+    There are at most two boxes for each dimension but the slowest, and one more.
+    """
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -106,7 +109,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[t
 
 
 def overlap(offset: Extent, shape: Extent, other: Extent, other_shape: Extent) -> tuple[slice, ...] | None:
-    """What two boxes share, in coordinates of the whole; None where that is nothing."""
+    """Return the intersection of two boxes in coordinates of the whole, or None if it is empty."""
     begin = [max(a, b) for a, b in zip(offset, other, strict=True)]
     end = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, other, other_shape, strict=True)]
     if any(first >= last for first, last in zip(begin, end, strict=True)):
@@ -115,5 +118,5 @@ def overlap(offset: Extent, shape: Extent, other: Extent, other_shape: Extent) -
 
 
 def seen_from(offset: Extent, box: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The box in coordinates that begin at `offset`."""
+    """Return the box in coordinates that begin at `offset`."""
     return tuple(slice(one.start - begin, one.stop - begin) for begin, one in zip(offset, box, strict=True))

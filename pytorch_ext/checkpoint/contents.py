@@ -1,4 +1,4 @@
-"""What there is to store: a model's tensors under the names of the plain model, its optimizers' state by parameter."""
+"""Contents of a checkpoint: the model's tensors under the plain model's names, and optimizer state by parameter."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.optimizer_check import SAVED_BY
 
-# Where a sharded optimizer steps wider copies of the parameters, their values are stored as a state of this name.
+# A sharded optimizer may step wider copies of the parameters. Their values are stored as a state of this name.
 MASTER = "weft_master"
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel)
 _UNKNOWN_CUT = (
@@ -31,13 +31,12 @@ _INNER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of which this rank has some parts.
+    """A tensor, with the parts of it that this rank holds.
 
     Attributes:
-        names: all that it goes by; tied parameters have several.
-        shape: of the whole.
-        own: a rank may have other values than the ranks that have the same part (a running mean); the first rank's
-            are stored.
+        names: all its names; tied parameters have several.
+        shape: shape of the whole.
+        own: ranks with the same part may have different values (a running mean). The first rank's values are stored.
     """
 
     names: tuple[str, ...]
@@ -49,14 +48,14 @@ class HeldTensor:
 
 @dataclass
 class Tensors:
-    """A model's tensors by their first name, and that name by the identity of the tensor."""
+    """A model's tensors by their first name, and the first names by the identity of the tensor."""
 
     held: dict[str, HeldTensor]
     name_of: dict[int, str]
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model without what it is wrapped in."""
+    """Return the model without its wrappers."""
     while True:
         if isinstance(model, _WRAPPERS):
             model = model.module
@@ -67,7 +66,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def of_model(model: nn.Module) -> Tensors:
-    """Raises TypeError, ValueError for what cannot be stored."""
+    """Return the model's tensors; raise TypeError or ValueError for one that cannot be stored."""
     parameters = {id(parameter) for parameter in model.parameters()}
     reached = parameters | {id(buffer) for buffer in model.buffers()}
     names: dict[int, list[str]] = {}
@@ -103,7 +102,7 @@ def of_model(model: nn.Module) -> Tensors:
 
 
 def optimizers_in(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """The optimizers, each followed by the one that it steps, if it has an `inner` one."""
+    """Return the optimizers, each followed by its `inner` one if it has one."""
     listed: list = [given] if isinstance(given, Optimizer) else list(given or [])
     found = []
     for optimizer in listed:
@@ -117,12 +116,12 @@ def optimizers_in(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
 
 @dataclass
 class State:
-    """An optimizer's state, as it is stored.
+    """An optimizer's state in its stored form.
 
     Attributes:
-        groups: the options of each parameter group, with "params": the names of its parameters.
-        values: by parameter and key: what JSON can hold, as [value]; or the name of a tensor.
-        tensors: by name.
+        groups: options of each parameter group; "params" has the names of its parameters.
+        values: by parameter and key, the name of a tensor, or [value] for a value that JSON can hold.
+        tensors: tensors by name.
     """
 
     groups: list[dict]
@@ -134,7 +133,7 @@ class State:
 
 
 def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) -> State:
-    """Raises TypeError, ValueError for what cannot be stored."""
+    """Return an optimizer's state; raise TypeError or ValueError for a value that cannot be stored."""
     state = State([], {}, {})
     for group in optimizer.param_groups:
         options = {key: _as_json(value, key) for key, value in group.items() if key not in ("params", SAVED_BY)}
@@ -154,7 +153,7 @@ def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) 
 
 
 def _base(parameter: torch.Tensor) -> torch.Tensor:
-    """The model's parameter that an optimizer's parameter is, or is a piece of."""
+    """Return the model's parameter of an optimizer's parameter, which may be a piece of it."""
     piece = piece_of(parameter)
     return parameter if piece is None else piece.parameter
 
@@ -175,7 +174,7 @@ def _named(parameters: Iterable[torch.Tensor], name_of: Mapping[int, str]) -> It
 
 
 def whole(name: str, tensor: torch.Tensor) -> HeldTensor:
-    """A tensor that is no part of another."""
+    """Return a tensor that this rank holds whole."""
     return HeldTensor((name,), tuple(tensor.shape), tensor.dtype, (TensorPart((0,) * tensor.dim(), tensor),))
 
 
@@ -200,10 +199,12 @@ def _as_json(value: Any, what: str) -> Any:
 
 
 def merged(states: Sequence[Sequence[State]]) -> list[dict]:
-    """All ranks' states (without tensors), one for each optimizer: options of the first rank, parameters of all.
+    """Merge the ranks' states, without tensors, into one for each optimizer.
+
+    The options are the first rank's; the parameters are those of all ranks.
 
     Raises:
-        CheckpointError: ranks have other numbers of optimizers or groups. The same on every rank.
+        CheckpointError: ranks have different numbers of optimizers or groups. The same on every rank.
     """
     found = []
     for number, of_ranks in enumerate(_aligned(states, "optimizers")):
@@ -227,7 +228,7 @@ def _aligned(lists: Sequence[Sequence], what: str) -> list[tuple]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], name_of: Mapping[int, str]) -> None:
-    """Raises CheckpointError where the stored groups are not those of these optimizers."""
+    """Raise CheckpointError if the stored groups do not match those of the optimizers."""
     if optimizers and len(stored) != len(optimizers):
         raise CheckpointError(f"{len(stored)} optimizers are stored, and {len(optimizers)} are to be loaded")
     for optimizer, state in zip(optimizers, stored, strict=False):
@@ -249,10 +250,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], na
 def restored(
     optimizer: Optimizer, values: Mapping[str, Mapping], entries: Mapping[str, StoredTensor], name_of: Mapping[int, str]
 ) -> tuple[dict[torch.Tensor, dict], list[tuple[TensorPart, StoredTensor]]]:
-    """The state that this rank's parameters shall have, and the parts of it that are to be filled.
+    """Return empty state for this rank's parameters, and the parts of it to fill with their stored tensors.
 
     Raises:
-        CheckpointError: a state of which it is not known how it is cut.
+        CheckpointError: it is unknown how some state is cut over the ranks.
     """
     state: dict[torch.Tensor, dict] = {}
     fills: list[tuple[TensorPart, StoredTensor]] = []
@@ -285,7 +286,7 @@ def restored(
 
 
 def adopt(optimizer: Optimizer, state: dict[torch.Tensor, dict], groups: list[dict]) -> None:
-    """The optimizer has this state and these options, and nothing of what it had."""
+    """Replace the optimizer's state and options by these."""
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, stored in zip(optimizer.param_groups, groups, strict=True):

@@ -1,4 +1,4 @@
-"""full_state_dict: the whole model's, on every rank."""
+"""full_state_dict: the state_dict of the whole model, on every rank."""
 
 from collections import OrderedDict
 
@@ -13,18 +13,23 @@ from weft.sharding.shard import shard_of
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cpu") -> OrderedDict[str, torch.Tensor]:
-    """The state_dict of the unsplit model, the same on every rank. A collective call: all ranks call it, one may save.
+    """Return the state_dict of the unsplit model, the same on every rank. A collective call.
 
         state = weft.full_state_dict(model)
         if torch.distributed.get_rank() == 0:
             torch.save(state, "model.pt")
 
-    For models that fit into one rank's memory; `weft.save_checkpoint` needs no rank that holds all. `load_state_dict`
-    of a model on any mesh takes it, and so does the unsplit model's.
+    The model must fit into one rank's memory; `weft.save_checkpoint` has no such limit. `load_state_dict` of a model on
+    any mesh takes the result, and so does that of the unsplit model.
 
     Args:
-        model: what weft.parallelize, weft.DataParallel, weft.LayerSplit or weft.Pipeline returned.
-        device: of the copies; None leaves each where the model has it.
+        model: the result of weft.parallelize, weft.DataParallel, weft.LayerSplit or weft.Pipeline.
+        device: the device of the copies; None keeps that of each tensor.
+
+    Examples:
+        >>> model = weft.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), weft.init_mesh(tp=2))
+        >>> weft.full_state_dict(model)["0.weight"].shape
+        torch.Size([8, 4])
     """
     if isinstance(model, DataParallel):
         model.wait_for_parameters()
@@ -41,14 +46,14 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
     return whole
 
 
-def _of_all_stages(mine: OrderedDict[str, torch.Tensor], ranks: Communicator) -> OrderedDict[str, torch.Tensor]:
-    """Every stage's tensors, in the order of ranks; a name that several have is the first one's."""
+def _of_all_stages(local: OrderedDict[str, torch.Tensor], ranks: Communicator) -> OrderedDict[str, torch.Tensor]:
+    """Return the tensors of all stages, in rank order. If several stages have a name, the first one's tensor counts."""
     whole: OrderedDict[str, torch.Tensor] = OrderedDict()
     for rank, tensors in enumerate(
-        ranks.all_gather_object({name: (x.shape, x.dtype, x.device.type) for name, x in mine.items()})
+        ranks.all_gather_object({name: (x.shape, x.dtype, x.device.type) for name, x in local.items()})
     ):
         for name, (shape, dtype, device) in tensors.items():
             if name not in whole:
-                like = mine[name] if rank == ranks.rank else torch.empty(shape, dtype=dtype, device=device)
+                like = local[name] if rank == ranks.rank else torch.empty(shape, dtype=dtype, device=device)
                 whole[name] = ranks.broadcast_(like, rank)
     return whole

@@ -1,4 +1,4 @@
-"""What ranks do together succeeds on all of them, or raises the same error on all of them."""
+"""Work of all ranks that succeeds on every rank, or raises the same error on every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,29 +12,30 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or is not what was written, or is not of this model."""
+    """Error of a checkpoint that cannot be written, was altered since, or is of another model."""
 
 
 class Alone:
-    """One process without a process group, in the place of a Communicator where only these are used of it."""
+    """A process without a process group, with the part of a Communicator's interface that checkpoints use."""
 
     rank, world_size = 0, 1
 
-    def all_gather_object(self, note: Any) -> list:
-        return [note]
+    def all_gather_object(self, value: Any) -> list:
+        return [value]
 
 
 def ranks_of(group):
-    """The communicator of the group; None is the default group where there is one, else this process alone."""
+    """Return the group's communicator. None is the default group, or this process alone if there is none."""
     return Alone() if group is None and not dist.is_initialized() else communicator(group)
 
 
 def together(ranks, work: Callable[[], T]) -> list[T]:
-    """What work() returned on each rank, in rank order. A collective call.
+    """Run work() on each rank and return the results of all, in rank order. A collective call.
 
     Raises:
-        ValueError, TypeError: work() raised it on some rank. CheckpointError: it raised anything else. With the same
-            text on every rank. CommError: a rank was lost, of the ranks that wait.
+        ValueError, TypeError: work() raised it on some rank.
+        CheckpointError: work() raised anything else. These errors have the same text on every rank.
+        CommError: a rank was lost.
     """
     value, failure, cause = None, None, None
     try:
@@ -43,14 +44,14 @@ def together(ranks, work: Callable[[], T]) -> list[T]:
         expected = isinstance(error, ValueError | TypeError | CheckpointError)
         failure = (type(error), str(error)) if expected else (CheckpointError, f"{type(error).__name__}: {error}")
         cause = error
-    told = ranks.all_gather_object((value, failure))
+    gathered = ranks.all_gather_object((value, failure))
     by_text: dict[str, list[int]] = {}
     kinds = []
-    for rank, (_, failed) in enumerate(told):
+    for rank, (_, failed) in enumerate(gathered):
         if failed is not None:
             kinds.append(next(kind for kind in (TypeError, ValueError, CheckpointError) if issubclass(failed[0], kind)))
             by_text.setdefault(failed[1], []).append(rank)
     if not kinds:
-        return [value for value, _ in told]
-    lines = [f"{ranks_text(failed, len(told))}: {text}" for text, failed in by_text.items()]
+        return [value for value, _ in gathered]
+    lines = [f"{ranks_text(failed, len(gathered))}: {text}" for text, failed in by_text.items()]
     raise kinds[0](next(iter(by_text)) if ranks.world_size == 1 else "\n".join(lines)) from cause

@@ -1,4 +1,4 @@
-"""load_safetensors: weights straight from safetensors files into a model that has only this rank's parts."""
+"""load_safetensors: reads weights from safetensors files into a model that holds only this rank's parts."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,31 +20,39 @@ def load_safetensors(
     cast: bool = False,
     group: Group = None,
 ) -> nn.Module:
-    """Fills a model with what safetensors files hold: a rank reads its own part of each tensor, and never has more.
+    """Load safetensors files into a model. A rank reads only its own part of each tensor. A collective call.
 
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         model = weft.load_safetensors(weft.parallelize(model, mesh), "path/of/the/model")
 
-    A collective call. Parameters and buffers of the meta device get memory first, one rank's part of it. Tied weights
-    are one, and may be stored under any of their names.
+    Parameters and buffers on the meta device first get memory for this rank's part. Tied weights stay tied, and the
+    files may have them under any of their names.
 
     Args:
-        model: as `weft.parallelize` left it, or whole.
-        path: a file, or a folder with model.safetensors or with model.safetensors.index.json and its files; or what
-            weft.save_checkpoint wrote.
-        device: of what is on the meta device now.
-        strict: also tensors that only one of model and files has are an error.
-        cast: convert what is stored to the model's types; otherwise another type is an error.
-        group: the ranks that have the model together; None is the default group, or this process where there is none.
+        model: the result of `weft.parallelize`, or a whole model.
+        path: a file; a folder with model.safetensors, or with model.safetensors.index.json and its files; or the path
+            of a weft.save_checkpoint.
+        device: the device for parameters and buffers that are on the meta device.
+        strict: raise for tensors that only the model or only the files have.
+        cast: convert stored tensors to the model's types. False raises for another type.
+        group: the ranks that hold the model together. None is the default group, or this process if there is none.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: files that are missing or torn; tensors of other shapes or types, missing and unexpected ones,
-            all by name. ValueError: a buffer of the meta device that no file holds and that the model's own code does
-            not compute again. The model is unchanged then.
+        CheckpointError: a file is missing or torn; tensors have other shapes or types, are missing or unexpected. The
+            message names all of them.
+        ValueError: no file has a buffer that is on the meta device, and the model's own code cannot compute it again.
+        After an error the model is unchanged.
+
+    Examples:
+        >>> weft.save_checkpoint(weft.DataParallel(nn.Linear(4, 4)), None, path)
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(4, 4)
+        >>> weft.load_safetensors(model, path).weight.device
+        device(type='cpu')
     """
     places = list(_on_meta(model))
     parts: dict[int, torch.Tensor] = {}
@@ -61,7 +69,7 @@ def load_safetensors(
 
 
 def _on_meta(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """(module, its name, the tensor's name in it, the tensor)."""
+    """Yield (module, name of the module, name of the tensor in it, tensor) for each tensor on the meta device."""
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -75,7 +83,7 @@ def _hold(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _with_memory(tensor: torch.Tensor, device) -> torch.Tensor:
-    """A tensor like one of the meta device, that knows its place as that does."""
+    """Return a tensor with memory, and with the shard mark of the one on the meta device."""
     made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -84,7 +92,7 @@ def _with_memory(tensor: torch.Tensor, device) -> torch.Tensor:
 
 
 def _compute_unstored(model: nn.Module, made: set[int]) -> None:
-    """Buffers that no state_dict holds follow from the configuration: transformers' models can compute theirs again."""
+    """Compute the buffers that no state_dict holds from the configuration, as transformers' models can."""
     lacking = []
     for prefix, module in model.named_modules():
         names = [
@@ -103,8 +111,10 @@ def _compute_unstored(model: nn.Module, made: set[int]) -> None:
 
 
 def _computed(model: nn.Module, prefix: str, module: nn.Module, names: list[str], made: set[int]) -> bool:
-    """Whether the model around a module, of transformers, gives these buffers values. It draws the module's parameters
-    too, so they must be among what is filled afterwards."""
+    """Let the transformers model around a module compute these buffers; return True if it did.
+
+    The model also draws the module's parameters, so the files must fill those afterwards.
+    """
     parts = prefix.split(".") if prefix else []
     around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1))
     owner = next((one for one in around if hasattr(one, "_init_weights") and hasattr(one, "main_input_name")), None)

@@ -1,7 +1,7 @@
-"""Safetensors files: written so that they are on the disk when the call returns, read a slice at a time.
+"""Safetensors files. A write is on the disk when it returns; a read takes one slice at a time.
 
-What is stored is a `Source`: tensors by name, each made of boxes in files. A checkpoint of ours, one plain file, and
-the folder of a model in several files with an index (Hugging Face's) all are one.
+A `Source` describes stored tensors by name, each made of boxes in files. It stands for a checkpoint of weft, for one
+plain file, and for a folder of several files with an index (Hugging Face's).
 """
 
 import json
@@ -48,7 +48,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Raises TypeError for a type that the format does not have."""
+    """Return the format's name of a type; raise TypeError if it has none."""
     if dtype not in _CODES:
         raise TypeError(f"safetensors has no {dtype}; it has {', '.join(map(str, _CODES))}")
     return _CODES[dtype]
@@ -62,7 +62,7 @@ def dtype_of(code: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Box:
-    """Stored elements of a tensor: all of `key` in `file`. checksum: CRC-32 of its bytes; None where there is none."""
+    """Stored elements of a tensor: all of `key` in `file`, and the CRC-32 of its bytes if that was stored."""
 
     file: str
     key: str
@@ -73,7 +73,7 @@ class Box:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor: its type (in the format's name), its whole shape, and the boxes that it is made of."""
+    """A stored tensor: the format's name of its type, its whole shape and its boxes."""
 
     code: str
     shape: Extent
@@ -84,21 +84,22 @@ class StoredTensor:
         return {"dtype": self.code, "shape": self.shape, "boxes": boxes}
 
     @classmethod
-    def from_json(cls, told: dict) -> "StoredTensor":
-        boxes = (Box(file, key, tuple(at), tuple(size), crc) for file, key, at, size, crc in told["boxes"])
-        return cls(told["dtype"], tuple(told["shape"]), tuple(boxes))
+    def from_json(cls, entry: dict) -> "StoredTensor":
+        boxes = (Box(file, key, tuple(at), tuple(size), crc) for file, key, at, size, crc in entry["boxes"])
+        return cls(entry["dtype"], tuple(entry["shape"]), tuple(boxes))
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is stored under a path.
+    """Description of the tensors that are stored under a path.
 
     Attributes:
-        folder: of the files.
-        model: the model's tensors by name; training: what training needs besides.
-        files: bytes that each had when it was written; of ours only.
-        about: step, extras, optimizers and the number of ranks; of ours only.
-        identity: differs from what any other save has written.
+        folder: folder of the files.
+        model: the model's tensors by name.
+        training: further tensors for training, by name.
+        files: bytes of each file when it was written; empty for plain safetensors.
+        about: step, extras, optimizers and the number of ranks; empty for plain safetensors.
+        identity: different for every save.
     """
 
     folder: Path
@@ -119,7 +120,9 @@ class Source:
 def write_tensors(
     path: Path, kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]], read: Callable[[str], torch.Tensor]
 ) -> dict[str, int]:
-    """A safetensors file of tensors that read(key) gives, one at a time; on the disk when this returns.
+    """Write a safetensors file of the tensors that read(key) returns, one at a time.
+
+    The file is on the disk when this returns.
 
     Returns:
         CRC-32 of each tensor's bytes.
@@ -147,12 +150,12 @@ def write_tensors(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Its elements in row-major order."""
+    """Return the bytes of a tensor's elements in row-major order."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def rename(temporary: Path, path: Path) -> None:
-    """The file takes the name of another, which is gone then; that is on the disk when this returns."""
+    """Rename a file and replace the one of that name. The change is on the disk when this returns."""
     os.replace(temporary, path)
     sync_folder(path.parent)
 
@@ -166,7 +169,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, content: dict) -> None:
-    """The moment at which what it names becomes the checkpoint."""
+    """Write the manifest at once. From then on the files that it names are the checkpoint."""
     text = json.dumps({"format": _FORMAT, **content}, default=StoredTensor.as_json)
     temporary = folder / f"{MANIFEST}.tmp"
     try:
@@ -180,13 +183,13 @@ def write_manifest(folder: Path, content: dict) -> None:
 
 
 def is_manifest_of(folder: Path, identity: str) -> bool:
-    """Whether the manifest there, if there is one, names the data of that save."""
+    """Return True if there is a manifest and it names the data of that save."""
     path = folder / MANIFEST
     return path.exists() and identity in path.read_text(errors="replace")
 
 
 def _with_checksum(text: bytes) -> bytes:
-    """Two lines. A reader compares all of it: numbers and ends of lines can be written in more than one way."""
+    """Return the text and its checksum on two lines. A reader compares all bytes of them."""
     return b"%b\n%d\n" % (text, zlib.crc32(text))
 
 
@@ -194,7 +197,7 @@ def _with_checksum(text: bytes) -> bytes:
 
 
 def source_at(path: Path) -> Source:
-    """What is stored under a path: a folder with our manifest, an index or model.safetensors, or a safetensors file."""
+    """Return the source at a path: a safetensors file, or a folder with a manifest, an index or model.safetensors."""
     if path.is_file():
         return _plain(path.parent, [path.name], None)
     if (path / MANIFEST).exists():
@@ -220,13 +223,13 @@ def _ours(folder: Path) -> Source:
     text = data.partition(b"\n")[0]
     if data != _with_checksum(text):
         raise CheckpointError(f"{path} is torn or was altered: its text and its checksum differ")
-    told = json.loads(text)
-    if told["format"] != _FORMAT:
-        raise CheckpointError(f"{path} is of the format {told['format']!r}; this version reads {_FORMAT!r}")
+    manifest = json.loads(text)
+    if manifest["format"] != _FORMAT:
+        raise CheckpointError(f"{path} is of the format {manifest['format']!r}; this version reads {_FORMAT!r}")
     model, training = (
-        {name: StoredTensor.from_json(one) for name, one in told[key].items()} for key in ("model", "training")
+        {name: StoredTensor.from_json(one) for name, one in manifest[key].items()} for key in ("model", "training")
     )
-    return Source(folder, model, training, told["files"], told["about"], f"{told['id']} {zlib.crc32(text)}")
+    return Source(folder, model, training, manifest["files"], manifest["about"], f"{manifest['id']} {zlib.crc32(text)}")
 
 
 def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) -> Source:
@@ -249,7 +252,7 @@ def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) ->
 
 
 class Files:
-    """Open safetensors files of a folder; what is wrong with one is a CheckpointError that names it."""
+    """Open safetensors files of a folder. A fault of a file raises a CheckpointError that names it."""
 
     def __init__(self, folder: Path, bytes_written: Mapping[str, int] | None = None):
         self._folder, self._bytes = folder, bytes_written or {}
@@ -259,7 +262,7 @@ class Files:
         return self
 
     def __exit__(self, *_) -> None:
-        self._open.clear()  # the files are mapped, and unmapped when nobody has them
+        self._open.clear()  # a file is unmapped when nothing refers to it any more
 
     def __getitem__(self, file: str):
         if file not in self._open:
@@ -281,7 +284,7 @@ class Files:
             raise CheckpointError(f"{self._folder / file} is torn or was altered: {error}") from error
 
     def read(self, box: Box, inside: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """The box, or what is inside of these limits of it."""
+        """Return the box, or a slice of it."""
         handle = self[box.file]
         with self._naming(box.file):
             if inside is None or all(one == slice(0, size) for one, size in zip(inside, box.shape, strict=True)):
@@ -289,7 +292,7 @@ class Files:
             return handle.get_slice(box.key)[inside]
 
     def check(self, box: Box, code: str) -> None:
-        """Raises CheckpointError where the box is not what was written."""
+        """Raise CheckpointError if the box is not as it was written."""
         tensor = self.read(box)
         kind = _CODES.get(tensor.dtype), tuple(tensor.shape)
         if kind != (code, box.shape) or zlib.crc32(bytes_of(tensor)) != box.checksum:
@@ -299,7 +302,7 @@ class Files:
             )
 
     def fill(self, part: TensorPart, entry: StoredTensor) -> None:
-        """Copies what the entry has of a part into it."""
+        """Copy the part's elements from the stored tensor."""
         covered = 0
         for box in entry.boxes:
             shared = overlap(part.offset, part.shape, box.offset, box.shape)

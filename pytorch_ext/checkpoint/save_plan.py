@@ -1,4 +1,4 @@
-"""Who writes what: of boxes that several ranks have, one does, and the ranks compare."""
+"""Plan of a save: one rank writes each box, and ranks that hold the same box compare their values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from weft.checkpoint.safetensors_io import Box, StoredTensor
 from weft.data_parallel.consensus import ranks_text
 
 SECTIONS = ("model", "training")
-_NAMED = 5  # of what is wrong, in an error
+_NAMED = 5  # names in an error message
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Outline:
-    """What ranks must have alike of a tensor."""
+    """Properties of a tensor that must be the same on all ranks."""
 
     names: tuple[str, ...]
     shape: Extent
@@ -59,28 +59,27 @@ def outlines_of(sections: Sections) -> dict[tuple[str, str], Outline]:
 
 
 def merged(outlines: Sequence[Mapping[tuple[str, str], Outline]]) -> dict[tuple[str, str], Outline]:
-    """Every rank's. Raises CheckpointError, the same on every rank, where two differ."""
+    """Merge the outlines of all ranks; raise CheckpointError, the same on every rank, if two differ."""
     found: dict[tuple[str, str], Outline] = {}
-    for rank, told in enumerate(outlines):
-        for key, outline in told.items():
+    for rank, of_rank in enumerate(outlines):
+        for key, outline in of_rank.items():
             if found.setdefault(key, outline) != outline:
                 raise CheckpointError(f"{key[1]} is {found[key]} on a rank before, and {outline} on rank {rank}")
     return found
 
 
 def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, str], Outline]) -> dict[Place, int]:
-    """The rank that writes each place.
+    """Return the rank that writes each place. Bytes are spread evenly over the ranks.
 
     Args:
-        places: of every rank, with whether ranks may have other values there: those are the first rank's to write, all
-            else is shared evenly.
+        places: of every rank; True if ranks may have different values there. The first rank writes those.
 
     Raises:
-        CheckpointError: the ranks' places are not the whole of each tensor, once. The same on every rank.
+        CheckpointError: the places of all ranks do not cover each tensor exactly once. The same on every rank.
     """
     holders: dict[Place, list[int]] = {}
-    for rank, told in enumerate(places):
-        for place in told:
+    for rank, of_rank in enumerate(places):
+        for place in of_rank:
             holders.setdefault(place, []).append(rank)
     load_bytes = [0] * len(places)
     owner: dict[Place, int] = {}
@@ -106,7 +105,7 @@ def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, 
 
 @dataclass
 class Written:
-    """What one rank wrote: bytes by file, and the box of each place; CRC-32 of what it has and another rank wrote."""
+    """Result of one rank's write: bytes by file, the box of each place, CRC-32 of replicas that other ranks write."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     boxes: dict[Place, Box] = field(default_factory=dict)
@@ -116,18 +115,18 @@ class Written:
 def write_share(
     folder: Path, data: str, rank: int, sections: Sections, owner: Mapping[Place, int], check_replicas: bool
 ) -> Written:
-    """Writes this rank's places to files in folder/data, which are on the disk when this returns."""
+    """Write this rank's places to files in folder/data. They are on the disk when this returns."""
     written = Written()
-    mine: dict[str, dict[str, tuple[Place, TensorPart]]] = {section: {} for section in SECTIONS}
+    local: dict[str, dict[str, tuple[Place, TensorPart]]] = {section: {} for section in SECTIONS}
     for place, held, part in places_in(sections):
         if owner[place] == rank:
             whole = place.shape == held.shape
             key = place.name if whole else f"{place.name}@{','.join(map(str, place.offset))}"
-            mine[place.section][key] = place, part
+            local[place.section][key] = place, part
         elif check_replicas and not held.own:
             written.replicas[place] = crc32(safetensors_io.bytes_of(part.tensor))
     (folder / data).mkdir(parents=True, exist_ok=True)
-    for section, by_key in mine.items():
+    for section, by_key in local.items():
         if not by_key:
             continue
         file = f"{data}/{section}-{rank:05d}.safetensors"
@@ -145,22 +144,22 @@ def _tensor_of(by_key: Mapping[str, tuple[Place, TensorPart]], key: str) -> torc
 
 
 def check_same(written: Sequence[Written], owner: Mapping[Place, int]) -> None:
-    """Raises CheckpointError, the same on every rank, where replicas differ."""
+    """Raise CheckpointError, the same on every rank, if replicas differ."""
     wrong: dict[str, list[int]] = {}
     for rank, one in enumerate(written):
         for place, checksum in one.replicas.items():
             if written[owner[place]].boxes[place].checksum != checksum:
                 wrong.setdefault(f"{place.name} of rank {owner[place]}", []).append(rank)
     if wrong:
-        told = [f"{what} on {ranks_text(ranks, len(written))}" for what, ranks in wrong.items()]
+        lines = [f"{what} on {ranks_text(ranks, len(written))}" for what, ranks in wrong.items()]
         raise CheckpointError(
-            f"ranks have different values of what they should have alike: {_first(told)}. They have drifted apart, or "
+            f"ranks have different values of what they should have alike: {_first(lines)}. They have drifted apart, or "
             "are of different models; workers that differ on purpose each save their own, with `group`"
         )
 
 
 def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
-    """Bytes by file, of all that was written. Raises CheckpointError for a file that this rank does not see so."""
+    """Return the bytes of all files; raise CheckpointError for one that this rank does not see as it was written."""
     sizes = {file: size for one in written for file, size in one.bytes.items()}
     for file, size in sizes.items():
         if not (folder / file).exists() or (folder / file).stat().st_size != size:
@@ -171,7 +170,7 @@ def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
 def entries(
     written: Sequence[Written], outlines: Mapping[tuple[str, str], Outline]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """What is stored then, by section and every name that a tensor has."""
+    """Return the stored tensors by section and by every name of a tensor."""
     boxes: dict[tuple[str, str], list[Box]] = {key: [] for key in outlines}
     for one in written:
         for place, box in one.boxes.items():

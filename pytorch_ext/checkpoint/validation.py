@@ -1,4 +1,4 @@
-"""Whether what is stored is of this model."""
+"""Comparison of stored tensors with those of a model."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from weft.checkpoint.safetensors_io import Box, Files, Source, StoredTensor
 
 
 def differences(tensors: Mapping[str, HeldTensor], source: Source, cast: bool) -> tuple[list[str], list[str]]:
-    """What is stored with another shape or type than the model has it, and which names are not stored."""
+    """Return the tensors that are stored with another shape or type, as text, and the names that are not stored."""
     misfits, missing = [], []
     for one in tensors.values():
         entries = entries_of(one, source)
@@ -28,12 +28,12 @@ def differences(tensors: Mapping[str, HeldTensor], source: Source, cast: bool) -
 
 
 def entries_of(one: HeldTensor, source: Source) -> list[StoredTensor]:
-    """What is stored under any of the tensor's names, each thing once."""
+    """Return the stored tensors under all names of a tensor, each once."""
     return list(dict.fromkeys(source.model[name] for name in one.names if name in source.model))
 
 
 def check_tied(one: HeldTensor, source: Source, opened: Files) -> None:
-    """Parameters that are one here may be stored as several, of the same values."""
+    """Check that a tied parameter that is stored several times has the same values each time."""
     entries = entries_of(one, source)
     for other in entries[1:]:
         for part in one.parts:
@@ -47,6 +47,6 @@ def check_tied(one: HeldTensor, source: Source, opened: Files) -> None:
 
 
 def boxes_of(source: Source, with_training: bool) -> dict[Box, str]:
-    """All that is stored and has a checksum, with its type."""
+    """Return the stored boxes that have a checksum, with their types."""
     entries = [*source.model.values(), *(source.training.values() if with_training else ())]
     return {box: entry.code for entry in entries for box in entry.boxes if box.checksum is not None}

@@ -84,5 +84,8 @@ def check_waits(group: Group = None) -> None:
         RankLostError: a rank died or left.
         CollectiveTimeoutError: a rank did not come within the group's timeout.
         CollectiveMismatchError: the ranks made different calls.
+
+    Examples:
+        >>> weft.check_waits()  # no kernel gave up waiting
     """
     communicator(group).check_waits()

@@ -39,6 +39,11 @@ def empty_symmetric(
             CPU, or have GPUs without peer access.
         CollectiveMismatchError: the ranks ask for different sizes.
         OSError: a rank cannot allocate or map the memory; every rank raises it.
+
+    Examples:
+        >>> x = weft.empty_symmetric(1024).fill_(1.0)
+        >>> weft.all_reduce(x)[:3]
+        tensor([2., 2., 2.])
     """
     sizes: tuple[int, ...] = tuple(chain.from_iterable([size] if isinstance(size, int) else size for size in shape))
     dtype, device = dtype or torch.get_default_dtype(), torch.device(device or "cpu")

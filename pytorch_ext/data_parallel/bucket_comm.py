@@ -1,8 +1,8 @@
-"""How the gradients of a bucket cross ranks while backward goes on: on the engine's thread or on a side stream.
+"""Transports of gradient buckets between ranks during backward, on the engine's thread or on a side stream.
 
-A transport is started in backward, once for each bucket and in the order of the buckets, and is waited for at the end.
-`scatter` leaves each rank its own part of the sum, else every rank has all of it. Sums are averaged where asked, and
-`bucket.squared_norm` becomes that of what this rank was left.
+Backward starts a transport once for each bucket, in the order of the buckets, and waits for all of them at its end.
+With `scatter` each rank gets its own part of the sum, otherwise all of it. Sums are averaged on request.
+`bucket.squared_norm` becomes the squared norm of the part that this rank gets.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,19 @@ from weft.comm.fusion import Fusion
 from weft.data_parallel.buckets import Bucket
 
 _AVERAGE = op_code(dist.ReduceOp.AVG)
-BLOCK = 1 << 15  # elements; in fp64 they stay in the second-level cache
+BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
 Wait = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What all of them know.
+    """Base of the transports.
 
     Attributes:
-        wire_dtype: what fp32 gradients are rounded to before they travel.
-        average: divide the sum by the number of ranks (`among` of them, where some have run out of inputs).
-        scatter: see above.
+        ranks: ranks that exchange the buckets.
+        wire_dtype: type to which fp32 gradients are rounded before they travel; None leaves them as they are.
+        average: divide the sum by the number of ranks, or by `among` if some ranks have run out of inputs.
+        scatter: leave each rank only its own part of the sum.
     """
 
     ranks: Communicator
@@ -40,16 +41,25 @@ class Transport:
         return self.wire_dtype if flat.dtype == torch.float32 else None
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
-        """Hands the bucket over; returns what waits for it. overlap=False: it may as well be done at once."""
+        """Start the reduction of a bucket.
+
+        Args:
+            bucket: gradients to reduce in place.
+            among: number of ranks that have inputs.
+            overlap: False lets the transport finish before it returns.
+
+        Returns:
+            A function that waits for the reduction.
+        """
         raise NotImplementedError
 
     def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        """parts[r] = rank r's part, of parameters; returns what waits for it."""
+        """Start to copy each rank r's part of the parameters into parts[r]; return a function that waits for that."""
         raise NotImplementedError
 
 
 class OnEngine(Transport):
-    """On the thread of the weft backend: fp32, in the order of ranks, everything in one pass over the data."""
+    """Transport on the thread of the weft backend: sums in fp32, in the order of ranks, in one pass over the data."""
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         engine = self.ranks.engine
@@ -57,7 +67,7 @@ class OnEngine(Transport):
         if self.scatter:
             return self._scatter(engine, bucket, overlap)
         op, scale = SUM, 1.0
-        if self.average and among & (among - 1) == 0:  # to multiply is then the same to the bit, and faster
+        if self.average and among & (among - 1) == 0:  # a power of two: multiplying gives the same bits faster
             scale = 1 / among
         elif self.average:
             op, scale = _AVERAGE, self.ranks.world_size / among
@@ -72,9 +82,9 @@ class OnEngine(Transport):
         return _nothing if pending is None else pending.wait
 
     def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Wait:
-        wire, world = self.wire_of(bucket.flat), self.ranks.world_size
+        wire, world_size = self.wire_of(bucket.flat), self.ranks.world_size
         sent = bucket.flat if wire is None else bucket.flat.to(wire)
-        parts, mine = list(sent.chunk(world)), bucket.parts(world)[self.ranks.rank]
+        parts, own = list(sent.chunk(world_size)), bucket.parts(world_size)[self.ranks.rank]
         op = _AVERAGE if self.average else SUM
         pending = engine.reduce_scatter(parts, parts[self.ranks.rank], op, wait=not overlap)
 
@@ -82,20 +92,20 @@ class OnEngine(Transport):
             if pending is not None:
                 pending.wait()
             if wire is not None:
-                mine.copy_(parts[self.ranks.rank])
-            measure(mine, bucket)
+                own.copy_(parts[self.ranks.rank])
+            measure(own, bucket)
 
         return wait
 
 
 class OnBackend(Transport):
-    """Over another backend of torch.distributed, at the end of backward and in that backend's order."""
+    """Transport over another backend of torch.distributed, at the end of backward and in that backend's order."""
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         return lambda: self.reduce(bucket, among)
 
     def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        self.ranks.all_gather_into(part, parts)  # now, since ranks may wait for parts in different orders
+        self.ranks.all_gather_into(part, parts)  # at once: ranks may wait in different orders
         return _nothing
 
     def reduce(self, bucket: Bucket, among: int) -> None:
@@ -105,15 +115,15 @@ class OnBackend(Transport):
             self.ranks.all_reduce_(flat, fusion=Fusion(wire, share))
             return measure(flat, bucket)
         parts = list((flat if wire is None else flat.to(wire)).chunk(self.ranks.world_size))
-        mine = torch.empty_like(parts[self.ranks.rank])
-        self.ranks.reduce_scatter_into(parts, mine)
+        received = torch.empty_like(parts[self.ranks.rank])
+        self.ranks.reduce_scatter_into(parts, received)
         own = bucket.parts(self.ranks.world_size)[self.ranks.rank]
-        own.copy_(mine).mul_(share)
+        own.copy_(received).mul_(share)
         return measure(own, bucket)
 
 
 class OnSideStream(OnBackend):
-    """On a stream of its own, behind every stream that wrote a gradient of the bucket."""
+    """Transport on a stream of its own, which waits for every stream that wrote a gradient of the bucket."""
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         device = bucket.flat.device
@@ -134,7 +144,7 @@ class OnSideStream(OnBackend):
             self.ranks.all_gather_into(part, parts)
             gathered = stream.record_event()
 
-        def wait() -> None:  # once for all uses: also those on the stream that forks into the one of the first
+        def wait() -> None:  # called once: the first use may be on a forked stream, later ones on `ahead`
             for reader in (ahead, torch.cuda.current_stream(device)):
                 reader.wait_event(gathered)
 
@@ -151,22 +161,22 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def transport_to(device: torch.device, ranks: Communicator) -> type[Transport]:
-    """What carries gradients on that device between these ranks."""
+    """Return the class of the transport for gradients on `device` between these ranks."""
     if device.type == "cuda":
         return OnSideStream
     return OnEngine if ranks.engine is not None else OnBackend
 
 
 def measure(part: torch.Tensor, bucket: Bucket) -> None:
-    """The squared norm, in a pass of its own."""
+    """Set the bucket's squared norm to that of `part`, in a pass of its own."""
     if part.is_cuda:
         bucket.squared_norm.copy_(torch.linalg.vector_norm(part, dtype=torch.float64).square())
         return
     bucket.squared_norm.zero_()
-    for block in part.split(BLOCK):  # torch's own norm in fp64 of an fp32 tensor takes ten times as long
+    for block in part.split(BLOCK):  # torch's fp64 norm of an fp32 tensor takes ten times as long
         wide = block.double()
         bucket.squared_norm += torch.dot(wide, wide)
 
 
 def _nothing() -> None:
-    """To wait for what is done."""
+    """Return at once, as the wait for a finished operation."""

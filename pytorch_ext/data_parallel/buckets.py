@@ -1,4 +1,4 @@
-"""Where gradients lie: flat buckets, each of one type, in the order in which backward gives the gradients."""
+"""Flat buckets of gradients, each of one type, in the order in which backward produces the gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from weft.sharding.sharded_grad import gradient_like
 
 # A bucket of this size has left a core's second-level cache before it is reduced.
 _PAST_CACHE_FROM_BYTES = 2 << 20
-_LINE_BYTES = 64  # every gradient starts on a cache line, which no other shares
+_LINE_BYTES = 64  # every gradient starts on a cache line of its own
 
 
 @dataclass(eq=False)
@@ -22,15 +22,20 @@ class Slot:
     """One parameter and the place of its gradient.
 
     Attributes:
-        number: its place in the module's order, the same on every rank.
-        bucket, offset, view, address: where the gradient lies: from that element of the bucket on, as a tensor like the
-            parameter; None before there are buckets.
+        number: index of the parameter in the module's order, the same on every rank.
+        name: name of the parameter in the module.
+        parameter: the parameter.
+        bucket: bucket of the gradient; None before there are buckets.
+        offset: first element of the gradient in the bucket.
+        view: the gradient in the bucket, shaped like the parameter; None before there are buckets.
+        address: memory address of `view`.
         into_main_grad: the gradient is added to the fp32 `main_grad` of the parameter, which is the view.
-        due: how often autograd hands it a gradient in one backward (reentrant checkpoints may do so several times).
-        arrivals: how often it did in this one.
-        given: the last time, it was a gradient and not None.
-        touched: it got a gradient since the last reduction.
-        reduced: what is in its place is the result of a reduction, and nothing has been added since.
+        due: number of times that autograd produces the gradient in one backward; reentrant checkpoints may need
+            several.
+        arrivals: number of times that autograd has done so in this backward.
+        given: the last of them was a gradient and not None.
+        touched: a gradient has come since the last reduction.
+        reduced: the view holds the result of a reduction, and nothing has been added since.
     """
 
     number: int
@@ -49,7 +54,7 @@ class Slot:
 
     @property
     def place(self) -> torch.Tensor:
-        """`view`, which there is once there are buckets."""
+        """The slot's `view`, which exists once there are buckets."""
         assert self.view is not None
         return self.view
 
@@ -63,15 +68,16 @@ class Bucket:
     """Gradients that travel together.
 
     Attributes:
-        index: its place among the buckets, which is the order in which they travel.
-        flat: [elements] of one type; a multiple of W cache lines, zeros where no gradient lies.
-        shard_ranks: the ranks that hold the other parts of its parameters, under tensor parallelism.
-        replicated: some of these have rows of them that a rank before has as well.
-        counts: no rank before of a model in stages has the same parameters.
-        missing: slots whose gradient has not come in this backward.
-        is_last: to travel.
-        squared_norm: float64 [1], of what the last reduction left this rank.
-        written: events of the streams that wrote to it, on a GPU.
+        index: position in the order in which the buckets travel.
+        flat: [elements] of one type, a multiple of W cache lines for W ranks. Elements outside gradients are zero.
+        slots: parameters with their gradients in this bucket.
+        shard_ranks: ranks that hold the other shards of the parameters, under tensor parallelism.
+        replicated: some of these ranks have rows of the parameters that a lower rank has too.
+        counts: no lower rank of a model in stages has the same parameters.
+        is_last: the bucket travels last.
+        missing: number of slots that wait for their gradient in this backward.
+        squared_norm: float64 [1], squared norm of the part that the last reduction left this rank.
+        written: on a GPU, events of the streams that wrote to the bucket.
     """
 
     index: int
@@ -91,27 +97,27 @@ class Bucket:
             self.squared_norm = self.squared_norm.to(self.flat.device)
 
     def is_written(self) -> None:
-        """The current stream has written to it: on a GPU, what reduces it waits for that stream."""
+        """Record that the current stream has written to the bucket; on a GPU the reduction waits for that stream."""
         if self.flat.is_cuda:
             self.written.append(torch.cuda.current_stream(self.flat.device).record_event())
 
-    def parts(self, world: int) -> list[torch.Tensor]:
-        """The equal parts that the ranks of a sharded optimizer hold, in rank order."""
-        return list(self.flat.chunk(world))
+    def parts(self, world_size: int) -> list[torch.Tensor]:
+        """Return the equal parts that the ranks of a sharded optimizer hold, in rank order."""
+        return list(self.flat.chunk(world_size))
 
 
 def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
-    """Cuts the list into buckets, in the order in which they become full.
+    """Group slots into buckets, and return the buckets in the order in which they become full.
 
-    A bucket takes gradients of one type and kind (whole parameters, or shards over the same ranks, whose norms are
-    counted differently) until it has bucket_bytes.
+    A bucket takes gradients of one type and one kind until it has bucket_bytes. The kinds are whole parameters and
+    shards over the same ranks, because their norms are counted differently.
     """
     opened: dict[tuple, list[Slot]] = {}
     opened_bytes: dict[tuple, int] = {}
     full: list[list[Slot]] = []
     for slot in slots:
         shard = shard_of(slot.parameter)
-        kinds = slot.dtype, slot.parameter.dtype  # which under main_grad differ; parameters of a bucket are gathered
+        kinds = slot.dtype, slot.parameter.dtype  # main_grad makes them differ; a bucket's parameters are gathered too
         key = kinds, (shard.communicator, shard.cut.replicated) if shard else None, _counts(slot)
         members = opened.setdefault(key, [])
         members.append(slot)
@@ -129,14 +135,15 @@ def _counts(slot: Slot) -> bool:
 
 
 def padded_bytes(slot: Slot) -> int:
-    bytes = slot.parameter.numel() * slot.dtype.itemsize
-    return -(-bytes // _LINE_BYTES) * _LINE_BYTES
+    gradient_bytes = slot.parameter.numel() * slot.dtype.itemsize
+    return -(-gradient_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucket]:
-    """Gives every slot of the plan its place, in memory that all ranks reach where that can be had.
+    """Allocate buckets for the groups of a plan, and give every slot its place.
 
-    A collective call: ranks lay out the same. Gradients that slots have already are moved, one after another.
+    The memory is symmetric if possible. This is a collective call, and all ranks pass the same plan. Gradients that
+    slots have already are moved one after another.
     """
     unit = _LINE_BYTES * ranks.world_size
     sizes = [max(unit, -(-sum(map(padded_bytes, members)) // unit) * unit) for members in groups]
@@ -157,25 +164,26 @@ def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucke
 
 
 def shared_memory(bytes: int, device: torch.device, ranks: Communicator) -> torch.Tensor:
-    """uint8 zeros: symmetric memory where the ranks can have it (all of them or none), else this rank's own.
+    """Return uint8 zeros, in symmetric memory if the ranks can share it, else in each rank's own memory.
 
-    Fresh memory of the kernel is zero without being touched, so it is resident only where a gradient has come.
+    All ranks can share it, or none. Fresh memory of the kernel is zero without being touched, so a page becomes
+    resident only when a gradient comes.
     """
     try:
         return empty_symmetric(bytes, dtype=torch.uint8, group=ranks, device=device)
-    except ValueError:  # on every rank: several machines, another backend, GPUs without peer access
+    except ValueError:  # raised on every rank: several machines, another backend, GPUs without peer access
         return torch.zeros(bytes, dtype=torch.uint8, device=device)
 
 
 def place_in(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The slot's place in a tensor laid out like its bucket, shaped and strided like the parameter."""
-    # The parameter's own strides where its elements fill its memory (channels last, transposed), else row-major.
+    """Return the slot's place in a tensor laid out like the bucket, with the shape and strides of the parameter."""
+    # The parameter's own strides if its elements fill its memory (channels last, transposed), else row-major ones.
     strides = torch.empty_like(slot.parameter, device="meta").stride()
     return flat.as_strided(slot.parameter.shape, strides, flat.storage_offset() + slot.offset)
 
 
 def _settle(slot: Slot, bucket: Bucket, offset: int) -> None:
-    """Moves a slot, with the gradient that it has, to its place."""
+    """Move a slot, with its gradient if there is one, to its place in the bucket."""
     slot.bucket, slot.offset = bucket, offset
     slot.view = place_in(bucket.flat, slot)
     slot.address = slot.view.data_ptr()
@@ -187,10 +195,10 @@ def _settle(slot: Slot, bucket: Bucket, offset: int) -> None:
 
 
 def put(gradient: torch.Tensor, slot: Slot) -> None:
-    """Copies a gradient to its slot's place."""
+    """Copy a gradient to its slot's place."""
     view, bucket = slot.view, slot.bucket
     assert view is not None and bucket is not None
-    # A slot's elements fill its memory, and so do those of whatever has the same strides.
+    # A slot's elements fill its memory, so a gradient with the same strides fills its own as well.
     alike = gradient.dtype == view.dtype and gradient.stride() == view.stride() and not gradient.is_neg()
     if alike and gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES:
         _C.copy_past_cache(gradient.data_ptr(), slot.address, gradient.nbytes)

@@ -1,4 +1,4 @@
-"""Communication hooks: DDP's on our buckets, and ours for those who keep DDP or FSDP2."""
+"""Communication hooks: those of DDP on weft's buckets, and weft's hooks for DDP and FSDP2."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _AVERAGE = op_code(dist.ReduceOp.AVG)
 
 
 class GradBucket:
-    """A bucket as DDP's communication hooks see it; see torch.distributed.GradBucket, which only DDP can make."""
+    """Bucket with the interface of torch.distributed.GradBucket, which only DDP can construct."""
 
     def __init__(self, bucket: Bucket):
         self._bucket, self._buffer = bucket, bucket.flat
@@ -47,7 +47,7 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future]
 
 @dataclass(frozen=True)
 class ByHook(Transport):
-    """As a hook of the user's says: what its future gives is the reduced bucket."""
+    """Transport through a communication hook of the user, which returns a future of the reduced bucket."""
 
     state: Any
     hook: Hook
@@ -60,8 +60,8 @@ class ByHook(Transport):
             result = result if isinstance(result, torch.Tensor) else result[0]
             if result.numel() != bucket.flat.numel():
                 raise ValueError(
-                    f"register_comm_hook: of bucket {bucket.index} the hook's future gave {result.numel()} elements, "
-                    f"and the bucket has {bucket.flat.numel()}: give all of bucket.buffer(), reduced"
+                    f"register_comm_hook: the hook's future gave {result.numel()} elements for bucket {bucket.index}, "
+                    f"and the bucket has {bucket.flat.numel()}: return all of bucket.buffer(), reduced"
                 )
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result.reshape(-1))
@@ -72,12 +72,17 @@ class ByHook(Transport):
 
 @dataclass(frozen=True)
 class HookState:
-    """What `ddp_hook` is given as its state.
+    """State of `ddp_hook`.
 
     Attributes:
-        group: whose ranks average; None is the default group. It may be another than DDP's own, of the same ranks:
-            DDP over gloo keeps gloo for all else.
-        wire_dtype: bfloat16 or float16, which fp32 gradients are rounded to before they travel.
+        group: ranks that average; None is the default group. It may be another group than DDP's with the same ranks.
+            DDP over gloo then keeps gloo for everything else.
+        wire_dtype: type to which fp32 gradients are rounded before they travel, bfloat16 or float16. None leaves them
+            in fp32.
+
+    Examples:
+        >>> weft.HookState(wire_dtype=torch.bfloat16).wire_dtype
+        torch.bfloat16
     """
 
     group: Any = None
@@ -85,9 +90,22 @@ class HookState:
 
 
 def ddp_hook(state: HookState | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook for torch's DistributedDataParallel: averages in fp32, in the order of ranks.
+    """Average a bucket of DDP's gradients in fp32, in the order of ranks.
 
-    ddp.register_comm_hook(weft.HookState(wire_dtype=torch.bfloat16), weft.ddp_hook)
+    A communication hook for torch's DistributedDataParallel:
+
+        ddp.register_comm_hook(weft.HookState(wire_dtype=torch.bfloat16), weft.ddp_hook)
+
+    Args:
+        state: ranks and type on the wire; None is `HookState()`.
+        bucket: bucket of DDP, reduced in place.
+
+    Returns:
+        Future of the bucket's flat tensor, averaged.
+
+    Examples:
+        >>> model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+        >>> model.register_comm_hook(weft.HookState(wire_dtype=torch.bfloat16), weft.ddp_hook)
     """
     state = state or HookState()
     flat, ranks = bucket.buffer(), communicator(state.group)
@@ -106,20 +124,29 @@ def ddp_hook(state: HookState | None, bucket: dist.GradBucket) -> torch.futures.
         done()
     else:
         pending = ranks.engine.all_reduce(flat, _AVERAGE, wait=False, fusion=fusion)
-        assert pending is not None  # it was not waited for
+        assert pending is not None  # wait=False returns the pending operation
         pending.then(done)
     return future
 
 
 class FSDPReduceScatter(ReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`: sums and averages in fp32, in the order of ranks.
+    """Reduce-scatter for FSDP2 that sums and averages in fp32, in the order of ranks.
 
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(weft.FSDPReduceScatter(group))
 
     Args:
-        group: whose ranks sum, the same ranks as the mesh's; None is the mesh's own group.
+        group: ranks that sum, the same as the mesh's; None is the mesh's own group.
+
+    Raises:
+        ValueError: FSDP asks for another operation than a sum or an average; raised when it calls the reduce-scatter.
+
+    Examples:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> model = fully_shard(nn.Linear(4, 1), mesh=weft.init_mesh(dp=2)["dp"])
+        >>> model.set_custom_reduce_scatter(weft.FSDPReduceScatter())
+        >>> model(torch.ones(2, 4)).sum().backward()
     """
 
     def __init__(self, group: Group = None):
@@ -143,7 +170,22 @@ class FSDPReduceScatter(ReduceScatter):
 
 
 class FSDPAllGather(AllGather):
-    """For `FSDPModule.set_custom_all_gather`: parameters are gathered by weft's engine or kernels."""
+    """All-gather for FSDP2 by weft's engine or kernels.
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(weft.FSDPAllGather(group))
+
+    Args:
+        group: ranks that gather, the same as the mesh's; None is the mesh's own group.
+
+    Examples:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> model = fully_shard(nn.Linear(4, 1), mesh=weft.init_mesh(dp=2)["dp"])
+        >>> model.set_custom_all_gather(weft.FSDPAllGather())
+        >>> model(torch.ones(2, 4)).shape
+        torch.Size([2, 1])
+    """
 
     def __init__(self, group: Group = None):
         self._group = group

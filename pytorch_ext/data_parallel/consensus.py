@@ -1,6 +1,6 @@
-"""What data parallel ranks tell each other: at construction what they wrap, after each backward how it went.
+"""Agreement of data parallel ranks on the wrapped module at construction, and on errors after each backward.
 
-Nothing is raised on one rank alone while others wait for it: a rank keeps what is wrong to itself until all ask.
+No rank raises alone while others wait for it. A rank keeps its errors until all ranks exchange them.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,15 @@ from weft.data_parallel.buckets import Slot
 
 
 @dataclass(frozen=True)
-class Wrapped:
-    """What one rank tells of its module: why it cannot be wrapped, the trainable parameters in order, frozen ones and
-    buffers, the options."""
+class ModuleDescription:
+    """Description of one rank's module, for comparison with those of other ranks.
+
+    Attributes:
+        obstacle: reason why the module cannot be wrapped; "" if it can.
+        parameters: descriptions of the trainable parameters by name, in order.
+        others: descriptions of frozen parameters and buffers by name.
+        options: values of DataParallel's options by name.
+    """
 
     obstacle: str
     parameters: dict[str, str]
@@ -27,7 +33,12 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class BackwardErrors:
-    """What went wrong in one rank's backward."""
+    """Errors of one rank's backward.
+
+    Attributes:
+        unused: names of parameters that got no gradient.
+        problems: descriptions of all other errors.
+    """
 
     unused: list[str]
     problems: list[str]
@@ -40,24 +51,34 @@ def check_same_module(
     others: dict[str, torch.Tensor],
     options: dict,
 ) -> None:
-    """Raises on every rank: ValueError where one of them has an obstacle, CollectiveMismatchError where one wraps
-    something else. A collective call."""
+    """Check that all ranks wrap the same module with the same options. A collective call.
+
+    Args:
+        ranks: ranks that wrap the module.
+        obstacle: reason why this rank's module cannot be wrapped; "" if it can.
+        parameters: trainable parameters by name.
+        others: frozen parameters and buffers by name.
+        options: values of DataParallel's options by name.
+
+    Raises:
+        ValueError: some rank has an obstacle; raised on every rank.
+        CollectiveMismatchError: some rank wraps another module or has other options; raised on every rank.
+    """
     if obstacle:
         parameters, others = {}, {}
-    described = {name: _description(one, _order(one)) for name, one in parameters.items()}
-    mine = Wrapped(
+    local = ModuleDescription(
         obstacle,
-        described,
-        {name: _description(one) for name, one in others.items()},
+        {name: _description(parameter, _order(parameter)) for name, parameter in parameters.items()},
+        {name: _description(tensor) for name, tensor in others.items()},
         {name: str(value) for name, value in options.items()},
     )
-    told: list[Wrapped] = ranks.all_gather_object(mine)
-    obstacles = {rank: other.obstacle for rank, other in enumerate(told) if other.obstacle}
+    gathered: list[ModuleDescription] = ranks.all_gather_object(local)
+    obstacles = {rank: other.obstacle for rank, other in enumerate(gathered) if other.obstacle}
     if obstacles:
         text = next(iter(obstacles.values()))
-        raise ValueError(f"DataParallel on {ranks_text(list(obstacles), len(told))}: {text}")
-    for rank, other in enumerate(told):
-        if difference := _difference(told[0], rank, other):
+        raise ValueError(f"DataParallel on {ranks_text(list(obstacles), len(gathered))}: {text}")
+    for rank, other in enumerate(gathered):
+        if difference := _difference(gathered[0], rank, other):
             raise CollectiveMismatchError(f'DataParallel on group "{ranks.name}": {difference}')
 
 
@@ -66,77 +87,90 @@ def _description(tensor: torch.Tensor, order: str = "") -> str:
 
 
 def _order(parameter: torch.Tensor) -> str:
-    """Of its elements in memory, which is that of its gradient: sums are of what stands at the same place."""
+    """Return the strides of a parameter that is not row-major, as text, else "".
+
+    The gradient has the same strides, and ranks sum elements at the same place in memory.
+    """
     placed = torch.empty_like(parameter, device="meta")
     return "" if placed.is_contiguous() else f" with strides {placed.stride()}"
 
 
-def _difference(first: Wrapped, rank: int, other: Wrapped) -> str:
-    """How another rank differs from rank 0; "" where it does not."""
+def _difference(first: ModuleDescription, rank: int, other: ModuleDescription) -> str:
+    """Return a description of the first difference between rank 0 and another rank; "" if there is none."""
     for option, value in first.options.items():
         if other.options[option] != value:
             return f"rank 0 has {option}={value}, rank {rank} has {option}={other.options[option]}"
-    for who, names, missing in ((rank, other.parameters, first.parameters), (0, first.parameters, other.parameters)):
-        if more := [name for name in names if name not in missing]:
-            lacks = 0 if who else rank
-            return f"rank {who} has the parameter {more[0]!r} ({names[more[0]]}), which rank {lacks} does not train"
-    for (name, what), (same, its) in zip(first.parameters.items(), other.parameters.items(), strict=True):
-        if name != same:
-            return f"the parameters are in another order: where rank 0 has {name!r}, rank {rank} has {same!r}"
-        if what != its:
-            return f"the parameter {name!r} is {what} on rank 0, {its} on rank {rank}"
+    for trains, lacks, trained, missing in (
+        (rank, 0, other.parameters, first.parameters),
+        (0, rank, first.parameters, other.parameters),
+    ):
+        if more := [name for name in trained if name not in missing]:
+            return (
+                f"rank {trains} has the parameter {more[0]!r} ({trained[more[0]]}), which rank {lacks} does not train"
+            )
+    for (name, text), (other_name, other_text) in zip(first.parameters.items(), other.parameters.items(), strict=True):
+        if name != other_name:
+            return f"the parameters are in another order: where rank 0 has {name!r}, rank {rank} has {other_name!r}"
+        if text != other_text:
+            return f"the parameter {name!r} is {text} on rank 0, {other_text} on rank {rank}"
     for name in first.others | other.others:
-        what, its = (told.get(name, "not there") for told in (first.others, other.others))
-        if what != its:
-            return f"{name!r}, which is not trained, is {what} on rank 0, {its} on rank {rank}"
+        text, other_text = (tensors.get(name, "not there") for tensors in (first.others, other.others))
+        if text != other_text:
+            return f"{name!r}, which is not trained, is {text} on rank 0, {other_text} on rank {rank}"
     return ""
 
 
 def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
-    """Rank 0's order of these slots. A collective call; every rank must have the same set."""
-    told: list[list[int]] = ranks.all_gather_object([slot.number for slot in arrived])
+    """Return the slots in rank 0's order. A collective call.
+
+    Raises:
+        CollectiveMismatchError: the ranks have different sets of slots.
+    """
+    orders: list[list[int]] = ranks.all_gather_object([slot.number for slot in arrived])
     by_number = {slot.number: slot for slot in arrived}
-    for rank, numbers in enumerate(told):
-        if sorted(numbers) != sorted(told[0]):
-            differing = set(numbers) ^ set(told[0])
+    for rank, numbers in enumerate(orders):
+        if sorted(numbers) != sorted(orders[0]):
+            differing = set(numbers) ^ set(orders[0])
             names = [by_number[number].name if number in by_number else f"parameter {number}" for number in differing]
             raise CollectiveMismatchError(
                 f'DataParallel on group "{ranks.name}": ranks 0 and {rank} do not train the same parameters: only one '
                 f"of them trains {', '.join(names)}; freeze and unfreeze on every rank alike"
             )
-    return [by_number[number] for number in told[0]]
+    return [by_number[number] for number in orders[0]]
 
 
 class ErrorConsensus:
-    """The end of each backward: whether any rank has met with trouble."""
+    """Exchange of errors between ranks at the end of each backward."""
 
     def __init__(self, ranks: Communicator, device: torch.device):
         on_host = ranks.engine is not None or device.type == "cpu"
         self._ranks = ranks.host if on_host else ranks
-        self._troubled = torch.zeros(1, dtype=torch.int32, device="cpu" if on_host else device)
+        self._failed = torch.zeros(1, dtype=torch.int32, device="cpu" if on_host else device)
 
-    def ask(self, troubled: bool) -> bool:
-        self._troubled.fill_(troubled)
-        return bool(self._ranks.all_reduce_(self._troubled, dist.ReduceOp.MAX))
+    def any_failed(self, failed: bool) -> bool:
+        """Return whether any rank has an error. A collective call."""
+        self._failed.fill_(failed)
+        return bool(self._ranks.all_reduce_(self._failed, dist.ReduceOp.MAX))
 
-    def explain(self, backward: int, trouble: BackwardErrors) -> str:
-        """What every rank's trouble was, as one text, the same on every rank."""
-        told: list[BackwardErrors] = self._ranks.all_gather_object(trouble)
+    def explain(self, backward: int, errors: BackwardErrors) -> str:
+        """Return the errors of all ranks as one text, the same on every rank. A collective call."""
+        gathered: list[BackwardErrors] = self._ranks.all_gather_object(errors)
         unused: dict[str, list[int]] = {}
-        for rank, one in enumerate(told):
-            for name in one.unused:
+        for rank, of_rank in enumerate(gathered):
+            for name in of_rank.unused:
                 unused.setdefault(name, []).append(rank)
-        lines = [f"rank {rank}: {problem}" for rank, one in enumerate(told) for problem in one.problems]
+        lines = [f"rank {rank}: {problem}" for rank, of_rank in enumerate(gathered) for problem in of_rank.problems]
         if unused:
-            names = ", ".join(f"{name!r} on {ranks_text(ranks, len(told))}" for name, ranks in unused.items())
+            names = ", ".join(f"{name!r} on {ranks_text(ranks, len(gathered))}" for name, ranks in unused.items())
             lines.append(
-                f"got no gradient: {names}. Freeze what is never trained (requires_grad_(False)), or pass "
+                f"got no gradient: {names}. Freeze parameters that are never trained (requires_grad_(False)), or pass "
                 'unused_parameters="zero" to count such gradients as zeros'
             )
         return f"DataParallel, backward {backward}: " + "; ".join(lines)
 
 
-def ranks_text(ranks: Sequence[int], world: int) -> str:
-    if len(ranks) == world:
+def ranks_text(ranks: Sequence[int], world_size: int) -> str:
+    """Return "every rank", "rank 1" or "ranks 0, 2" for a list of ranks out of `world_size`."""
+    if len(ranks) == world_size:
         return "every rank"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

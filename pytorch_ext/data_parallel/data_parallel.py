@@ -1,4 +1,4 @@
-"""DataParallel: in the place of torch's DistributedDataParallel. Wiring only; `weft.data_parallel` does the work."""
+"""DataParallel, the replacement of torch's DistributedDataParallel. It connects the parts of `weft.data_parallel`."""
 
 import dataclasses
 import weakref
@@ -16,7 +16,7 @@ from weft.comm.registry import Group, communicator
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot
 from weft.data_parallel.comm_hooks import ByHook, Hook
-from weft.data_parallel.join import Shadow, tell
+from weft.data_parallel.join import Shadow, agree_on_iteration
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast
 from weft.data_parallel.param_prefetch import FirstUse
 from weft.data_parallel.reducer import Reducer
@@ -28,46 +28,61 @@ _MIB = 1 << 20
 
 
 class DataParallel(nn.Module, Joinable):
-    """The module on every rank, each with its own part of the batch; gradients are averaged over the ranks.
+    """Module on every rank, with gradients averaged over the ranks. Each rank runs its own part of the batch.
 
         model = weft.DataParallel(model)
         loss(model(inputs), targets).backward()  # gradients are reduced when this returns
         optimizer.step()
 
-    Gradients are views of flat buckets in symmetric memory; a bucket is reduced as soon as backward has filled it.
-    Sums are in fp32 in the order of ranks, the same bits on every rank, whatever `bucket_mb` and `overlap` are. The
-    module's parameters and buffers become rank 0's. `state_dict` has DDP's names, which start with "module."; those of
-    `model.module` are the module's own. Compile the module inside, not the wrapper. See docs/data_parallel.md.
+    Gradients are views of flat buckets in symmetric memory. A bucket is reduced as soon as backward has filled it. Sums
+    are in fp32, in the order of ranks. All ranks get the same bits, for any `bucket_mb` and `overlap`.
+
+    At construction the module's parameters and buffers become rank 0's. Names in `state_dict` start with "module.", as
+    DDP's; `model.module.state_dict()` has the module's own. Compile the module inside, not the wrapper. See
+    docs/data_parallel.md.
 
     Args:
-        module: the same on every rank, on one device. Its trainable parameters are those that require gradients; they
-            may be frozen and unfrozen later (not under shard_optimizer or main_grad), on every rank alike.
-        group: the ranks; None is the default group. Under tensor parallelism, mesh["dp"].
+        module: the same module on every rank, on one device. The parameters that require gradients are trained. They
+            may be frozen and unfrozen later, in the same way on every rank, except with shard_optimizer or main_grad.
+        group: ranks that average; None is the default group. Under tensor parallelism, mesh["dp"].
         bucket_mb: MiB of gradients that travel together.
-        wire_dtype: bfloat16 or float16 halves what fp32 gradients send: they are rounded to it, summed in fp32, and the
-            result is rounded to it.
+        wire_dtype: type of fp32 gradients on the wire. bfloat16 or float16 halves the traffic: gradients are rounded to
+            it, summed in fp32, and the result is rounded to it. None keeps fp32.
         average: divide the sums by the number of ranks.
-        shard_optimizer: each rank keeps the optimizer's state of its part of the parameters only (ZeRO stage 1); make
+        shard_optimizer: keep on each rank only the optimizer's state of its part of the parameters (ZeRO stage 1). Make
             the optimizer with `model.optimizer(torch.optim.AdamW, lr=...)`. After backward, `.grad` of the module's
-            parameters refers to this rank's pieces; `model.clip_grad_norm_` clips.
-        overlap_param_gather: with shard_optimizer, the optimizer's step() returns before the parameters are gathered,
-            and each is waited for where forward first needs it. Whoever reads or writes one elsewhere calls
-            `wait_for_parameters` first, unless by `parameters()` of this wrapper, a state_dict or a checkpoint, which
-            wait by themselves. A module with buffers wants broadcast_buffers=False, or forward waits for all at once.
-        unused_parameters: "error" names parameters that got no gradient on some rank, on every rank, at the end of
-            backward; "zero" counts such gradients as zeros.
-        main_grad: gradients are added up in fp32 `parameter.main_grad` instead of `.grad` (weft.ParallelLinear adds
-            its products straight to it); `model.zero_grad()` zeroes them. With shard_optimizer the optimizer steps fp32
-            copies of the parameters by them.
-        broadcast_buffers: before each forward in training, buffers become rank 0's.
-        overlap: False reduces after backward instead of meanwhile.
-        check_gradients: each rank also looks at its own gradients before they travel, which costs a pass, so that
-            `nonfinite_parameters` knows the ranks.
+            parameters refers to this rank's pieces; clip with `model.clip_grad_norm_`.
+        overlap_param_gather: with shard_optimizer, return from the optimizer's step() before the parameters are
+            gathered; forward waits for each parameter at its first use. Call `wait_for_parameters` before you read or
+            write a parameter elsewhere. `parameters()` of this wrapper, state_dicts and checkpoints wait by themselves.
+            Use broadcast_buffers=False if the module has buffers, or forward waits for all parameters at once.
+        unused_parameters: "error" raises on every rank, at the end of backward, and names the parameters that got no
+            gradient on some rank; "zero" counts such gradients as zeros.
+        main_grad: add gradients up in fp32 `parameter.main_grad` instead of `.grad`. weft.ParallelLinear adds its
+            products straight to it, and `model.zero_grad()` zeroes it. With shard_optimizer the optimizer steps fp32
+            copies of the parameters with these gradients.
+        broadcast_buffers: copy rank 0's buffers to all ranks before each forward in training.
+        overlap: reduce buckets during backward; False reduces them after it.
+        check_gradients: check this rank's own gradients before they travel, which costs a pass over them.
+            `nonfinite_parameters` then names the ranks.
+
+    Attributes:
+        module: the wrapped module.
+        ranks: communicator of `group`.
+        reducer: reducer of the gradients.
+        require_backward_grad_sync: the next forward's backward reduces gradients; `no_sync` sets it to False. The name
+            is DDP's.
 
     Raises:
-        ValueError: nothing to train, a module that is wrapped already or on several devices, of any rank and on every
-            rank; an option's value.
-        CollectiveMismatchError: ranks wrap different modules, or with different options; on every rank.
+        ValueError: an option has an invalid value; or, raised on every rank, some rank's module has nothing to train,
+            is wrapped already or is on several devices.
+        CollectiveMismatchError: ranks wrap different modules or have different options; raised on every rank.
+
+    Examples:
+        >>> model = weft.DataParallel(nn.Linear(4, 1, bias=False))
+        >>> model(torch.full((2, 4), float(dist.get_rank()))).mean().backward()
+        >>> model.module.weight.grad  # the average over the ranks
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
 
     def __init__(
@@ -103,14 +118,14 @@ class DataParallel(nn.Module, Joinable):
         self.module = module
         self.require_backward_grad_sync = True  # DDP's name
         self._broadcasts = broadcast_buffers
-        self._divides_by_all = True  # though some ranks have run out of inputs
+        self._divides_by_all = True  # even if some ranks have run out of inputs
         self._trained = Trained(module)
         mark_wrapped(module, self)
         broadcast([*module.parameters(), *module.buffers()], self.ranks)
 
         named = enumerate(module.named_parameters())
         slots = [Slot(number, name, parameter, into_main_grad=main_grad) for number, (name, parameter) in named]
-        self._fixed = shard_optimizer or main_grad  # the layout, which others than the reducer know
+        self._fixed = shard_optimizer or main_grad  # the layout is known outside the reducer, so it must not change
         self.reducer = Reducer(
             slots,
             transport_to(device, self.ranks)(self.ranks, wire_dtype, average, shard_optimizer),
@@ -119,7 +134,7 @@ class DataParallel(nn.Module, Joinable):
             unused=unused_parameters,
             check_gradients=check_gradients,
         )
-        if self._fixed:  # before any gradient has come: as backward gives them, were it to run the module in its order
+        if self._fixed:  # in the order of gradients if forward uses the parameters in the module's order
             self.reducer.lay_out([slot for slot in reversed(slots) if slot.parameter.requires_grad])
         self._shards = self._sharded(overlap_param_gather) if shard_optimizer else None
         self._first_use = FirstUse(module, self._shards) if self._shards and overlap_param_gather else None
@@ -133,6 +148,18 @@ class DataParallel(nn.Module, Joinable):
     # In each step.
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module on this rank's inputs, and prepare the reduction of the gradients of its backward.
+
+        Args:
+            *inputs: passed to the module.
+            **options: passed to the module.
+
+        Returns:
+            Output of the module.
+
+        Raises:
+            ValueError: a parameter was added, removed, replaced, converted, or frozen where that is not allowed.
+        """
         trains = torch.is_grad_enabled()
         if trains:
             self._prepare()
@@ -155,14 +182,18 @@ class DataParallel(nn.Module, Joinable):
         root: int | None = 0 if shares else None
         if self._join_config.enable:
             Join.notify_join_context(self)
-            told = tell(self, takes_part=True, reduces=self.reducer.sync, shares=shares)
-            self.reducer.among = self.ranks.world_size if self._divides_by_all else told.active
-            root = told.root
+            iteration = agree_on_iteration(self, has_inputs=True, reduces=self.reducer.sync, shares=shares)
+            self.reducer.among = self.ranks.world_size if self._divides_by_all else iteration.active
+            root = iteration.root
         self.share_buffers(root)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of what goes forward inside add up on each rank; the next backward outside reduces them all."""
+        """Return a context in which gradients add up on each rank without a reduction.
+
+        It applies to the backward of each forward inside the context. The next backward of a forward outside reduces
+        all gradients.
+        """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -170,7 +201,11 @@ class DataParallel(nn.Module, Joinable):
             self.require_backward_grad_sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the module's parameters, pieces and main_grads alike."""
+        """Clear the gradients of the module's parameters, pieces and `main_grad` included.
+
+        Args:
+            set_to_none: set `.grad` to None instead of zeros. A `main_grad` is always zeroed.
+        """
         self.module.zero_grad(set_to_none)
         if self._shards is not None:
             self._shards.zero_grad()
@@ -179,29 +214,44 @@ class DataParallel(nn.Module, Joinable):
                 slot.view.zero_()
                 slot.reduced = slot.touched = False
 
-    # What gradients say after backward.
+    # Norms and checks of gradients, after backward.
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients together as the last backward left them, or as clip_grad_norm_ found them since: a
-        float64 scalar, the same on every rank. Under tensor parallelism shards count once each and whole parameters
-        once in all; of a weft.LayerSplit, those of every rank."""
+        """Norm of all gradients together, a float64 scalar with the same value on every rank.
+
+        It is measured at the end of backward, and again by `clip_grad_norm_` before it clips. Under tensor parallelism
+        each shard counts once, and each whole parameter once in all. For a weft.LayerSplit the gradients of every rank
+        count.
+        """
         return self.reducer.norm_squared.sqrt().squeeze(0)
 
     @property
     def found_nonfinite(self) -> torch.Tensor:
-        """1.0 where a gradient is infinite or NaN, else 0.0: float32 [1], as torch.amp.GradScaler keeps it."""
+        """Float32 [1]: 1.0 if a gradient is infinite or NaN, else 0.0. torch.amp.GradScaler has the same flag."""
         return (~self.reducer.norm_squared.isfinite()).float()
 
     def nonfinite_parameters(self) -> dict[str, list[int]]:
-        """The parameters of whose gradient an element is infinite or NaN, with the ranks whose own gradient it was
-        (with check_gradients=True; else there are none). A collective call."""
+        """Return the parameters with an infinite or NaN element in their gradient. A collective call.
+
+        Returns:
+            {name: ranks}, with the ranks that had such an element in their own gradient before the reduction. The lists
+            are empty without check_gradients=True.
+        """
         return self.reducer.nonfinite()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most max_norm; returns what it was, measured now: a GradScaler
-        may have unscaled them since backward. A collective call."""
+        """Scale all gradients so that their norm is at most max_norm. A collective call.
+
+        The norm is measured in this call, because a GradScaler may have unscaled the gradients since backward.
+
+        Args:
+            max_norm: largest norm of all gradients together.
+
+        Returns:
+            The norm before clipping, a float64 scalar with the same value on every rank.
+        """
         self.reducer.measure_anew()
         norm = self.grad_norm
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -214,76 +264,105 @@ class DataParallel(nn.Module, Joinable):
 
     @property
     def shards_optimizer(self) -> bool:
+        """The model was made with shard_optimizer=True."""
         return self._shards is not None
 
     def optimizer(
         self, kind: type, parameters: Iterable | None = None, *, elementwise: bool | None = None, **options: Any
     ) -> torch.optim.Optimizer:
-        """An optimizer of the class `kind` that steps this rank's part, whose step() ends with every parameter whole.
+        """Return an optimizer that steps this rank's part of the parameters and then gathers all parts.
 
-        It is an instance of that class: schedules, its state_dict (of this rank's part) and its hooks are as usual.
+        It is an instance of `kind`, so schedules, hooks and its state_dict (of this rank's part) work as usual. Every
+        parameter is whole after step(), or with overlap_param_gather after `wait_for_parameters`.
 
         Args:
-            kind: of torch.optim, or any class of that interface.
-            parameters: the module's parameters or groups of them; None is all.
-            elementwise: True says of a class that is not torch's that it updates each element by itself.
-            options: of the class.
+            kind: class of torch.optim, or any class with that interface.
+            parameters: parameters of the module or groups of them; None is all.
+            elementwise: True vouches that a class that is not torch's updates each element by itself.
+            **options: options of the class.
+
+        Returns:
+            The optimizer over this rank's pieces.
 
         Raises:
-            TypeError: a class that needs whole parameters. ValueError: the model was made with shard_optimizer=False.
+            TypeError: the class needs whole parameters.
+            ValueError: the model was made with shard_optimizer=False, or a parameter is not of the module.
         """
         if self._shards is None:
-            raise ValueError("model.optimizer() is for shard_optimizer=True; without it, pass model.parameters() to it")
+            raise ValueError(
+                "model.optimizer() is for shard_optimizer=True; otherwise make the optimizer of model.parameters()"
+            )
         return self._shards.optimizer(kind, parameters, elementwise, options)
 
     def pieces(self) -> list[nn.Parameter]:
-        """This rank's pieces of the parameters, which a sharded optimizer steps; none without one."""
+        """Return this rank's pieces of the parameters, which a sharded optimizer steps; [] without one."""
         shards = self._shards
         return [] if shards is None else [piece for each in self.reducer.buckets for piece, _ in shards.pieces_of(each)]
 
     def wait_for_parameters(self) -> None:
-        """Until every parameter is whole; see overlap_param_gather."""
+        """Wait until every parameter is whole; needed with overlap_param_gather only."""
         if self._shards is not None:
             self._shards.wait()
 
     def check_replicas(self) -> None:
-        """See `weft.check_replicas`."""
+        """Check that all ranks have the same parameters and buffers; see `weft.check_replicas`."""
         self.wait_for_parameters()
         check_replicas(self)
 
     @property
     def replicas(self) -> Communicator:
+        """Communicator of the ranks that have copies of the module."""
         return self.ranks
 
     def named_parameters(self, *options: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Wait until every parameter is whole, and return torch's iterator of names and parameters."""
         self.wait_for_parameters()
         return super().named_parameters(*options, **named)
 
     # Hooks and uneven inputs.
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """DDP's interface: hook(state, bucket) -> Future of the reduced bucket, which is the hook's to average.
+        """Reduce buckets by a communication hook with DDP's interface.
+
+        Args:
+            state: passed to the hook.
+            hook: hook(state, bucket) returns a Future of the reduced bucket. The hook also averages.
 
         Raises:
-            ValueError: a hook is there already, or an option that the hook would have to know.
+            ValueError: a hook is registered already, or the model has an option that conflicts with a hook.
         """
         transport = self.reducer.transport
         if isinstance(transport, ByHook):
-            raise ValueError("register_comm_hook: a hook is registered already; there can be one")
+            raise ValueError("register_comm_hook: a hook is registered already, and only one is possible")
         if transport.scatter or transport.wire_dtype is not None:
-            raise ValueError("register_comm_hook goes with shard_optimizer=False and wire_dtype=None: the hook decides")
+            raise ValueError(
+                "register_comm_hook goes with shard_optimizer=False and wire_dtype=None: the hook decides how "
+                "gradients travel"
+            )
         self.reducer.transport = ByHook(self.ranks, None, True, False, state, hook)
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """For ranks with different numbers of inputs, as DDP's:
+        """Return a context for ranks with different numbers of inputs, as DDP's.
 
             with model.join():
                 for batch in batches: ...
 
-        A rank that has run out of inputs takes part with gradients of zero until all have; then all have the parameters
-        of the last. divide_by_initial_world_size=False averages over the ranks that have inputs left.
+        A rank that has run out of inputs takes part with gradients of zero until all ranks have run out. Then all ranks
+        get the parameters of the last one.
+
+        Args:
+            divide_by_initial_world_size: divide sums by the number of all ranks; False divides by the number of ranks
+                that have inputs left.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: raise on all ranks as soon as one has run out of inputs.
+
+        Returns:
+            torch's Join context of this model.
+
+        Raises:
+            ValueError: the model was made with shard_optimizer=True.
         """
         if self._shards is not None:
             raise ValueError("join() goes with shard_optimizer=False: a rank without inputs would not step its part")
@@ -293,40 +372,45 @@ class DataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **options: Any) -> Shadow:
+        """Return the hook that torch's Join calls on a rank without inputs."""
         return Shadow(self, options.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
+        """Device of the module, for torch's Join."""
         return next(self.module.parameters()).device
 
     @property
     def join_process_group(self):
+        """Process group of the ranks, for torch's Join."""
         return self.ranks.group
 
     def share_buffers(self, root: int | None) -> None:
-        """Every rank's buffers become the root's; None leaves them."""
+        """Copy the root's buffers to every rank; do nothing if root is None."""
         if root is not None:
             broadcast(self.buffers(), self.ranks, root)
 
     def adopt(self, root: int) -> None:
-        """Parameters and buffers become the root's."""
+        """Copy the root's parameters and buffers to every rank."""
         broadcast([*self.parameters(), *self.buffers()], self.ranks, root)
 
     def __deepcopy__(self, memo):
-        raise TypeError("a DataParallel cannot be copied, since its gradients have their place: copy model.module")
+        raise TypeError(
+            "a DataParallel cannot be copied, because its gradients lie in shared buckets: copy model.module"
+        )
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
-            "a DataParallel cannot be pickled, since it is these ranks': save model.module, or a state_dict"
+            "a DataParallel cannot be pickled, because it belongs to these ranks: save model.module, or a state_dict"
         )
 
 
 def _tensors_in(output) -> list[torch.Tensor]:
-    """The tensors that a module returned: in lists, dicts, dataclasses and what else torch takes for a tree."""
+    """Return the tensors in a module's output: in lists, dicts, dataclasses and other trees that torch knows."""
     found = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors_in([getattr(leaf, one.name) for one in dataclasses.fields(leaf)])
+            found += _tensors_in([getattr(leaf, entry.name) for entry in dataclasses.fields(leaf)])
     return found

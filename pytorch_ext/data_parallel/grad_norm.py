@@ -1,4 +1,4 @@
-"""The norm of gradients that lie on several ranks: each element of the whole model's gradient counts once."""
+"""Norms of gradients that lie on several ranks: each element of the whole model's gradient counts once."""
 
 import math
 from collections.abc import Sequence
@@ -9,20 +9,35 @@ from weft.sharding.sharded_grad import GradientElsewhere, local, place_for
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Its `.grad`, or else its `main_grad`, as a plain tensor. None where pieces of it have gradients instead."""
+    """Return the parameter's `.grad`, or else its `main_grad`, as a plain tensor.
+
+    None means that it has neither, for example because its pieces have the gradients.
+    """
     if parameter.grad is None or isinstance(parameter.grad, GradientElsewhere):
         return getattr(parameter, "main_grad", None)
     return local(parameter.grad)
 
 
 def counted(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Of a parameter's gradient, or of that of a piece of one, what no rank of the shard's before has as well."""
+    """Return the elements of a gradient that no lower rank of the shard's group has too.
+
+    Args:
+        parameter: a parameter, or a piece of one.
+        gradient: its gradient.
+    """
     return place_for(parameter).counted(gradient)
 
 
 def powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """float64 scalar: the sum of |g|^p over all elements; for p = inf the largest |g|. Of sums in fp32, or in fp64 of
-    fp64, over a tensor each."""
+    """Return the sum of |g|^norm_type over all elements, or the largest |g| if norm_type is inf.
+
+    Args:
+        gradients: tensors of any types on any devices, at least one.
+        norm_type: above 0.
+
+    Returns:
+        A float64 scalar. The sum over each tensor is in fp32, or in fp64 if the tensor is.
+    """
     norms = [torch.zeros((), device=gradients[0].device)]
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         wide = torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What ranks must have alike besides gradients: parameters at the start, buffers before each forward."""
+"""Equal parameters on all ranks at the start, equal buffers before each forward, and changes to the module."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,7 +10,15 @@ from weft.comm.communicator import Communicator
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[torch.Tensor], ranks: Communicator, root: int = 0) -> None:
-    """Every tensor becomes the root's: one collective for all of a type and device that are not large themselves."""
+    """Copy the root's tensors to every rank. A collective call.
+
+    Tensors below 65536 elements share one collective for each type and device; each larger tensor has its own.
+
+    Args:
+        tensors: tensors to overwrite, in the same order on every rank.
+        ranks: ranks that take part.
+        root: rank that has the values.
+    """
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() >= 1 << 16:
@@ -25,8 +33,10 @@ def broadcast(tensors: Iterable[torch.Tensor], ranks: Communicator, root: int = 
 
 
 class OfWrapper:
-    """A hook of the wrapper's on the module inside. A copy of the module (copy.deepcopy, pickle) has no wrapper, and
-    there the hook does nothing."""
+    """Hook of a wrapper on the module inside it.
+
+    A copy of the module (copy.deepcopy, pickle) has no wrapper, and its copy of the hook does nothing.
+    """
 
     def __init__(self, call: Callable | None = None):
         self._call = call
@@ -43,16 +53,17 @@ class OfWrapper:
 
 
 class Trained:
-    """The parameters that were wrapped, and a cheap look at whether the module still has just those."""
+    """Record of the wrapped parameters, with a cheap check that the module still has exactly those."""
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._sizes = [(one, len(one._parameters), len(one._modules)) for one in module.modules()]
-        self._layers = [(one._modules, name, layer) for one in module.modules() for name, layer in one.named_children()]
+        modules = list(module.modules())
+        self._sizes = [(each, len(each._parameters), len(each._modules)) for each in modules]
+        self._layers = [(each._modules, name, layer) for each in modules for name, layer in each.named_children()]
         self._places = [
-            (one._parameters, name, parameter)
-            for one in module.modules()
-            for name, parameter in one._parameters.items()
+            (each._parameters, name, parameter)
+            for each in modules
+            for name, parameter in each._parameters.items()
             if parameter is not None
         ]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -62,14 +73,14 @@ class Trained:
         return [(parameter.requires_grad, parameter.dtype) for _, _, parameter in self._places]
 
     def check(self) -> bool:
-        """Whether other parameters are trained than when last asked (frozen, unfrozen).
+        """Return whether parameters were frozen or unfrozen since the last check.
 
         Raises:
             ValueError: a parameter was added, taken away, replaced or converted since the module was wrapped.
         """
         same = all(parameters.get(name) is parameter for parameters, name, parameter in self._places)
         same = same and all(layers.get(name) is layer for layers, name, layer in self._layers)
-        if not same or any(len(one._parameters) != p or len(one._modules) != m for one, p, m in self._sizes):
+        if not same or any(len(each._parameters) != p or len(each._modules) != m for each, p, m in self._sizes):
             self._refuse()
         kinds = self._kinds_now()
         if kinds == self._kinds:
@@ -89,8 +100,10 @@ class Trained:
         held = {id(parameter) for parameter in now.values()}
         gone = [name for known, name in self._names.items() if known not in held]
         if new or gone:
-            what = [f"{word} {', '.join(map(repr, names))}" for word, names in (("new", new), ("gone", gone)) if names]
+            changes = [
+                f"{word} {', '.join(map(repr, names))}" for word, names in (("new", new), ("gone", gone)) if names
+            ]
             raise ValueError(
-                f"DataParallel: the module's parameters are not those that were wrapped ({'; '.join(what)}): their "
+                f"DataParallel: the module's parameters are not those that were wrapped ({'; '.join(changes)}): their "
                 "gradients would not be summed. Change the module first, then wrap it"
             )

@@ -1,8 +1,10 @@
-"""Where forward first needs each parameter: until then those of a sharded optimizer may still be on their way.
+"""Waits for the parameters of a sharded optimizer at their first use in forward; until then they may be on their way.
 
-Two look out for it. A module that is called waits for its own parameters. And any torch function that is given a
-parameter waits for it, since modules also use what they do not call (nn.MultiheadAttention the weight of its out_proj,
-a language model's head the embedding's). Evaluation, calls past the wrapper and state_dicts wait for everything first.
+Two kinds of calls wait. A module waits for its own parameters when it is called. A torch function waits for the
+parameters among its arguments, because modules also use weights of modules that they do not call: nn.MultiheadAttention
+the weight of its out_proj, a language model's head that of the embedding.
+
+Evaluation, calls past the wrapper and state_dicts wait for all parameters first.
 """
 
 import weakref
@@ -19,41 +21,41 @@ from weft.data_parallel.sharded_optimizer import Shards
 from weft.sharding.owners import owners_of
 
 _COMPILED = (
-    "overlap_param_gather=True: a module of the model is compiled, and inside of it nothing waits for parameters; "
-    "leave out one of the two"
+    "overlap_param_gather=True: a module of the model is compiled, and nothing inside it waits for parameters; leave "
+    "out overlap_param_gather or torch.compile"
 )
 
 
 class FirstUse:
-    """Has a model wait for each of its parameters before it uses it, where `shards` gather late."""
+    """Hooks that make a model wait for each parameter before its first use, for `shards` that gather late."""
 
     def __init__(self, module: nn.Module, shards: Shards):
         self._module, self._shards = module, shards
         self._modules, self._watches = list(module.modules()), False
-        for one in self._modules:
+        for each in self._modules:
             for handle in (
-                # First, since other hooks may compute a weight.
-                one.register_forward_pre_hook(OfWrapper(self._before(one)), prepend=True),
-                one.register_state_dict_pre_hook(OfWrapper(lambda *_: shards.wait())),
-                one.register_load_state_dict_pre_hook(OfWrapper(lambda *_: shards.wait())),
+                # First, because other hooks may compute a weight.
+                each.register_forward_pre_hook(OfWrapper(self._before(each)), prepend=True),
+                each.register_state_dict_pre_hook(OfWrapper(lambda *_: shards.wait())),
+                each.register_load_state_dict_pre_hook(OfWrapper(lambda *_: shards.wait())),
             ):
                 weakref.finalize(self, handle.remove)
 
     def _before(self, module: nn.Module):
-        me = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def hook(*_) -> None:
-            first_use = me()
+            first_use = reference()
             if first_use is not None:
                 first_use._shards.wait(module._parameters.values() if first_use._watches else None)
 
         return hook
 
     def watched(self) -> AbstractContextManager[None]:
-        """Around the module's forward.
+        """Return the context of the module's forward.
 
         Raises:
-            ValueError: a module was compiled since this was made.
+            ValueError: a module was compiled after the hooks were made.
         """
         if not self._module.training:
             self._shards.wait()
@@ -86,9 +88,9 @@ class _FirstUses(TorchFunctionMode):
 
 
 def obstacle_to_waiting(module: nn.Module) -> str:
-    """Why nothing in it could wait; "" where it can."""
+    """Return why modules inside `module` could not wait for their parameters; "" if they can."""
     if any(owners_of(parameter) is not None for parameter in module.parameters()):
-        return "overlap_param_gather=True: a model in stages calls its modules from elsewhere than its forward"
+        return "overlap_param_gather=True: a model in stages calls its modules from outside its forward"
     return _COMPILED if any(map(_is_compiled, module.modules())) else ""
 
 

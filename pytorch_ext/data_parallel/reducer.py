@@ -1,12 +1,15 @@
-"""The life of a gradient: autograd writes it into its bucket, the full bucket travels, the end of backward waits.
+"""Reduction of gradients during backward: autograd fills buckets, full buckets travel, the end of backward waits.
 
-For each parameter two hooks run in every backward. The first, before autograd accumulates: where there is no `.grad`
-yet it copies the gradient to its place and hands autograd that place, which autograd takes as the `.grad` without
-another copy; where there is one, autograd adds to it in place. The second, after: the gradient has come.
+Two hooks run for each parameter in every backward. The first runs before autograd accumulates. If there is no `.grad`
+yet, it copies the gradient to its place in the bucket and returns that place, which autograd takes as the `.grad`
+without another copy. If there is a `.grad`, autograd adds to it in place. The second hook runs afterwards and counts
+the gradient.
 
-In the first backward there are no buckets yet: gradients stay where autograd put them, which shows the order; at its
-end the ranks agree on rank 0's order, and each gradient is moved to its place. From then on a bucket travels as soon as
-its last gradient has come, buckets always in the same order, so that no bit depends on who was first.
+The first backward has no buckets. Gradients stay where autograd put them, and the reducer records their order. At the
+end the ranks take rank 0's order, and each gradient is moved to its place.
+
+From then on a bucket travels when its last gradient has come. Buckets always travel in the same order, so no bit
+depends on which bucket was full first.
 """
 
 import weakref
@@ -28,23 +31,29 @@ from weft.sharding.sharded_grad import GradientElsewhere, gradient_like, over_ra
 if TYPE_CHECKING:
     from weft.data_parallel.sharded_optimizer import Shards
 
-_STILL_RIGHT = 1e-5  # relative, of a squared norm: ten times what sums of a block in fp32 are off
+_STILL_RIGHT = 1e-5  # relative error of a squared norm: ten times that of fp32 sums over a block
 _TAKEN = (
     "a hook took the gradient of {!r} away before the ranks had summed it (an optimizer that steps in backward would "
-    "step by this rank's own): leave .grad there until backward ends"
+    "use this rank's own gradient): leave .grad there until backward ends"
 )
 _OTHER_LAYOUT = "the gradient of {!r} is {}; gradients must be dense (for nn.Embedding, sparse=False)"
 
 
 class Reducer:
-    """Gradients of one module, from backward to where an optimizer finds them.
+    """Reducer of the gradients of one module, from backward to the optimizer.
 
     Attributes:
-        sync: whether the backward that comes reduces (else gradients add up on each rank): as the last forward said,
-            until an output of another forward tells better.
-        among: ranks that take part; fewer than all once some have run out of inputs.
-        norm_squared: float64 [1], of all gradients after the last reduction, or when they were measured since.
-        owner: of a sharded optimizer, which takes the reduced gradients over.
+        slots: the module's parameters, each with the place of its gradient.
+        transport: transport of the buckets.
+        ranks: ranks that reduce.
+        sync: the next backward reduces; otherwise gradients add up on each rank. Each forward sets it, and a backward
+            that reaches an output of an earlier forward restores that forward's value.
+        among: number of ranks that have inputs; fewer than all once some have run out.
+        buckets: the buckets in the order in which they travel; [] until they are laid out.
+        backwards: number of backwards that have reduced.
+        norm_squared: float64 [1], squared norm of all gradients at the last reduction or the last `measure_anew`.
+        owner: pieces of a sharded optimizer, which take over the reduced gradients; None without one.
+        nonfinite_here: names of this rank's own non-finite gradients in the last reduction.
     """
 
     def __init__(
@@ -63,33 +72,33 @@ class Reducer:
         self.backwards = 0
         self.norm_squared = torch.zeros(1, dtype=torch.float64)
         self.owner: Shards | None = None
-        self.nonfinite_here: list[str] = []  # this rank's own gradients, of the last reduction
+        self.nonfinite_here: list[str] = []
         self._bucket_bytes, self._overlap, self._unused = bucket_bytes, overlap, unused
         self._check_gradients = check_gradients
-        self._verdict = ErrorConsensus(self.ranks, self.slots[0].parameter.device)
+        self._consensus = ErrorConsensus(self.ranks, self.slots[0].parameter.device)
         self._task: int | None = None  # autograd's number of the backward under way
-        self._outputs_tell = False  # the module's outputs call `begin`
-        self._learning = True  # this backward shows the order of gradients and how often each comes
+        self._outputs_begin = False  # hooks on the module's outputs call `begin`
+        self._learning = True  # this backward records the order of gradients and how often each comes
         self._arrived: list[Slot] = []  # in that order
-        self._waits: list[Wait] = []  # of the buckets that fly
+        self._waits: list[Wait] = []  # one for each bucket under way
         self._problems: list[str] = []
         self._nonfinite: list[str] = []
-        self._watched: dict[Slot, torch.autograd.graph.Node] = {}  # autograd alone would let go of the nodes
+        self._watched: dict[Slot, torch.autograd.graph.Node] = {}  # keeps the nodes, which autograd would free
         self.watch()
         weakref.finalize(self, _forget_main_grads, self.slots)
 
     def watch(self) -> None:
-        """From now on every parameter that requires a gradient is reduced; the next backward starts anew.
+        """Reduce all parameters that now require gradients; the next backward records their order anew.
 
         Raises:
-            ValueError: one that does not has a gradient of this rank's own, from no_sync().
+            ValueError: a frozen parameter has a gradient from no_sync() that was not reduced.
         """
         frozen = [slot for slot in self.slots if not slot.parameter.requires_grad]
         own = [slot.name for slot in frozen if slot.touched and slot.parameter.grad is not None]
         if own:
             raise ValueError(
-                f"DataParallel: {', '.join(map(repr, own))} frozen while gradients from no_sync() wait to be summed, "
-                "which they now never would be: freeze after a backward that reduces"
+                f"DataParallel: {', '.join(map(repr, own))} frozen while gradients from no_sync() wait to be summed: "
+                "freeze after a backward that reduces"
             )
         self.buckets, self._learning = [], True
         for slot in self.slots:
@@ -98,27 +107,33 @@ class Reducer:
                 self._watched[slot] = self._hook(slot)
 
     def lay_out(self, order: Sequence[Slot]) -> None:
-        """A collective call: every rank gives the same order."""
+        """Lay out buckets for slots in this order. A collective call; every rank passes the same order."""
         self.buckets = lay_out(plan(order, self._bucket_bytes), self.ranks)
 
-    # In backward.
+    # During backward.
 
     def begin_at(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Backward will come by these tensors first: of a backward inside of it (a reentrant checkpoint's), which
-        reaches parameters first, the end is not the end. It reduces as this forward was told, whatever another forward
-        was since; of several forwards' outputs, if any of them was told to."""
-        reducer, sync = self, self.sync  # held by the graph: nobody else may hold `weft.DataParallel(model)(x)`
+        """Begin the reduction when backward reaches one of these outputs of forward.
+
+        A reentrant checkpoint runs a backward inside the backward, and that one reaches parameters first. Its end is
+        not the end of the whole, so the outer backward must begin the reduction.
+
+        A backward reduces if `sync` was set in its own forward, regardless of forwards that ran since. A backward
+        from outputs of several forwards reduces if it was set in one of them.
+        """
+        # The graph holds the reducer, because nothing else does after `weft.DataParallel(model)(x)`.
+        reducer, sync = self, self.sync
 
         def begin(_) -> None:
             if reducer._task == torch._C._current_graph_task_id():
                 return
             if reducer._task is not None:
                 reducer._abandon()
-            reducer._outputs_tell, reducer.sync = True, sync
+            reducer._outputs_begin, reducer.sync = True, sync
             if sync:
                 reducer._begin()
 
-        self._outputs_tell = bool(outputs)
+        self._outputs_begin = bool(outputs)
         for output in outputs:
             output.register_hook(begin)
 
@@ -132,14 +147,14 @@ class Reducer:
         Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def _hook(self, slot: Slot) -> torch.autograd.graph.Node:
-        me = weakref.ref(self)  # a parameter may outlive the wrapper
+        reference = weakref.ref(self)  # a parameter may outlive the wrapper
 
         def coming(gradients):
-            reducer = me()
+            reducer = reference()
             return None if reducer is None else reducer._coming(slot, gradients[0])
 
         def arrived(_):
-            reducer = me()
+            reducer = reference()
             if reducer is not None:
                 reducer._has_arrived(slot)
 
@@ -148,11 +163,11 @@ class Reducer:
             node.register_prehook(coming),
             slot.parameter.register_post_accumulate_grad_hook(arrived),
         ):
-            weakref.finalize(self, handle.remove)  # or they would keep the buckets
+            weakref.finalize(self, handle.remove)  # otherwise the hooks would keep the buckets
         return node
 
     def _coming(self, slot: Slot, gradient: torch.Tensor | None):
-        """Returns what autograd accumulates instead; None leaves it as it is."""
+        """Return the tuple that autograd accumulates instead of the gradient, or None to keep the gradient."""
         slot.given = False
         if isinstance(slot.parameter.grad, GradientElsewhere):
             slot.parameter.grad = None
@@ -180,7 +195,10 @@ class Reducer:
         if gradient.layout is not torch.strided:
             return _OTHER_LAYOUT.format(slot.name, gradient.layout)
         if torch.is_grad_enabled():
-            return f"the gradient of {slot.name!r} is to be differentiated (create_graph=True); sums over ranks are not"
+            return (
+                f"the gradient of {slot.name!r} is to be differentiated (create_graph=True); sums over ranks cannot be "
+                "differentiated"
+            )
         if self.sync and not self._learning and slot.arrivals >= slot.due:
             return (
                 f"{slot.name!r} got another gradient after the {slot.due} that it got in the first backward; run the "
@@ -189,7 +207,10 @@ class Reducer:
         return ""
 
     def _before_writing(self, slot: Slot) -> None:
-        """The first gradient since a reduction whose result is still there: it must be counted once, not W times."""
+        """Drop the result of the last reduction on all ranks but rank 0 if gradients are summed, not averaged.
+
+        Call before the first gradient is added to that result. The next sum then counts the result once, not W times.
+        """
         slot.reduced = False
         if not self.transport.average and self.ranks.rank > 0:
             slot.parameter.grad = None
@@ -204,7 +225,7 @@ class Reducer:
                 self._move_in(slot, gradient)
         if not self.sync:
             return
-        if self._task is None or (not self._outputs_tell and self._task != torch._C._current_graph_task_id()):
+        if self._task is None or (not self._outputs_begin and self._task != torch._C._current_graph_task_id()):
             self._begin()
         if gradient is None and not slot.into_main_grad:
             if slot.given:
@@ -219,27 +240,27 @@ class Reducer:
             self._is_ready(slot.bucket)
 
     def _is_ready(self, bucket: Bucket) -> None:
-        """One more of the bucket's gradients has come."""
+        """Count one more gradient of the bucket; with overlap, start the full buckets that are next in order."""
         bucket.missing -= 1
         bucket.is_written()
         if self._overlap:
             self._launch_full()
 
     def _move_in(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """A gradient that lies elsewhere: a hook of the user's made it, or somebody assigned it."""
+        """Move a `.grad` that a user's hook made, or that was assigned, to the slot's place."""
         if gradient.layout is not torch.strided or gradient.dtype != slot.place.dtype:
-            what = gradient.dtype if gradient.layout is torch.strided else gradient.layout
-            self._problems.append(_OTHER_LAYOUT.format(slot.name, what))
+            found = gradient.dtype if gradient.layout is torch.strided else gradient.layout
+            self._problems.append(_OTHER_LAYOUT.format(slot.name, found))
             return
         put(gradient, slot)
         slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
 
     def _launch_full(self) -> None:
-        """Buckets travel in their order, whichever is full first."""
+        """Start full buckets in bucket order, up to the first that is not full."""
         while len(self._waits) < len(self.buckets) and self.buckets[len(self._waits)].missing <= 0:
             self._waits.append(self.transport.start(self.buckets[len(self._waits)], self.among, self._overlap))
 
-    # At its end.
+    # At the end of backward.
 
     def _finish(self) -> None:
         self._task = None
@@ -251,7 +272,7 @@ class Reducer:
             self._reset()
 
     def reduce_nothing(self) -> None:
-        """Takes part in one reduction without gradients of its own: this rank has run out of inputs."""
+        """Take part in one reduction with gradients of zero, because this rank has run out of inputs."""
         for slot in self.slots:
             slot.parameter.grad = None
             if slot.into_main_grad and slot.view is not None:
@@ -279,9 +300,9 @@ class Reducer:
         for wait in self._waits:
             wait()
         unused_names = [slot.name for slot in unused] if self._unused == "error" else []
-        trouble = BackwardErrors(unused_names, self._problems)
-        if self._verdict.ask(bool(trouble.unused or trouble.problems)):
-            raise RuntimeError(self._verdict.explain(self.backwards, trouble))
+        errors = BackwardErrors(unused_names, self._problems)
+        if self._consensus.any_failed(bool(errors.unused or errors.problems)):
+            raise RuntimeError(self._consensus.explain(self.backwards, errors))
         for slot in trained:
             slot.reduced = True
         if self.owner is not None:
@@ -289,8 +310,10 @@ class Reducer:
         self.norm_squared = self._norm_squared()
 
     def _learn(self) -> None:
-        """From the first backward: how often each gradient comes and, where there are no buckets yet, in which order.
-        Those that did not come are last."""
+        """Record from the first backward how often each gradient comes, and lay out buckets if there are none.
+
+        Buckets follow the order of the gradients. Parameters without a gradient come last.
+        """
         trained = [slot for slot in self.slots if slot.parameter.requires_grad]
         for slot in trained:
             slot.due = max(1, slot.arrivals)
@@ -301,11 +324,11 @@ class Reducer:
         self._learning = False
 
     def _has_gradient(self, slot: Slot) -> bool:
-        """From this backward, or from one without synchronisation before it which nobody has zeroed."""
+        """Return whether the slot has a gradient of this backward, or one of an earlier no_sync() backward."""
         return slot.touched and (bool(slot.arrivals) or slot.into_main_grad or slot.parameter.grad is not None)
 
     def _fill_in(self, slot: Slot) -> None:
-        """What travels for a parameter that got no gradient in this backward."""
+        """Prepare the place of a parameter that got no gradient in this backward: an earlier gradient, or zeros."""
         if slot.reduced:
             self._before_writing(slot)
         if slot.into_main_grad:
@@ -318,8 +341,11 @@ class Reducer:
             self._move_in(slot, slot.parameter.grad)
 
     def _norm_squared(self) -> torch.Tensor:
-        """Each element once: those of shards over the ranks that hold them, of whole parameters here; of a model in
-        stages over the ranks that have them."""
+        """Return the squared norm of all gradients, with each element counted once.
+
+        Shards are summed over the ranks that hold them, and whole parameters are counted on this rank alone. For a
+        model in stages the result is then summed over the ranks that have the stages.
+        """
         owners = owners_of(self.slots[0].parameter)
         then = [self.ranks] if self.transport.scatter else []
         then += [] if owners is None else [owners.ranks]
@@ -330,17 +356,18 @@ class Reducer:
         return over_ranks(parts, then, self.buckets[0].squared_norm)
 
     def _counted_norm(self, bucket: Bucket) -> torch.Tensor:
-        """Of what this rank was left of the bucket, without what another rank counts."""
+        """Return the squared norm of this rank's part of the bucket, without elements that another rank counts."""
         if not bucket.counts:
             return torch.zeros_like(bucket.squared_norm)
         if not bucket.replicated:
             return bucket.squared_norm
         views = [(slot.parameter, slot.place) for slot in bucket.slots]
-        held = [counted(one, view) for one, view in (views if self.owner is None else self.owner.pieces_of(bucket))]
+        pairs = views if self.owner is None else self.owner.pieces_of(bucket)
+        held = [counted(parameter, view) for parameter, view in pairs]
         return powers(held, 2.0).reshape(1) if held else torch.zeros_like(bucket.squared_norm)
 
     def _abandon(self) -> None:
-        """The backward before raised before its end: what it has sent must come back before anything is written."""
+        """Wait for the buckets of a backward that raised before its end, so that nothing writes to them under way."""
         for wait in self._waits:
             wait()
         self._task = None
@@ -354,22 +381,24 @@ class Reducer:
         for slot in self.slots:
             slot.arrivals, slot.touched = 0, False
 
-    # What gradients say.
+    # After backward.
 
     def measure_anew(self) -> None:
-        """norm_squared becomes that of the gradients as they are now: unscaled, say, or clipped. A collective call
-        where ranks have parts."""
+        """Set norm_squared to that of the present gradients, which may be unscaled or clipped since the reduction.
+
+        A collective call if ranks have different parts of the gradients.
+        """
         if self.owner is None:
             self._gather_strays()
         for bucket, held in zip(self.buckets, self.held(), strict=True):
-            # Sums in fp32 take an eighth of the time, and tell whether the reduction's norm is still right.
+            # Sums in fp32 take an eighth of the time, and show whether the reduction's norm is still right.
             if held.is_cuda or not powers(held.split(BLOCK), 2.0).isclose(bucket.squared_norm, _STILL_RIGHT):
                 measure(held, bucket)
         if self.buckets:
             self.norm_squared = self._norm_squared()
 
     def _gather_strays(self) -> None:
-        """What was taken away counts as zeros, and what was replaced is moved in."""
+        """Zero the places of gradients that were removed, and move gradients that were replaced to their places."""
         for slot in (slot for bucket in self.buckets for slot in bucket.slots if not slot.into_main_grad):
             gradient = slot.parameter.grad
             if gradient is None:
@@ -379,17 +408,17 @@ class Reducer:
                 slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
 
     def held(self) -> list[torch.Tensor]:
-        """What this rank has of each bucket after a reduction: all of it, or its part under a sharded optimizer."""
+        """Return each bucket's reduced gradients: all of them, or this rank's part under a sharded optimizer."""
         return [bucket.flat for bucket in self.buckets] if self.owner is None else self.owner.gradients()
 
     def nonfinite(self) -> dict[str, list[int]]:
-        """Parameters of whose reduced gradient an element is not finite, with the ranks whose own gradient it was."""
+        """Return the parameters with non-finite gradients, each with the ranks that had one before the reduction."""
         names = [
             name for bucket, held in zip(self.buckets, self.held(), strict=True) for name in self._bad(bucket, held)
         ]
-        told: list[tuple[list[str], list[str]]] = self.ranks.all_gather_object((names, self.nonfinite_here))
-        found: dict[str, list[int]] = {name: [] for reduced, _ in told for name in reduced}
-        for rank, (_, own) in enumerate(told):
+        gathered: list[tuple[list[str], list[str]]] = self.ranks.all_gather_object((names, self.nonfinite_here))
+        found: dict[str, list[int]] = {name: [] for reduced, _ in gathered for name in reduced}
+        for rank, (_, own) in enumerate(gathered):
             for name in own:
                 found.setdefault(name, []).append(rank)
         return found
@@ -403,7 +432,7 @@ class Reducer:
 
 
 def _forget_main_grads(slots: Sequence[Slot]) -> None:
-    """The package's layers would go on to add gradients to them, and nobody reads them any more."""
+    """Remove `main_grad` from the parameters, because layers would add gradients to it that nothing reads."""
     for slot in slots:
         if slot.into_main_grad and getattr(slot.parameter, "main_grad", None) is slot.view:
             del slot.parameter.main_grad  # type: ignore[attr-defined]

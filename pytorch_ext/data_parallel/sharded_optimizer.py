@@ -1,12 +1,14 @@
-"""A sharded optimizer (ZeRO stage 1, Rajbhandari et al. 2020): each rank steps its part of every bucket of parameters.
+"""Sharded optimizer (ZeRO stage 1, Rajbhandari et al. 2020): each rank steps its part of every bucket of parameters.
 
-Parameters are laid out like their gradients, so that rank r's part of a bucket of gradients, which a reduce-scatter
-leaves it, belongs to its part of the parameters. The optimizer is one of torch's own: its parameters are `pieces`, the
-stretches of this rank's part that belong to one parameter each. After its step the parts are gathered: before anything
-else, or while forward goes on, which waits for each (`first_use`).
+Parameters are laid out like their gradients. A reduce-scatter leaves rank r its part of a bucket of gradients, and that
+part belongs to rank r's part of the parameters. The optimizer is one of torch's own, and its parameters are pieces: the
+stretch of this rank's part that belongs to one parameter.
 
-Every rank has a piece of every parameter, which may be empty. Optimizers that update each element by itself are not
-given the empty ones; those that sum norms over the ranks are, so that all of them count the same parameters.
+After the optimizer's step the parts are gathered, either at once or during forward, which waits for each
+(`param_prefetch`).
+
+Every rank has a piece of every parameter, which may be empty. Optimizers that update each element by itself do not get
+the empty pieces. Optimizers that sum norms over the ranks get them, so that all ranks count the same parameters.
 """
 
 from collections.abc import Iterable
@@ -26,8 +28,15 @@ from weft.sharding.sharded_grad import gradient_elsewhere, gradient_like
 
 @dataclass(frozen=True)
 class Piece:
-    """What a piece is of: elements start to stop of its parameter, in the order of memory; `ranks` hold the others. It
-    may be empty: start and stop are alike."""
+    """Origin of a piece: a range of elements of a parameter. An empty piece has start equal to stop.
+
+    Attributes:
+        name: name of the parameter in the module.
+        parameter: the parameter.
+        start: first element of the piece, in the order of memory.
+        stop: element after its last.
+        ranks: ranks that hold the pieces of the parameter.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -37,12 +46,19 @@ class Piece:
 
 
 def piece_of(parameter: torch.Tensor) -> Piece | None:
-    """Of which parameter an optimizer's parameter is a piece; None for one that is no piece."""
+    """Return the origin of an optimizer's parameter that is a piece, or None if it is not a piece."""
     return metadata(parameter, "piece")
 
 
 class _PartPlace(NamedTuple):
-    """A piece, its gradient after a reduction, and what the optimizer and the module's parameter get as `.grad`."""
+    """Piece of one parameter, with its gradient.
+
+    Attributes:
+        piece: the optimizer's parameter.
+        gradient: memory of its reduced gradient.
+        of_piece: `.grad` of the piece.
+        of_parameter: `.grad` of the module's parameter, which refers to the piece.
+    """
 
     piece: nn.Parameter
     gradient: torch.Tensor
@@ -52,26 +68,31 @@ class _PartPlace(NamedTuple):
 
 @dataclass(eq=False)
 class _BucketPart:
-    """A bucket's parameters, and what this rank holds of them.
+    """Parameters of a bucket, and this rank's part of them.
 
     Attributes:
-        flat: all of them, as the module's parameters lie there; `mine` is this rank's part of it.
-        stepped: what the optimizer steps: `mine`, or an fp32 copy of it where gradients are in main_grad.
-        gradients: of what is stepped, after a reduction.
-        places: of the bucket's parameters.
-        known: where each of these lies.
+        bucket: bucket of the gradients.
+        flat: memory of all parameters of the bucket, in the layout of the gradients.
+        local: this rank's part of `flat`.
+        stepped: memory that the optimizer steps: `local`, or an fp32 copy of it if gradients are in main_grad.
+        gradients: reduced gradients of `stepped`.
+        places: pieces of the bucket's parameters.
+        known: memory address of each parameter.
     """
 
     bucket: Bucket
     flat: torch.Tensor
-    mine: torch.Tensor
+    local: torch.Tensor
     stepped: torch.Tensor
     gradients: torch.Tensor
     places: dict[Slot, _PartPlace] = field(default_factory=dict)
     known: dict[Slot, int] = field(default_factory=dict)
 
     def add(self, reduced: torch.Tensor) -> bool:
-        """Adds to the gradients that were not zeroed since the last time; whether there are any."""
+        """Add reduced gradients to those that were not zeroed since the last reduction; return whether there are any.
+
+        Gradients that were zeroed are overwritten.
+        """
         zeroed = [at.gradient for at in self.places.values() if at.piece.grad is None or not at.piece.numel()]
         if len(zeroed) == len(self.places):
             self.gradients.copy_(reduced)
@@ -83,10 +104,10 @@ class _BucketPart:
 
 
 class Shards:
-    """The parameters of all buckets as this rank's pieces.
+    """This rank's pieces of the parameters of all buckets.
 
     Attributes:
-        under_way: the parts that are being gathered, where `gathers_late`, and what waits for each.
+        under_way: parts that are being gathered, each with the function that waits for it.
     """
 
     def __init__(self, buckets: list[Bucket], transport: Transport, gathers_late: bool):
@@ -96,22 +117,22 @@ class Shards:
         self.under_way: dict[_BucketPart, Wait] = {}
 
     def optimizer(self, kind, parameters: Iterable | None, elementwise: bool | None, options: dict):
-        """An optimizer of that class over this rank's pieces; see `DataParallel.optimizer`."""
+        """Return an optimizer of class `kind` over this rank's pieces; see `DataParallel.optimizer`."""
         sums_norms = getattr(kind, "sums_norms_of_pieces", False)
         self._check(kind, True if sums_norms else elementwise)
         pieces = {id(slot.parameter): at.piece for part in self._parts.values() for slot, at in part.places.items()}
 
-        def mine(group: dict) -> dict:
+        def to_pieces(group: dict) -> dict:
             given = group["params"]
             given = [given] if isinstance(given, torch.Tensor) else list(given)
-            named = [one if isinstance(one, tuple) else ("", one) for one in given]
+            named = [entry if isinstance(entry, tuple) else ("", entry) for entry in given]
             found = []
             for name, parameter in named:
                 piece = pieces.get(id(parameter))
                 if piece is None and parameter.requires_grad:
                     shape = tuple(parameter.shape)
                     raise ValueError(f"a parameter {shape} of the optimizer is not of the wrapped module")
-                if piece is not None and (piece.numel() or sums_norms):  # None: it is frozen
+                if piece is not None and (piece.numel() or sums_norms):  # a frozen parameter has none
                     found.append((name, piece))
             names = {"param_names": [name for name, _ in found]} if any(name for name, _ in named) else {}
             return {**group, "params": [piece for _, piece in found], **names}
@@ -119,10 +140,10 @@ class Shards:
         groups = list(self._trained() if parameters is None else parameters)
         if not groups or not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        made = kind([mine(group) for group in groups], **options)
+        made = kind([to_pieces(group) for group in groups], **options)
         add = made.add_param_group
-        made.add_param_group = lambda group: add(mine(group))
-        made.register_step_pre_hook(lambda *_: self.look())
+        made.add_param_group = lambda group: add(to_pieces(group))
+        made.register_step_pre_hook(lambda *_: self.adopt_writes())
         made.register_step_post_hook(lambda *_: self.gather())
         return made
 
@@ -137,13 +158,15 @@ class Shards:
                 f"shard_optimizer=True: {kind.__name__} is not known to update each element by itself, and a rank "
                 "holds pieces of parameters, flat and cut anywhere. Known are torch's "
                 f"{', '.join(sorted(ELEMENTWISE))}, and weft.LARS and weft.LAMB, which sum norms over the ranks; pass "
-                "elementwise=True for another that does, or shard_optimizer=False"
+                "elementwise=True for another class that updates each element by itself, or shard_optimizer=False"
             )
 
     @torch.no_grad()
     def deliver(self) -> None:
-        """Gives each piece its reduced gradient, or adds it to what the optimizer has not zeroed yet. In `.grad` of the
-        module's parameters stands what refers to it."""
+        """Copy reduced gradients to the pieces, or add them to gradients that the optimizer has not zeroed.
+
+        `.grad` of each parameter of the module then refers to the gradient of its piece.
+        """
         for bucket, part in self._parts.items():
             reduced = bucket.parts(self._ranks.world_size)[self._ranks.rank]
             if part.add(reduced):
@@ -156,37 +179,38 @@ class Shards:
                     slot.place.zero_()
 
     def zero_grad(self) -> None:
+        """Set `.grad` of all pieces to None."""
         for part in self._parts.values():
             for at in part.places.values():
                 at.piece.grad = None
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Sends every part to every rank. Parameters are whole when this returns, or after `wait`."""
-        for part in reversed(self._parts.values()):  # gradients come last to what forward needs first
-            if part.stepped is not part.mine:
-                part.mine.copy_(part.stepped)
+        """Send every part to every rank. Parameters are whole when this returns, or after `wait` if gathered late."""
+        for part in reversed(self._parts.values()):  # forward first needs the parameters with the last gradients
+            if part.stepped is not part.local:
+                part.local.copy_(part.stepped)
             parts = list(part.flat.chunk(self._ranks.world_size))
-            self.under_way[part] = self._transport.gather(part.mine, parts, self._gathers_late)
+            self.under_way[part] = self._transport.gather(part.local, parts, self._gathers_late)
             if not self._gathers_late:
                 self.wait()
 
     def wait(self, things: Iterable | None = None) -> None:
-        """Until the parameters among these things are whole, or all parameters (None)."""
+        """Wait until the parameters among these objects are whole, or all parameters if `things` is None."""
         if not self.under_way:
             return
-        parts = list(self.under_way) if things is None else [self._part_of.get(id(one)) for one in things]
+        parts = list(self.under_way) if things is None else [self._part_of.get(id(each)) for each in things]
         for part in parts:
             if part in self.under_way:
                 self.under_way[part]()
-                del self.under_way[part]  # not where the wait was broken off
+                del self.under_way[part]  # stays if the wait raised
 
     @torch.no_grad()
-    def look(self) -> None:
-        """Before a step: what somebody wrote to elements of a parameter since the last one is what is stepped.
+    def adopt_writes(self) -> None:
+        """Copy elements of parameters that were written since the last step to the memory that the optimizer steps.
 
         Raises:
-            RuntimeError: a parameter lies elsewhere than when it was wrapped, so that its steps would be lost.
+            RuntimeError: a parameter got other memory after it was wrapped, so its steps would be lost.
         """
         self.wait()
         for part in self._parts.values():
@@ -197,29 +221,29 @@ class Shards:
                         "optimizer's steps would not reach it: write to it in place (copy_), or convert the module "
                         "(.to, .data = ...) before it is wrapped"
                     )
-            if part.stepped is not part.mine:
-                written = part.stepped.to(part.mine.dtype) != part.mine
+            if part.stepped is not part.local:
+                written = part.stepped.to(part.local.dtype) != part.local
                 if written.any():
-                    part.stepped.copy_(torch.where(written, part.mine, part.stepped))
+                    part.stepped.copy_(torch.where(written, part.local, part.stepped))
 
     @torch.no_grad()
     def reload(self) -> None:
-        """The module was loaded: all that is stepped is that, without what fp32 copies knew more."""
+        """Make the fp32 copies anew from the parameters, after a state_dict was loaded into the module."""
         for part in self._parts.values():
-            if part.stepped is not part.mine:
-                part.stepped.copy_(part.mine)
+            if part.stepped is not part.local:
+                part.stepped.copy_(part.local)
 
     def pieces_of(self, bucket: Bucket) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """This rank's pieces of the bucket's parameters, with their gradients."""
+        """Return this rank's pieces of the bucket's parameters, with their gradients."""
         return [(at.piece, at.gradient) for at in self._parts[bucket].places.values()]
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's part of each bucket's gradients."""
+        """Return this rank's part of each bucket's gradients."""
         return [part.gradients for part in self._parts.values()]
 
     @torch.no_grad()
     def _share(self, bucket: Bucket) -> _BucketPart:
-        """Moves the bucket's parameters to where they can be cut like their gradients, and cuts this rank's pieces."""
+        """Move the bucket's parameters into the layout of their gradients, and cut this rank's pieces."""
         first = bucket.slots[0].parameter
         count = bucket.flat.numel()
         flat = shared_memory(count * first.element_size(), first.device, self._ranks).view(first.dtype)
@@ -227,13 +251,13 @@ class Shards:
             place = place_in(flat, slot)
             place.copy_(slot.parameter)
             slot.parameter.data = place
-        mine = flat.chunk(self._ranks.world_size)[self._ranks.rank]
-        stepped = mine.to(bucket.flat.dtype)
-        part = _BucketPart(bucket, flat, mine, stepped, torch.zeros_like(stepped))
-        begin = self._ranks.rank * mine.numel()
+        local = flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        stepped = local.to(bucket.flat.dtype)
+        part = _BucketPart(bucket, flat, local, stepped, torch.zeros_like(stepped))
+        begin = self._ranks.rank * local.numel()
         for slot in bucket.slots:
             elements = slot.parameter.numel()
-            start, stop = (min(max(end - slot.offset, 0), elements) for end in (begin, begin + mine.numel()))
+            start, stop = (min(max(end - slot.offset, 0), elements) for end in (begin, begin + local.numel()))
             here = slice(slot.offset + start - begin, slot.offset + stop - begin) if start < stop else slice(0, 0)
             piece = nn.Parameter(stepped[here])
             set_metadata(piece, "piece", Piece(slot.name, slot.parameter, start, stop, self._ranks))

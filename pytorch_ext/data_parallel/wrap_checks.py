@@ -1,4 +1,4 @@
-"""What can be wrapped by DataParallel, and with which options; what cannot is refused on every rank."""
+"""Checks of the module and options of DataParallel. A module that cannot be wrapped is refused on every rank."""
 
 import weakref
 
@@ -20,10 +20,11 @@ _wrapper_of = WeakTensorKeyDictionary()  # by parameter, weakly; an attribute wo
 
 
 def check_wrap(module: nn.Module, ranks: Communicator, options: dict) -> torch.device:
-    """The device of the module. A collective call.
+    """Check the module and the options, and return the module's device. A collective call.
 
     Raises:
-        ValueError, CollectiveMismatchError: as of DataParallel.
+        ValueError: as documented at DataParallel.
+        CollectiveMismatchError: as documented at DataParallel.
     """
     _check_options(options)
     obstacle = _obstacle(module, ranks)
@@ -37,6 +38,7 @@ def check_wrap(module: nn.Module, ranks: Communicator, options: dict) -> torch.d
 
 
 def mark_wrapped(module: nn.Module, wrapper: nn.Module) -> None:
+    """Record the wrapper of the module's parameters, so that they are not wrapped a second time."""
     for parameter in module.parameters():
         _wrapper_of[parameter] = weakref.ref(wrapper)
 
@@ -55,7 +57,7 @@ def _check_options(options: dict) -> None:
 
 
 def _obstacle(module: nn.Module, ranks: Communicator) -> str:
-    """Why the module cannot be wrapped; "" where it can."""
+    """Return why the module cannot be wrapped; "" if it can."""
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if _wrapper_of.get(parameter, lambda: None)() is not None:
@@ -80,7 +82,7 @@ def _obstacle(module: nn.Module, ranks: Communicator) -> str:
 
 
 def _partners(parameter: torch.Tensor, ranks: Communicator) -> list[int]:
-    """The ranks of the group that have other parts of what a parameter is a part of: shards, or stages."""
+    """Return the ranks of the group that have other shards of a parameter, or other stages of its model."""
     shard, owners = shard_of(parameter), owners_of(parameter)
     groups = [shard.communicator] if shard is not None else []
     groups += [owners.ranks] if owners is not None else []

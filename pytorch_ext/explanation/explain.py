@@ -46,6 +46,18 @@ def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -
     Raises:
         ValueError: tokens is not a whole number of at least 1.
         TypeError: the model is not a module.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        >>> model = weft.parallelize(model, weft.init_mesh(tp=2))
+        >>> print(weft.explain(model, tokens=512))
+        at 512 tokens:
+        tp: 2 ranks, each has its part of the layers' weights; see each layer
+        this rank holds 1,072 of 2,128 parameters of its layers
+        0: ParallelLinear column, weight (32, 16) of (64, 16), over shared memory
+            sends    0 B forward, 32 KiB backward
+        2: ParallelLinear row, weight (16, 32) of (16, 64), over shared memory
+            sends    32 KiB forward, 0 B backward
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain takes a torch.nn.Module, and not a {type(model).__name__}")

@@ -11,11 +11,12 @@ from torch import nn
 
 from weft.sharding.shard import shard_of
 
-_SHORT = {  # pattern of a reason -> three words
+_SHORT = {  # pattern of a reason -> a few words
     "looked up by numbers": "positions, not tokens",
     "counts all of the features": "counts its features",
     "there is no style for": "no such style",
     "fewer than": "too few units",
+    "no rule for": "operation without a rule",
     "the model returns": "the model's output",
     "could not be followed|cannot be followed|called with a guess": "could not follow",
     "also that of|also used by": "weight used elsewhere",

@@ -52,6 +52,12 @@ class ParallelConv2d(ShardHolder):
     Raises:
         ValueError: a style or combination that does not exist; fewer units (or groups) than ranks; a unit that cuts a
             group; style "channels" without groups. Raised before any communication.
+
+    Examples:
+        >>> first = weft.ParallelConv2d(3, 8, 3, padding=1, style="column")
+        >>> second = weft.ParallelConv2d(8, 4, 3, padding=1, style="row")
+        >>> second(first(torch.randn(1, 3, 6, 6)).relu()).shape
+        torch.Size([1, 4, 6, 6])
     """
 
     weight: nn.Parameter

@@ -23,6 +23,11 @@ class ParallelEmbedding(ShardedModule):
 
     Raises:
         ValueError: more ranks than rows, a padding_idx outside the table, a group without this rank.
+
+    Examples:
+        >>> embedding = weft.ParallelEmbedding(100, 16)
+        >>> embedding.weight.shape, embedding(torch.tensor([3, 99])).shape
+        (torch.Size([50, 16]), torch.Size([2, 16]))
     """
 
     weight: nn.Parameter

@@ -64,6 +64,13 @@ class ParallelLinear(ShardedModule):
         ValueError: a style, activation or combination that does not exist; fewer units than ranks; parts or heads that
             do not match the features; a group without this rank. Raised before any communication.
         TypeError: a dtype that is not floating point. Raised before any communication.
+
+    Examples:
+        >>> up = weft.ParallelLinear(16, 64, style="column", activation="gelu")
+        >>> down = weft.ParallelLinear(64, 16, style="row")
+        >>> x = torch.randn(4, 16)
+        >>> up(x).shape, down(up(x)).shape  # 32 of the 64 features on this rank; the sum over the ranks
+        (torch.Size([4, 32]), torch.Size([4, 16]))
     """
 
     weight: nn.Parameter
@@ -181,7 +188,12 @@ class ParallelLinear(ShardedModule):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """ParallelLinear with style="column"."""
+    """ParallelLinear with style="column".
+
+    Examples:
+        >>> weft.ColumnParallelLinear(16, 64)(torch.randn(4, 16)).shape
+        torch.Size([4, 32])
+    """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, style: str = "column", **options: Any
@@ -197,7 +209,12 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """ParallelLinear with style="row"."""
+    """ParallelLinear with style="row".
+
+    Examples:
+        >>> weft.RowParallelLinear(64, 16)(torch.randn(4, 32)).shape
+        torch.Size([4, 16])
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, style: str = "row", **options: Any):
         _check_fixed_style(self, style, "row")

@@ -22,6 +22,15 @@ def merge_attention(
 
     Returns:
         (out, lse), fp32.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 6, 8).unbind()
+        >>> def attention(k, v):
+        ...     scores = q @ k.mT
+        ...     return scores.softmax(-1) @ v, scores.logsumexp(-1)
+        >>> out, lse = weft.merge_attention(*attention(k[:, :4], v[:, :4]), *attention(k[:, 4:], v[:, 4:]))
+        >>> torch.allclose(out, attention(k, v)[0], atol=1e-6)
+        True
     """
     lse_a, lse_b = lse_a.float(), lse_b.float()
     # torch.logaddexp would give bits that depend on a row's place: inside a vector, or behind the last full one.

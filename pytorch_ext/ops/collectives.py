@@ -50,6 +50,12 @@ def all_reduce(
             norm.
         TypeError: a wire type, a scale or a norm of integers.
         CommError: a rank was lost or is late, or the ranks made different calls (docs/troubleshooting.md).
+
+    Examples:
+        >>> weft.all_reduce(torch.tensor([1.0, 2.0]))
+        tensor([2., 4.])
+        >>> weft.all_reduce(torch.tensor(float(dist.get_rank())), op="max")
+        tensor(1.)
     """
     check_choice("op", op, _OPS)
     ranks = communicator(group)
@@ -74,6 +80,10 @@ def all_gather(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> torch.T
 
     Returns:
         A new tensor, the same on every rank.
+
+    Examples:
+        >>> weft.all_gather(torch.tensor([10 + dist.get_rank()]))
+        tensor([10, 11])
     """
     ranks = communicator(group)
     return _AllGather.apply(x, dim, ranks, ranks.all_sizes(x, dim))
@@ -92,6 +102,10 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> tor
 
     Raises:
         ValueError: x is shorter along `dim` than there are ranks.
+
+    Examples:
+        >>> weft.reduce_scatter(torch.ones(4))  # each rank gets half of the sums
+        tensor([2., 2.])
     """
     ranks = communicator(group)
     return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world_size))
@@ -101,6 +115,10 @@ def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Te
     """Return the x of rank `src` of the group, in place where autograd does not record.
 
     Backward sums the gradients at `src`. For that, x must require a gradient on every rank or on none.
+
+    Examples:
+        >>> weft.broadcast(torch.tensor([dist.get_rank()]), src=1)
+        tensor([1])
     """
     ranks = communicator(group)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -118,6 +136,11 @@ def all_to_all(parts: list[torch.Tensor], *, group: Group = None) -> list[torch.
 
     Raises:
         ValueError: the number of parts is not the number of ranks.
+
+    Examples:
+        >>> rank = dist.get_rank()
+        >>> [part.tolist() for part in weft.all_to_all([torch.tensor([rank]), torch.tensor([rank])])]
+        [[0], [1]]
     """
     ranks = communicator(group)
     if len(parts) != ranks.world_size:
@@ -126,7 +149,11 @@ def all_to_all(parts: list[torch.Tensor], *, group: Group = None) -> list[torch.
 
 
 def barrier(*, group: Group = None) -> None:
-    """Wait until every rank of the group has called this."""
+    """Wait until every rank of the group has called this.
+
+    Examples:
+        >>> weft.barrier()
+    """
     dist.barrier(group=communicator(group).group)
 
 

@@ -79,6 +79,11 @@ def context_attention(
     Raises:
         ValueError, TypeError: an invalid call; the error names it on every rank. Raised before any data moves, except
             the descriptions of their parts that the ranks exchange.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 8, 16).unbind()  # 16 positions in all, 8 on each rank
+        >>> weft.context_attention(q, k, v, causal=True).shape
+        torch.Size([1, 4, 8, 16])
     """
     outer, inner = _groups(group)
     _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner)

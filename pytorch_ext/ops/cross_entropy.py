@@ -43,6 +43,13 @@ def parallel_cross_entropy(
             shards' sizes.
         RuntimeError: a target out of range on a GPU or under torch.compile. The device raises it, since a check on the
             host would have to wait for the device.
+
+    Examples:
+        >>> logits, target = torch.randn(4, 10), torch.tensor([1, 9, 0, 5])
+        >>> part = logits.chunk(2, dim=-1)[dist.get_rank()]
+        >>> loss = weft.parallel_cross_entropy(part, target)
+        >>> torch.allclose(loss, nn.functional.cross_entropy(logits, target))
+        True
     """
     _check(logits_shard, target, label_smoothing, reduction)
     return _reduced(

@@ -125,6 +125,12 @@ def shard_sequence(x: torch.Tensor, *, dim: int, group: Group = None, layout: st
 
     Raises:
         ValueError: a layout that does not exist.
+
+    Examples:
+        >>> tokens = torch.arange(8)
+        >>> part = weft.shard_sequence(tokens, dim=0)  # rank 0: [0, 1, 6, 7], rank 1: [2, 3, 4, 5]
+        >>> weft.unshard_sequence(part, dim=0)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     ranks = communicator(group)
     return _ShardSequence.apply(x, dim % x.dim(), ranks, SequenceLayout(x.size(dim), ranks.world_size, layout))
@@ -140,6 +146,11 @@ def unshard_sequence(x: torch.Tensor, *, dim: int, group: Group = None, layout: 
 
     Raises:
         ValueError: the sizes of the parts are not those of the layout.
+
+    Examples:
+        >>> part = weft.shard_sequence(torch.arange(6), dim=0, layout="contiguous")
+        >>> weft.unshard_sequence(part, dim=0, layout="contiguous")
+        tensor([0, 1, 2, 3, 4, 5])
     """
     ranks = communicator(group)
     return _Unshard.apply(x, dim % x.dim(), ranks, layout_of(ranks, x.size(dim), layout))

@@ -1,4 +1,4 @@
-"""For large batches: optimizers that scale each layer's step, learning rates that follow the batch, local steps."""
+"""Optimizers for large batches: steps scaled by layer, learning rates that follow the batch, local steps."""
 
 from weft.optim.diloco import DiLoCo
 from weft.optim.lamb import LAMB

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one on the average (Douillard et al. 2023, arXiv:2311.08105, algorithm 1)."""
+"""DiLoCo: many local steps, then an outer step on the average (Douillard et al. 2023, arXiv:2311.08105, alg. 1)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,27 +15,40 @@ from weft.optim.layerwise import keep_types, wide
 
 
 class DiLoCo(torch.optim.Optimizer):
-    """Each rank steps its own copy of the model by its own batches; every `every` steps the ranks meet.
+    """Optimizer of a separate model copy on each rank, with an outer step on their average every `every` steps.
 
-        delta = start - (sum over ranks of w) / W        start: the parameters when the ranks last met
+        delta = start - (sum over ranks of w) / W        start: the parameters after the last outer step
         v = momentum * v + delta
         w = start - lr * (delta + momentum * v)          Nesterov; with nesterov=False, start - lr * v
 
-    Ranks communicate once in `every` steps, through one bucket of symmetric memory. Do not reduce gradients over the
-    same ranks: no DataParallel. Of 16-bit parameters `start` is kept in fp32, so that small steps add up. Buffers stay
-    each rank's own. Schedules are for the inner optimizer. lr=1 and momentum=0 is averaging.
+    Each rank trains on its own batches. The W ranks communicate once in `every` steps, through one bucket of symmetric
+    memory. Do not reduce gradients over the same ranks: use no DataParallel.
+
+    `start` of a 16-bit parameter is kept in fp32, so that small steps add up. Buffers stay each rank's own. Attach
+    learning-rate schedules to the inner optimizer. With lr=1 and momentum=0 the outer step is a plain average.
+
+    At construction the parameters become those of the first rank. `state_dict` includes the inner optimizer's. The
+    defaults of the outer step are the paper's.
 
     Args:
-        inner: steps the parameters locally; any torch.optim optimizer, with the state of each rank its own.
-        group: the ranks that meet; None is the default group. Under tensor parallelism, mesh["dp"].
-        every: local steps between two meetings; the paper's H.
-        lr, momentum, nesterov: of the outer step; the defaults are the paper's.
-        bucket_mb: MiB that travel at once.
-
-    At construction the parameters become those of the first rank. `state_dict` has the inner optimizer's.
+        inner: optimizer of the local steps, any of torch.optim's. Its state stays each rank's own.
+        group: ranks that average; None is the default group. Under tensor parallelism, mesh["dp"].
+        every: local steps between two outer steps; the paper's H.
+        lr: rate of the outer step.
+        momentum: momentum of the outer step.
+        nesterov: use Nesterov momentum in the outer step.
+        bucket_mb: MiB that are sent at once.
 
     Raises:
-        ValueError: an option is out of its range; nothing to average, or pieces of a sharded optimizer.
+        ValueError: an option is out of its range; the inner optimizer has no parameters, or pieces of a sharded
+            optimizer.
+
+    Examples:
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = weft.DiLoCo(torch.optim.AdamW(model.parameters()), every=2)
+        >>> for _ in range(2):  # ranks meet in the second step
+        ...     model(torch.ones(2, 4)).sum().backward()
+        ...     optimizer.step()
     """
 
     def __init__(
@@ -69,30 +82,43 @@ class DiLoCo(torch.optim.Optimizer):
         self._memory = shared_memory(largest_bytes, parameters[0].device, self.ranks)
 
     def step(self, closure: Callable | None = None) -> Any:
-        """One local step; every `every` calls, also the outer one, which is a collective call."""
+        """Do a local step and, every `every` calls, the outer step, which is a collective call.
+
+        Args:
+            closure: passed on to the inner optimizer.
+
+        Returns:
+            Result of the inner optimizer's step(): the closure's loss, or None.
+
+        Raises:
+            RuntimeError: the inner optimizer got more parameters after construction; raised at the outer step.
+        """
         loss = self.inner.step() if closure is None else self.inner.step(closure)
         outer = self.param_groups[0]
         outer["steps"] += 1
         if outer["steps"] % outer["every"] == 0:
-            self._meet(outer)
+            self._outer_step(outer)
         return loss
 
     @torch.no_grad()
-    def _meet(self, outer: dict) -> None:
+    def _outer_step(self, outer: dict) -> None:
         if len(_parameters_of(self.inner)) != len(outer["params"]):
             raise RuntimeError(
-                "DiLoCo: the inner optimizer was given more parameters since, which would not be averaged: make DiLoCo "
-                "when it has them all"
+                "DiLoCo: the inner optimizer was given more parameters since DiLoCo was made, and they would not be "
+                "averaged: make DiLoCo after the inner optimizer has all its parameters"
             )
         for bucket in self._buckets:
             flat = self._memory[: _bytes(bucket)].view(wide(bucket[0]).dtype)
             deltas = [
-                part.view(one.shape)
-                for one, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True)
+                part.view(parameter.shape)
+                for parameter, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True)
             ]
-            starts, momenta = ([self.state[one][key] for one in bucket] for key in ("start", "momentum_buffer"))
+            states = [self.state[parameter] for parameter in bucket]
+            starts, momenta = ([state[key] for state in states] for key in ("start", "momentum_buffer"))
             for delta, start, parameter in zip(deltas, starts, bucket, strict=True):
-                torch.sub(wide(start.to(parameter.dtype)), wide(parameter), out=delta)  # from where this rank set out
+                torch.sub(
+                    wide(start.to(parameter.dtype)), wide(parameter), out=delta
+                )  # local steps began at the rounded start
             self.ranks.all_reduce_(flat).div_(self.ranks.world_size)
             torch._foreach_mul_(momenta, outer["momentum"])
             torch._foreach_add_(momenta, deltas)
@@ -105,9 +131,11 @@ class DiLoCo(torch.optim.Optimizer):
                 parameter.copy_(start)
 
     def state_dict(self) -> dict:
+        """Return the state of the outer step and, under "inner", that of the inner optimizer."""
         return {**super().state_dict(), "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state of the outer step and that of the inner optimizer."""
         own = {key: value for key, value in state_dict.items() if key != "inner"}
         super().load_state_dict(own)
         keep_types(self, own)
@@ -115,20 +143,24 @@ class DiLoCo(torch.optim.Optimizer):
 
 
 def _parameters_of(inner: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Raises ValueError for what cannot be averaged by itself."""
+    """Return the parameters of the inner optimizer.
+
+    Raises:
+        ValueError: there are none, or they are pieces of a sharded optimizer.
+    """
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     if not parameters:
-        raise ValueError("DiLoCo: the inner optimizer has no parameters, and there is nothing to average")
+        raise ValueError("DiLoCo: the inner optimizer has no parameters, so there is nothing to average")
     if any(piece_of(parameter) is not None for parameter in parameters):
         raise ValueError(
-            "DiLoCo: the inner optimizer steps pieces of a sharded one, and an average of these would not reach the "
-            "ranks that have the others: make weft.DataParallel with shard_optimizer=False"
+            "DiLoCo: the inner optimizer steps pieces of a sharded one, and their average would not reach the ranks "
+            "that have the other pieces: make weft.DataParallel with shard_optimizer=False"
         )
     return parameters
 
 
 def _cut(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Buckets of one type each, in order."""
+    """Yield buckets of parameters in order; the parameters of a bucket have the same type."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         bucket = by_dtype.setdefault(wide(parameter.detach()).dtype, [])
@@ -139,4 +171,4 @@ def _cut(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.
 
 
 def _bytes(bucket: list[nn.Parameter]) -> int:
-    return sum(one.numel() * max(4, one.element_size()) for one in bucket)
+    return sum(parameter.numel() * max(4, parameter.element_size()) for parameter in bucket)

@@ -9,23 +9,36 @@ from weft.optim.layerwise import Layerwise, LayerwiseStep
 
 
 class LAMB(Layerwise):
-    """Adam with decoupled weight decay, each parameter's step in proportion to its norm.
+    """Adam with decoupled weight decay and, for each parameter, a step in proportion to the parameter's norm.
 
         m = beta1 * m + (1 - beta1) * g             v = beta2 * v + (1 - beta2) * g^2
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
         w = w - lr * phi(|w|) / |u| * u             phi(x) = min(max(x, bounds[0]), bounds[1])
 
-    Where |w| or |u| is 0, and in groups with adapt=False, the ratio is 1.
+    The ratio phi(|w|) / |u| is 1 where |w| or |u| is 0, and in groups with adapt=False.
 
     Args:
-        params: parameters or groups, which may have options of their own; `weft.layerwise_groups(model, weight_decay)`
-            leaves biases and norms out. Shards of ParallelLinear count as the whole, and so do the pieces of a sharded
-            optimizer: `model.optimizer(weft.LAMB, groups, ...)`.
-        lr, betas, eps, weight_decay, bounds: as above.
-        adapt: False is AdamW, whose decay goes with the rate.
+        params: parameters, or groups with options of their own. `weft.layerwise_groups(model, weight_decay)` exempts
+            biases and the weights of norms. For a shard of ParallelLinear the norms are those of the whole parameter.
+            The same holds for pieces of a sharded optimizer: `model.optimizer(weft.LAMB, groups, ...)`.
+        lr: learning rate.
+        betas: decay rates of the means of g and of g^2, each at least 0 and less than 1.
+        eps: added to the root of the mean of g^2.
+        weight_decay: factor of w in u.
+        bounds: lower and upper bound of phi.
+        adapt: False makes the step that of AdamW, with a decay in proportion to lr.
 
     Raises:
         ValueError: an option is out of its range.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> before = model.weight.detach().clone()
+        >>> optimizer = weft.LAMB(weft.layerwise_groups(model, weight_decay=0.01), lr=0.1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> torch.allclose((model.weight - before).norm(), 0.1 * before.norm())
+        True
     """
 
     def __init__(
@@ -46,7 +59,7 @@ class LAMB(Layerwise):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"LAMB: betas={betas} must be at least 0 and less than 1")
         if not 0 <= bounds[0] <= bounds[1]:
-            raise ValueError(f"LAMB: bounds={bounds} must be a lower and an upper one, neither negative")
+            raise ValueError(f"LAMB: bounds={bounds} must be a lower and an upper bound, neither negative")
         super().__init__(params, {**options, "betas": betas, "bounds": bounds, "adapt": adapt})
 
     def _first_state(self, weight: torch.Tensor) -> dict:

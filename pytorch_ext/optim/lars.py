@@ -8,25 +8,37 @@ from weft.optim.layerwise import Layerwise, LayerwiseStep
 
 
 class LARS(Layerwise):
-    """Stochastic gradient descent with momentum, each parameter at a rate in proportion to its norm.
+    """Stochastic gradient descent with momentum and, for each parameter, a rate in proportion to its norm.
 
         local = trust * |w| / (|g| + weight_decay * |w| + eps)
         v = momentum * v + lr * local * (g + weight_decay * w)
         w = w - v
 
-    The rate is inside of the momentum, as in the paper: a change of lr needs no correction. Where |w| or |g| is 0, and
-    in groups with adapt=False, local is 1.
+    The rate is inside the momentum, as in the paper, so a change of lr needs no correction. `local` is 1 where |w| or
+    |g| is 0, and in groups with adapt=False.
 
     Args:
-        params: parameters or groups, which may have options of their own; `weft.layerwise_groups(model, weight_decay)`
-            leaves biases and norms out. Shards of ParallelLinear count as the whole, and so do the pieces of a sharded
-            optimizer: `model.optimizer(weft.LARS, groups, ...)`.
-        lr: global rate. momentum, weight_decay: as above.
-        trust: the paper's eta.
-        adapt: False is plain momentum.
+        params: parameters, or groups with options of their own. `weft.layerwise_groups(model, weight_decay)` exempts
+            biases and the weights of norms. For a shard of ParallelLinear the norms are those of the whole parameter.
+            The same holds for pieces of a sharded optimizer: `model.optimizer(weft.LARS, groups, ...)`.
+        lr: global learning rate.
+        momentum: factor of the last step in v.
+        weight_decay: factor of w in the step.
+        trust: factor of the local rate; the paper's eta.
+        eps: added to the denominator of the local rate.
+        adapt: False makes the step that of plain momentum.
 
     Raises:
         ValueError: an option is negative.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> before = model.weight.detach().clone()
+        >>> optimizer = weft.LARS(weft.layerwise_groups(model, weight_decay=0.0), lr=1.0, trust=0.01)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> torch.allclose((model.weight - before).norm(), 0.01 * before.norm())
+        True
     """
 
     def __init__(

@@ -1,9 +1,11 @@
-"""What LARS and LAMB have in common: a step for each parameter in proportion to the norm of the whole parameter.
+"""Base of LARS and LAMB: each parameter's step is in proportion to the norm of the whole parameter.
 
-Under tensor parallelism a rank has a shard of it, and of a sharded optimizer a piece. The squared norms of all pieces
-of a step are summed over the ranks that have the others, then those of all shards over theirs, in one collective each,
-in the order of ranks; parameters that every rank has whole are counted here. Under data parallelism alone every rank
-has the same reduced gradients, and nothing is to be summed.
+Under tensor parallelism a rank has a shard of a parameter, and with a sharded optimizer it has a piece. A step sums the
+squared norms of all pieces over the ranks that have the other pieces, then those of all shards over the ranks that have
+the other shards. Each sum is one collective, in the order of ranks.
+
+A rank counts a parameter by itself if every rank has it whole. Under data parallelism alone every rank has the same
+reduced gradients, and no sum is needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,23 +23,42 @@ from weft.sharding.shard import shard_of
 
 
 def layerwise_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Parameter groups for LARS and LAMB: weight decay and scaled steps for matrices and kernels; neither for biases
-    and the weights of norms, which are vectors (as is usual; Goyal et al. 2017, section 5.1, for the decay)."""
+    """Return parameter groups for LARS and LAMB that exempt vectors from weight decay and scaled steps.
+
+    Matrices and kernels get both. Vectors (biases and the weights of norms) get neither, as is usual; for the decay see
+    Goyal et al. 2017, section 5.1.
+
+    Args:
+        model: its parameters that require gradients are grouped.
+        weight_decay: weight decay of matrices and kernels.
+
+    Returns:
+        The group of parameters with more than one dimension, then the group of the others.
+
+    Examples:
+        >>> matrices, vectors = weft.layerwise_groups(nn.Linear(4, 2), weight_decay=0.01)
+        >>> matrices["weight_decay"], [tuple(parameter.shape) for parameter in matrices["params"]]
+        (0.01, [(2, 4)])
+        >>> vectors["weight_decay"], [tuple(parameter.shape) for parameter in vectors["params"]]
+        (0.0, [(2,)])
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
     return [
-        {"params": [one for one in parameters if one.dim() > 1], "weight_decay": weight_decay, "adapt": True},
-        {"params": [one for one in parameters if one.dim() <= 1], "weight_decay": 0.0, "adapt": False},
+        {"params": matrices, "weight_decay": weight_decay, "adapt": True},
+        {"params": vectors, "weight_decay": 0.0, "adapt": False},
     ]
 
 
 @dataclass
 class LayerwiseStep:
-    """A parameter group's step. Lists have an element for each parameter that has a gradient.
+    """Step of one parameter group. Each list has one element for each parameter that has a gradient.
 
     Attributes:
-        weights: the parameters' values, in fp32 where they are of 16 bits.
-        updates: what is to be scaled and taken from them; becomes what is taken.
-        measured: that whose norm the weight's is compared with.
+        weights: values of the parameters; 16-bit values are widened to fp32.
+        updates: tensors to subtract from the weights; they are scaled in place first.
+        measured: tensors to compare the weights with, by norm.
     """
 
     group: dict
@@ -48,19 +69,28 @@ class LayerwiseStep:
 
 
 class Layerwise(torch.optim.Optimizer):
-    """weight -= lr * ratio(|weight|, |measured|) * update. State of 16-bit parameters is in fp32, and so is all
-    arithmetic; the result is rounded once. Gradients are in `.grad`, or else in `main_grad`."""
+    """Base of optimizers with the step weight -= lr * ratio(|weight|, |measured|) * update.
 
-    sums_norms_of_pieces = True  # `DataParallel.optimizer` gives it a piece of every parameter, empty ones too
-    _agreed: tuple[str, ...] = ()  # whose pieces every rank is known to scale, in this order
+    State and arithmetic of 16-bit parameters are in fp32; the result is rounded once. Gradients are read from `.grad`,
+    or else from `main_grad`.
+    """
+
+    sums_norms_of_pieces = True  # `DataParallel.optimizer` passes a piece of every parameter, empty ones too
+    _agreed: tuple[str, ...] = ()  # parameters with pieces that every rank is known to scale, in this order
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> Any:
-        """A collective call of ranks with shards or pieces.
+        """Step every parameter that has a gradient. A collective call of the ranks that have shards or pieces.
+
+        Args:
+            closure: computes the loss and its gradients before the step.
+
+        Returns:
+            The closure's loss, or None without a closure.
 
         Raises:
-            RuntimeError: sparse or complex gradients. CollectiveMismatchError: the ranks have pieces of different
-                parameters.
+            RuntimeError: a gradient is sparse or complex.
+            CollectiveMismatchError: the ranks have pieces of different parameters.
         """
         loss = None
         if closure is not None:
@@ -76,7 +106,11 @@ class Layerwise(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of main_grads, too, which it steps by."""
+        """Clear the gradients, `main_grad` included.
+
+        Args:
+            set_to_none: set `.grad` to None instead of zeros. A `main_grad` is always zeroed.
+        """
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -84,6 +118,7 @@ class Layerwise(torch.optim.Optimizer):
                     main_grad.zero_()
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state in the types in which it was saved."""
         super().load_state_dict(state_dict)
         keep_types(self, state_dict)
 
@@ -110,7 +145,7 @@ class Layerwise(torch.optim.Optimizer):
             return
         self._agree(parameters)
         weights = [weight for step in steps for weight in step.weights]
-        measured = [one for step in steps for one in step.measured]
+        measured = [x for step in steps for x in step.measured]
         norms = whole_norms([weights, measured], parameters)
         counts = [len(step.parameters) for step in steps]
         for step, (of_weights, of_measured) in zip(steps, norms.split(counts, dim=1), strict=True):
@@ -119,18 +154,19 @@ class Layerwise(torch.optim.Optimizer):
             torch._foreach_mul_(step.updates, list(ratios.unbind()))
 
     def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
-        """That norms are summed of the same parameters on every rank; asked once, a collective call."""
+        """Check that every rank sums norms of the same parameters; a collective call, made once for these pieces."""
         pieces = [piece for piece in map(piece_of, parameters) if piece is not None]
         names = tuple(piece.name for piece in pieces)
         if names == self._agreed:
             return
-        told: list[tuple[str, ...]] = pieces[0].ranks.all_gather_object(names)
-        for rank, other in enumerate(told):
-            if other != told[0]:
+        gathered: list[tuple[str, ...]] = pieces[0].ranks.all_gather_object(names)
+        for rank, other in enumerate(gathered):
+            if other != gathered[0]:
                 kind = type(self).__name__
                 raise CollectiveMismatchError(
-                    f"{kind}: rank 0 steps pieces of {', '.join(told[0])}; rank {rank} of {', '.join(other)}. Make it "
-                    f"with model.optimizer(weft.{kind}, ...), of the same groups on every rank"
+                    f"{kind}: rank 0 steps pieces of {', '.join(gathered[0])}; rank {rank} steps pieces of "
+                    f"{', '.join(other)}. Make the optimizer with model.optimizer(weft.{kind}, ...), and with the same "
+                    "groups on every rank"
                 )
         self._agreed = names
 
@@ -138,24 +174,33 @@ class Layerwise(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _direct(self, group: dict, weights: list, gradients: list, states: list[dict]) -> tuple[list, list]:
-        """The updates, in memory of their own, and what is measured."""
+        """Return the updates, in memory of their own, and the tensors to measure."""
         raise NotImplementedError
 
     def _ratio(self, group: dict, weight_norms: torch.Tensor, measured_norms: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def _take(self, step: LayerwiseStep) -> None:
-        """Takes the scaled updates from the weights, in place."""
+        """Subtract the scaled updates from the weights, in place."""
         raise NotImplementedError
 
 
 def whole_norms(rows: Sequence[Sequence[torch.Tensor]], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The norms [rows, parameters] of tensors that stand in the whole as the parameters do, in fp32 (fp64 of fp64)."""
+    """Return the norms of whole tensors, each summed over the ranks that hold parts of it.
+
+    Args:
+        rows: lists with one tensor for each parameter, split over the ranks like the parameter.
+        parameters: parameters, shards or pieces.
+
+    Returns:
+        [rows, parameters] in fp32, or in fp64 for fp64 tensors.
+    """
     own = [[counted(parameter, x) for parameter, x in zip(parameters, row, strict=True)] for row in rows]
     squares = torch.stack([torch.stack(torch._foreach_norm(row)) for row in own]).square()
     pieces = [piece_of(parameter) for parameter in parameters]
     shards = [
-        shard_of(one if piece is None else piece.parameter) for one, piece in zip(parameters, pieces, strict=True)
+        shard_of(parameter if piece is None else piece.parameter)
+        for parameter, piece in zip(parameters, pieces, strict=True)
     ]
     _sum_over_ranks(squares, [None if piece is None else piece.ranks for piece in pieces])
     _sum_over_ranks(squares, [None if shard is None else shard.communicator for shard in shards])
@@ -163,7 +208,7 @@ def whole_norms(rows: Sequence[Sequence[torch.Tensor]], parameters: Sequence[nn.
 
 
 def _sum_over_ranks(squares: torch.Tensor, holders: Sequence[Communicator | None]) -> None:
-    """Each column over the ranks that hold parts of its parameter: one collective for all that the same ranks hold."""
+    """Sum each column over the ranks that hold parts of its parameter, in one collective for each set of ranks."""
     together: dict[Communicator, list[int]] = {}
     for place, ranks in enumerate(holders):
         if ranks is not None and ranks.world_size > 1:
@@ -173,12 +218,12 @@ def _sum_over_ranks(squares: torch.Tensor, holders: Sequence[Communicator | None
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """Itself, or in fp32 where it is of 16 bits."""
+    """Return `x` in fp32 if it has 16 bits, else `x` itself."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
 def keep_types(optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-    """The loaded state has the types that it was saved in: torch's own loading rounds it to the parameters'."""
+    """Restore the saved types of loaded state, because torch's loading rounds it to the parameters' types."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

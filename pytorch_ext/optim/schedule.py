@@ -1,4 +1,4 @@
-"""The learning rate that goes with a batch (Goyal et al. 2017, arXiv:1706.02677, sections 2.1 and 2.2)."""
+"""Learning rates in proportion to the batch (Goyal et al. 2017, arXiv:1706.02677, sections 2.1 and 2.2)."""
 
 from collections.abc import Callable
 
@@ -15,24 +15,36 @@ def linear_scaling(
     decay: Callable[[int], float] | None = None,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Multiplies the rates that the optimizer has by k = batch / base_batch, from 1 to k over the first steps.
+    """Return a schedule that multiplies the optimizer's rates by k = batch / base_batch after a warmup from 1 to k.
 
         rate(t) = base * (1 + (k - 1) * t / warmup_steps)       for t < warmup_steps
         rate(t) = base * k * decay(t)                           after
 
     Args:
-        optimizer: with the rate that suits base_batch.
-        batch: examples in a step, of all ranks together.
-        warmup_steps: of the optimizer; in the paper 5 epochs.
-        decay: from a step to a factor; None is 1.
-        last_epoch: as of torch's schedules.
+        optimizer: optimizer with the rates that suit base_batch.
+        batch: examples in a step, over all ranks.
+        base_batch: examples in a step for which the optimizer's rates were chosen.
+        warmup_steps: optimizer steps from the first rate to the k-fold rate; in the paper 5 epochs.
+        decay: function from a step to a factor; None is 1.
+        last_epoch: as in torch's schedules.
 
     Returns:
-        A LambdaLR: call its step() after each optimizer.step(). Where the momentum does not have the rate inside
-        (torch's SGD), a sudden change of the rate is a change of the momentum too (section 3, remark 2).
+        A LambdaLR; call its step() after each optimizer.step(). If the momentum does not have the rate inside (torch's
+        SGD), a sudden change of the rate also changes the momentum (section 3, remark 2).
 
     Raises:
-        ValueError: a batch less than 1, or warmup_steps less than 0.
+        ValueError: a batch is less than 1, or warmup_steps is less than 0.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+        >>> schedule = weft.linear_scaling(optimizer, batch=1024, base_batch=256, warmup_steps=4)
+        >>> rates = []
+        >>> for _ in range(6):
+        ...     optimizer.step()
+        ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+        ...     schedule.step()
+        >>> rates
+        [0.1, 0.175, 0.25, 0.325, 0.4, 0.4]
     """
     if batch < 1 or base_batch < 1 or warmup_steps < 0:
         raise ValueError(

@@ -54,6 +54,12 @@ class LayerSplit(nn.Module):
     Raises:
         ValueError: more devices or ranks than layers; across ranks, a forward that cannot be cut, if layers or
             arguments are given.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> split = weft.LayerSplit(model, weft.init_mesh(pp=2))
+        >>> split(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
     """
 
     def __init__(

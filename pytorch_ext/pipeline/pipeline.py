@@ -78,6 +78,13 @@ class Pipeline(nn.Module):
         ValueError: the mesh has no "pp", there are more stages than layers, the schedule needs more micro-batches, or
             the model cannot be cut; raised before any rank sends. Also if ranks pass different arguments; raised on
             every rank.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> pipe = weft.Pipeline(model, weft.init_mesh(pp=2), microbatches=2, loss=nn.functional.mse_loss)
+        >>> loss = pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
+        >>> loss.shape
+        torch.Size([])
     """
 
     def __init__(

@@ -63,6 +63,11 @@ def plan(
             changes would make it fit.
 
     Source: memory by Korthikanti et al. 2022, time by a roofline and alpha-beta model; docs/planner.md has both.
+
+    Examples:
+        >>> plans = weft.plan("llama-3-8b", gpus=8, hardware="h100", sequence_length=8192, global_batch=64)
+        >>> plans[0].mesh
+        {'pp': 1, 'dp': 2, 'cp': 4, 'tp': 1}
     """
     device = Hardware.of(hardware)
     if gpus_per_node is not None:

@@ -25,6 +25,11 @@ def as_dtensors(model: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, D
         ValueError: the mesh has other ranks; or DTensor cannot represent the cut of some tensors, which the message
             names. DTensor cuts like torch.chunk, one stretch per rank. Heads that do not divide, fused projections and
             some uneven sizes are cut differently.
+
+    Examples:
+        >>> model = weft.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), weft.init_mesh(tp=2))
+        >>> weft.as_dtensors(model)["0.weight"].placements
+        (Shard(dim=0),)
     """
     mesh = _mesh_of(model) if mesh is None else mesh
     if mesh.ndim != 1:

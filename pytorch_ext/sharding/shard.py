@@ -26,6 +26,10 @@ class Shard:
         dim: the dimension that is cut.
         cut: the stretches that each rank has.
         communicator: the ranks that hold the parts.
+
+    Examples:
+        >>> weft.shard_of(weft.ParallelLinear(16, 64, style="row").weight).dim
+        1
     """
 
     global_shape: tuple[int, ...]
@@ -123,6 +127,11 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
 
     Returns:
         The Shard; None for a whole parameter.
+
+    Examples:
+        >>> layer = weft.ParallelLinear(16, 64, style="column")
+        >>> weft.shard_of(layer.weight).global_shape
+        (64, 16)
     """
     return metadata(parameter, "shard")
 

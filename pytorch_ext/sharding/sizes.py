@@ -16,6 +16,12 @@ def split_sizes(n: int, world: int, unit: int = 1) -> list[int]:
 
     Raises:
         ValueError: n is not a multiple of unit, or there are fewer units than ranks.
+
+    Examples:
+        >>> weft.split_sizes(10, 3)
+        [4, 3, 3]
+        >>> weft.split_sizes(12, 2, unit=4)
+        [8, 4]
     """
     if world < 1 or unit < 1 or n < 0:
         raise ValueError(f"split_sizes(n={n}, world={world}, unit={unit}): n must be at least 0, the others at least 1")

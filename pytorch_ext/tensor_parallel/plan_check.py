@@ -88,9 +88,9 @@ def _check_column(
             takes = type(layer) is nn.Linear and layer.in_features == column.out_features
             if takes and whole not in replacements and whole != name:
                 raise ValueError(
-                    f"parallelize: {name} gives each rank a part of its {column.out_features} output features, and "
-                    f"{whole}, which is whole, takes all of them: make that a row layer, or say "
-                    '{"style": "column", "gather_output": True}'
+                    f"parallelize: {name} gives each rank a part of its {column.out_features} output features. "
+                    f"{whole} is not in the plan and takes as many, perhaps these: name it too (as a row layer if it "
+                    'takes these), or say {"style": "column", "gather_output": True}'
                 )
 
 

@@ -1,5 +1,7 @@
 """Styles of a plan, each with the functions that make this rank's part of a layer."""
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -141,4 +143,15 @@ def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Mod
     try:
         return part(module, group=group, **options)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"parallelize: {name}: {error}") from error
+        unknown = re.search(r"unexpected keyword argument ('\w+')", str(error))
+        text = f"style {style!r} has no option {unknown[1]}; it has {_options_of(part)}" if unknown else error
+        raise type(error)(f"parallelize: {name}: {text}") from error
+
+
+def _options_of(part: Callable) -> str:
+    """Return the names of a style's options, which are those of the layer that it makes."""
+    method = part.func if isinstance(part, partial) else part
+    layer = getattr(method, "__self__", method)
+    parameters = inspect.signature(layer).parameters.values()
+    fixed = ("style", "group", "device", "dtype")
+    return ", ".join(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in fixed) or "none"

@@ -482,7 +482,7 @@ def half_a_bucket(rank):
         return future
 
     model.register_comm_hook(None, hook)
-    with pytest.raises(ValueError, match="of bucket 0 the hook's future gave 1 elements, and the bucket has"):
+    with pytest.raises(ValueError, match="the hook's future gave 1 elements for bucket 0, and the bucket has"):
         loss_of(model(batch(0, rank))).backward()
 
 

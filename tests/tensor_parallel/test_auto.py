@@ -547,7 +547,10 @@ BETWEEN = {
     "another order": (lambda p, h, x: p.down(h.flip(-1)), "goes over all of its features"),
     "another view": (lambda p, h, x: p.down(h.view(-1, 2, 5).mT.reshape(h.shape)), "cuts through|something else"),
     "its weight": (lambda p, h, x: p.down(h) + p.up.weight.sum(), "its weight is also used by sum"),
-    "random numbers of its shape": (lambda p, h, x: p.down(h + torch.randn_like(h)), "uses all of its features"),
+    "random numbers of its shape": (
+        lambda p, h, x: p.down(h + torch.randn_like(h)),
+        "the planner has no rule for randn_like",
+    ),
     "a product with itself": (lambda p, h, x: p.down(h @ (h.mT @ h)), "sums over|multiplies them"),
     "a softmax in evaluation": (
         lambda p, h, x: p.down(h.relu() if p.training else h.softmax(-1)),

@@ -61,7 +61,7 @@ def rule_of(node: Node) -> Rule:
         return RULES[node.op]
     if node.pointwise:
         return pointwise
-    raise UnknownOperationError(f"{_name(node)} uses all of its features")
+    raise UnknownOperationError(f"the planner has no rule for {_name(node)}")
 
 
 # Element by element
