@@ -1,4 +1,4 @@
-"""Activations and their derivatives as parts of other kernels, in fp32; the backward of a gated one is its own kernel.
+"""Activations and their derivatives as parts of other kernels, in fp32; a gated one is two kernels of its own.
 
 gelu        z Phi(z), Phi the normal distribution function (Hendrycks and Gimpel 2016), to 1e-7 by a formula of
             Abramowitz and Stegun 1964 (7.1.26): a library's erf takes about thirty times the machine code
@@ -7,14 +7,15 @@ relu        max(z, 0)
 silu        z sigmoid(z)
 gated       y = act(gate) * up, with z [M, 2F] = gate [M, F] beside up [M, F] (Shazeer 2020; SwiGLU is silu)
 
-`gated_backward` reads 3 M F elements (dy, gate, up) and writes 2 M F (dgate, dup); about 20 M F operations.
+`gated_forward` reads 2 M F elements (gate, up) and writes M F; `gated_backward` reads 3 M F (dy, gate, up) and writes
+2 M F (dgate, dup). Each takes 10 to 20 M F operations.
 Tests: tests/kernels/test_matmul.py.
 """
 
 import torch
 
 from weft.kernels import launch
-from weft.kernels.language import tl, triton
+from weft.kernels.language import cdiv, tl, triton
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
@@ -26,6 +27,30 @@ def check_activation(op: str, activation: str | None) -> str:
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation={activation!r} is not one of None, {', '.join(map(repr, ACTIVATIONS))}")
     return activation or "none"
+
+
+def gated_forward(z: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return y [M, F] = act(z[:, :F]) * z[:, F:], rounded once.
+
+    Args:
+        z: [M, 2F], any strides.
+
+    Raises:
+        ValueError, TypeError: the kernel does not take an argument.
+    """
+    op = "gated_forward"
+    check_activation(op, activation)
+    launch.check_memory(op, z=z)
+    launch.check_dtype(op, z=z)
+    if z.dim() != 2 or z.size(1) % 2:
+        raise ValueError(f"{op}: z {tuple(z.shape)} must be a matrix [M, 2F]; flatten the leading dimensions")
+    rows, features = z.size(0), z.size(1) // 2
+    y = torch.empty((rows, features), dtype=z.dtype, device=z.device)
+    columns = cdiv(features, _BLOCK)
+    launch.launch(
+        _gated_forward_kernel, (rows * columns,), z, y, features, *z.stride(), ACTIVATION=activation, BLOCK=_BLOCK
+    )
+    return y
 
 
 def gated_backward(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
@@ -47,7 +72,7 @@ def gated_backward(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.
     rows, features = dy.shape
     launch.check_shape(op, (rows, 2 * features), z=z)
     dz = torch.empty((rows, 2 * features), dtype=z.dtype, device=device)
-    columns = triton.cdiv(features, _BLOCK)
+    columns = cdiv(features, _BLOCK)
     launch.launch(
         _gated_backward_kernel,
         (rows * columns,),
@@ -111,6 +136,34 @@ def _gelu_inner(z):
 
 
 @triton.jit
+def _load_gated(z, features, stride_z_row, stride_z_column, BLOCK: tl.constexpr):
+    """Return this program's row, columns and mask, with gate and up in fp32."""
+    blocks = tl.cdiv(features, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < features
+    gate_pointers = z + row * stride_z_row + column * stride_z_column
+    gate = tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_pointers + features * stride_z_column, mask=inside, other=0.0).to(tl.float32)
+    return row, column, inside, gate, up
+
+
+@triton.jit
+def _gated_forward_kernel(
+    z,  # [M, 2F], gate beside up
+    y,  # [M, F], contiguous
+    features,
+    stride_z_row,
+    stride_z_column,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, inside, gate, up = _load_gated(z, features, stride_z_row, stride_z_column, BLOCK)
+    result = launch.rounded(activate(gate, ACTIVATION) * up, y.dtype.element_ty)
+    tl.store(y + row * features + column, result, mask=inside)
+
+
+@triton.jit
 def _gated_backward_kernel(
     dy,  # [M, F]
     z,  # [M, 2F], gate beside up
@@ -123,13 +176,7 @@ def _gated_backward_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    blocks = tl.cdiv(features, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < features
-    gate_pointers = z + row * stride_z_row + column * stride_z_column
-    gate = tl.load(gate_pointers, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_pointers + features * stride_z_column, mask=inside, other=0.0).to(tl.float32)
+    row, column, inside, gate, up = _load_gated(z, features, stride_z_row, stride_z_column, BLOCK)
     g = tl.load(dy + row * stride_dy_row + column * stride_dy_column, mask=inside, other=0.0).to(tl.float32)
     dz_pointers = dz + row * (2 * features) + column
     dgate = launch.rounded(g * up * derivative(gate, ACTIVATION), dz.dtype.element_ty)

@@ -17,7 +17,7 @@ import torch
 from weft.kernels import launch, signal
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
-from weft.kernels.language import tl, triton
+from weft.kernels.language import cdiv, tl, triton
 from weft.kernels.matmul import matmul_to_peers
 from weft.kernels.matmul_reduce_scatter import Inbox, check_rows, sum_parts
 
@@ -65,7 +65,7 @@ def matmul_all_reduce(
 def _fetch(inbox: Inbox, peers: signal.Peers, out: torch.Tensor, agreed: int) -> None:
     """Copy the sums from the owners' windows to `out` (step 3)."""
     (table,) = peers.keep(inbox.rows.table(out.device))
-    units = table.size(0) * triton.cdiv(inbox.columns, _COLUMNS)
+    units = table.size(0) * cdiv(inbox.columns, _COLUMNS)
     programs = min(units, peers.processors)
     launch.launch(
         _fetch_kernel,

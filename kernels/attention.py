@@ -56,7 +56,7 @@ from weft.kernels.attention_scores import (
 )
 from weft.kernels.attention_tiles import listed, padded
 from weft.kernels.config import AttentionConfig, choose
-from weft.kernels.language import TensorDescriptor, tl, triton
+from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
 
 LARGEST_HEAD_DIM = 256
 _DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
@@ -144,7 +144,7 @@ def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     _check_strides(op, out=out, dout=dout)
     batch, heads, rows, head_dim = out.shape
     delta = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
-    tiles = triton.cdiv(rows, _DELTA_ROWS)
+    tiles = cdiv(rows, _DELTA_ROWS)
     launch.launch(
         delta_kernel,
         (tiles * batch * heads,),
@@ -381,7 +381,7 @@ def _positions(op, name, given: Positions | None, size: int) -> Positions:
 
 
 def _tiles(positions: Positions, block: int) -> int:
-    return triton.cdiv(positions.length, block) + triton.cdiv(positions.second_length, block)
+    return cdiv(positions.length, block) + cdiv(positions.second_length, block)
 
 
 def _strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from weft.kernels.config import AttentionConfig
-from weft.kernels.language import triton
+from weft.kernels.language import next_power_of_2
 
 # The tile configurations that exist, by architecture, kind and padded head dimension; the heuristic takes the first.
 # They fit the registers of the architecture; `weft.kernels.check` shows how many are used.
@@ -126,4 +126,4 @@ def listed(kind: str, architecture: str, head_dim: int, features: Collection[str
 
 def padded(head_dim: int) -> int:
     """Return the width of a tile: a power of two, and at least the 16 that a tensor core needs."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))

@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 
 from weft.kernels import launch
-from weft.kernels.language import tl, triton
+from weft.kernels.language import cdiv, tl, triton
 
 ALIGNMENT = 8  # elements; tensors start at multiples of it in the flat buffer
 MOST_BUFFERS = 64
@@ -248,7 +248,7 @@ def reduce(
     _check_scale(op, scale)
     _check_buffers(op, buffers, out)
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
-    programs = triton.cdiv(out.numel(), _BLOCK)
+    programs = cdiv(out.numel(), _BLOCK)
     launch.launch(
         _reduce_kernel,
         (programs,),

@@ -27,7 +27,7 @@ Saved for backward by weft.ops.cross_entropy: z, target, h and l. Tests: tests/k
 import torch
 
 from weft.kernels import launch
-from weft.kernels.language import tl, triton
+from weft.kernels.language import cdiv, tl, triton
 
 # 16 logits per thread: two (16-bit) or four (fp32) 16-byte accesses in flight, while each lane's running maximum and
 # sums still fit in registers.
@@ -71,12 +71,12 @@ def cross_entropy_statistics(
     rows, columns = logits_shard.shape
     blocks = _blocks(logits_shard)
     if pieces is None:
-        wanted = triton.cdiv(launch.multiprocessors(logits_shard.device) * _PROGRAMS_PER_MULTIPROCESSOR, max(rows, 1))
+        wanted = cdiv(launch.multiprocessors(logits_shard.device) * _PROGRAMS_PER_MULTIPROCESSOR, max(rows, 1))
         pieces = max(1, min(wanted, blocks // _LEAST_PIECE))
     elif pieces < 1:
         raise ValueError(f"{op}: pieces={pieces} must be at least 1")
-    blocks_each = max(1, triton.cdiv(blocks, pieces))
-    pieces = max(1, triton.cdiv(blocks, blocks_each))
+    blocks_each = max(1, cdiv(blocks, pieces))
+    pieces = max(1, cdiv(blocks, blocks_each))
     partials = torch.empty((pieces, 4, rows), dtype=torch.float32, device=logits_shard.device)
     launch.launch(
         _statistics_kernel,
@@ -99,9 +99,7 @@ def cross_entropy_statistics(
     if pieces == 1:
         return partials[0]
     statistics = torch.empty((4, rows), dtype=torch.float32, device=logits_shard.device)
-    launch.launch(
-        _merge_kernel, (triton.cdiv(rows, _MERGE_ROWS),), partials, statistics, rows, pieces, BLOCK=_MERGE_ROWS
-    )
+    launch.launch(_merge_kernel, (cdiv(rows, _MERGE_ROWS),), partials, statistics, rows, pieces, BLOCK=_MERGE_ROWS)
     return statistics
 
 
@@ -186,7 +184,7 @@ def cross_entropy_gradient(
 
 def _blocks(logits: torch.Tensor) -> int:
     """Return the number of blocks of a row, counted from the multiple of 16 bytes before it."""
-    return triton.cdiv(logits.size(1) + 16 // logits.element_size() - 1, _BLOCK)
+    return cdiv(logits.size(1) + 16 // logits.element_size() - 1, _BLOCK)
 
 
 def _programs(op: str, rows: int, pieces: int) -> int:

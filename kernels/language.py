@@ -12,4 +12,13 @@ except ImportError:
 
 VERSION: str | None = getattr(triton, "__version__", None)  # None if Triton is not installed
 INTERPRETED: bool = VERSION is not None and bool(triton.knobs.runtime.interpret)
-__all__ = ["INTERPRETED", "VERSION", "TensorDescriptor", "tl", "triton"]
+__all__ = ["INTERPRETED", "VERSION", "TensorDescriptor", "cdiv", "next_power_of_2", "tl", "triton"]
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y rounded up, on the host. Triton's own takes microseconds for each call."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -26,10 +26,10 @@ from itertools import product
 import torch
 
 from weft.kernels import launch, signal
-from weft.kernels.activation import ACTIVATIONS, activate, check_activation, gated_backward
+from weft.kernels.activation import ACTIVATIONS, activate, check_activation, gated_backward, gated_forward
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
-from weft.kernels.language import TensorDescriptor, tl, triton
+from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
 from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of
 
 PRECISIONS = ("ieee", "tf32")
@@ -124,8 +124,8 @@ def matmul(
     if arrivals:
         launch.check_dtype("matmul", COMMUNICATING_DTYPES, a=a)
         config = replace(config, split_k=1)
-    steps = triton.cdiv(triton.cdiv(depth, config.block_k), config.split_k)
-    splits = max(1, triton.cdiv(depth, max(1, steps * config.block_k)))
+    steps = cdiv(cdiv(depth, config.block_k), config.split_k)
+    splits = max(1, cdiv(depth, max(1, steps * config.block_k)))
     partials = torch.empty((splits, rows, width), dtype=torch.float32, device=a.device) if splits > 1 else None
     _launch_product(a, b, b_up, bias, addend, out, z, partials, activation, problem, config, steps, splits, arrivals)
     if partials is not None:
@@ -154,7 +154,7 @@ def matmul_to_peers(
     problem = problem_of(a, b, precision=precision)
     launch.check_dtype("matmul", COMMUNICATING_DTYPES, a=a)
     config = replace(choose_tile(problem, a.device, config, communicates=True).config, split_k=1)
-    steps = triton.cdiv(a.size(1), config.block_k)
+    steps = cdiv(a.size(1), config.block_k)
     _launch_product(a, b, None, None, None, None, None, None, "none", problem, config, steps, 1, departures=departures)
 
 
@@ -163,7 +163,7 @@ def _launch_product(
     arrivals=None, departures=None,
 ):  # fmt: skip
     (rows, depth), columns = a.shape, b.size(1)
-    units = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n) * splits
+    units = cdiv(rows, config.block_m) * cdiv(columns, config.block_n) * splits
     resident = 2 if config.block_m * config.block_n <= 64 * 128 else 1
     meeting = arrivals or departures
     processors = meeting.peers.processors if meeting else launch.multiprocessors(a.device)
@@ -270,7 +270,7 @@ def _launch_combine(partials, bias, addend, out, z, activation) -> None:
     columns = out.size(1)
     launch.launch(
         _combine_kernel,
-        (triton.cdiv(rows * columns, _COMBINE_BLOCK),),
+        (cdiv(rows * columns, _COMBINE_BLOCK),),
         partials,
         bias,
         addend,
@@ -645,6 +645,7 @@ def variants(architecture: str) -> None:
         matmul(x, w.t(), b_up=w.t(), activation=activation, keep_z=True)
     for activation in ("silu", "gelu", "gelu_tanh"):
         for features, dtype in product((n, n + 1), launch.DTYPES):
+            gated_forward(matrix(m, 2 * features, dtype), activation)
             gated_backward(matrix(m, features, dtype), matrix(m, 2 * features, dtype), activation)
     for precision in PRECISIONS:
         layer(n, k, torch.float32, precision=precision)

@@ -26,7 +26,7 @@ import torch
 from weft.kernels import launch, signal
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
-from weft.kernels.language import tl, triton
+from weft.kernels.language import cdiv, tl, triton
 from weft.kernels.matmul import Departures, matmul_to_peers
 from weft.kernels.matmul_tiles import listed
 
@@ -144,7 +144,7 @@ def sum_parts(
 ) -> None:
     """Sum the parts into `out` as they come (step 2); with `notify`, post a flag at every rank for each chunk."""
     (own,) = peers.keep(inbox.rows.own_chunks(peers.rank, out.device))
-    units = own.size(0) * triton.cdiv(inbox.columns, _COLUMNS)
+    units = own.size(0) * cdiv(inbox.columns, _COLUMNS)
     programs = min(units, peers.processors)  # leaves room for other ranks' products while these programs wait
     launch.launch(
         _sum_kernel,

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
 
 from weft.kernels import launch
 from weft.kernels.config import Choice, MatmulConfig, choose
-from weft.kernels.language import triton
+from weft.kernels.language import cdiv
 
 MOST_SPLITS = 16
 _LEAST_DEPTH = 512  # smallest depth of a piece of K: less does not fill the pipeline
@@ -113,11 +114,17 @@ def choose_tile(
     problem: Problem, device: torch.device, explicit: MatmulConfig | None = None, communicates: bool = False
 ) -> Choice[MatmulConfig]:
     """Return the configuration that runs, with its source; raise ValueError if an explicit one does not exist."""
-    architecture = launch.architecture_of(device)
+    return _choose_tile(problem, launch.architecture_of(device), launch.multiprocessors(device), explicit, communicates)
+
+
+@lru_cache(maxsize=4096)
+def _choose_tile(
+    problem: Problem, architecture: str, processors: int, explicit: MatmulConfig | None, communicates: bool
+) -> Choice[MatmulConfig]:
     tiles = listed(architecture, problem.dtype, problem.narrow, communicates)
     if explicit is not None and explicit.split_k not in range(1, MOST_SPLITS + 1):
         raise ValueError(f"matmul: split_k={explicit.split_k} must be 1 to {MOST_SPLITS}")
-    guess = _heuristic(problem.m, problem.n, problem.k, tiles, launch.multiprocessors(device))
+    guess = _heuristic(problem.m, problem.n, problem.k, tiles, processors)
     choice = choose("matmul", architecture, problem.key(), explicit, tiles, guess)
     exists = choice.config.compiled() in tiles  # tables hold products that do not communicate
     return choice if exists else Choice(guess, "heuristic", choice.entry)
@@ -158,8 +165,8 @@ def _heuristic(m: int, n: int, k: int, tiles: Sequence[MatmulConfig], processors
         area = config.block_m * config.block_n
         intensity = area / (config.block_m + config.block_n)
         rate = 4096 * intensity / (intensity + 16)  # operations per cycle: the tensor cores' peak, less the loads
-        units = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * config.split_k
-        work = triton.cdiv(units, processors) * (2 * area * triton.cdiv(k, config.split_k) / rate + 1000)
+        units = cdiv(m, config.block_m) * cdiv(n, config.block_n) * config.split_k
+        work = cdiv(units, processors) * (2 * area * cdiv(k, config.split_k) / rate + 1000)
         partials = 8 * m * n * config.split_k / (processors * 12) + 5000 if config.split_k > 1 else 0
         return work + partials
 

@@ -30,7 +30,7 @@ import torch
 
 from weft.kernels import interpreted as _interpreted_waits
 from weft.kernels import launch
-from weft.kernels.language import tl, triton
+from weft.kernels.language import cdiv, tl, triton
 from weft.kernels.launch import _INTERPRETED
 
 _interpreted: Any = _interpreted_waits if launch.INTERPRETED else None  # no Python where Triton compiles
@@ -148,7 +148,7 @@ def fill(peers: Peers, offset: int, x: torch.Tensor) -> None:
     source = x.view(-1).view(torch.int16)
     target = peers.memory[offset:][: 2 * source.numel()].view(torch.int16)
     if source.numel():
-        programs = min(peers.processors, triton.cdiv(source.numel(), _BLOCK))
+        programs = min(peers.processors, cdiv(source.numel(), _BLOCK))
         launch.launch(_fill_kernel, (programs,), target, source, source.numel(), programs, peers.spoiled, BLOCK=_BLOCK)
 
 
@@ -156,7 +156,7 @@ def spoil(peers: Peers, x: torch.Tensor) -> None:
     """Fill x with NaN (all bits 1) if an earlier wait gave up."""
     flat = x.view(-1).view(torch.uint8)
     if flat.numel():
-        programs = min(peers.processors, triton.cdiv(flat.numel(), _BLOCK))
+        programs = min(peers.processors, cdiv(flat.numel(), _BLOCK))
         launch.launch(_spoil_kernel, (programs,), flat, flat.numel(), programs, peers.spoiled, BLOCK=_BLOCK)
 
 

@@ -38,14 +38,6 @@ def jit(function: Callable | None = None, *, do_not_specialize: Iterable[int | s
     return Function(function, do_not_specialize)
 
 
-def cdiv(x: int, y: int) -> int:
-    return (x + y - 1) // y
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 class Type:
     """An element type; the key of a variant contains its name."""
 
@@ -81,7 +73,7 @@ class TensorDescriptor:
         return TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape)
 
 
-triton = SimpleNamespace(jit=jit, cdiv=cdiv, next_power_of_2=next_power_of_2)
+triton = SimpleNamespace(jit=jit)
 tl = SimpleNamespace(
     constexpr=constexpr,
     tensor=tensor,

@@ -69,7 +69,7 @@ def _accumulate(a, b, main_grad) -> None:
     if kernel_choice.on_kernel(a.device) and _takes_kernel(a, b):
         _kernel().matmul(a, b, addend=main_grad, out=main_grad)
     elif a.is_cuda and a.dtype != torch.float32:
-        main_grad.add_(torch.mm(a, b, out_dtype=torch.float32))
+        torch.addmm(main_grad, a, b, out_dtype=torch.float32, out=main_grad)
     else:
         main_grad.addmm_(a.float(), b.float())
 
@@ -217,6 +217,10 @@ def _gated_operator(x, gate, up, bias, activation):
             return y.view(*x.shape[:-1], -1), z.view(*x.shape[:-1], -1)
     whole = _halves_of(gate, up)
     z = F.linear(x, torch.cat([gate, up]) if whole is None else whole, bias)
+    if kernel_choice.streams(z):
+        from weft.kernels.activation import gated_forward
+
+        return gated_forward(as_matrix(z), activation).view(*x.shape[:-1], -1), z
     z_gate, z_up = z.chunk(2, -1)
     return ACTIVATIONS[activation].apply(z_gate) * z_up, z
 

@@ -9,7 +9,7 @@ import torch
 
 from weft import _C
 from weft.kernels import attention, dispatch, launch, signal, variants
-from weft.kernels.activation import gated_backward
+from weft.kernels.activation import gated_backward, gated_forward
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.all_reduce import matmul_all_reduce
 from weft.kernels.attention_rules import Positions, Rules
@@ -48,6 +48,7 @@ def linear(model: ModelShape, world: int, tokens: int) -> None:
         bias = None if model.gated or name == "head" else empty(n)
         if activation == "gated":
             _, z = matmul(x, w.t(), b_up=w.t(), activation="silu", keep_z=True)
+            gated_forward(z, "silu")
             gated_backward(dy, z, "silu")
         else:
             matmul(x, w.t(), bias=bias, activation=activation, keep_z=activation is not None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.kernels import launch
-from weft.kernels.activation import ACTIVATIONS, gated_backward
+from weft.kernels.activation import ACTIVATIONS, gated_backward, gated_forward
 from weft.kernels.matmul import matmul
 from weft.kernels.matmul_tiles import Problem, choose_tile, listed
 from weft.ops.activation import ACTIVATIONS as PLAIN
@@ -78,6 +78,17 @@ def test_gated_products_are_those_of_a_fused_weight_and_of_a_split_one(device, d
     check(z, reference.linear, x, fused, bias, what="z")
     from_fused, _ = matmul(x, fused[:43].t(), b_up=fused[43:].t(), bias=bias, activation="silu", config=config)
     assert torch.equal(y, from_fused)
+
+
+@pytest.mark.parametrize(("activation", "dtype"), cases.covering(ACTIVATIONS, DTYPES), ids=str)
+def test_gated_forward_is_the_product_of_activation_and_up(device, activation, dtype):
+    z = draw(device, 2 * 1031, 5, dtype=dtype).t()
+
+    def plain(z):
+        gate, up = z.chunk(2, 1)
+        return PLAIN[activation].apply(gate) * up
+
+    check(gated_forward(z, activation), plain, z)
 
 
 @pytest.mark.parametrize(("activation", "dtype"), cases.covering(ACTIVATIONS, DTYPES), ids=str)

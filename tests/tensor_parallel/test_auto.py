@@ -541,7 +541,7 @@ BETWEEN = {
     "a whole activation": (lambda p, h, x: p.down(h * x.norm()), "an activation that is whole, and its gradient"),
     "another layer's features": (lambda p, h, x: p.down(h * p.gate(x)), "split in different ways"),
     "a sum": (lambda p, h, x: p.down(h - h.mean(-1, keepdim=True)), "sums over its features"),
-    "a cut": (lambda p, h, x: p.down(F.pad(h[..., :4], (0, 6))), "joins|takes some|uses all"),
+    "a cut": (lambda p, h, x: p.down(F.pad(h[..., :4], (0, 6))), "joins|takes some|no rule"),
     "a count of the features": (lambda p, h, x: p.down(h * h.shape[-1]), "its code counts all of the features"),
     "a tensor of their count": (lambda p, h, x: p.down(h * torch.tensor(h.shape[-1])), "takes another constant"),
     "another order": (lambda p, h, x: p.down(h.flip(-1)), "goes over all of its features"),
