@@ -16,6 +16,7 @@ import torch
 
 from weft.kernels import launch
 from weft.kernels.language import cdiv, tl, triton
+from weft.kernels.replay import replayed
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
@@ -29,6 +30,7 @@ def check_activation(op: str, activation: str | None) -> str:
     return activation or "none"
 
 
+@replayed
 def gated_forward(z: torch.Tensor, activation: str) -> torch.Tensor:
     """Return y [M, F] = act(z[:, :F]) * z[:, F:], rounded once.
 
@@ -45,7 +47,7 @@ def gated_forward(z: torch.Tensor, activation: str) -> torch.Tensor:
     if z.dim() != 2 or z.size(1) % 2:
         raise ValueError(f"{op}: z {tuple(z.shape)} must be a matrix [M, 2F]; flatten the leading dimensions")
     rows, features = z.size(0), z.size(1) // 2
-    y = torch.empty((rows, features), dtype=z.dtype, device=z.device)
+    y = launch.empty((rows, features), z.dtype, z.device)
     columns = cdiv(features, _BLOCK)
     launch.launch(
         _gated_forward_kernel, (rows * columns,), z, y, features, *z.stride(), ACTIVATION=activation, BLOCK=_BLOCK
@@ -53,6 +55,7 @@ def gated_forward(z: torch.Tensor, activation: str) -> torch.Tensor:
     return y
 
 
+@replayed
 def gated_backward(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
     """Return dz [M, 2F] of y = act(z[:, :F]) * z[:, F:].
 
@@ -71,7 +74,7 @@ def gated_backward(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.
         raise ValueError(f"{op}: dy must be a matrix [M, F], got {dy.dim()} dimensions; flatten the leading ones")
     rows, features = dy.shape
     launch.check_shape(op, (rows, 2 * features), z=z)
-    dz = torch.empty((rows, 2 * features), dtype=z.dtype, device=device)
+    dz = launch.empty((rows, 2 * features), z.dtype, device)
     columns = cdiv(features, _BLOCK)
     launch.launch(
         _gated_backward_kernel,

@@ -58,8 +58,7 @@ def _compile(cache: Path, op: str, architecture: str, number: int) -> tuple[Mach
 def _key(op: str, architecture: str, number: int) -> tuple[str, str, bytes]:
     """Return the variant's key: architecture, kernel, and the launcher's own key."""
     recorded = _recorded(op, architecture, number)
-    constants = dispatch.constants_of(recorded.constants, recorded.warps, recorded.stages)
-    key = dispatch.dispatcher(recorded.kernel).key(recorded.arguments, constants)
+    key = dispatch.dispatcher(recorded.kernel).key(recorded.arguments, recorded.key_constants)
     return architecture, dispatch.full_name(recorded.kernel), key
 
 

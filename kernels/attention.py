@@ -57,6 +57,7 @@ from weft.kernels.attention_scores import (
 from weft.kernels.attention_tiles import listed, padded
 from weft.kernels.config import AttentionConfig, choose
 from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
+from weft.kernels.replay import replayed
 
 LARGEST_HEAD_DIM = 256
 _DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
@@ -65,6 +66,7 @@ _UNBOUNDED = 1 << 30  # a bound that hides no position; its sum with a position 
 _DELTA_ROWS = 32
 
 
+@replayed
 def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -108,7 +110,7 @@ def attention_forward(
     chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
     chunk.make_scale_positive()
     if out is None:
-        out = torch.empty((*q.shape[:3], v.size(3)), dtype=out_dtype or q.dtype, device=q.device)
+        out = launch.empty((*q.shape[:3], v.size(3)), out_dtype or q.dtype, q.device)
     launch.check_memory(op, q=q, out=out, previous_out=previous_out, previous_lse=previous_lse)
     launch.check_shape(op, (*q.shape[:3], v.size(3)), out=out, previous_out=previous_out)
     launch.check_shape(op, q.shape[:3], previous_lse=previous_lse)
@@ -116,7 +118,7 @@ def attention_forward(
     launch.check_dtype(op, out=out)
     launch.check_output(op, out=out)
     _check_strides(op, out=out, previous_out=previous_out)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = launch.empty(q.shape[:3], torch.float32, q.device)
     config = chunk.config("forward", config, continues=previous_out is not None)
     chunk.launch(
         _forward_kernel,
@@ -133,6 +135,7 @@ def attention_forward(
     return out, lse
 
 
+@replayed
 def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     """Return rowsum(out dout), [B, H, Sq] fp32, from the whole attention's out, rounded or not."""
     op = "attention_delta"
@@ -143,7 +146,7 @@ def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     launch.check_shape(op, out.shape, dout=dout)
     _check_strides(op, out=out, dout=dout)
     batch, heads, rows, head_dim = out.shape
-    delta = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
+    delta = launch.empty((batch, heads, rows), torch.float32, out.device)
     tiles = cdiv(rows, _DELTA_ROWS)
     launch.launch(
         delta_kernel,
@@ -163,6 +166,7 @@ def attention_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return delta
 
 
+@replayed
 def attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -210,7 +214,7 @@ def attention_backward(
         raise ValueError(f"{op}: dk and dv are added to together; give both or neither")
     add_q, add_kv = dq is not None, dk is not None
     dq, dk, dv = (
-        given if given is not None else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        given if given is not None else launch.empty(like.shape, like.dtype, like.device)
         for given, like in ((dq, q), (dk, k), (dv, v))
     )
     lse, delta = lse.contiguous(), delta.contiguous()

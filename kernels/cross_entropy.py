@@ -28,6 +28,7 @@ import torch
 
 from weft.kernels import launch
 from weft.kernels.language import cdiv, tl, triton
+from weft.kernels.replay import replayed
 
 # 16 logits per thread: two (16-bit) or four (fp32) 16-byte accesses in flight, while each lane's running maximum and
 # sums still fit in registers.
@@ -38,6 +39,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 4  # programs that fit at once; rows are cut whil
 _MERGE_ROWS = 128  # rows per program of the merge
 
 
+@replayed
 def cross_entropy_statistics(
     logits_shard: torch.Tensor,
     target: torch.Tensor,
@@ -77,7 +79,7 @@ def cross_entropy_statistics(
         raise ValueError(f"{op}: pieces={pieces} must be at least 1")
     blocks_each = max(1, cdiv(blocks, pieces))
     pieces = max(1, cdiv(blocks, blocks_each))
-    partials = torch.empty((pieces, 4, rows), dtype=torch.float32, device=logits_shard.device)
+    partials = launch.empty((pieces, 4, rows), torch.float32, logits_shard.device)
     launch.launch(
         _statistics_kernel,
         (_programs(op, rows, pieces),),
@@ -98,7 +100,7 @@ def cross_entropy_statistics(
     )
     if pieces == 1:
         return partials[0]
-    statistics = torch.empty((4, rows), dtype=torch.float32, device=logits_shard.device)
+    statistics = launch.empty((4, rows), torch.float32, logits_shard.device)
     launch.launch(_merge_kernel, (cdiv(rows, _MERGE_ROWS),), partials, statistics, rows, pieces, BLOCK=_MERGE_ROWS)
     return statistics
 
@@ -134,7 +136,7 @@ def cross_entropy_gradient(
     """
     op = "cross_entropy_gradient"
     if out is None:
-        out = torch.empty(logits_shard.shape, dtype=logits_shard.dtype, device=logits_shard.device)
+        out = launch.empty(logits_shard.shape, logits_shard.dtype, logits_shard.device)
     _check_logits(op, logits_shard=logits_shard, out=out)
     rows, columns = logits_shard.shape
     launch.check_memory(

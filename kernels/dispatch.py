@@ -95,11 +95,6 @@ def full_name(kernel) -> str:
     return f"{kernel.__module__}.{kernel.__name__}"
 
 
-def constants_of(constants: dict[str, Any], warps: int, stages: int) -> tuple[tuple[str, Any], ...]:
-    """Return a launch's constants in the form of a key."""
-    return (*constants.items(), ("warps", warps), ("stages", stages))
-
-
 def _look_for(kernel, architecture: str) -> CompiledKernels | str:
     if _launcher is None:
         return "nothing was given to launch compiled kernels with; `import weft.ops` gives it"

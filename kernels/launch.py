@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -54,7 +54,16 @@ class _Recording:
     launches: list[Launch] = field(default_factory=list)
 
 
+@dataclass
+class Observed:
+    """The launches and allocations of a call that runs."""
+
+    launches: list[Launch] = field(default_factory=list)
+    allocated: list[torch.Tensor] = field(default_factory=list)
+
+
 _recording: ContextVar[_Recording | None] = ContextVar("weft_recording", default=None)
+_observed: ContextVar[Observed | None] = ContextVar("weft_observed", default=None)
 
 
 @contextlib.contextmanager
@@ -70,6 +79,33 @@ def recording(architecture: str) -> Iterator[list[Launch]]:
         _recording.reset(token)
 
 
+@contextlib.contextmanager
+def observing() -> Iterator[Observed]:
+    """Collect the launches and the allocations inside, which run."""
+    observed, around = Observed(), _observed.get()
+    token = _observed.set(observed)
+    try:
+        yield observed
+    finally:
+        _observed.reset(token)
+        if around is not None:
+            around.launches += observed.launches
+            around.allocated += observed.allocated
+
+
+def is_recording() -> bool:
+    return _recording.get() is not None
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a new tensor, not initialised, that `observing` sees."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    observed = _observed.get()
+    if observed is not None:
+        observed.allocated.append(tensor)
+    return tensor
+
+
 def launch(kernel, grid: Sequence[int], *arguments, warps: int = 4, stages: int = 1, **constants) -> None:
     """Run kernel[grid](*arguments, **constants) on the arguments' device and its current stream.
 
@@ -77,18 +113,27 @@ def launch(kernel, grid: Sequence[int], *arguments, warps: int = 4, stages: int 
     """
     if 0 in grid:
         return
+    made = Launch(kernel, tuple(grid), arguments, constants, warps, stages)
     current = _recording.get()
     if current is not None:
-        current.launches.append(Launch(kernel, tuple(grid), arguments, constants, warps, stages))
-        return
+        current.launches.append(made)
+    else:
+        run(made, arguments)
+
+
+def run(made: Launch, arguments: tuple) -> None:
+    """Run a launch on these arguments, whatever its own are."""
+    observed = _observed.get()
+    if observed is not None:
+        observed.launches.append(replace(made, arguments=arguments))
     index = _device_index(arguments)
     if INTERPRETED or index < 0:
-        kernel[tuple(grid)](*arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+        _compile_and_run(made, arguments)
     elif index == torch.cuda.current_device():
-        _launch_on(index, kernel, tuple(grid), arguments, constants, warps, stages)
+        _run_on(index, made, arguments)
     else:
         with torch.cuda.device(index):
-            _launch_on(index, kernel, tuple(grid), arguments, constants, warps, stages)
+            _run_on(index, made, arguments)
 
 
 def origin(recorded: Launch, architecture: str) -> Origin:
@@ -98,7 +143,7 @@ def origin(recorded: Launch, architecture: str) -> Origin:
     found = dispatch.find(recorded.kernel, architecture)
     if isinstance(found, str):
         why = found
-    elif found.serves(recorded.arguments, dispatch.constants_of(recorded.constants, recorded.warps, recorded.stages)):
+    elif found.serves(recorded.arguments, recorded.key_constants):
         return Origin("ahead-of-time", "")
     else:
         why = found.lacks()
@@ -234,20 +279,25 @@ def _device_index(arguments: tuple) -> int:
     raise TypeError("a kernel was given no tensor, so no device to run on")
 
 
-def _launch_on(index: int, kernel, grid: tuple, arguments: tuple, constants: dict, warps: int, stages: int) -> None:
+def _run_on(index: int, made: Launch, arguments: tuple) -> None:
     """Launch on the current device and its current stream."""
-    found = dispatch.find(kernel, _code_architecture(index))
+    found = dispatch.find(made.kernel, _code_architecture(index))
     if isinstance(found, str):
         why = found
     else:
         stream = torch._C._cuda_getCurrentRawStream(index)
-        if found.launch(grid, arguments, dispatch.constants_of(constants, warps, stages), stream):
+        if found.launch(made.grid, arguments, made.key_constants, stream):
             return
         why = found.lacks()
-    if id(kernel) not in _compiled_at_run_time or "WEFT_NO_JIT" in os.environ:
-        _announce(Launch(kernel, grid, arguments, constants, warps, stages), why)
+    if id(made.kernel) not in _compiled_at_run_time or "WEFT_NO_JIT" in os.environ:
+        _announce(made, why)
+    _compile_and_run(made, arguments)
+
+
+def _compile_and_run(made: Launch, arguments: tuple) -> None:
     # enable_fp_fusion is explicit, since its default differs between versions of Triton.
-    kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+    options = {"num_warps": made.warps, "num_stages": made.stages, "enable_fp_fusion": True}
+    made.kernel[made.grid](*arguments, **made.constants, **options)
 
 
 _compiled_at_run_time: dict[int, Any] = {}  # kernels by identity, after their warning
@@ -291,6 +341,8 @@ def _code_architecture(index: int) -> str:
 def _family(index: int) -> str:
     properties = _properties(index)
     capability = properties.major * 10 + properties.minor
+    if properties.major == 12:  # these have the shared memory and the tensor-core instructions of 8.x
+        return "sm_80"
     families = [name for name in ARCHITECTURES if int(name.removeprefix("sm_")) <= capability]
     if not families:
         raise ValueError(

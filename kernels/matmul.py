@@ -31,6 +31,7 @@ from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
 from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
 from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of
+from weft.kernels.replay import replayed
 
 PRECISIONS = ("ieee", "tf32")
 # fp32 has no tile with room for the flags' registers without spilling, so only the interpreter takes it.
@@ -75,6 +76,7 @@ class Departures:
     agreed: int
 
 
+@replayed
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -116,8 +118,8 @@ def matmul(
     (rows, depth), columns = a.shape, b.size(1)
     width = 2 * columns if b_up is not None else columns
     if out is None:
-        out = torch.empty((rows, columns), dtype=out_dtype or a.dtype, device=a.device)
-    z = torch.empty((rows, width), dtype=a.dtype, device=a.device) if keep_z else None
+        out = launch.empty((rows, columns), out_dtype or a.dtype, a.device)
+    z = launch.empty((rows, width), a.dtype, a.device) if keep_z else None
     activation = activation or "none"
     problem = problem_of(a, b, b_up, activation=activation, precision=precision)
     config = choose_tile(problem, a.device, config, communicates=arrivals is not None).config
@@ -126,7 +128,7 @@ def matmul(
         config = replace(config, split_k=1)
     steps = cdiv(cdiv(depth, config.block_k), config.split_k)
     splits = max(1, cdiv(depth, max(1, steps * config.block_k)))
-    partials = torch.empty((splits, rows, width), dtype=torch.float32, device=a.device) if splits > 1 else None
+    partials = launch.empty((splits, rows, width), torch.float32, a.device) if splits > 1 else None
     _launch_product(a, b, b_up, bias, addend, out, z, partials, activation, problem, config, steps, splits, arrivals)
     if partials is not None:
         _launch_combine(partials, bias, addend, out, z, activation)

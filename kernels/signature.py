@@ -1,6 +1,7 @@
 """Recorded launches, and descriptions of their arguments: Triton's type names, and a short text for people."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int
+
+    @cached_property
+    def key_constants(self) -> tuple[tuple[str, Any], ...]:
+        """The compile-time constants in the form of a variant's key."""
+        return (*self.constants.items(), ("warps", self.warps), ("stages", self.stages))
 
     def __str__(self) -> str:
         return describe(self.arguments, self.constants, self.warps, self.stages)

@@ -129,7 +129,7 @@ def main(architecture: str) -> None:
     launch.use(_C.launch)
 
     def key(recorded: launch.Launch) -> tuple[str, bytes]:
-        constants = dispatch.constants_of(recorded.constants, recorded.warps, recorded.stages)
+        constants = recorded.key_constants
         kernel = recorded.kernel
         return dispatch.full_name(kernel), dispatch.dispatcher(kernel).key(recorded.arguments, constants)
 

@@ -502,24 +502,27 @@ def test_the_same_machine_code_is_stored_once_and_read_back_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("capability", "code"),
+    ("capability", "code", "tiles"),
     [
-        ((8, 0), "sm_80"),
-        ((8, 6), "sm_80"),
-        ((8, 7), "sm_87"),
-        ((8, 9), "sm_80"),
-        ((9, 0), "sm_90"),
-        ((10, 0), "sm_100"),
-        ((10, 3), "sm_103"),
-        ((12, 0), "sm_120"),
+        ((8, 0), "sm_80", "sm_80"),
+        ((8, 6), "sm_80", "sm_80"),
+        ((8, 7), "sm_87", "sm_80"),
+        ((8, 9), "sm_80", "sm_80"),
+        ((9, 0), "sm_90", "sm_90"),
+        ((10, 0), "sm_100", "sm_100"),
+        ((10, 3), "sm_103", "sm_100"),
+        ((12, 0), "sm_120", "sm_80"),
     ],
 )
-def test_a_device_takes_the_code_that_it_can_run(monkeypatch, capability, code):
+def test_a_device_takes_the_code_and_the_tiles_that_it_can_run(monkeypatch, capability, code, tiles):
     properties = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr(launch, "_properties", lambda index: properties)
-    launch._code_architecture.cache_clear()
+    for cached in (launch._code_architecture, launch._family):
+        cached.cache_clear()
     assert launch.code_architecture(torch.device("cuda:0")) == code
-    launch._code_architecture.cache_clear()
+    assert launch.architecture_of(torch.device("cuda:0")) == tiles
+    for cached in (launch._code_architecture, launch._family):
+        cached.cache_clear()
 
 
 # All of it together

@@ -91,7 +91,7 @@ def test_cupy_launches_the_same_machine_code_to_the_same_bits(stored, prepare, t
 
 
 def _machine(stored: archive.Archive, recorded: launch.Launch) -> archive.Machine:
-    constants = dispatch.constants_of(recorded.constants, recorded.warps, recorded.stages)
+    constants = recorded.key_constants
     key = dispatch.dispatcher(recorded.kernel).key(recorded.arguments, constants)
     found = stored.of_kernel(dispatch.full_name(recorded.kernel)).get(key)
     assert found is not None, f"no compiled variant serves {recorded}"

@@ -1,0 +1,113 @@
+"""A replayed call launches what the op itself would launch, on the memory of that call."""
+
+import pytest
+import torch
+
+from weft.kernels import launch
+from weft.kernels.activation import gated_forward
+from weft.kernels.attention import attention_backward, attention_delta, attention_forward
+from weft.kernels.attention_rules import Positions, Rules
+from weft.kernels.cross_entropy import cross_entropy_statistics
+from weft.kernels.matmul import matmul
+from weft.kernels.replay import _Replay, replayed
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs the interpreter")
+
+
+def draw(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def products(seed):
+    a, w, b = draw(33, 20, seed=seed), draw(17, 20, seed=seed + 1), draw(17, seed=seed + 2)
+    main_grad = draw(33, 17, seed=seed + 3)
+    yield matmul(a, w.t(), bias=b, activation="gelu", keep_z=True)
+    yield matmul(a, w.t(), addend=main_grad, out=main_grad)
+    yield matmul(a, w.t(), addend=main_grad)
+
+
+def attentions(seed):
+    q, k, v = (draw(1, 2, 19, 16, seed=seed + i) for i in range(3))
+    rules = Rules(right=0)
+    out, lse = attention_forward(q, k, v, rules)
+    yield out, lse
+    yield attention_forward(q, k, v, rules, previous=(None, lse), key_positions=Positions(19, 19))
+    yield attention_forward(q, k, v, Rules(scale=-1.0))
+    delta = attention_delta(out, out)
+    yield (delta,)
+    yield attention_backward(q, k, v, out, lse, delta, rules)
+
+
+def streams(seed):
+    z = draw(7, 26, seed=seed)
+    yield (gated_forward(z, "silu"),)
+    yield (gated_forward(z[:, :24], "silu"),)
+    target = torch.arange(7)
+    options = {"offset": 0, "ignore_index": -100, "smoothing": False}
+    yield (cross_entropy_statistics(z, target, **options),)
+
+
+OPS = {
+    products: [matmul],
+    attentions: [attention_forward, attention_delta, attention_backward],
+    streams: [gated_forward, cross_entropy_statistics],
+}
+
+
+def forget(calls):
+    for op in OPS[calls]:
+        op.kinds.clear()
+
+
+@pytest.mark.parametrize("calls", OPS)
+def test_a_replayed_call_has_the_bits_of_the_op_itself(calls):
+    expected = []
+    for seed in range(4):
+        forget(calls)  # the first call of a kind is the op's own
+        expected.append(list(calls(seed)))
+    forget(calls)
+    for seed in range(4):  # the op, the op observed, two replays
+        for ours, its in zip(calls(seed), expected[seed], strict=True):
+            assert len(ours) == len(its)
+            assert all((x is None and y is None) or torch.equal(x, y) for x, y in zip(ours, its, strict=True))
+    assert sum(isinstance(kind, _Replay) for op in OPS[calls] for kind in op.kinds.values()) >= 3
+
+
+def test_memory_that_is_given_twice_is_another_kind_of_call():
+    """An accumulated product and one with an addend of its own are two kinds."""
+    matmul.kinds.clear()
+    a, b = draw(4, 6, seed=0), draw(6, 5, seed=1)
+    for step in range(4):
+        total, other = draw(4, 5, seed=2 + step), draw(4, 5, seed=9 + step)
+        before = total.clone()
+        matmul(a, b, addend=total, out=total)
+        assert torch.allclose(total, before + a @ b, atol=1e-5)
+        matmul(a, b, addend=other, out=total)
+        assert torch.allclose(total, other + a @ b, atol=1e-5)
+
+
+def test_memory_that_the_op_makes_by_itself_is_not_replayed():
+    @replayed
+    def negative(x):
+        y = launch.empty(x.shape, x.dtype, x.device)
+        gated_forward(torch.cat([-x, x], 1), "relu")
+        return y
+
+    x = draw(3, 4, seed=0)
+    for _ in range(3):
+        negative(x)
+    assert [kind for kind in negative.kinds.values() if isinstance(kind, _Replay)] == []
+
+
+def test_refusals_stay():
+    for _ in range(3):
+        with pytest.raises(ValueError, match="must be"):
+            matmul(draw(4, 6, seed=0), draw(5, 6, seed=1))
+
+
+def test_as_many_kinds_are_kept_as_said(monkeypatch):
+    monkeypatch.setattr("weft.kernels.replay._MOST", 2)
+    gated_forward.kinds.clear()
+    for rows in range(1, 6):
+        gated_forward(draw(rows, 4, seed=rows), "silu")
+    assert len(gated_forward.kinds) == 2
