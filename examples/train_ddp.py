@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import weft
 
@@ -30,8 +29,7 @@ def images(count, seed):
     textures = torch.randn(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
-    noise = torch.randn(count, 1, SIZE, SIZE, generator=generator)
-    return TensorDataset(0.5 * textures[labels] + noise, labels)
+    return TensorDataset(0.5 * textures[labels] + torch.randn(count, 1, SIZE, SIZE, generator=generator), labels)
 
 
 def network():
@@ -110,7 +108,6 @@ def main():
         figures["norms"] += norms
         if dist.get_rank() == 0:
             print(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
-
     if dist.get_rank() == 0 and options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         torch.save(model.module.state_dict(), options.out / "weights.pt")  # under the module's own names

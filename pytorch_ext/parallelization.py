@@ -240,7 +240,7 @@ def _plan_of(
         raise ValueError(f'parallelize: plan={plan!r} is not "auto", None or a dict of module names')
     if sequence_parallel:
         raise ValueError(
-            'parallelize: sequence_parallel=True is of plan="auto"; in a plan of your own it is an option of each '
+            'parallelize: sequence_parallel=True belongs to plan="auto"; in a plan of your own it is an option of each '
             'layer: {"style": "row", "sequence_parallel": True}'
         )
     plan = plan or {}

@@ -110,7 +110,7 @@ def check_refusals(rank):
             "are one parameter, and the plan does not split them in the same way",
             {"embedding": "vocabulary", "head": "row"},
         ),
-        (ValueError, "blocks.0.up: .*no whole number of units of 2", {"**.up": {"style": "column", "unit": 2}}),
+        (ValueError, "blocks.0.up: .*not a whole number of units of 2", {"**.up": {"style": "column", "unit": 2}}),
         (TypeError, "blocks.0.up: .*colour", {"**.up": {"style": "column", "colour": "red"}}),
         (TypeError, "special is Doubled; style 'column' takes nn.Linear itself", {"special": "column"}),
         (TypeError, "normed is ParametrizedLinear", {"normed": "row"}),
@@ -131,7 +131,7 @@ def check_refusals(rank):
         ('the plan splits embedding, .* and the mesh has no dimension "tp"', [mesh["pp", "dp"]], {"plan": PLAN}),
         (r"the dimensions \('tp', 'columns'\); it takes those of weft.init_mesh", [other], {"plan": PLAN}),
         ("plan='automatic' is not \"auto\", None or a dict", [], {"plan": "automatic"}),
-        ('sequence_parallel=True is of plan="auto"', [], {"plan": PLAN, "sequence_parallel": True}),
+        ('sequence_parallel=True belongs to plan="auto"', [], {"plan": PLAN, "sequence_parallel": True}),
         ("recompute='some' is not one of 'none', 'full', 'selective'", [], {"plan": PLAN, "recompute": "some"}),
     ):
         with pytest.raises(ValueError, match=message):

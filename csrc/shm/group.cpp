@@ -331,10 +331,10 @@ uint64_t Group::place_of(const void* data, size_t bytes, std::shared_ptr<Region>
   for (const std::weak_ptr<Region>& known : regions_) {
     std::shared_ptr<Region> candidate = known.lock();
     if (!candidate) continue;
-    const std::byte* mine = candidate->part(rank_);
-    if (address < mine || address + bytes > mine + candidate->bytes) continue;
+    const std::byte* local = candidate->part(rank_);
+    if (address < local || address + bytes > local + candidate->bytes) continue;
     *region = candidate;
-    return candidate->first_place + (address - mine);
+    return candidate->first_place + (address - local);
   }
   return 0;
 }
@@ -352,7 +352,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
   int64_t wanted = static_cast<int64_t>(bytes);
   std::vector<int64_t> all(world_);
   std::vector<void*> places;
-  for (int64_t& one : all) places.push_back(&one);
+  for (int64_t& answer : all) places.push_back(&answer);
   const std::vector<size_t> ones(world_, 1);
   shm::all_gather(*this, &wanted, places, ones, DType::int64);
   for (int peer = 0; peer < world_; ++peer)
@@ -418,17 +418,17 @@ const std::byte* Call::staged(int rank) const { return group_.staging(rank, grou
 const CallHeader& Call::header_of(int rank) const { return group_.control(rank).headers[announced_ & 1]; }
 
 void Call::exchange() {
-  Group::Control& mine = group_.control(group_.rank_);
+  Group::Control& local = group_.control(group_.rank_);
   const uint32_t step = group_.step_ + 1;
   const bool first = !announced_known_;
   if (first) {
-    mine.headers[step & 1] = header_;  // 1 write
+    local.headers[step & 1] = header_;  // 1 write
     announced_ = step;
     announced_known_ = true;
   }
   group_.fault_point();
   group_.step_ = step;
-  mine.arrived.raise_to(step);                      // 2 publish
+  local.arrived.raise_to(step);                     // 2 publish
   for (int peer = 0; peer < group_.world_; ++peer)  // 3 wait
     if (!group_.control(peer).arrived.reached(step)) group_.wait_for(peer, *this);
   group_.fault_point();

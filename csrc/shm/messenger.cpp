@@ -151,8 +151,8 @@ void Messenger::post() {
 
 void Messenger::help(Clock::duration patience) {
   if (group_.forked()) throw CommError("a forked child cannot take part in its parent's messages.");
-  Flag& mine = bell(group_.rank());
-  const uint32_t seen = mine.value.load(std::memory_order_seq_cst);
+  Flag& local = bell(group_.rank());
+  const uint32_t seen = local.value.load(std::memory_order_seq_cst);
   decltype(finished_) finished;
   bool moved = false;
   {
@@ -164,8 +164,8 @@ void Messenger::help(Clock::duration patience) {
   for (auto& [work, failure] : finished) work->finish(failure);
   if (!finished.empty()) nudge(group_.rank());  // a waiter for one of them may sleep at the bell
   if (moved || !finished.empty()) return;
-  if (spin(mine, seen + 1, spin_limit, group_.oversubscribed())) return;
-  mine.sleep(seen + 1, std::min<Clock::duration>(patience, sleep_slice));
+  if (spin(local, seen + 1, spin_limit, group_.oversubscribed())) return;
+  local.sleep(seen + 1, std::min<Clock::duration>(patience, sleep_slice));
 }
 
 void Messenger::run() {
@@ -350,12 +350,12 @@ void Messenger::give_up_on_the_lost() {
   const auto verdict = [&](int peer, bool sending, Clock::time_point deadline) -> std::exception_ptr {
     if (failed) return failed;
     const std::string name = peer == any_rank ? "every other rank" : "rank " + std::to_string(peer);
-    const std::string what = std::string(sending ? "a send to" : "a receive from") + " it by rank " +
+    const std::string call = std::string(sending ? "a send to" : "a receive from") + " it by rank " +
                              std::to_string(group_.rank()) + " on group \"" + group_.name() + "\"";
     if (group_.lost(peer) && !(!sending && unread(peer)))
-      return group_.record_failure(FailureKind::rank_lost, name + group_.how_it_ended(peer) + " before " + what + ".");
+      return group_.record_failure(FailureKind::rank_lost, name + group_.how_it_ended(peer) + " before " + call + ".");
     if (now >= deadline)
-      return group_.record_failure(FailureKind::timed_out, name + " did not take part in " + what + " in time.");
+      return group_.record_failure(FailureKind::timed_out, name + " did not take part in " + call + " in time.");
     return nullptr;
   };
   for (int peer = 0; peer < group_.world(); ++peer) {

@@ -1,4 +1,4 @@
-"""Adapters to other libraries. Import each by its own name; it asks for the versions that it was tested with.
+"""Adapters to other libraries. Import each by its own name; it needs at least the version that it was tested with.
 
 styles.py          ParallelStyles for torch's parallelize_module
 hugging_face.py    attn_implementation="weft" for transformers
@@ -12,7 +12,13 @@ from itertools import takewhile
 
 
 def need(adapter: str, package: str, at_least: str) -> None:
-    """Raise ImportError if the package is missing or older than the version `at_least`."""
+    """Raise ImportError if the package is missing or older than the version `at_least`.
+
+    Args:
+        adapter: the importing module, for the error message.
+        package: name of the package, as pip takes it.
+        at_least: the oldest version that is accepted.
+    """
     try:
         found = version(package)
     except PackageNotFoundError:

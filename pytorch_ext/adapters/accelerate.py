@@ -14,12 +14,12 @@ def mesh_of(parallelism, device_type: str | None = None, *, replicate_shards: bo
 
     Args:
         parallelism: an accelerate.ParallelismConfig, or the DeviceMesh that one made (accelerator.torch_device_mesh).
-        device_type: "cpu" or "cuda", for a ParallelismConfig that has not made its mesh yet; that is a collective call.
+        device_type: "cpu" or "cuda", for a ParallelismConfig without a mesh yet. To make it is a collective call.
         replicate_shards: treat the ranks of dp_shard as replicas. With accelerate, FSDP shards the parameters over
             them; weft.parallelize does not.
 
     Returns:
-        A DeviceMesh of those of "dp", "cp" and "tp" that accelerate has; it leaves out what has size 1.
+        A DeviceMesh with the dimensions "dp", "cp" and "tp" that accelerate has. Those of size 1 are left out.
 
     Raises:
         ValueError: the mesh has dp_shard without replicate_shards, sp, other names, or no dimension larger than 1.
@@ -31,13 +31,13 @@ def mesh_of(parallelism, device_type: str | None = None, *, replicate_shards: bo
     odd = [name for name in names if name not in _KNOWN]
     if odd or not names:
         raise ValueError(
-            f"mesh_of: the mesh has the dimensions {names or 'without names'}; weft.parallelize has a use for "
+            f"mesh_of: the mesh has {f'the dimensions {names}' if names else 'no names'}; weft.parallelize takes "
             f"{', '.join(_KNOWN)}"
         )
     if "dp_shard" in names and not replicate_shards:
         raise ValueError(
             f"mesh_of: dp_shard_size={mesh['dp_shard'].size()}: weft.parallelize does not shard parameters. Pass "
-            "replicate_shards=True to have them whole on each of these ranks; their optimizer's state is shared by "
+            "replicate_shards=True to have them whole on each of these ranks. To share the optimizer's state, use "
             'weft.DataParallel(model, group=mesh["dp"], shard_optimizer=True)'
         )
     data = tuple(name for name in names if name.startswith("dp_"))
@@ -53,7 +53,7 @@ def mesh_of(parallelism, device_type: str | None = None, *, replicate_shards: bo
 def _built(parallelism, device_type: str | None) -> DeviceMesh:
     if parallelism.sp_size > 1:
         raise ValueError(
-            f"mesh_of: sp_size={parallelism.sp_size} is DeepSpeed's; to share the sequence pass as much as cp_size"
+            f"mesh_of: sp_size={parallelism.sp_size} is DeepSpeed's; to share the sequence, pass this number as cp_size"
         )
     mesh = parallelism.get_device_mesh(device_type)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""attn_implementation="weft" for models of transformers, also of those that weft.parallelize has not seen."""
+"""attn_implementation="weft" for models of transformers, with or without weft.parallelize."""
 
 import torch
 
@@ -32,14 +32,29 @@ def register() -> None:
 
 
 def attention(module, query, key, value, attention_mask, **options):
-    """Compute attention by transformers' interface: [B, H, S, D] to [B, S, H, D], and None for the weights."""
+    """Compute attention by transformers' interface.
+
+    Args:
+        module: the attention layer, for its options and for error messages.
+        query, key, value: [B, H, S, D].
+        attention_mask: a tensor, a Pattern made by `mask`, or None.
+        options: the interface's further options.
+
+    Returns:
+        [B, S, H, D], and None for the weights.
+
+    Raises:
+        TypeError: the mask is of another type.
+        ValueError: a window, softcap or sinks without a causal mask over a shared sequence.
+    """
     if not isinstance(attention_mask, torch.Tensor | Pattern | None):
         raise TypeError(
             f'{type(module).__name__}: attn_implementation="weft" takes a mask that is a tensor or none, got '
             f"{type(attention_mask).__name__}: pass a tensor, or use the attention that this mask is for"
         )
     shared = any(isinstance(x, SharedSequence) for x in (query, key, value))
-    refused = options.get("softcap") is not None or options.get("s_aux") is not None  # by what the pattern says
+    # hugging_face.attention refuses these, in an error that names the pattern's window.
+    refused = options.get("softcap") is not None or options.get("s_aux") is not None
     if isinstance(attention_mask, Pattern) and attention_mask.window is not None and not (shared or refused):
         attention_mask = _band(query.size(2), attention_mask.window, query.device)
     return hugging_face.attention(module, query, key, value, attention_mask, **options)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weft.adapters import need
 from weft.data_parallel.data_parallel import DataParallel
 
-# One library under two names, with separate classes: take the one that the script has imported.
+# One library under two names, with separate classes: take the name that the script has imported.
 _NAMES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}
 _here = [name for name, package in _NAMES.items() if find_spec(name.partition(".")[0])] or list(_NAMES)
 _name = next((name for name in _here if name in sys.modules), _here[0])
@@ -60,10 +60,10 @@ class WeftStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined,misc]
         return DataParallel(model, **self._options)
 
     def _register_ddp_hooks(self) -> None:
-        """Register none: the wrapper has register_comm_hook."""
+        """Do nothing: weft.DataParallel has its own register_comm_hook."""
 
     def reduce(self, tensor, group=None, reduce_op="mean"):
-        """Reduce; round averages of integers, which Lightning takes of logged counts, towards zero, as over gloo."""
+        """Reduce a tensor; round averages of integers (of logged counts) towards zero, as gloo does."""
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if not mean or not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
             return super().reduce(tensor, group, reduce_op)
@@ -73,7 +73,7 @@ class WeftStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined,misc]
     @contextmanager
     def block_backward_sync(self):
         """Do not reduce gradients while Lightning accumulates them."""
-        if not isinstance(self.model, DataParallel):  # it is not fitting
+        if not isinstance(self.model, DataParallel):  # outside of fit
             yield
             return
         with self.model.no_sync():

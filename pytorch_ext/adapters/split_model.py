@@ -1,4 +1,4 @@
-"""Changes to a Trainer for a model whose parameters are shards."""
+"""Changes to a Trainer for a model with sharded parameters."""
 
 from functools import partial
 
@@ -31,7 +31,14 @@ class SplitModel(TrainerCallback):
 
 
 def save_whole(model: PreTrainedModel, folder: str, state_dict=None, is_main_process: bool = True, **options) -> None:
-    """Write the unsplit model with the model's own save_pretrained, from the first rank. A collective call."""
+    """Write the unsplit model with the model's own save_pretrained, from the first rank. A collective call.
+
+    Args:
+        model: the split model, on every rank.
+        folder: the folder to write.
+        state_dict, is_main_process: ignored; the whole model's values and the first rank take their place.
+        options: further options of save_pretrained.
+    """
     whole = full_state_dict(model)
     type(model).save_pretrained(model, folder, state_dict=whole, is_main_process=dist.get_rank() == 0, **options)
     dist.barrier()

@@ -19,7 +19,7 @@ need("weft.adapters.styles", "torch", "2.11")
 
 
 class _SplitInPlace(ParallelStyle):
-    """Style that changes the layer itself: parallelize_module ignores the module that a style returns for a part."""
+    """Style that changes the layer in place, as parallelize_module drops the module that a style returns for a part."""
 
     style: str
 
@@ -57,8 +57,13 @@ class _SplitInPlace(ParallelStyle):
 class ColumnParallel(_SplitInPlace):
     """Style for nn.Linear, nn.Conv2d or transformers' Conv1D, split by outputs.
 
-    Options are those of `weft.ParallelLinear.from_linear` and its like. The weights are those of the rank that
-    parallelize_module's src_data_rank names.
+    The weights are taken from the rank that parallelize_module's src_data_rank names.
+
+    Args:
+        options: those of `weft.ParallelLinear.from_linear` and its like.
+
+    Raises:
+        ValueError: parallelize_module raises this if a split layer shares the weight and cuts it in another way.
     """
 
     style = "column"

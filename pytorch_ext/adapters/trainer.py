@@ -1,8 +1,9 @@
 """transformers' Trainer on a model that several ranks hold together.
 
-By default accelerate treats the ranks of a tensor-parallel model as data-parallel ones: it gives each another batch,
-and puts DistributedDataParallel around their different weights. Here each rank's Trainer runs as a single process, and
-all of them do the same. split_model.py changes what would then be wrong; other options are refused.
+By default accelerate treats the ranks of a tensor-parallel model as data-parallel: it gives each another batch, and
+puts DistributedDataParallel around their different weights. Here each rank's Trainer runs as a single process, and all
+of them do the same. split_model.py makes the Trainer save the whole model. Options that would give wrong results are
+refused.
 """
 
 import os
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.adapters import need
 from weft.adapters.trainer_options import check_options
 
-# Environment variables by which accelerate knows that there are other processes.
+# Environment variables by which accelerate detects other processes.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -30,6 +31,9 @@ def settings(mesh: DeviceMesh, **options) -> dict[str, Any]:
         mesh: a mesh of weft.init_mesh with tp, cp or both. Every rank trains on the same batches.
         options: options of transformers.TrainingArguments. save_strategy is "no"; call `trainer.save_model()` on every
             rank to write the whole model.
+
+    Returns:
+        "args", the TrainingArguments, and "callbacks", a list of one callback.
 
     Raises:
         ValueError: the mesh has pp or dp, an option does not work with shards, or this rank sees several GPUs.

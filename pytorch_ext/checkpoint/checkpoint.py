@@ -4,8 +4,8 @@
     path/weft-<id>/model-00003.safetensors     rank 3's share of the model, under the plain model's names
     path/weft-<id>/training-00003.safetensors  its share of the optimizers' state, and its random numbers
 
-A save writes to a folder of its own. Once every rank's files are on the disk, rank 0 replaces the manifest, and only
-then removes the files of the save before. So there is one whole checkpoint at any moment, also after a kill.
+A save writes to a new folder. Once every rank's files are on the disk, rank 0 replaces the manifest, and only then
+removes the files of the previous save. So there is one whole checkpoint at any moment, also after a kill.
 """
 
 import json
@@ -68,12 +68,13 @@ def save_checkpoint(
 
     Args:
         model: this rank's part of the model, wrapped (weft.DataParallel, torch's DDP, torch.compile) or not.
-        optimizer: one, several, or None. A sharded one (`DataParallel.optimizer`) is saved like any other.
-        path: a folder, created if it does not exist. Use one for each checkpoint that you keep.
+        optimizer: an optimizer, a sequence of them, or None. A sharded optimizer (`DataParallel.optimizer`) is saved
+            like any other.
+        path: a folder, created if it does not exist. Use a separate folder for each checkpoint that you keep.
         step: number of the step to continue from.
-        extras: further values of rank 0, as JSON.
+        extras: further values of rank 0, stored as JSON.
         group: the ranks that hold the model together. None is the default group, or this process if there is none.
-            Workers that differ for a while (weft.DiLoCo) each save their own: group=mesh["tp"], and a path of its own.
+            Workers that differ for a while (weft.DiLoCo) save separately, each with group=mesh["tp"] and its own path.
         check_replicas: compare replicated tensors over their ranks, at the cost of reading all of them.
 
     Raises:
@@ -81,7 +82,7 @@ def save_checkpoint(
             hold all of a tensor.
         ValueError, TypeError: a value cannot be stored; the optimizer has other parameters than the model.
         RankLostError: a rank was lost. Either the earlier save or this one can be loaded.
-        The other errors have the same text on every rank.
+        All but RankLostError have the same text on every rank.
 
     Examples:
         >>> model = nn.Linear(4, 4)
@@ -95,23 +96,25 @@ def save_checkpoint(
     def describe():
         tensors = contents.of_model(model)
         states = [
-            contents.of_optimizer(n, one, tensors.name_of) for n, one in enumerate(contents.optimizers_in(optimizer))
+            contents.of_optimizer(number, single, tensors.name_of)
+            for number, single in enumerate(contents.optimizers_in(optimizer))
         ]
         here["model"] = tensors.held
-        here["training"] = {name: one for state in states for name, one in state.tensors.items()}
+        here["training"] = {name: held for state in states for name, held in state.tensors.items()}
         for kind, numbers in rng_states(model).items():
             name = _random_name(ranks.rank, kind)
             here["training"][name] = contents.whole(name, numbers)
         json.dumps([step, extras])  # raises TypeError before anything is written
-        places = {place: one.own for place, one, _ in save_plan.places_in(here)}
+        places = {place: held.own for place, held, _ in save_plan.places_in(here)}
         known = [state.without_tensors() for state in states]
         return secrets.token_hex(8), step, save_plan.outlines_of(here), places, known
 
     gathered = together(ranks, describe)
     identity = gathered[0][0]
     data = f"{_DATA}{identity}"
-    if len({its for _, its, *_ in gathered}) > 1:
-        raise CheckpointError(f"the ranks save different steps: {', '.join(str(its) for _, its, *_ in gathered)}")
+    steps = [step_of_rank for _, step_of_rank, *_ in gathered]
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"the ranks save different steps: {', '.join(map(str, steps))}")
     outlines = save_plan.merged([outline for *_, outline, _, _ in gathered])
     owner = save_plan.owners([places for *_, places, _ in gathered], outlines)
     about = {
@@ -153,9 +156,8 @@ def load_checkpoint(
 ) -> Loaded:
     """Load the model and its optimizer from `path`. A collective call.
 
-    The mesh may be another than the one that saved: each rank reads the slices that it needs, and never holds more.
-    The ranks first compare all checksums, each rank a part of them. After an error the model and the optimizer are
-    unchanged.
+    The mesh may differ from the mesh of the save: each rank reads and holds only the slices that it needs. The ranks
+    first share the check of all checksums. After an error the model and the optimizer are unchanged.
 
     Args:
         model, optimizer, group: as for save_checkpoint. None for an optimizer loads the model alone.
@@ -191,7 +193,7 @@ def load_checkpoint(
         )
         here.append((source, tensors, optimizers))
         contents.check_optimizers(optimizers, source.optimizers, tensors.name_of)
-        names = {name for one in tensors.held.values() for name in one.names}
+        names = {name for held in tensors.held.values() for name in held.names}
         return source.identity, *validation.differences(tensors.held, source, cast), names
 
     gathered = together(ranks, compare)
@@ -210,8 +212,8 @@ def load_checkpoint(
         restored = []
 
         def check() -> None:
-            for one, stored in zip(optimizers, source.optimizers, strict=False):
-                restored.append(contents.restored(one, stored["state"], source.training, tensors.name_of))
+            for target, stored in zip(optimizers, source.optimizers, strict=False):
+                restored.append(contents.restored(target, stored["state"], source.training, tensors.name_of))
             boxes = validation.boxes_of(source, with_training=bool(optimizers))
             for box, code in list(boxes.items())[ranks.rank :: ranks.world_size]:
                 opened.check(box, code)
@@ -223,18 +225,18 @@ def load_checkpoint(
                 for entry in validation.entries_of(held, source)[:1]:
                     for part in held.parts:
                         opened.fill(part, entry)
-            model.load_state_dict(model.state_dict())  # wrappers with copies of the parameters follow this
-            for one, stored, (state, fills) in zip(optimizers, source.optimizers, restored, strict=False):
+            model.load_state_dict(model.state_dict())  # wrappers then update their copies of the parameters
+            for target, stored, (state, fills) in zip(optimizers, source.optimizers, restored, strict=False):
                 for part, entry in fills:
                     opened.fill(part, entry)
-                contents.adopt(one, state, stored["groups"])
+                contents.adopt(target, state, stored["groups"])
 
         together(ranks, check)
         together(ranks, fill)
         resumes = bool(optimizers) and source.about["ranks"] == ranks.world_size
         for kind in rng_states(model) if resumes else ():
             entry = source.training.get(_random_name(ranks.rank, kind))
-            if entry is not None:  # a GPU's, in a checkpoint from a host
+            if entry is not None:  # None for a GPU's generator if the checkpoint was saved on CPU ranks
                 restore_rng_state(kind, opened.read(entry.boxes[0]).clone(), model)
     return Loaded(source.about.get("step", 0), dict(source.about.get("extras", {})), resumes)
 

@@ -25,6 +25,7 @@ class TensorPart:
 
 
 def whole_shape(parameter: torch.Tensor) -> Extent:
+    """Return the shape of the unsplit parameter."""
     shard = shard_of(parameter)
     return tuple(parameter.shape) if shard is None else shard.global_shape
 
@@ -32,13 +33,14 @@ def whole_shape(parameter: torch.Tensor) -> Extent:
 def parts_of(
     tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece | None = None, *, counted: bool = False
 ) -> list[TensorPart]:
-    """Return the parts of a parameter's whole that a tensor of the parameter's shape covers.
+    """Return the parts of the unsplit parameter that a tensor covers.
 
     Args:
-        tensor: the parameter itself, or a tensor of its shape (of an optimizer's state, say).
-        piece: the tensor is flat and covers only this stretch of the parameter.
-        counted: leave out parts that an earlier rank has too. This applies to pieces only, whose cuts differ between
-            ranks. Replicas of whole tensors are the same parts on all ranks.
+        tensor: the parameter itself, or a tensor of its shape (optimizer state, for example). Flat if there is a piece.
+        parameter: this rank's parameter, a shard or whole.
+        piece: stretch of the parameter that the flat tensor covers. None if the tensor covers all of it.
+        counted: leave out parts that an earlier rank has too. This applies to pieces only, because their cuts differ
+            between ranks. Replicas of whole tensors are the same parts on all ranks.
     """
     local = [TensorPart((0,) * parameter.dim(), tensor)] if piece is None else _parts_of_piece(tensor, parameter, piece)
     shard = shard_of(parameter)
@@ -83,6 +85,10 @@ def boxes_of_stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
     """Yield (offset, size) of the boxes that cover elements start to stop, in row-major order.
 
     There are at most two boxes for each dimension but the slowest, and one more.
+
+    Examples:
+        >>> list(boxes_of_stretch((3, 4), 2, 9))
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     if start >= stop:
         return
@@ -109,7 +115,12 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[t
 
 
 def overlap(offset: Extent, shape: Extent, other: Extent, other_shape: Extent) -> tuple[slice, ...] | None:
-    """Return the intersection of two boxes in coordinates of the whole, or None if it is empty."""
+    """Return the intersection of two boxes in coordinates of the whole, or None if it is empty.
+
+    Examples:
+        >>> overlap((0, 2), (4, 4), (3, 0), (2, 4))
+        (slice(3, 4, None), slice(2, 4, None))
+    """
     begin = [max(a, b) for a, b in zip(offset, other, strict=True)]
     end = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, other, other_shape, strict=True)]
     if any(first >= last for first, last in zip(begin, end, strict=True)):
@@ -119,4 +130,4 @@ def overlap(offset: Extent, shape: Extent, other: Extent, other_shape: Extent) -
 
 def seen_from(offset: Extent, box: tuple[slice, ...]) -> tuple[slice, ...]:
     """Return the box in coordinates that begin at `offset`."""
-    return tuple(slice(one.start - begin, one.stop - begin) for begin, one in zip(offset, box, strict=True))
+    return tuple(slice(side.start - begin, side.stop - begin) for begin, side in zip(offset, box, strict=True))

@@ -22,10 +22,10 @@ from weft.sharding.optimizer_check import SAVED_BY
 MASTER = "weft_master"
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel)
 _UNKNOWN_CUT = (
-    ", which is neither its parameter's nor a scalar's: this rank has a part of the parameter, and how such a state is "
-    "cut is not known"
+    ", which is neither its parameter's nor a scalar's: this rank has a part of the parameter, and it is unknown which "
+    "part of such a state belongs to it"
 )
-# Of torch.compile and of activation checkpointing.
+# Parts of names that torch.compile and activation checkpointing add.
 _INNER_NAMES = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -36,6 +36,8 @@ class HeldTensor:
     Attributes:
         names: all its names; tied parameters have several.
         shape: shape of the whole.
+        dtype: type of the elements.
+        parts: this rank's parts.
         own: ranks with the same part may have different values (a running mean). The first rank's values are stored.
     """
 
@@ -48,7 +50,12 @@ class HeldTensor:
 
 @dataclass
 class Tensors:
-    """A model's tensors by their first name, and the first names by the identity of the tensor."""
+    """A model's tensors.
+
+    Attributes:
+        held: the tensors by their first name.
+        name_of: first name by the tensor's id().
+    """
 
     held: dict[str, HeldTensor]
     name_of: dict[int, str]
@@ -74,19 +81,19 @@ def of_model(model: nn.Module) -> Tensors:
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in plain(model).state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} of the state_dict is {type(tensor).__name__}, no tensor: store it in `extras`")
+            raise TypeError(f"{name} of the state_dict is {type(tensor).__name__}, not a tensor: store it in `extras`")
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name} is a DTensor: store such models with torch.distributed.checkpoint")
         if id(tensor) not in reached:
             raise TypeError(
                 f"{name} of the state_dict is neither a parameter nor a buffer (get_extra_state and hooks make such), "
-                "and what is loaded into it would not reach the model: store it in `extras`"
+                "so a load would not reach the model: store it in `extras`"
             )
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: give the model memory first, model.to_empty(device=...)")
         name = _INNER_NAMES.sub("", name)
         if name in named:
-            raise ValueError(f"two tensors of the model are called {name} without what they are wrapped in: rename one")
+            raise ValueError(f"two tensors of the model are called {name} without their wrappers: rename one")
         if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ValueError(f"safetensors files cannot have the name {name!r}: rename it")
         named.add(name)
@@ -167,8 +174,8 @@ def _named(parameters: Iterable[torch.Tensor], name_of: Mapping[int, str]) -> It
         name = name_of.get(id(_base(parameter)))
         if name is None:
             raise ValueError(
-                f"parameter {number} {tuple(parameter.shape)} of the optimizer is none of the model's: make the "
-                "optimizer after weft.parallelize and the wrapper, of the parameters of this model"
+                f"parameter {number} {tuple(parameter.shape)} of the optimizer is not a parameter of the model: make "
+                "the optimizer after weft.parallelize and the wrapper, of the parameters of this model"
             )
         yield name, parameter
 
@@ -188,14 +195,14 @@ def _state_tensor(name: str, value: torch.Tensor, parameter: torch.Tensor) -> He
     raise ValueError(f"{name} has shape {tuple(value.shape)}{_UNKNOWN_CUT}")
 
 
-def _as_json(value: Any, what: str) -> Any:
+def _as_json(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = value.item()  # a learning rate for captured graphs
     if isinstance(value, list | tuple):
-        return [_as_json(one, what) for one in value]
+        return [_as_json(item, name) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"the optimizer has {what}={value!r}, which is neither a tensor nor a number, a text or a list")
+    raise TypeError(f"the optimizer has {name}={value!r}, which is neither a tensor nor a number, a text or a list")
 
 
 def merged(states: Sequence[Sequence[State]]) -> list[dict]:
@@ -204,7 +211,7 @@ def merged(states: Sequence[Sequence[State]]) -> list[dict]:
     The options are the first rank's; the parameters are those of all ranks.
 
     Raises:
-        CheckpointError: ranks have different numbers of optimizers or groups. The same on every rank.
+        CheckpointError: ranks have different numbers of optimizers or groups. Every rank raises the same error.
     """
     found = []
     for number, of_ranks in enumerate(_aligned(states, "optimizers")):
@@ -220,10 +227,10 @@ def merged(states: Sequence[Sequence[State]]) -> list[dict]:
     return found
 
 
-def _aligned(lists: Sequence[Sequence], what: str) -> list[tuple]:
-    if len({len(one) for one in lists}) > 1:
-        counts = ", ".join(str(len(one)) for one in lists)
-        raise CheckpointError(f"the ranks have different numbers of {what}: {counts}")
+def _aligned(lists: Sequence[Sequence], content: str) -> list[tuple]:
+    if len({len(items) for items in lists}) > 1:
+        counts = ", ".join(str(len(items)) for items in lists)
+        raise CheckpointError(f"the ranks have different numbers of {content}: {counts}")
     return list(zip(*lists, strict=True))
 
 
@@ -240,7 +247,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], na
             if more:
                 raise CheckpointError(f"{', '.join(more)} of group {number} of {kind} is not of the stored group")
             lacking, strange = sorted(set(optimizer.defaults) - set(known)), sorted(set(known) - set(group))
-            if lacking and strange:  # one alone: another version of torch, or a schedule
+            if lacking and strange:  # another version of torch, or a schedule, gives only one of the two
                 raise CheckpointError(
                     f"group {number} is stored with {', '.join(strange)} and without {', '.join(lacking)}, so it is "
                     f"not of {kind}: load with the class that was saved, or None for the optimizer"
@@ -253,7 +260,7 @@ def restored(
     """Return empty state for this rank's parameters, and the parts of it to fill with their stored tensors.
 
     Raises:
-        CheckpointError: it is unknown how some state is cut over the ranks.
+        CheckpointError: a state has another shape than its parameter, and this rank has only a part of the parameter.
     """
     state: dict[torch.Tensor, dict] = {}
     fills: list[tuple[TensorPart, StoredTensor]] = []

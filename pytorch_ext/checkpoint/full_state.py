@@ -1,4 +1,4 @@
-"""full_state_dict: the state_dict of the whole model, on every rank."""
+"""The state_dict of the unsplit model, on every rank."""
 
 from collections import OrderedDict
 
@@ -19,12 +19,15 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
         if torch.distributed.get_rank() == 0:
             torch.save(state, "model.pt")
 
-    The model must fit into one rank's memory; `weft.save_checkpoint` has no such limit. `load_state_dict` of a model on
-    any mesh takes the result, and so does that of the unsplit model.
+    The model must fit into one rank's memory; `weft.save_checkpoint` has no such limit. The result loads with
+    `load_state_dict` into a model on any mesh and into the unsplit model.
 
     Args:
         model: the result of weft.parallelize, weft.DataParallel, weft.LayerSplit or weft.Pipeline.
         device: the device of the copies; None keeps that of each tensor.
+
+    Returns:
+        Copies of parameters and buffers, with the shapes and names of the unsplit model.
 
     Examples:
         >>> model = weft.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), weft.init_mesh(tp=2))
@@ -47,7 +50,7 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
 
 
 def _of_all_stages(local: OrderedDict[str, torch.Tensor], ranks: Communicator) -> OrderedDict[str, torch.Tensor]:
-    """Return the tensors of all stages, in rank order. If several stages have a name, the first one's tensor counts."""
+    """Return the tensors of all stages, in rank order. Of several tensors with one name, take the first rank's."""
     whole: OrderedDict[str, torch.Tensor] = OrderedDict()
     for rank, tensors in enumerate(
         ranks.all_gather_object({name: (x.shape, x.dtype, x.device.type) for name, x in local.items()})

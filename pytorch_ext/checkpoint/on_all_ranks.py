@@ -1,4 +1,4 @@
-"""Work of all ranks that succeeds on every rank, or raises the same error on every rank."""
+"""Work that either succeeds on all ranks or raises the same error on all of them."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """Error of a checkpoint that cannot be written, was altered since, or is of another model."""
+    """Error for a checkpoint that cannot be written, was altered after the save, or belongs to another model."""
 
 
 class Alone:
@@ -31,6 +31,10 @@ def ranks_of(group):
 
 def together(ranks, work: Callable[[], T]) -> list[T]:
     """Run work() on each rank and return the results of all, in rank order. A collective call.
+
+    Args:
+        ranks: result of `ranks_of`.
+        work: a function without arguments; its result must be picklable.
 
     Raises:
         ValueError, TypeError: work() raised it on some rank.

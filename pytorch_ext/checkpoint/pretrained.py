@@ -1,4 +1,4 @@
-"""load_safetensors: reads weights from safetensors files into a model that holds only this rank's parts."""
+"""Loading of safetensors files into a model that holds only this rank's parts."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,8 +26,8 @@ def load_safetensors(
             model = transformers.AutoModelForCausalLM.from_config(config)
         model = weft.load_safetensors(weft.parallelize(model, mesh), "path/of/the/model")
 
-    Parameters and buffers on the meta device first get memory for this rank's part. Tied weights stay tied, and the
-    files may have them under any of their names.
+    Parameters and buffers on the meta device first get memory for this rank's part. Tied weights stay tied; the files
+    may store them under any of their names.
 
     Args:
         model: the result of `weft.parallelize`, or a whole model.
@@ -42,8 +42,8 @@ def load_safetensors(
         The model.
 
     Raises:
-        CheckpointError: a file is missing or torn; tensors have other shapes or types, are missing or unexpected. The
-            message names all of them.
+        CheckpointError: a file is missing or torn; tensors are missing or unexpected, or have other shapes or types.
+            The message names all of them.
         ValueError: no file has a buffer that is on the meta device, and the model's own code cannot compute it again.
         After an error the model is unchanged.
 
@@ -83,7 +83,7 @@ def _hold(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _with_memory(tensor: torch.Tensor, device) -> torch.Tensor:
-    """Return a tensor with memory, and with the shard mark of the one on the meta device."""
+    """Return a tensor on `device` with the shape and the shard mark of a tensor on the meta device."""
     made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -92,7 +92,7 @@ def _with_memory(tensor: torch.Tensor, device) -> torch.Tensor:
 
 
 def _compute_unstored(model: nn.Module, made: set[int]) -> None:
-    """Compute the buffers that no state_dict holds from the configuration, as transformers' models can."""
+    """Compute the buffers that no state_dict holds with the model's own code, as transformers' models allow."""
     lacking = []
     for prefix, module in model.named_modules():
         names = [
@@ -113,11 +113,11 @@ def _compute_unstored(model: nn.Module, made: set[int]) -> None:
 def _computed(model: nn.Module, prefix: str, module: nn.Module, names: list[str], made: set[int]) -> bool:
     """Let the transformers model around a module compute these buffers; return True if it did.
 
-    The model also draws the module's parameters, so the files must fill those afterwards.
+    The transformers model also initializes the module's parameters, so the files must fill them afterwards.
     """
     parts = prefix.split(".") if prefix else []
     around = (model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1))
-    owner = next((one for one in around if hasattr(one, "_init_weights") and hasattr(one, "main_input_name")), None)
+    owner = next((m for m in around if hasattr(m, "_init_weights") and hasattr(m, "main_input_name")), None)
     buffers = [module.get_buffer(name) for name in names]
     known = all(id(parameter) in made for parameter in module.parameters(recurse=False))
     if owner is None or not known or not all(buffer.is_floating_point() for buffer in buffers):

@@ -25,7 +25,7 @@ _FORMAT = "weft checkpoint 1"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
-# The format's names of types.
+# Names of types in the format.
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -56,7 +56,7 @@ def code_of(dtype: torch.dtype) -> str:
 
 def dtype_of(code: str) -> torch.dtype:
     if code not in _DTYPES:
-        raise CheckpointError(f"the type {code} is none that is known here: {', '.join(_DTYPES)}")
+        raise CheckpointError(f"the type {code} is unknown; the known types are {', '.join(_DTYPES)}")
     return _DTYPES[code]
 
 
@@ -120,14 +120,17 @@ class Source:
 def write_tensors(
     path: Path, kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]], read: Callable[[str], torch.Tensor]
 ) -> dict[str, int]:
-    """Write a safetensors file of the tensors that read(key) returns, one at a time.
+    """Write tensors to a safetensors file, one at a time. The file is on the disk when this returns.
 
-    The file is on the disk when this returns.
+    Args:
+        path: the file, which must not exist.
+        kinds: type and shape of each tensor by key.
+        read: returns the tensor of a key. It is called once for each key.
 
     Returns:
-        CRC-32 of each tensor's bytes.
+        CRC-32 of each tensor's bytes, by key.
     """
-    # Large types first, so that every tensor is aligned to its own.
+    # Large types first, so that every tensor is aligned to its type.
     keys = sorted(kinds, key=lambda key: (-kinds[key][0].itemsize, key))
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -150,7 +153,7 @@ def write_tensors(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor's elements in row-major order."""
+    """Return the bytes of a tensor's elements in row-major order, on the CPU."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -169,7 +172,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, content: dict) -> None:
-    """Write the manifest at once. From then on the files that it names are the checkpoint."""
+    """Replace the manifest in one step. From then on the files that it names are the checkpoint."""
     text = json.dumps({"format": _FORMAT, **content}, default=StoredTensor.as_json)
     temporary = folder / f"{MANIFEST}.tmp"
     try:
@@ -183,7 +186,7 @@ def write_manifest(folder: Path, content: dict) -> None:
 
 
 def is_manifest_of(folder: Path, identity: str) -> bool:
-    """Return True if there is a manifest and it names the data of that save."""
+    """Return True if there is a manifest and it names the data of the save `identity`."""
     path = folder / MANIFEST
     return path.exists() and identity in path.read_text(errors="replace")
 
@@ -206,7 +209,7 @@ def source_at(path: Path) -> Source:
         try:
             files = json.loads((path / _INDEX).read_text())["weight_map"]
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{path / _INDEX} is no index of safetensors files: {error!r}") from error
+            raise CheckpointError(f"{path / _INDEX} is not an index of safetensors files: {error!r}") from error
         return _plain(path, sorted(set(files.values())), files)
     if (path / _SINGLE).exists():
         return _plain(path, [_SINGLE], None)
@@ -227,7 +230,7 @@ def _ours(folder: Path) -> Source:
     if manifest["format"] != _FORMAT:
         raise CheckpointError(f"{path} is of the format {manifest['format']!r}; this version reads {_FORMAT!r}")
     model, training = (
-        {name: StoredTensor.from_json(one) for name, one in manifest[key].items()} for key in ("model", "training")
+        {name: StoredTensor.from_json(entry) for name, entry in manifest[key].items()} for key in ("model", "training")
     )
     return Source(folder, model, training, manifest["files"], manifest["about"], f"{manifest['id']} {zlib.crc32(text)}")
 
@@ -262,7 +265,7 @@ class Files:
         return self
 
     def __exit__(self, *_) -> None:
-        self._open.clear()  # a file is unmapped when nothing refers to it any more
+        self._open.clear()  # a file is unmapped with the last reference to it
 
     def __getitem__(self, file: str):
         if file not in self._open:
@@ -284,15 +287,15 @@ class Files:
             raise CheckpointError(f"{self._folder / file} is torn or was altered: {error}") from error
 
     def read(self, box: Box, inside: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return the box, or a slice of it."""
+        """Return the box's elements, or those of a slice of it."""
         handle = self[box.file]
         with self._naming(box.file):
-            if inside is None or all(one == slice(0, size) for one, size in zip(inside, box.shape, strict=True)):
+            if inside is None or all(part == slice(0, size) for part, size in zip(inside, box.shape, strict=True)):
                 return handle.get_tensor(box.key)
             return handle.get_slice(box.key)[inside]
 
     def check(self, box: Box, code: str) -> None:
-        """Raise CheckpointError if the box is not as it was written."""
+        """Raise CheckpointError if the box's type, shape or checksum differs from the manifest."""
         tensor = self.read(box)
         kind = _CODES.get(tensor.dtype), tuple(tensor.shape)
         if kind != (code, box.shape) or zlib.crc32(bytes_of(tensor)) != box.checksum:
@@ -302,7 +305,7 @@ class Files:
             )
 
     def fill(self, part: TensorPart, entry: StoredTensor) -> None:
-        """Copy the part's elements from the stored tensor."""
+        """Copy the part's elements from the stored tensor; raise CheckpointError if its boxes lack some of them."""
         covered = 0
         for box in entry.boxes:
             shared = overlap(part.offset, part.shape, box.offset, box.shape)

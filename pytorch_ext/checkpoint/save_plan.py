@@ -43,6 +43,7 @@ Sections = Mapping[str, Mapping[str, HeldTensor]]
 
 
 def places_in(sections: Sections) -> Iterator[tuple[Place, HeldTensor, TensorPart]]:
+    """Yield (place, tensor, part) for each part that has elements."""
     for section in SECTIONS:
         for name, held in sections[section].items():
             for part in held.parts:
@@ -64,7 +65,7 @@ def merged(outlines: Sequence[Mapping[tuple[str, str], Outline]]) -> dict[tuple[
     for rank, of_rank in enumerate(outlines):
         for key, outline in of_rank.items():
             if found.setdefault(key, outline) != outline:
-                raise CheckpointError(f"{key[1]} is {found[key]} on a rank before, and {outline} on rank {rank}")
+                raise CheckpointError(f"{key[1]} is {found[key]} on an earlier rank, and {outline} on rank {rank}")
     return found
 
 
@@ -72,10 +73,12 @@ def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, 
     """Return the rank that writes each place. Bytes are spread evenly over the ranks.
 
     Args:
-        places: of every rank; True if ranks may have different values there. The first rank writes those.
+        places: each rank's places, with True if ranks may have different values there. The first rank writes those.
+        outlines: the merged outlines of all ranks.
 
     Raises:
-        CheckpointError: the places of all ranks do not cover each tensor exactly once. The same on every rank.
+        CheckpointError: the places of all ranks do not cover each tensor exactly once. Every rank raises the same
+            error.
     """
     holders: dict[Place, list[int]] = {}
     for rank, of_rank in enumerate(places):
@@ -105,7 +108,13 @@ def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, 
 
 @dataclass
 class Written:
-    """Result of one rank's write: bytes by file, the box of each place, CRC-32 of replicas that other ranks write."""
+    """Result of one rank's write.
+
+    Attributes:
+        bytes: size in bytes by file.
+        boxes: box of each place that this rank wrote.
+        replicas: CRC-32 of this rank's values at places that another rank writes.
+    """
 
     bytes: dict[str, int] = field(default_factory=dict)
     boxes: dict[Place, Box] = field(default_factory=dict)
@@ -115,7 +124,16 @@ class Written:
 def write_share(
     folder: Path, data: str, rank: int, sections: Sections, owner: Mapping[Place, int], check_replicas: bool
 ) -> Written:
-    """Write this rank's places to files in folder/data. They are on the disk when this returns."""
+    """Write this rank's places to files in folder/data. They are on the disk when this returns.
+
+    Args:
+        folder: folder of the checkpoint.
+        data: name of the folder of this save in it.
+        rank: this rank.
+        sections: this rank's tensors.
+        owner: rank that writes each place.
+        check_replicas: compute checksums of places that other ranks write.
+    """
     written = Written()
     local: dict[str, dict[str, tuple[Place, TensorPart]]] = {section: {} for section in SECTIONS}
     for place, held, part in places_in(sections):
@@ -146,21 +164,21 @@ def _tensor_of(by_key: Mapping[str, tuple[Place, TensorPart]], key: str) -> torc
 def check_same(written: Sequence[Written], owner: Mapping[Place, int]) -> None:
     """Raise CheckpointError, the same on every rank, if replicas differ."""
     wrong: dict[str, list[int]] = {}
-    for rank, one in enumerate(written):
-        for place, checksum in one.replicas.items():
+    for rank, share in enumerate(written):
+        for place, checksum in share.replicas.items():
             if written[owner[place]].boxes[place].checksum != checksum:
                 wrong.setdefault(f"{place.name} of rank {owner[place]}", []).append(rank)
     if wrong:
-        lines = [f"{what} on {ranks_text(ranks, len(written))}" for what, ranks in wrong.items()]
+        lines = [f"{replica} on {ranks_text(ranks, len(written))}" for replica, ranks in wrong.items()]
         raise CheckpointError(
-            f"ranks have different values of what they should have alike: {_first(lines)}. They have drifted apart, or "
-            "are of different models; workers that differ on purpose each save their own, with `group`"
+            f"replicated tensors differ between ranks: {_first(lines)}. They have drifted apart, or are of different "
+            "models; workers that differ on purpose each save their own checkpoint, with `group`"
         )
 
 
 def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
-    """Return the bytes of all files; raise CheckpointError for one that this rank does not see as it was written."""
-    sizes = {file: size for one in written for file, size in one.bytes.items()}
+    """Return the bytes of all files; raise CheckpointError if this rank misses one or sees another size."""
+    sizes = {file: size for share in written for file, size in share.bytes.items()}
     for file, size in sizes.items():
         if not (folder / file).exists() or (folder / file).stat().st_size != size:
             raise CheckpointError(f"rank 0 does not see {folder / file} as it was written: do the ranks share it?")
@@ -170,10 +188,10 @@ def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
 def entries(
     written: Sequence[Written], outlines: Mapping[tuple[str, str], Outline]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Return the stored tensors by section and by every name of a tensor."""
+    """Return the stored tensors by section and name. A tied tensor is there under each of its names."""
     boxes: dict[tuple[str, str], list[Box]] = {key: [] for key in outlines}
-    for one in written:
-        for place, box in one.boxes.items():
+    for share in written:
+        for place, box in share.boxes.items():
             boxes[place.section, place.name].append(box)
     found: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
     for (section, name), outline in outlines.items():

@@ -12,37 +12,46 @@ from weft.checkpoint.safetensors_io import Box, Files, Source, StoredTensor
 
 
 def differences(tensors: Mapping[str, HeldTensor], source: Source, cast: bool) -> tuple[list[str], list[str]]:
-    """Return the tensors that are stored with another shape or type, as text, and the names that are not stored."""
+    """Compare the model's tensors with the stored ones.
+
+    Args:
+        tensors: the model's tensors.
+        source: the stored tensors.
+        cast: allow another type.
+
+    Returns:
+        A text for each tensor that is stored with another shape or type, and the names of tensors that are not stored.
+    """
     misfits, missing = [], []
-    for one in tensors.values():
-        entries = entries_of(one, source)
+    for tensor in tensors.values():
+        entries = entries_of(tensor, source)
         if not entries:
-            missing.append(one.names[0])
+            missing.append(tensor.names[0])
         for entry in entries:
-            has, stored = (safetensors_io.code_of(one.dtype), one.shape), (entry.code, entry.shape)
+            has, stored = (safetensors_io.code_of(tensor.dtype), tensor.shape), (entry.code, entry.shape)
             if has[1] != stored[1] or (has[0] != stored[0] and not cast):
                 misfits.append(
-                    f"{one.names[0]} is {has[0]} {list(has[1])} in the model, {stored[0]} {list(stored[1])} stored"
+                    f"{tensor.names[0]} is {has[0]} {list(has[1])} in the model, {stored[0]} {list(stored[1])} stored"
                 )
     return misfits, missing
 
 
-def entries_of(one: HeldTensor, source: Source) -> list[StoredTensor]:
+def entries_of(tensor: HeldTensor, source: Source) -> list[StoredTensor]:
     """Return the stored tensors under all names of a tensor, each once."""
-    return list(dict.fromkeys(source.model[name] for name in one.names if name in source.model))
+    return list(dict.fromkeys(source.model[name] for name in tensor.names if name in source.model))
 
 
-def check_tied(one: HeldTensor, source: Source, opened: Files) -> None:
-    """Check that a tied parameter that is stored several times has the same values each time."""
-    entries = entries_of(one, source)
+def check_tied(tensor: HeldTensor, source: Source, opened: Files) -> None:
+    """Raise CheckpointError if a tied parameter is stored several times with different values."""
+    entries = entries_of(tensor, source)
     for other in entries[1:]:
-        for part in one.parts:
+        for part in tensor.parts:
             values = [torch.empty_like(part.tensor) for _ in range(2)]
             for value, entry in zip(values, (entries[0], other), strict=True):
                 opened.fill(TensorPart(part.offset, value), entry)
             if not torch.equal(*values):
                 raise CheckpointError(
-                    f"{', '.join(one.names)} are one parameter of the model, and are stored with different values"
+                    f"{', '.join(tensor.names)} are one parameter of the model, and are stored with different values"
                 )
 
 

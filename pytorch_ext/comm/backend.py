@@ -406,5 +406,5 @@ def _check_same_size(operation: str, a: torch.Tensor, a_name: str, b: torch.Tens
     if a.numel() != b.numel() or a.dtype != b.dtype:
         raise ValueError(
             f"{operation}: {a_name} is {a.dtype} with {a.numel()} elements, {b_name} {b.dtype} with {b.numel()}; "
-            "they must be alike"
+            "both must be the same"
         )

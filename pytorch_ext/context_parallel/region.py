@@ -197,7 +197,7 @@ def agreed(caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | 
     along = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.ndim > dim]
     if not along:
         raise ValueError(
-            f"{caller} shares its sequence, dimension {dim} of its arguments, and none has so many; "
+            f"{caller} shares its sequence, dimension {dim} of its arguments, and no argument has it; "
             'pass context={"dim": ...} to weft.parallelize'
         )
     length = along[0].size(dim)

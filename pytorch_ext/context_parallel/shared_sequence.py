@@ -142,7 +142,7 @@ class SharedSequence(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        raise ValueError(f"{func} got a shared sequence where nothing could be done about it. {_WAY_OUT}")
+        raise ValueError(f"{func} got a shared sequence and cannot handle it. {_WAY_OUT}")
 
 
 _WAY_OUT = (

@@ -85,7 +85,7 @@ def of_block(block: nn.Module) -> SideBySide:
     outputs, dim = _joined(last)
     if len(inputs) != 1 or len(outputs) < 2:
         raise ValueError(
-            f"{type(block).__name__} is no branches side by side: its forward must take one input and return "
+            f"{type(block).__name__} is not made of branches side by side: its forward must take one input and return "
             "torch.cat([f(x), g(x), ...], dim) or f(x) + g(x) + ..."
         )
     branches = tuple(_branch(block, output, inputs[0], nodes) for output in outputs)
@@ -114,7 +114,7 @@ def _read(block: nn.Module) -> fx.Graph:
         block.training = kept
     if str(graphs[0]) != str(graphs[1]):
         raise ValueError(
-            f"the forward of {type(block).__name__} is another in eval mode: use modules for what depends on that "
+            f"the forward of {type(block).__name__} differs in eval mode: use modules for the parts that depend on it "
             "(nn.Dropout instead of F.dropout)"
         )
     return graphs[1]

@@ -234,7 +234,7 @@ def _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, metho
     if q.size(0) != k.size(0) or q.size(3) != k.size(3) or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"{op}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not go together")
     if k.size(1) == 0 or q.size(1) % k.size(1):
-        raise ValueError(f"{op}: {q.size(1)} query heads are no multiple of {k.size(1)} KV heads")
+        raise ValueError(f"{op}: {q.size(1)} query heads are not a multiple of {k.size(1)} KV heads")
     check_choice(f"{op}: method", method, METHODS)
     check_choice(f"{op}: layout", layout, LAYOUTS)
     if inner is not None and method != "auto":

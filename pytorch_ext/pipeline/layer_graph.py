@@ -231,7 +231,7 @@ def _listed(caller: str, model: nn.Module, layers: Sequence[str]) -> fx.Graph:
     used = {id(parameter) for node in calls for parameter in _parameters(model, [node])}
     left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in used]
     if left_out:
-        raise ValueError(f"{caller}: layers={list(layers)} leave out {left_out[0]}, without which it is another model")
+        raise ValueError(f"{caller}: layers={list(layers)} leave out {left_out[0]}, which the model needs: name it too")
     return graph
 
 

@@ -47,7 +47,7 @@ def hold(into: nn.Module, model: nn.Module, stages: Iterable[nn.Module]) -> None
 def _free(part: nn.Module, name: str) -> None:
     if hasattr(part, name):
         raise ValueError(
-            f"the model has a {name!r} of its own, which is a name of {type(part).__name__}: call it otherwise, or put "
+            f"the model has a {name!r} of its own, also a name of {type(part).__name__}: call it otherwise, or put "
             "the model into an nn.Sequential"
         )
 

@@ -49,7 +49,7 @@ class Job:
         choices = {"precision": tuple(PRECISIONS), "optimizer": tuple(OPTIMIZERS), "overlap": OVERLAP}
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}")
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
         for name in ("sequence_length", "global_batch"):
             check_count(name, getattr(self, name))
         if self.precision not in self.hardware.peak_flops:

@@ -110,7 +110,7 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
     """
     check_count("gpus", gpus)
     if recompute is not None and recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={recompute!r} is none of {', '.join(RECOMPUTE)}")
+        raise ValueError(f"recompute={recompute!r} is not one of {', '.join(RECOMPUTE)}")
     if 0 < job.model.positions < job.sequence_length:
         raise ValueError(
             f"sequence_length={job.sequence_length}: {job.model.name} has learned positions for {job.model.positions} "

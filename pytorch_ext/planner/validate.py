@@ -55,7 +55,7 @@ def validate(path: str | Path, device: Callable[[str], Hardware] = Hardware.of) 
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         lacking = [name for name in _REQUIRED if name not in (reader.fieldnames or ())]
@@ -131,7 +131,7 @@ def _number(row: dict[str, str], name: str, kind=int, default=None):
 def _recompute(row: dict[str, str]) -> str:
     level = (row["recompute"] or "none").strip().lower()
     if level not in RECOMPUTE:
-        raise ValueError(f"recompute={level!r} is none of {', '.join(RECOMPUTE)}")
+        raise ValueError(f"recompute={level!r} is not one of {', '.join(RECOMPUTE)}")
     return level
 
 
@@ -154,7 +154,7 @@ def _job(row: dict[str, str], device: Callable[[str], Hardware]) -> Job:
     fused = not old or recompute == "none"
     overlap = row.get("overlap") or ("none" if old and recompute == "full" else "some")
     if overlap not in OVERLAP:
-        raise ValueError(f"overlap={overlap!r} is none of {', '.join(OVERLAP)}")
+        raise ValueError(f"overlap={overlap!r} is not one of {', '.join(OVERLAP)}")
     gated = (row.get("gated_mlp") or "false").strip().lower() == "true"
     sequence, heads = _number(row, "seq"), _number(row, "heads")
     model = Model(

@@ -27,7 +27,7 @@ def split_sizes(n: int, world: int, unit: int = 1) -> list[int]:
         raise ValueError(f"split_sizes(n={n}, world={world}, unit={unit}): n must be at least 0, the others at least 1")
     units, rest = divmod(n, unit)
     if rest:
-        raise ValueError(f"{n} elements are no whole number of units of {unit}: choose a unit that divides {n}")
+        raise ValueError(f"{n} elements are not a whole number of units of {unit}: choose a unit that divides {n}")
     if units < world:
         elements = f"{n} elements" if unit == 1 else f"{n} elements in units of {unit} ({units} units)"
         raise ValueError(
@@ -74,7 +74,7 @@ class Heads:
             ValueError: heads is not a multiple of kv_heads, or there are fewer query heads than ranks.
         """
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"{heads} query heads are no whole number for each of {kv_heads} KV heads")
+            raise ValueError(f"{heads} query heads are not a whole number for each of {kv_heads} KV heads")
         split_sizes(heads, world)
         even = cls.over(heads, kv_heads, world)
         if all(len(set(keys)) == len(keys) for keys in even.keys):

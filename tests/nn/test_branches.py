@@ -272,8 +272,11 @@ def check_refusals(rank):
         ("has hooks, which its replacement would lose", lambda: Branches.from_block(hooked)),
         ("uses gain in a branch, and not a module", lambda: Branches.from_block(Odd(gains))),
         ("gain of Odd is in no branch", lambda: Branches.from_block(Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x)))),
-        ("is no branches side by side", lambda: Branches.from_block(Odd(lambda m, x: m.b(m.a(x))))),
-        ("is no branches side by side", lambda: Branches.from_block(Odd(lambda m, x: (m.a(x) + m.b(x)).relu()))),
+        ("is not made of branches side by side", lambda: Branches.from_block(Odd(lambda m, x: m.b(m.a(x))))),
+        (
+            "is not made of branches side by side",
+            lambda: Branches.from_block(Odd(lambda m, x: (m.a(x) + m.b(x)).relu())),
+        ),
         (
             "cannot be read .*: build the block of weft.nn.Branches",
             lambda: Branches.from_block(Odd(lambda m, x: m.a(x) if x.sum() > 0 else x)),

@@ -335,7 +335,7 @@ def check_refusals(rank):
             lambda: weft.ParallelLinear(4, 10, unit=2, heads=(8, 2), **column),
         ),
         (
-            "8 query heads are no whole number for each of 3 KV heads",
+            "8 query heads are not a whole number for each of 3 KV heads",
             lambda: weft.ParallelLinear(4, 16, unit=2, heads=(8, 3), **column),
         ),
         ("2 elements cannot be split over 3 ranks", lambda: weft.ParallelLinear(4, 4, unit=2, heads=(2, 1), **column)),

@@ -295,7 +295,7 @@ def refuses(rank):
     refused(ValueError, "window=0", window=0, causal=True)
     refused(ValueError, "method='rings' is not one of", method="rings")
     refused(ValueError, "layout='zagzig' is not one of", layout="zagzig")
-    refused(ValueError, "4 query heads are no multiple of 3 KV heads", q, *[torch.randn(2, 3, 8, 8)] * 2)
+    refused(ValueError, "4 query heads are not a multiple of 3 KV heads", q, *[torch.randn(2, 3, 8, 8)] * 2)
     refused(ValueError, "do not go together", q, k, v[:, :1])
     refused(TypeError, "q is torch.float32 on cpu, k is torch.float64", q, k.double(), v.double())
     refused(TypeError, "torch.float64 is not one of", q.double(), k.double(), v.double())

@@ -144,7 +144,7 @@ def test_bad_files_are_a_message_and_exit_code_2(tmp_path):
     rest = ["--gpus", "2", "--hardware", str(hardware), "--sequence-length", "8", "--global-batch", "8"]
     assert "weft_hardware is 7, and this weft reads version 2" in weft("plan", "gpt2", *rest, code=2)
     assert "lacks the columns hardware, layers" in weft("plan", "--validate", str(runs), code=2)
-    assert "is no file" in weft("plan", "--validate", str(tmp_path / "none.csv"), code=2)
+    assert "is not a file" in weft("plan", "--validate", str(tmp_path / "none.csv"), code=2)
     ignored = ["--precision", "bf16", "--optimizer", "sgd", "--overlap", "none", "--top", "3"]
     assert "nothing from precision, optimizer, overlap, top" in weft("plan", "--validate", PUBLISHED, *ignored, code=2)
 

@@ -234,7 +234,7 @@ def test_a_job_names_what_it_does_not_know():
     model, hardware = Model.of("gpt2"), Hardware.of("v100")
     with pytest.raises(ValueError, match="v100-32gb has no rate for bf16; it has fp32, fp16"):
         Job(model, hardware, 1024, 8)
-    with pytest.raises(ValueError, match="optimizer='adagrad' is none of adamw, adam"):
+    with pytest.raises(ValueError, match="optimizer='adagrad' is not one of adamw, adam"):
         Job(model, hardware, 1024, 8, "fp16", "adagrad")
     with pytest.raises(ValueError, match="global_batch=0 must be at least 1"):
         Job(model, hardware, 1024, 0, "fp16")

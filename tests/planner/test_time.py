@@ -227,6 +227,6 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
                 plan("gpt2", **wrong)
     with pytest.raises(TypeError, match="hardware for the planner is a preset's name, .* and not a dict"):
         plan("gpt2", gpus=1, hardware={}, sequence_length=8, global_batch=8)
-    for wrong, message in (({"gpus": 0}, "gpus=0"), ({"recompute": "some"}, "recompute='some' is none of none, ")):
+    for wrong, message in (({"gpus": 0}, "gpus=0"), ({"recompute": "some"}, "recompute='some' is not one of none, ")):
         with pytest.raises(ValueError, match=message):
             plan("gpt2", **({"gpus": 1, "hardware": "h100", "sequence_length": 8, "global_batch": 8} | wrong))

@@ -102,11 +102,11 @@ def test_weights_that_no_rank_can_hold_are_taken_as_sharded(tmp_path):
         ({"hardware": "abacus"}, "line 2: hardware 'abacus' is neither a file nor one of"),
         ({"layers": "many"}, "line 2: layers='many' must be a number"),
         ({"dp": "31"}, "line 2: pp=1 x dp=31 x cp=1 x tp=1 is not gpus=32"),
-        ({"recompute": "twice"}, "line 2: recompute='twice' is none of none, selective, full"),
+        ({"recompute": "twice"}, "line 2: recompute='twice' is not one of none, selective, full"),
         ({"tflops_per_gpu": ""}, "line 2: seconds_per_iteration='' must be a number"),
         ({"tflops_per_gpu": "nan"}, "line 2: tflops_per_gpu=nan must be more than 0"),
         ({"source": "x" * 200_000}, "runs.csv: field larger than field limit"),
-        ({"overlap": "most"}, "line 2: overlap='most' is none of"),
+        ({"overlap": "most"}, "line 2: overlap='most' is not one of"),
         ({"hidden": None, "vocab": None}, "lacks the columns hidden, vocab"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_file_is_read_as_spreadsheets_write_it(tmp_path):
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         validate(tmp_path / "none.csv")
     path = tmp_path / "empty.csv"
     path.write_text(PUBLISHED.read_text().splitlines()[0] + "\n")

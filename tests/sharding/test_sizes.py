@@ -22,7 +22,7 @@ def test_shards_cover_the_dimension_and_differ_by_one_unit_at_most(units, world,
 
 
 def test_a_unit_is_never_cut():
-    with pytest.raises(ValueError, match="10 elements are no whole number of units of 4"):
+    with pytest.raises(ValueError, match="10 elements are not a whole number of units of 4"):
         weft.split_sizes(10, 2, unit=4)
 
 
