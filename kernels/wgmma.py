@@ -7,38 +7,28 @@ instructions).
 """
 
 import re
-from dataclasses import dataclass
+
+from weft.kernels.sass import Code, Instruction
 
 _MOST_GROUPS = 8  # as many unfinished groups as one wait can name
 _NO_DESTINATION = re.compile(r"ST[GSL]?\b|RED|[IFHD]?SET?P\b|ISETP|FSETP|HSETP|DSETP|PLOP3|VOTE|R2P|BAR|BRA|EXIT|WARP")
 
 
-@dataclass(frozen=True)
-class _Instruction:
-    """One line of machine code: its place, opcode, operands, and True if a predicate may skip it."""
-
-    address: str
-    opcode: str
-    operands: list[str]
-    predicated: bool
-
-
-def early_access(sass: str) -> str:
+def early_access(code: Code) -> str:
     """Return the first instruction that touches the registers of an unfinished product, or "".
 
     Follows every path of the machine code until the sets of unfinished registers grow no more.
     """
-    code, targets = _parsed(sass)
     before: dict[int, tuple[frozenset[str], ...]] = {0: (frozenset(),)}
     waiting = [0]
     while waiting:
         at = waiting.pop()
-        if at >= len(code):
+        if at >= len(code.instructions):
             continue
-        fault, after = _step(code[at], before[at])
+        fault, after = _step(code.instructions[at], before[at])
         if fault:
             return fault
-        for following in _following(code[at], at, targets):
+        for following in _following(code, at):
             old = before.get(following)
             new = after if old is None else _joined(old, after)
             if new != old:
@@ -47,19 +37,7 @@ def early_access(sass: str) -> str:
     return ""
 
 
-def _parsed(sass: str) -> tuple[list[_Instruction], dict[str, int]]:
-    code: list[_Instruction] = []
-    targets: dict[str, int] = {}
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            targets[label[1]] = len(code)
-        elif found := re.search(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?(\S+)\s*([^;]*);", line):
-            operands = [operand.strip() for operand in found[4].split(",")]
-            code.append(_Instruction(found[1], found[3], operands, found[2] is not None))
-    return code, targets
-
-
-def _step(instruction: _Instruction, state: tuple[frozenset[str], ...]) -> tuple[str, tuple[frozenset[str], ...]]:
+def _step(instruction: Instruction, state: tuple[frozenset[str], ...]) -> tuple[str, tuple[frozenset[str], ...]]:
     """Return the fault of one instruction, if any, and the state after it.
 
     The state has the registers of the group that is being formed, then those of the unfinished groups, newest first.
@@ -79,8 +57,7 @@ def _step(instruction: _Instruction, state: tuple[frozenset[str], ...]) -> tuple
     if busy:
         written, read = _registers(opcode, operands)
         if written & {name.lstrip("<") for name in busy} or read & busy:
-            text = f"{opcode} {', '.join(operands)}"
-            return f"at {instruction.address}, {text} touches registers of an unfinished HGMMA", state
+            return f"{instruction} touches registers of an unfinished HGMMA", state
     return "", state
 
 
@@ -110,15 +87,13 @@ def _run(first: str, count: int) -> list[str]:
     return [f"R{int(first[1:]) + i}" for i in range(count)]
 
 
-def _following(instruction: _Instruction, at: int, targets: dict[str, int]) -> list[int]:
+def _following(code: Code, at: int) -> list[int]:
+    instruction = code.instructions[at]
     opcode = instruction.opcode
-    following = []
     if opcode.startswith("BRA"):
-        label = re.search(r"\.L_\w+", ",".join(instruction.operands))
-        if label and label[0] in targets:
-            following.append(targets[label[0]])
+        target = code.target(instruction)
         always = not instruction.predicated and len(instruction.operands) == 1 and opcode in ("BRA", "BRA.U")
-        return following if always else [*following, at + 1]
+        return ([] if target is None else [target]) + ([] if always else [at + 1])
     if opcode.startswith(("EXIT", "RET")) and not instruction.predicated:
         return []
     return [at + 1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from weft.kernels import archive, launch, memory_orders
+from weft.kernels import archive, check, launch, memory_orders, sass
 from weft.kernels.machine_code import needs_tensor_cores
 
 HERE = Path(__file__).parent
@@ -57,6 +57,29 @@ def test_each_fault_is_named_and_fails_the_gate(tmp_path):
     assert "wgmma.mma_async instructions are serialized" in faults["serialises_its_products"]
     assert "wgmma.mma_async instructions are serialized" in faults["rewrites_registers_of_a_product"]
     assert "6 variants, 6 with a fault" in done.stdout
+
+
+OUTER_LOOP = """
+.L_x_1:
+        /*0000*/                   {before} ;
+.L_x_2:
+        /*0010*/                   {inside} ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+        /*0030*/              @!P1 BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "spilled_bytes", "fault"),
+    [
+        ("LDL R4, [R1]", "HMMA.16816.F32 R8, R4, R6, R8", 8, ""),
+        ("MOV R4, R5", "LDL.LU R4, [R1]", 8, "at 0010, LDL.LU R4, [R1] reloads spilled registers in an innermost loop"),
+        ("STL.64 [R1], R4", "NOP", 264, "264 bytes of registers spilled"),
+    ],
+)
+def test_only_what_an_innermost_loop_reloads_is_a_fault(before, inside, spilled_bytes, fault):
+    code = sass.parsed(OUTER_LOOP.format(before=before, inside=inside))
+    assert check.spills(code, spilled_bytes) == fault
 
 
 @pytest.mark.slow("kernels")

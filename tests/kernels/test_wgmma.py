@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
-from weft.kernels.wgmma import early_access
+from weft.kernels import sass, wgmma
 
 # A loop of products with an operand in registers; the next turn loads that operand.
 LOOP = """
@@ -18,6 +18,10 @@ LOOP = """
         /*0070*/                   F2FP.BF16.F32.PACK_AB R50, R25, R24 ;
         /*0080*/                   EXIT ;
 """
+
+
+def early_access(text: str) -> str:
+    return wgmma.early_access(sass.parsed(text))
 
 
 def test_a_loop_that_waits_is_right():
