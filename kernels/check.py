@@ -1,9 +1,9 @@
 """`python -m weft.kernels.check`: compile every listed variant without a GPU and check its machine code.
 
-These are faults and make the exit status non-zero: a variant that does not compile, local memory that an innermost loop
-touches or more than 256 bytes of spilled registers, more shared memory than a program may have, a dot that is not on the tensor cores of its architecture, products of
-Hopper that the assembler serialises or whose registers are touched before they end, and a flag function without its
-memory order.
+These are faults and make the exit status non-zero: a variant that does not compile, spilled registers that an innermost
+loop reloads or more than 256 bytes of them, more shared memory than a program may have, a dot that is not on the tensor
+cores of its architecture, products of Hopper that the assembler serialises or whose registers are touched before they
+end, and a flag function without its memory order.
 """
 
 import argparse
