@@ -1,4 +1,7 @@
-"""weft bench cross_entropy: the loss over one rank's shard of the vocabulary, forward and backward, on a GPU."""
+"""weft bench cross_entropy: the loss over one rank's shard of the vocabulary, forward and backward, on a GPU.
+
+Once from logits, and once from the output layer's input, with the memory of the whole step.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
 from weft.bench.suites import positive
 from weft.bench.table import Row
 from weft.ops.cross_entropy import fused_cross_entropy
+from weft.ops.linear_cross_entropy import fused_linear_cross_entropy
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
 
@@ -31,8 +35,10 @@ def rows(limits: Ceilings) -> list[Row]:
 
 def contests(tokens: int) -> Iterator[Contest]:
     """Yield contests with Llama 3's vocabulary over 1 to 8 ranks."""
+    model, device = cases.MODELS["llama-3-8b"], torch.device("cuda")
     for tp in cases.TENSOR_PARALLEL:
-        yield contest(tokens, cases.MODELS["llama-3-8b"].vocabulary // tp, torch.device("cuda"))
+        yield contest(tokens, model.vocabulary // tp, device)
+        yield contest_with_layer(tokens, model.hidden, model.vocabulary // tp, device)
 
 
 def contest(tokens: int, vocabulary: int, device: torch.device) -> Contest:
@@ -60,4 +66,36 @@ def contest(tokens: int, vocabulary: int, device: torch.device) -> Contest:
         check,
         0,
         3 * logits.numel() * logits.element_size(),  # read forward; read and written backward
+    )
+
+
+def contest_with_layer(tokens: int, features: int, vocabulary: int, device: torch.device) -> Contest:
+    """Return the contest on a bf16 input of the output layer; the peers compute the logits, as a whole."""
+    x = torch.randn(tokens, features, device=device).bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, features, device=device) / features**0.5).bfloat16().requires_grad_()
+    target = torch.randint(0, vocabulary, (tokens,), device=device)
+
+    def two_ops(x, weight, target):
+        return F.cross_entropy(F.linear(x, weight), target)
+
+    compiled = torch.compile(two_ops)
+
+    def step(function, x=x, weight=weight, target=target):
+        return torch.autograd.grad(function(x, weight, target), (x, weight))
+
+    def check():
+        few = x[:64].detach(), weight[:2048].detach(), target[:64] % 2048
+        of_types = [[part.to(dtype).requires_grad_() for part in few[:2]] for dtype in (x.dtype, torch.float64)]
+        plain, exact = (step(two_ops, *leaves, few[2]) for leaves in of_types)
+        for result, *expected in zip(step(fused_linear_cross_entropy, *of_types[0], few[2]), plain, exact, strict=True):
+            assert_close(result, *expected, "gradient")
+
+    return Contest(
+        "linear and cross entropy",
+        f"{tokens} x {features} x {vocabulary} bfloat16",
+        lambda: step(fused_linear_cross_entropy),
+        {"eager": lambda: step(two_ops), "torch.compile": lambda: step(compiled)},
+        check,
+        3 * 2 * tokens * features * vocabulary,  # the three products that a step needs
+        0,
     )

@@ -42,7 +42,6 @@ from weft.kernels import launch
 from weft.kernels.attention_backward import delta_kernel, dkdv_kernel, dq_kernel
 from weft.kernels.attention_rules import Positions, Rules
 from weft.kernels.attention_scores import (
-    LOG2E,
     NUMBERS,
     block_of,
     capped,
@@ -57,6 +56,7 @@ from weft.kernels.attention_scores import (
 from weft.kernels.attention_tiles import listed, padded
 from weft.kernels.config import AttentionConfig, choose
 from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
+from weft.kernels.launch import LOG2E
 from weft.kernels.replay import replayed
 
 LARGEST_HEAD_DIM = 256

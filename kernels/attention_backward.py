@@ -2,7 +2,6 @@
 
 from weft.kernels import launch
 from weft.kernels.attention_scores import (
-    LOG2E,
     NUMBERS,
     block_of,
     capped,
@@ -15,6 +14,7 @@ from weft.kernels.attention_scores import (
     whole_tile,
 )
 from weft.kernels.language import tl, triton
+from weft.kernels.launch import LOG2E
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "tiles"])

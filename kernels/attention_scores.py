@@ -4,8 +4,8 @@ The mathematics is in attention.py.
 """
 
 from weft.kernels.language import tl, triton
+from weft.kernels.launch import LOG2E
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _ROUNDS: tl.constexpr = tl.constexpr(7)
 # Arguments of the kernels that no memory access depends on: one variant serves all their values.
 NUMBERS = (

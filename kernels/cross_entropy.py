@@ -1,17 +1,20 @@
-"""cross_entropy: the two passes of the loss over a vocabulary split over ranks (Shoeybi et al. 2019, section 3).
+"""cross_entropy: the passes of the loss over a vocabulary split over ranks (Shoeybi et al. 2019, section 3).
 
     z [M, V_r]: a rank's logits of the classes from `offset` on, of V in all     target [M]     s: label smoothing
 
     statistics   per row: h_r = max z,   e_r = sum exp(z - h_r),   t_r = sum z,   z[target] if this rank has it, else 0
-                 [4, M] fp32; weft.ops.cross_entropy merges them over the ranks to h and l = log sum exp(z - h)
+                 [4, M] fp32, which the ranks exchange
+    losses       h = max h_r,   l = log sum_r e_r exp(h_r - h),   loss = l + (1 - s) (h - z[target]) + s (h - t / V)
     gradient     dz = (exp(z - h - l) - (1 - s) onehot - s / V) dloss,   0 in ignored rows
 
 Maximum and sum of exponentials take one pass (online softmax: Milakov & Gimelshein 2018, algorithm 3). Each lane keeps
-a maximum and a sum against it, and rescales the sum when the maximum grows. One of the two exponentials of that step is
-always 1, so the kernel computes only the other. No probability is ever stored. Arithmetic is in fp32.
+a maximum and a sum against it, and rescales the sum once for each 16 logits. An exponential is 2^(log2(e) z - shift):
+one multiply-add and one instruction. The shift is the lane's maximum times log2(e), rounded; the end of the row makes
+good for the rounding. No probability is ever stored. Arithmetic is in fp32.
 
 Bytes: statistics read M V_r s_z once and write 16 M; gradient reads M V_r s_z and writes as much, in place on request.
-They take about 8 and 6 operations per logit, one of them an exponential: device memory is the limit.
+They take about 4 and 5 operations per logit, one of them an exponential: device memory is the limit. The losses take
+one small launch, with their sum or mean and the check of the targets.
 
 Rows may start anywhere, also with an odd V_r. A program counts from the last multiple of 16 bytes before its row, so
 that its accesses are of 16 bytes except in the first and last block of a row. The gradient needs for this that logits
@@ -61,7 +64,8 @@ def cross_entropy_statistics(
 
     Returns:
         [4, M] fp32: maximum, sum of exponentials against it, sum of logits, target's logit. In a row with only -inf the
-        maximum is -inf and the sum of exponentials 0.
+        maximum is -inf and the sum of exponentials 0. In a row with a NaN the sum of exponentials is NaN; the maximum
+        is that of the other logits.
 
     Raises:
         ValueError, TypeError: the kernel does not take an argument.
@@ -96,6 +100,7 @@ def cross_entropy_statistics(
         ignore_index,
         SMOOTHING=smoothing,
         BLOCK=_BLOCK,
+        LANES=32 * _WARPS,
         warps=_WARPS,
     )
     if pieces == 1:
@@ -103,6 +108,75 @@ def cross_entropy_statistics(
     statistics = launch.empty((4, rows), torch.float32, logits_shard.device)
     launch.launch(_merge_kernel, (cdiv(rows, _MERGE_ROWS),), partials, statistics, rows, pieces, BLOCK=_MERGE_ROWS)
     return statistics
+
+
+def cross_entropy_losses(
+    statistics: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    vocabulary: int,
+    ignore_index: int,
+    smoothing: float,
+    mean: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return the losses, and their sum or mean, from the statistics of all parts of the vocabulary.
+
+    Args:
+        statistics: [R, 4, M] fp32, contiguous: `cross_entropy_statistics` of R parts, summed in this order.
+        target: [M] int64, class numbers in the whole vocabulary.
+        vocabulary: V, the classes of all parts.
+        ignore_index: a target with no loss.
+        smoothing: label smoothing, 0 to 1.
+        mean: average the losses of targets that are not ignored, instead of summing them.
+
+    Returns:
+        losses [M], h [M], l [M], and scalars: the sum or mean, the number of targets that are not ignored, and 1 if all
+        of these lie in the vocabulary, else 0. All fp32.
+
+    Raises:
+        ValueError, TypeError: the kernel does not take an argument.
+    """
+    op = "cross_entropy_losses"
+    launch.check_dtype(op, (torch.float32,), statistics=statistics)
+    _check_target(op, target, statistics.size(2))
+    launch.check_memory(op, statistics=statistics, target=target)
+    if not statistics.is_contiguous() or statistics.size(1) != 4:
+        raise ValueError(
+            f"{op}: statistics has shape {tuple(statistics.shape)} and strides {statistics.stride()}; it must be "
+            "[R, 4, M] and contiguous"
+        )
+    return _losses(statistics, target, launch.ticket(target.device), vocabulary, ignore_index, float(smoothing), mean)
+
+
+@replayed
+def _losses(statistics, target, ticket, vocabulary, ignore_index, smoothing, mean) -> tuple[torch.Tensor, ...]:
+    parts, _, rows = statistics.shape
+    losses, highest, log_sum = (launch.empty((rows,), torch.float32, target.device) for _ in range(3))
+    loss, count, valid = (launch.empty((), torch.float32, target.device) for _ in range(3))
+    programs = max(1, cdiv(rows, _MERGE_ROWS))
+    launch.launch(
+        _losses_kernel,
+        (programs,),
+        statistics,
+        target,
+        losses,
+        highest,
+        log_sum,
+        launch.empty((3, programs), torch.float32, target.device),
+        ticket,
+        loss,
+        count,
+        valid,
+        rows,
+        parts,
+        target.stride(0),
+        vocabulary,
+        ignore_index,
+        smoothing,
+        MEAN=mean,
+        BLOCK=_MERGE_ROWS,
+    )
+    return losses, highest, log_sum, loss, count, valid
 
 
 def cross_entropy_gradient(
@@ -258,38 +332,49 @@ def _statistics_kernel(
     ignore_index,
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
     row_pointer = logits + row * stride_row
     lead = _lead(row_pointer)
     aligned = tl.multiple_of(row_pointer - lead, 16)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)  # of each lane
-    exponentials = tl.zeros([BLOCK], tl.float32)  # of each lane, against its own maximum
-    total = tl.zeros([BLOCK], tl.float32)
-    first = piece * blocks_each * BLOCK
-    for start in range(first, tl.minimum(first + blocks_each * BLOCK, lead + columns), BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        inside = (position >= lead) & (position < lead + columns)
-        if (start >= lead) & (start + BLOCK <= lead + columns):
-            z = tl.load(aligned + position)
-        else:
-            z = tl.load(aligned + position, mask=inside, other=float("-inf"))
-        z = z.to(tl.float32)
-        # A logit of -inf adds nothing, also in a lane with nothing else, where -inf - -inf would be NaN.
-        above = tl.where(z == float("-inf"), float("-inf"), z - highest)
-        fading = tl.exp(-tl.abs(above))
-        exponentials = tl.where(above > 0, exponentials * fading + 1, exponentials + fading)
-        highest = tl.maximum(highest, z, propagate_nan=tl.PropagateNan.ALL)
+    # A lane has several accesses of 16 bytes, so its maximum takes no other thread.
+    WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+    access = tl.arange(0, BLOCK // (LANES * WIDTH))[:, None, None]
+    within = (access * LANES + tl.arange(0, LANES)[None, :, None]) * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    highest = tl.full([LANES], float("-inf"), tl.float32)  # of each lane
+    shift = tl.zeros([LANES], tl.float32)  # LOG2E highest, rounded; 0 where highest is -inf
+    exponentials = tl.zeros([LANES], tl.float32)  # of each lane: sum of 2^(LOG2E z - shift)
+    total = tl.zeros([LANES], tl.float32)
+    # The row's first and last block may hold elements of its neighbours; the blocks between need no mask.
+    end = lead + columns
+    first = piece * blocks_each
+    last = tl.minimum(first + blocks_each, tl.cdiv(end, BLOCK))
+    first_whole = tl.where((first == 0) & (lead > 0), 1, first)
+    last_whole = tl.maximum(tl.minimum(last, end // BLOCK), first_whole)
+    for edge in range(first_whole - first + tl.maximum(last - last_whole, 0)):
+        block = tl.where(edge < first_whole - first, first + edge, last_whole + edge - (first_whole - first))
+        position = block * BLOCK + within
+        inside = (position >= lead) & (position < end)
+        z = tl.load(aligned + position, mask=inside, other=float("-inf")).to(tl.float32)
+        highest, shift, exponentials = _extended(z, highest, shift, exponentials)
         if SMOOTHING:
-            total += tl.where(inside, z, 0.0)
-    # Triton's reduction of a maximum drops NaN; this code keeps it, as PyTorch does.
-    unordered = tl.max((highest != highest).to(tl.int32), 0)
-    top = tl.where(unordered > 0, float("nan"), tl.max(highest, 0))
+            total += tl.sum(tl.sum(tl.where(inside, z, 0.0), 2), 0)
+    for block in range(first_whole, last_whole):
+        z = tl.load(aligned + (block * BLOCK + within)).to(tl.float32)
+        highest, shift, exponentials = _extended(z, highest, shift, exponentials)
+        if SMOOTHING:
+            total += tl.sum(tl.sum(z, 2), 0)
+    top = tl.max(highest, 0)
     result = partials + piece.to(tl.int64) * 4 * rows + row
     tl.store(result, top)
     result += rows
-    tl.store(result, tl.sum(exponentials * tl.exp(highest - _subtrahend(top)), 0))
+    # Exact but for one rounding, so the sum is against the maximum itself and not against its rounded multiple.
+    below_top = launch.fused_multiply_add(
+        tl.zeros_like(shift) - _subtrahend(top), tl.full([LANES], launch.LOG2E, tl.float32), shift
+    )
+    tl.store(result, tl.sum(tl.where(exponentials == 0, 0.0, exponentials * tl.exp2(below_top)), 0))
     result += rows
     tl.store(result, tl.sum(total, 0))
     number = tl.load(target + row * stride_target)
@@ -297,6 +382,19 @@ def _statistics_kernel(
     at_target = tl.load(row_pointer + tl.where(here, number - offset, 0), mask=here, other=0.0)
     result += rows
     tl.store(result, at_target.to(tl.float32))
+
+
+@triton.jit
+def _extended(z, highest, shift, exponentials):
+    """Return each lane's maximum, shift and sum of exponentials with its logits z [accesses, lanes, width] added."""
+    highest = tl.maximum(highest, tl.max(tl.max(z, 2), 0))
+    before = shift
+    shift = _subtrahend(highest) * launch.LOG2E
+    exponentials *= tl.exp2(tl.minimum(before - shift, 0.0))  # above 0 only before the lane's first logit
+    exponent = launch.fused_multiply_add(
+        z, tl.full(z.shape, launch.LOG2E, tl.float32), tl.zeros_like(z) - shift[None, :, None]
+    )
+    return highest, shift, exponentials + tl.sum(tl.sum(tl.exp2(exponent), 2), 0)
 
 
 @triton.jit
@@ -315,27 +413,97 @@ def _merge_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    pointers = partials + row
-    for _ in range(pieces):
-        there = tl.load(pointers, mask=inside, other=0.0)
-        highest = tl.maximum(highest, there, propagate_nan=tl.PropagateNan.ALL)
-        pointers += 4 * rows
-    exponentials = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    pointers = partials + row
-    for _ in range(pieces):
-        there = tl.load(pointers, mask=inside, other=0.0)
-        there_exponentials = tl.load(pointers + rows, mask=inside, other=0.0)
-        exponentials += there_exponentials * tl.exp(there - _subtrahend(highest))
-        total += tl.load(pointers + rows + rows, mask=inside, other=0.0)
-        pointers += 4 * rows
-    at_target = tl.load(partials + rows + rows + rows + row, mask=inside, other=0.0)  # the first piece has it
+    highest, exponentials, total, at_target = _merged(partials, row, inside, rows, pieces, BLOCK)
     result = statistics + row
     tl.store(result, highest, mask=inside)
     tl.store(result + rows, exponentials, mask=inside)
     tl.store(result + rows + rows, total, mask=inside)
     tl.store(result + rows + rows + rows, at_target, mask=inside)
+
+
+@triton.jit
+def _merged(partials, row, inside, rows, parts, BLOCK: tl.constexpr):
+    """Return the statistics of the rows over all parts [parts, 4, M], added in order."""
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    pointers = partials + row
+    for _ in range(parts):
+        highest = tl.maximum(highest, tl.load(pointers, mask=inside, other=0.0))
+        pointers += 4 * rows
+    exponentials = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    at_target = tl.zeros([BLOCK], tl.float32)
+    pointers = partials + row
+    for _ in range(parts):
+        there = tl.load(pointers, mask=inside, other=0.0)
+        there_exponentials = tl.load(pointers + rows, mask=inside, other=0.0)
+        exponentials += there_exponentials * tl.exp(there - _subtrahend(highest))
+        total += tl.load(pointers + rows + rows, mask=inside, other=0.0)
+        at_target += tl.load(pointers + rows + rows + rows, mask=inside, other=0.0)  # 0 in all parts but one
+        pointers += 4 * rows
+    return highest, exponentials, total, at_target
+
+
+@triton.jit(do_not_specialize=["rows", "parts", "stride_target", "vocabulary", "ignore_index"])
+def _losses_kernel(
+    statistics,  # [R, 4, M] fp32
+    target,  # [M] i64
+    losses,  # [M] fp32
+    highest,  # [M] fp32
+    log_sum,  # [M] fp32
+    partials,  # [3, programs] fp32: sum of losses, targets not ignored, those of them outside of the vocabulary
+    ticket,  # i32, 0 before and after
+    loss,  # fp32
+    count,  # fp32
+    valid,  # fp32
+    rows,
+    parts,
+    stride_target,
+    vocabulary,
+    ignore_index,
+    smoothing,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    top, exponentials, total, at_target = _merged(statistics, row, inside, rows, parts, BLOCK)
+    number = tl.load(target + row * stride_target, mask=inside, other=0)
+    kept = inside & (number != ignore_index)
+    outside = kept & ((number < 0) | (number >= vocabulary))
+    log = tl.log(exponentials)
+    value = log + (1 - smoothing) * (top - at_target)
+    if smoothing > 0:
+        value += smoothing * (top - total / vocabulary)
+    value = tl.where(kept, value, 0.0)
+    tl.store(losses + row, value, mask=inside)
+    tl.store(highest + row, top, mask=inside)
+    tl.store(log_sum + row, log, mask=inside)
+
+    # The program that finishes last adds the sums of all programs in their order (bucket.py says why it sees them).
+    programs = tl.num_programs(0)
+    own = partials + tl.program_id(0)
+    tl.store(own, tl.sum(value, 0))
+    tl.store(own + programs, tl.sum(kept.to(tl.float32), 0))
+    tl.store(own + programs + programs, tl.sum(outside.to(tl.float32), 0))
+    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        sum_of_losses = tl.zeros([BLOCK], tl.float32)
+        number_kept = tl.zeros([BLOCK], tl.float32)
+        number_outside = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, programs, BLOCK):
+            program = start + tl.arange(0, BLOCK)
+            there = program < programs
+            sum_of_losses += tl.load(partials + program, mask=there, other=0.0, cache_modifier=".cg")
+            number_kept += tl.load(partials + programs + program, mask=there, other=0.0, cache_modifier=".cg")
+            of_outside = partials + programs + programs + program
+            number_outside += tl.load(of_outside, mask=there, other=0.0, cache_modifier=".cg")
+        result = tl.sum(sum_of_losses, 0)
+        kept_in_all = tl.sum(number_kept, 0)
+        if MEAN:
+            result = result / kept_in_all
+        tl.store(loss, result)
+        tl.store(count, kept_in_all)
+        tl.store(valid, tl.where(tl.sum(number_outside, 0) > 0, 0.0, 1.0))
+        tl.store(ticket, 0)
 
 
 @triton.jit(
@@ -372,25 +540,27 @@ def _gradient_kernel(
     lead = _lead(out_row)
     number = tl.load(target + row * stride_target)
     kept = number != ignore_index
-    here = tl.where(kept, number - offset, -1)
     shift = _subtrahend(tl.load(highest + row * stride_highest))
-    log_sum_row = tl.load(log_sum + row * stride_log_sum)
+    log_sum_row = tl.load(log_sum + row * stride_log_sum) * launch.LOG2E
     dloss = tl.load(dlosses + row * stride_dlosses)
 
     position = start + tl.arange(0, BLOCK)
-    column = position - lead
     whole = (start >= lead) & (start + BLOCK <= lead + columns) & (lead == _lead(logits_row))
-    inside = (column >= 0) & (column < columns)
     if whole:
         z = tl.load(tl.multiple_of(logits_row - lead, 16) + position)
     else:
-        z = tl.load(logits_row + column, mask=inside, other=0.0)
-    gradient = tl.exp(z.to(tl.float32) - shift - log_sum_row) - uniform - tl.where(column == here, hit, 0.0)
-    gradient = launch.rounded(tl.where(kept, gradient * dloss, 0.0), out.dtype.element_ty)
+        inside = (position >= lead) & (position < lead + columns)
+        z = tl.load(logits_row - lead + position, mask=inside, other=0.0)
+    p = tl.exp2((z.to(tl.float32) - shift) * launch.LOG2E - log_sum_row)
+    here = number - offset - start + lead
+    if kept & (here >= 0) & (here < BLOCK):  # one block of a row at most
+        p -= tl.where(tl.arange(0, BLOCK) == here, hit, 0.0)
+    gradient = launch.rounded(tl.where(kept, p * dloss - uniform * dloss, 0.0), out.dtype.element_ty)
     if whole:
         tl.store(tl.multiple_of(out_row - lead, 16) + position, gradient)
     else:
-        tl.store(out_row + column, gradient, mask=inside)
+        inside = (position >= lead) & (position < lead + columns)
+        tl.store(out_row - lead + position, gradient, mask=inside)
 
 
 def variants(architecture: str) -> None:
@@ -415,4 +585,7 @@ def variants(architecture: str) -> None:
                 ignore_index=-100,
                 smoothing=0.1,
             )
-    cross_entropy_statistics(empty(8, 128256), empty(8, dtype=torch.int64), offset=0, ignore_index=-100, smoothing=True)
+    target = empty(8, dtype=torch.int64)
+    cross_entropy_statistics(empty(8, 128256), target, offset=0, ignore_index=-100, smoothing=True)
+    for mean in (True, False):
+        cross_entropy_losses(empty(2, 4, 8), target, vocabulary=128256, ignore_index=-100, smoothing=0.0, mean=mean)

@@ -28,6 +28,7 @@ INTERPRETED = language.INTERPRETED
 # The interpreter holds bf16 as integers (numpy has no bf16): its dot of them is silently wrong, and its cast truncates
 # instead of rounding. `dot` and `rounded` are right in the interpreter and on the device.
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(LOG2E x), and exp2 is one instruction
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -104,6 +105,20 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     if observed is not None:
         observed.allocated.append(tensor)
     return tensor
+
+
+def ticket(device: torch.device) -> torch.Tensor:
+    """Return an int32 zero of the current stream, with which a kernel counts its programs and which it sets back."""
+    if device.type != "cuda":
+        return _ticket(device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), dtype=torch.int32, device=device)  # set to zero in each replay
+    return _ticket(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache
+def _ticket(device: torch.device, stream: int) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int32, device=device)
 
 
 def launch(kernel, grid: Sequence[int], *arguments, warps: int = 4, stages: int = 1, **constants) -> None:
@@ -248,6 +263,14 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def fused_multiply_add(x, y, z):
+    """Return x * y + z in fp32, rounded once, in the interpreter as on the device."""
+    if _INTERPRETED:
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+    return tl.fma(x, y, z)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from weft.nn import ParallelEmbedding as ParallelEmbedding
 from weft.nn import ParallelLinear as ParallelLinear
 from weft.nn import RowParallelLinear as RowParallelLinear
 from weft.ops import parallel_cross_entropy as parallel_cross_entropy
+from weft.ops import parallel_linear_cross_entropy as parallel_linear_cross_entropy
 from weft.ops.attention_chunk import merge_attention as merge_attention
 from weft.ops.collectives import all_gather as all_gather
 from weft.ops.collectives import all_reduce as all_reduce

@@ -173,6 +173,7 @@ fsdp_module = fully_shard(model)
     ("tensor_parallel.md", 1): (1, "F = 5\n", {}),
     ("tensor_parallel.md", 2): (1, "head_dim, n_heads, n_kv_heads = 4, 4, 2\n", {}),
     ("tensor_parallel.md", 3): (1, "", {}),
+    ("tensor_parallel.md", 4): (2, "", {}),
     ("automatic_planner.md", 0): (1, "", {}),
     ("automatic_plans.md", 0): (1, LLAMA, {}),
     ("automatic_plans.md", 1): (

@@ -39,8 +39,8 @@ def parallel_cross_entropy(
         A scalar, or [...] for "none", in fp32 (fp64 for fp64 logits); the same on every rank.
 
     Raises:
-        ValueError, TypeError, IndexError: an invalid argument. Raised before any communication except that of the
-            shards' sizes.
+        ValueError, TypeError: an invalid argument. Raised before any communication.
+        IndexError: a target out of range; raised on every rank.
         RuntimeError: a target out of range on a GPU or under torch.compile. The device raises it, since a check on the
             host would have to wait for the device.
 
@@ -51,7 +51,8 @@ def parallel_cross_entropy(
         >>> torch.allclose(loss, nn.functional.cross_entropy(logits, target))
         True
     """
-    _check(logits_shard, target, label_smoothing, reduction)
+    _check_logits(logits_shard, target)
+    check_options(target, label_smoothing, reduction)
     return _reduced(
         logits_shard, target, communicator(group), ignore_index, label_smoothing, reduction, overwrite_logits
     )
@@ -70,21 +71,26 @@ def fused_cross_entropy(
 
     Arguments are those of `parallel_cross_entropy`.
     """
-    _check(logits, target, label_smoothing, reduction)
+    _check_logits(logits, target)
+    check_options(target, label_smoothing, reduction)
     return _reduced(logits, target, None, ignore_index, label_smoothing, reduction, overwrite_logits)
 
 
-def _check(logits, target, label_smoothing, reduction) -> None:
+def check_options(target: torch.Tensor, label_smoothing: float, reduction: str) -> None:
+    """Check what the losses of logits and of a linear layer have in common; raise ValueError or TypeError."""
     check_choice("reduction", reduction, _REDUCTIONS)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
-    if not logits.is_floating_point():
-        raise TypeError(f"logits must be floating point, got {logits.dtype}")
     if target.dtype != torch.int64:
         raise TypeError(
             f"target must hold class numbers (int64), got {target.dtype}; class probabilities are not taken"
         )
-    if logits.shape[:-1] != target.shape:
+
+
+def _check_logits(logits: torch.Tensor, target: torch.Tensor) -> None:
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, got {logits.dtype}")
+    if logits.shape[:-1] != target.shape and target.dtype == torch.int64:
         raise ValueError(
             f"logits_shard has shape {tuple(logits.shape)} and target {tuple(target.shape)}; "
             "they must be [..., V_r] and [...]"
@@ -92,18 +98,16 @@ def _check(logits, target, label_smoothing, reduction) -> None:
 
 
 def _reduced(logits, target, ranks, ignore_index, label_smoothing, reduction, overwrite_logits) -> torch.Tensor:
-    losses = ParallelCrossEntropyFunction.apply(
+    loss = ParallelCrossEntropyFunction.apply(
         logits.reshape(-1, logits.size(-1)),
         target.reshape(-1),
         ranks,
         ignore_index,
         float(label_smoothing),
+        reduction,
         overwrite_logits,
     )
-    if reduction == "none":
-        return losses.view(target.shape)
-    total = losses.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 class ParallelCrossEntropyFunction(torch.autograd.Function):
@@ -121,38 +125,35 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, target, ranks: Communicator | None, ignore_index, smoothing, overwrite_logits):
+    def forward(ctx, logits, target, ranks: Communicator | None, ignore_index, smoothing, reduction, overwrite_logits):
         vocabulary, offset = logits.size(-1), 0
         if ranks is not None:
             sizes = ranks.all_sizes(logits, -1)
             vocabulary, offset = sum(sizes), sum(sizes[: ranks.rank])
-        ignored = target == ignore_index
-        _check_targets(target, ignored, vocabulary)
-
-        statistics = _statistics(logits, target, offset, ignore_index, smoothing > 0)
-        every = statistics.unsqueeze(0)
+        statistics = part_statistics(logits, target, offset, ignore_index, smoothing > 0).unsqueeze(0)
         if ranks is not None:
-            every = ranks.all_gather(every, 0, [1] * ranks.world_size)
-        highest = every[:, 0].amax(0)
-        exponentials = _sum_in_rank_order(every[:, 1] * _shifted(every[:, 0].t(), highest).t().exp())
-        log_sum = exponentials.log()
-        losses = log_sum + (1 - smoothing) * (highest - _sum_in_rank_order(every[:, 3]))
-        if smoothing:
-            losses = losses + smoothing * (highest - _sum_in_rank_order(every[:, 2]) / vocabulary)
-        ctx.save_for_backward(logits, target, highest, log_sum)
-        ctx.arguments = offset, vocabulary, ignore_index, smoothing
+            statistics = ranks.all_gather(statistics, 0, [1] * ranks.world_size)
+        arguments = vocabulary, ignore_index, smoothing
+        losses, highest, log_sum, loss, count, valid = merged_losses(
+            statistics, target, *arguments, reduction == "mean"
+        )
+        check_targets(target, ignore_index, vocabulary, valid)
+        ctx.save_for_backward(logits, target, highest, log_sum, count if reduction == "mean" else None)
+        ctx.arguments = offset, *arguments
         ctx.overwrite_logits = overwrite_logits
-        return losses.masked_fill(ignored, 0)  # not in place: torch 2.11 traces no gradient of such a result
+        return losses if reduction == "none" else loss
 
     @staticmethod
     @first_order
-    def backward(ctx, dlosses):
-        logits, *saved = ctx.saved_tensors
+    def backward(ctx, dloss):
+        logits, target, highest, log_sum, count = ctx.saved_tensors
+        dlosses = (dloss if count is None else dloss / count).expand(len(target))
+        arguments = logits, target, highest, log_sum, dlosses, *ctx.arguments
         if not ctx.overwrite_logits:
-            return _gradient(logits, *saved, dlosses, *ctx.arguments), None, None, None, None, None
-        _gradient_(logits, *saved, dlosses, *ctx.arguments)
+            return _gradient(*arguments), None, None, None, None, None, None
+        gradient_(*arguments)
         torch.autograd.graph.increment_version(logits)  # another backward that saved them then raises
-        return logits.detach(), None, None, None, None, None
+        return logits.detach(), None, None, None, None, None, None
 
 
 def _statistics_operator(logits, target, offset, ignore_index, smoothing):
@@ -173,6 +174,32 @@ def _statistics_operator(logits, target, offset, ignore_index, smoothing):
     torch.sum(wide, -1, out=total) if smoothing else total.zero_()
     at_target.copy_(wide.gather(-1, local.unsqueeze(-1)).squeeze(-1)).masked_fill_(~here, 0)
     return statistics
+
+
+def _losses_operator(statistics, target, vocabulary, ignore_index, smoothing, mean):
+    """Return losses, h and l [M], then scalars: their sum or mean, the number of targets, and whether all are valid."""
+    if kernel_choice.streams(statistics):
+        from weft.kernels.cross_entropy import cross_entropy_losses
+
+        return cross_entropy_losses(
+            statistics, target, vocabulary=vocabulary, ignore_index=ignore_index, smoothing=smoothing, mean=mean
+        )
+    ignored = target == ignore_index
+    highest = statistics[:, 0].amax(0)
+    log_sum = _sum_in_rank_order(statistics[:, 1] * _shifted(statistics[:, 0].t(), highest).t().exp()).log()
+    losses = log_sum + (1 - smoothing) * (highest - _sum_in_rank_order(statistics[:, 3]))
+    if smoothing:
+        losses = losses + smoothing * (highest - _sum_in_rank_order(statistics[:, 2]) / vocabulary)
+    losses.masked_fill_(ignored, 0)
+    count = (~ignored).sum().to(losses.dtype)
+    loss = losses.sum() / count if mean else losses.sum()
+    valid = (((target >= 0) & (target < vocabulary)) | ignored).all().to(losses.dtype)
+    return losses, highest, log_sum, loss, count, valid
+
+
+def _losses_fake(statistics, target, *_):
+    of_rows = [statistics.new_empty(target.size(0)) for _ in range(3)]
+    return *of_rows, *(statistics.new_empty(()) for _ in range(3))
 
 
 def _gradient_operator(logits, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing):
@@ -214,10 +241,16 @@ def _write_gradient(logits, target, highest, log_sum, dlosses, offset, vocabular
     out.copy_(dlogits)
 
 
-_statistics = register(
+part_statistics = register(
     "cross_entropy_statistics(Tensor logits, Tensor target, int offset, int ignore_index, bool smoothing) -> Tensor",
     _statistics_operator,
     lambda logits, target, *_: logits.new_empty((4, target.size(0)), dtype=_wide(logits.dtype)),
+)
+merged_losses = register(
+    "cross_entropy_losses(Tensor statistics, Tensor target, int vocabulary, int ignore_index, float smoothing, "
+    "bool mean) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _losses_operator,
+    _losses_fake,
 )
 _GRADIENT_ARGUMENTS = (
     "Tensor target, Tensor highest, Tensor log_sum, Tensor dlosses, int offset, int vocabulary, int ignore_index, "
@@ -228,7 +261,7 @@ _gradient = register(
     _gradient_operator,
     lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
-_gradient_ = register(
+gradient_ = register(
     f"cross_entropy_gradient_(Tensor(a!) logits, {_GRADIENT_ARGUMENTS}) -> ()",
     _overwriting_operator,
     lambda *_: None,
@@ -258,12 +291,11 @@ def _local_targets(target, ignored, offset, size):
     return local.masked_fill(~here, 0), here
 
 
-def _check_targets(target: torch.Tensor, ignored: torch.Tensor, vocabulary: int) -> None:
-    outside = ((target < 0) | (target >= vocabulary)) & ~ignored
+def check_targets(target: torch.Tensor, ignore_index: int, vocabulary: int, valid: torch.Tensor) -> None:
     if target.is_cuda or torch.compiler.is_compiling():
-        torch._assert_async(~outside.any(), f"targets must lie in 0 to {vocabulary - 1} or be ignore_index")
-    elif outside.any():
-        lowest, highest = torch.aminmax(target.masked_select(~ignored))
+        torch._assert_async(valid, f"targets must lie in 0 to {vocabulary - 1} or be ignore_index")
+    elif not valid:
+        lowest, highest = torch.aminmax(target.masked_select(target != ignore_index))
         raise IndexError(
             f"targets span {int(lowest)} to {int(highest)}; they must lie in 0 to {vocabulary - 1} or be ignore_index"
         )

@@ -59,19 +59,21 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
     """
     if main_grad is None:
         return _new_wgrad(dz, x)
-    _accumulate(as_matrix(dz).t(), as_matrix(x), main_grad)
+    check_main_grad(main_grad, (dz.size(-1), x.size(-1)))
+    accumulate(as_matrix(dz).t(), as_matrix(x), main_grad)
     return None
 
 
-def _accumulate(a, b, main_grad) -> None:
-    """Add a @ b to main_grad, in fp32 throughout."""
-    check_main_grad(main_grad, (a.size(0), b.size(1)))
-    if kernel_choice.on_kernel(a.device) and _takes_kernel(a, b):
-        _kernel().matmul(a, b, addend=main_grad, out=main_grad)
-    elif a.is_cuda and a.dtype != torch.float32:
-        torch.addmm(main_grad, a, b, out_dtype=torch.float32, out=main_grad)
+def accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
+    """Add a @ b to total, which is fp32 (fp64 if they are), without rounding the product first."""
+    if total.dtype == torch.float32 and kernel_choice.on_kernel(a.device) and _takes_kernel(a, b):
+        _kernel().matmul(a, b, addend=total, out=total)
+    elif a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        main_grad.addmm_(a.float(), b.float())
+        total.addmm_(a.float(), b.float())
 
 
 def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -97,10 +97,36 @@ def test_the_operators_pass_opcheck(device, preference):
     with kernel_choice.prefer(preference):
         for name, arguments in [
             ("cross_entropy_statistics", (logits, target, 3, -100, True)),
+            ("cross_entropy_losses", (torch.rand(2, 4, 4, device=device), target, 20, -100, 0.1, True)),
             ("cross_entropy_gradient", gradient_arguments),
             ("cross_entropy_gradient_", gradient_arguments),
         ]:
             torch.library.opcheck(getattr(torch.ops.weft, name).default, arguments)
+
+
+@pytest.mark.kernel
+def test_the_kernels_loss_takes_two_launches_forward_and_two_backward(device):
+    """Each operator that is no view is a launch on a GPU; on the CPU the check of the targets is another."""
+    calls = []
+
+    class Launches(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if not function.is_view and not function.name().startswith(("aten::empty", "aten::_unsafe_view")):
+                calls.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    logits = torch.randn(6, 11, device=device, requires_grad=True)
+    target, loss_gradient = torch.arange(6, device=device), torch.ones((), device=device)
+    with kernel_choice.prefer("kernel"), Launches():
+        loss = fused_cross_entropy(logits, target)
+        torch.autograd.grad(loss, logits, loss_gradient)
+    check = "aten::_assert_async.msg" if logits.is_cuda else "aten::is_nonzero"
+    assert [name for name in calls if name not in (check, "aten::_local_scalar_dense")] == [
+        "weft::cross_entropy_statistics",
+        "weft::cross_entropy_losses",
+        "aten::div.Tensor",
+        "weft::cross_entropy_gradient",
+    ]
 
 
 @pytest.mark.kernel

@@ -1,0 +1,162 @@
+"""parallel_linear_cross_entropy against torch's linear layer and loss: loss, all gradients, and the memory of both."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import weft
+from weft.comm.registry import communicator
+from weft.kernels import launch
+from weft.ops import kernel_choice, linear_cross_entropy
+from weft.ops.linear_cross_entropy import fused_linear_cross_entropy
+from weft.testing import reference
+from weft.testing.ranks import run_ranks
+from weft.testing.tolerance import assert_close, plain_dtype
+
+
+def drawn(tokens, vocabulary, features, dtype, seed=0):
+    """Return x, weight, bias and targets, some of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, features, generator=generator).to(dtype)
+    weight = torch.randn(vocabulary, features, generator=generator).to(dtype)
+    bias = torch.randn(vocabulary, generator=generator).to(dtype)
+    target = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    target[0], target[-1], target[tokens // 2] = 0, vocabulary - 1, -100
+    return x, weight, bias, target
+
+
+def plain_loss(x, weight, bias, target, **options):
+    """Return loss and gradients of the linear layer and the loss as two ops; the loss is at least in fp32."""
+
+    def two_ops(x, weight, target, bias, **rest):
+        logits = F.linear(x, weight, bias)
+        return reference.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target, **rest)
+
+    return loss_and_gradients(two_ops, x, weight, bias, target, **options)
+
+
+def loss_and_gradients(function, x, weight, bias, target, **options):
+    x, weight, bias = (None if t is None else t.detach().clone().requires_grad_() for t in (x, weight, bias))
+    loss = function(x, weight, target, bias, **options)
+    (loss * torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)).sum().backward()
+    return loss.detach(), x.grad, weight.grad, None if bias is None else bias.grad
+
+
+def check_against_two_ops(rank, dtype, preference="auto", least_classes=16):
+    linear_cross_entropy._LEAST_CLASSES, linear_cross_entropy._CHUNK_BYTES = least_classes, 0
+    world = dist.get_world_size()
+    for vocabulary, tokens in ((13, 7), (max(world, 2), 3), (130, 6)):
+        x, weight, bias, target = drawn(tokens, vocabulary, 9, dtype, seed=vocabulary)
+        sizes = weft.split_sizes(vocabulary, world)
+        for smoothing, reduction, has_bias in itertools.product((0.0, 0.3), ("mean", "sum", "none"), (True, False)):
+            options = dict(label_smoothing=smoothing, reduction=reduction)
+            b = bias if has_bias else None
+            wide = [
+                [None if t is None else t.to(to) for t in (x, weight, b)] for to in (plain_dtype(dtype), torch.float64)
+            ]
+            plain, exact = (plain_loss(*operands, target, **options) for operands in wide)
+            of_rank = [None if t is None else t.split(sizes)[rank] for t in (weight, b)]
+            with kernel_choice.prefer(preference):
+                loss, dx, *dparts = loss_and_gradients(
+                    weft.parallel_linear_cross_entropy, x, *of_rank, target, **options
+                )
+            assert_close(loss, plain[0], exact[0], f"loss {options}")
+            assert_close(dx, plain[1], exact[1], f"dx {options}")
+            for name, part, *expected in zip(("dw", "db"), dparts, plain[2:], exact[2:], strict=True):
+                if part is not None:
+                    whole = communicator(None).all_gather(part, 0, sizes)
+                    assert_close(whole, *expected, f"{name} {options}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_loss_and_gradients_are_those_of_the_layer_and_the_loss(world, dtype):
+    run_ranks(check_against_two_ops, world, dtype)
+
+
+@pytest.mark.kernel
+@pytest.mark.slow("kernels", "pytorch_ext/ops")
+@pytest.mark.skipif(not launch.INTERPRETED, reason="these ranks have CPU tensors, which kernels take interpreted")
+def test_the_kernels_loss_and_gradients_are_those_of_the_layer_and_the_loss():
+    run_ranks(check_against_two_ops, 2, torch.float32, "kernel", 40)
+
+
+def test_the_whole_vocabulary_on_one_device_under_autocast():
+    x, weight, bias, target = drawn(40, 3000, 24, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss_and_gradients(fused_linear_cross_entropy, x, weight, bias, target)
+        plain = plain_loss(x, weight, bias, target)
+    exact = plain_loss(x.double(), weight.double(), bias.double(), target)
+    for name, result, *expected in zip(("loss", "dx", "dw", "db"), found, plain, exact, strict=True):
+        assert result.dtype == torch.float32
+        assert_close(result, *expected, name)
+
+
+def test_main_grad_takes_the_gradient_of_the_weight():
+    x, weight, _, target = drawn(5, 40, 8, torch.bfloat16)
+    (_, _, plain, _), (_, _, exact, _) = (
+        plain_loss(x.to(to), weight.to(to), None, target) for to in (x.dtype, torch.float64)
+    )
+    weight.requires_grad_().main_grad = torch.ones(40, 8)
+    for _ in range(2):
+        fused_linear_cross_entropy(x, weight, target).backward()
+    assert weight.grad is None
+    assert_close(weight.main_grad, 1 + 4 * plain.float(), 1 + 4 * exact)  # plain_loss halves the loss
+    weight.main_grad = torch.ones(40, 7)
+    with pytest.raises(ValueError, match="it must be the weight's"):
+        fused_linear_cross_entropy(x, weight, target).backward()
+
+
+def test_only_asked_gradients_are_computed():
+    x, weight, bias, target = drawn(5, 40, 8, torch.float32)
+    fused_linear_cross_entropy(x, weight.requires_grad_(), target, bias).backward()
+    assert weight.grad is not None and x.grad is None and bias.grad is None
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(fused_linear_cross_entropy(x, weight, target), weight, create_graph=True)
+
+
+def test_logits_exist_one_chunk_at_a_time(monkeypatch):
+    """No tensor that is made in forward or backward is larger than a chunk's logits or the weight's gradient."""
+    monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES", 0)
+    x, weight, bias, target = drawn(256, 8192, 8, torch.float32)
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            nonlocal largest
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return result
+
+    with Sizes():
+        loss_and_gradients(fused_linear_cross_entropy, x, weight, bias, target)
+    assert largest == 1024 * 256 * 4 < 8192 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (ValueError, "reduction='max' is not one of", {"reduction": "max"}),
+        (ValueError, "label_smoothing=2.0 must lie between 0 and 1", {"label_smoothing": 2.0}),
+        (ValueError, r"they must be \[..., K\], \[V_r, K\] of the same type, and \[...\]", {"x": torch.ones(4, 7)}),
+        (ValueError, "x is torch.float64", {"x": torch.ones(4, 8, dtype=torch.float64)}),
+        (TypeError, "class probabilities are not taken", {"target": torch.ones(4)}),
+        (IndexError, "targets span 0 to 20; they must lie in 0 to 19", {"target": torch.tensor([0, 20, 1, 2])}),
+    ],
+)
+def test_bad_arguments_are_refused(error, message, change):
+    given = {"x": torch.ones(4, 8), "weight": torch.ones(20, 8), "target": torch.zeros(4, dtype=torch.int64)}
+    with pytest.raises(error, match=message):
+        fused_linear_cross_entropy(**given | change)
+
+
+def test_no_tokens_and_no_targets():
+    x, weight, _, target = drawn(5, 40, 8, torch.float32)
+    nothing = fused_linear_cross_entropy(x[:0], weight, target[:0], reduction="sum")
+    assert nothing == 0
+    assert fused_linear_cross_entropy(x, weight, torch.full((5,), -100)).isnan()  # as torch: the mean of nothing
