@@ -160,7 +160,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if dx is not None:
                 matmul.accumulate(dz, weight[start:stop], dx)
             if dw is not None:
-                dw[start:stop] = matmul.wgrad(dz, x)
+                dw[start:stop] = matmul.new_wgrad(dz, x)
             elif main_grad is not None:
                 matmul.accumulate(dz.t(), x, main_grad[start:stop])
             if db is not None:

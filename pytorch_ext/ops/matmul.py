@@ -58,7 +58,7 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
         ValueError: main_grad does not have the weight's shape.
     """
     if main_grad is None:
-        return _new_wgrad(dz, x)
+        return new_wgrad(dz, x)
     check_main_grad(main_grad, (dz.size(-1), x.size(-1)))
     accumulate(as_matrix(dz).t(), as_matrix(x), main_grad)
     return None
@@ -206,7 +206,8 @@ def _linear_fake(x, weight, bias, activation):
     return y, (torch.empty_like(y) if activation else y.new_empty(0))
 
 
-def _new_wgrad(dz, x):
+def new_wgrad(dz: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return dw = dz.T @ x."""
     a, b = as_matrix(dz).t(), as_matrix(x)
     return _kernel().matmul(a, b)[0] if kernel_choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
 
@@ -266,7 +267,7 @@ _linear_dgrad = register(
 )
 _linear_wgrad = register(
     "linear_wgrad(Tensor dz, Tensor x) -> Tensor",
-    _new_wgrad,
+    new_wgrad,
     lambda dz, x: dz.new_empty((dz.size(-1), x.size(-1))),
 )
 _gated_linear = register(
