@@ -12,6 +12,8 @@ from weft.bench.table import Row
 from weft.kernels.config import MatmulConfig
 from weft.kernels.matmul import matmul
 from weft.kernels.matmul_tiles import Problem, problem_of
+from weft.ops import kernel_choice
+from weft.ops.matmul import accumulate
 from weft.testing import cases, reference
 from weft.testing.tolerance import assert_close
 
@@ -82,7 +84,7 @@ class ProductShape:
 
 
 def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torch.dtype) -> list[ProductShape]:
-    """Return one layer's products on m tokens: forward with epilogue, dgrad, and wgrad added to an fp32 main_grad."""
+    """Return one layer's products on m tokens: forward with epilogue, dgrad, wgrad, and wgrad added to a main_grad."""
     k = layer.k
     weight = (torch.randn((1 + layer.gated) * layer.n, k, device=device) / k**0.5).to(dtype)
     gate, up = weight.chunk(2) if layer.gated else (weight, None)
@@ -121,12 +123,24 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
         assert_close(dgrad(config)[rows], dz[rows] @ weight, dz[rows].double() @ weight.double(), str(layer))
 
     def wgrad(config):
-        return matmul(dz.t(), x, addend=main_grad, out=main_grad, config=config)[0]
+        return matmul(dz.t(), x, config=config)[0]
 
     def check_wgrad(config):
         a = dz[:, rows].t()
+        assert_close(wgrad(config)[rows], a @ x, a.double() @ x.double(), str(layer))
+
+    def added(config):
+        return matmul(dz.t(), x, addend=main_grad, out=main_grad, config=config)[0]
+
+    def check_added(config):
+        a = dz[:, rows].t()
         main_grad.zero_()
-        assert_close(wgrad(config)[rows], a.float() @ x.float(), a.double() @ x.double(), str(layer))
+        assert_close(added(config)[rows], a.float() @ x.float(), a.double() @ x.double(), str(layer))
+
+    def plain_added():
+        with kernel_choice.prefer("library"):
+            accumulate(dz.t(), x, main_grad)
+        return main_grad
 
     size, operations = dtype.itemsize, 2.0 * m * weight.numel()
     operands = x.numel() + weight.numel()
@@ -158,9 +172,19 @@ def products(layer: cases.LinearLayer, m: int, device: torch.device, dtype: torc
             "wgrad",
             problem_of(dz.t(), x),
             wgrad,
-            "torch.matmul + add_",
-            lambda: main_grad.add_(dz.t() @ x),
+            "torch.matmul",
+            lambda: dz.t() @ x,
             check_wgrad,
+            operations,
+            size * (x.numel() + dz.numel() + weight.numel()),
+        ),
+        ProductShape(
+            "wgrad to main_grad",
+            problem_of(dz.t(), x, adds=True),
+            added,
+            "torch.addmm in fp32",
+            plain_added,
+            check_added,
             operations,
             size * (x.numel() + dz.numel()) + 8 * weight.numel(),
         ),

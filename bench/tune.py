@@ -1,27 +1,19 @@
-"""weft tune: measure every tile configuration and the library's op, and write the winners' table.
-
-Run it by hand, never inside training: ranks that tuned for themselves would run different kernels.
-"""
+"""weft tune: measure every tile configuration and the library's op, and write the winners' table."""
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from weft.bench.device_time import alternate
+from weft import tuning
 from weft.bench.environment import environment
-from weft.bench.matmul import ProductShape, products, shards
+from weft.bench.matmul import products, shards
 from weft.kernels import config as configs
-from weft.kernels import launch, matmul_tiles
+from weft.kernels import launch
 from weft.testing import cases
 
 # A row serves sizes within a factor of two, so these serve 1k to 16k tokens and 1 to 16 ranks.
 TOKENS, TENSOR_PARALLEL = (2048, 8192), (2, 8)
-_ROUNDS = 11
-
-Calls = dict[str, Callable[[], object]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,29 +38,6 @@ def run(op: str, options) -> int:
 
 def tune(shards, device: torch.device, dtype: torch.dtype) -> list[configs.Entry]:
     """Return an entry for each product of each layer for which at least one configuration is correct."""
-    found = [winner(product, device) for _, layer, m in shards for product in products(layer, m, device, dtype)]
+    problems = [product.problem for _, layer, m in shards for product in products(layer, m, device, dtype)]
+    found = [tuning.measured(problem, device) for problem in dict.fromkeys(problems)]
     return [entry for entry in found if entry is not None]
-
-
-def winner(product: ProductShape, device: torch.device) -> configs.Entry | None:
-    """Return the fastest configuration with a correct result; None if there is none."""
-    problem = product.problem
-    listed = matmul_tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)
-    right = {}
-    for config in matmul_tiles.candidates(listed, problem.k):
-        try:
-            product.check(config)
-        except AssertionError as wrong:
-            print(f"left out: {config} for {problem}: {wrong}")
-        else:
-            right[str(config)] = config
-    if not right:
-        return None
-    calls: Calls = {name: partial(product.ours, config) for name, config in right.items()}
-    times = medians_us({**calls, "peer": product.peer})
-    best = min(right, key=lambda name: times[name])
-    return configs.Entry(problem.key(), right[best], times[best], times["peer"])
-
-
-def medians_us(calls: Calls) -> dict[str, float]:
-    return {name: quantiles.p50_us for name, quantiles in alternate(calls, _ROUNDS).items()}

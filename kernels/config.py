@@ -1,16 +1,17 @@
 """Choice of the tile configuration: the explicit one, else the tuned table's, else the heuristic's.
 
-Tables are `configs/<architecture>/<op>.json`. Only `weft tune` writes them: if the ranks of a job tuned for themselves,
-different kernels would run on different ranks. A table holds the fastest configurations only, each with its time and
-the time of the library's op, and the device and versions of the measurement.
+Tables are `configs/<architecture>/<op>.json`, and `weft tune` writes them. A table holds the fastest configurations
+only, each with its time and the time of the library's op, and the device and versions of the measurement.
+`weft.warm_up` adds what one rank measured on all ranks: ranks that tuned for themselves would run different kernels.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, Generic, Protocol, TypeVar
 
 
@@ -95,8 +96,18 @@ def choose(
                 f"{op}: {explicit} does not exist on {architecture}; there are {', '.join(map(str, listed))}"
             )
         return Choice(explicit, "explicit")
-    entry = nearest(table(op, architecture, type(heuristic)), problem)
+    entries = (*_added.get((op, architecture), ()), *table(op, architecture, type(heuristic)))
+    entry = nearest(entries, problem)
     return Choice(entry.config, "table", entry) if entry else Choice(heuristic, "heuristic")
+
+
+# Measurements that this process was given, by op and architecture; they come before those of the table.
+_added: dict[tuple[str, str], tuple[Entry, ...]] = {}
+
+
+def add_entries(op: str, architecture: str, entries: Iterable[Entry]) -> None:
+    """Let `choose` take these measurements too, before older ones of the same problem."""
+    _added[op, architecture] = (*entries, *_added.get((op, architecture), ()))
 
 
 def nearest(entries: Sequence[Entry[C]], problem: Mapping[str, Any]) -> Entry[C] | None:
@@ -126,8 +137,11 @@ def nearest(entries: Sequence[Entry[C]], problem: Mapping[str, Any]) -> Entry[C]
 def table(op: str, architecture: str, config_type: type[C]) -> tuple[Entry[C], ...]:
     """Return the rows of configs/<architecture>/<op>.json; none if the file does not exist."""
     file = resources.files("weft.kernels").joinpath("configs", architecture, f"{op}.json")
-    if not file.is_file():
-        return ()
+    return read_table(file, config_type) if file.is_file() else ()
+
+
+def read_table(file: Traversable, config_type: type[C]) -> tuple[Entry[C], ...]:
+    """Return the rows of a file that `table_text` made."""
     rows = json.loads(file.read_text())["rows"]
     return tuple(Entry(row["problem"], config_type(**row["config"]), row["ours_us"], row["peer_us"]) for row in rows)
 

@@ -121,7 +121,8 @@ def matmul(
         out = launch.empty((rows, columns), out_dtype or a.dtype, a.device)
     z = launch.empty((rows, width), a.dtype, a.device) if keep_z else None
     activation = activation or "none"
-    problem = problem_of(a, b, b_up, activation=activation, precision=precision)
+    adds = addend is not None and addend is out
+    problem = problem_of(a, b, b_up, activation=activation, precision=precision, adds=adds)
     config = choose_tile(problem, a.device, config, communicates=arrivals is not None).config
     if arrivals:
         launch.check_dtype("matmul", COMMUNICATING_DTYPES, a=a)

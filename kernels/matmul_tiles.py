@@ -66,7 +66,8 @@ class Problem:
     Attributes:
         layout: BLAS's letters for the two operands, n if rows are contiguous and t if columns are.
         aligned: rows (columns) of both operands lie at multiples of 16 bytes.
-        fused: the fused work of the kernel: "none", or an activation, with "_gated" after it.
+        fused: the fused work of the kernel: "none", "main_grad" for a product that is added to one, or an activation,
+            with "_gated" after it where there is a gate.
     """
 
     m: int
@@ -102,10 +103,10 @@ def are_aligned(*matrices: torch.Tensor | None) -> bool:
     return all(launch.describable(matrix.t() if is_turned(matrix) else matrix) for matrix in given)
 
 
-def problem_of(a, b, b_up=None, *, activation: str = "none", precision: str = "ieee") -> Problem:
-    """Return the problem of the product a @ b."""
+def problem_of(a, b, b_up=None, *, activation: str = "none", precision: str = "ieee", adds: bool = False) -> Problem:
+    """Return the problem of the product a @ b; `adds` if it is added to an fp32 main_grad."""
     layout = "".join("t" if is_turned(matrix) else "n" for matrix in (a, b))
-    fused = activation + ("_gated" if b_up is not None else "")
+    fused = "main_grad" if adds else activation + ("_gated" if b_up is not None else "")
     aligned = are_aligned(a, b, b_up)
     return Problem(a.size(0), b.size(1), a.size(1), layout, aligned, a.dtype, fused, precision)
 
@@ -115,6 +116,11 @@ def choose_tile(
 ) -> Choice[MatmulConfig]:
     """Return the configuration that runs, with its source; raise ValueError if an explicit one does not exist."""
     return _choose_tile(problem, launch.architecture_of(device), launch.multiprocessors(device), explicit, communicates)
+
+
+def forget_choices() -> None:
+    """Choose anew, by measurements that were added."""
+    _choose_tile.cache_clear()
 
 
 @lru_cache(maxsize=4096)

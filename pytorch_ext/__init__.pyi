@@ -52,6 +52,7 @@ from weft.sharding.dtensors import as_dtensors as as_dtensors
 from weft.sharding.shard import Shard as Shard
 from weft.sharding.shard import shard_of as shard_of
 from weft.sharding.sizes import split_sizes as split_sizes
+from weft.tuning import warm_up as warm_up
 from weft.verification import causal_probe as causal_probe
 from weft.verification import verify as verify
 

@@ -1,5 +1,6 @@
 """parallelize: one call that puts a model on a mesh, with tensor, context, pipeline and data parallelism."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ def parallelize(
     strict: bool = False,
     check_calls: int = FIRST_CALLS,
     check_replicas_every: int = 0,
+    tune: bool = False,
 ) -> nn.Module:
     """Put a model on the whole mesh. Its arguments and outputs stay the same.
 
@@ -99,6 +101,9 @@ def parallelize(
             plan of your own with sequence_parallel, because a rank may then call with its part of the sequence.
         check_replicas_every: run `weft.check_replicas` once in so many training calls; 0 is never. To run it at any
             time, call `model.check_replicas()`.
+        tune: start the first call with a `weft.warm_up` on its arguments: it measures each product of the model on this
+            GPU, unless an earlier run has. WEFT_TUNE=1 in the environment means the same for every model, WEFT_TUNE=0
+            turns it off.
 
     Returns:
         The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it. With dp, a
@@ -184,6 +189,10 @@ def parallelize(
     by_parts = automatic is None and any(getattr(layer, "sequence_parallel", False) for layer in replacements.values())
     alike = {} if ranks.tp is None or by_parts else {ranks.tp: True}
     SameCalls(alike, check_calls, check_replicas_every).install(wrapped, model)
+    if tune or os.environ.get("WEFT_TUNE") == "1":
+        from weft.tuning import before_first_call  # imports Triton, which takes a second
+
+        before_first_call(wrapped)
     log_summary(model, ranks.sizes, parameters, automatic.whole if automatic else {})
     set_metadata(model, "mesh", ranks.sizes)
     return _noted(wrapped, automatic)

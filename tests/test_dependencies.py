@@ -21,7 +21,7 @@ LAYERS = [
     {"weft.build", "weft.arguments", "weft.metadata", "weft.comm"},
     {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists", "weft.running"},
     {"weft.ops"},
-    {"weft.nn"},
+    {"weft.nn", "weft.tuning"},
     {"weft.context_parallel"},
     {"weft.replicas", "weft.activation_checkpoint", "weft.tensor_parallel"},
     {"weft.data_parallel", "weft.explanation"},
@@ -75,7 +75,7 @@ PUBLIC = """
     FSDPAllGather FSDPReduceScatter full_state_dict HookState init_mesh LAMB LARS LayerSplit layerwise_groups
     linear_scaling load_checkpoint load_safetensors merge_attention parallel_cross_entropy
     parallel_linear_cross_entropy ParallelConv2d ParallelEmbedding parallelize ParallelLinear Pipeline plan RankLostError reduce_scatter RowParallelLinear
-    save_checkpoint Shard shard_of shard_sequence split_sizes unshard_sequence verify
+    save_checkpoint Shard shard_of shard_sequence split_sizes unshard_sequence verify warm_up
 """
 
 

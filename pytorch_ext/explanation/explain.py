@@ -127,11 +127,12 @@ def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
     n, k = weight.shape
     # A row layer's activation comes after its reduction, outside of the product.
     fused = layer.activation if layer.style == "column" else None
+    to_main_grad = "main_grad" if getattr(layer.weight, "main_grad", None) is not None else None
     layouts = ("nn", "nt") if layer.transposed else ("nt", "nn")
     computed = {
         "forward": _product(tokens, n, k, layouts[0], weight, fused),
         "dgrad": _product(tokens, k, n, layouts[1], weight),
-        "wgrad": _product(n, k, tokens, "tn", weight),
+        "wgrad": _product(n, k, tokens, "tn", weight, to_main_grad),
     }
     communicated = {
         product: _communication(layer, tokens, weight.t() if product == "forward" else weight, how)

@@ -1,7 +1,8 @@
 """Choice between weft's kernel and the library for a matrix product, with the reason.
 
-A product takes the kernel where a tuned table (`weft tune matmul`) has a measurement of it on this architecture, with
-sizes within a factor of two, and where the kernel was at least as fast as the library's op with a separate epilogue.
+A product takes the kernel where `weft.warm_up` or a table (`weft tune matmul`) has a measurement of it on this
+architecture, with sizes within a factor of two, and where the kernel was at least as fast as the library's op with a
+separate epilogue.
 The library runs everything else: products on the CPU, where weft's kernels do not run, and products without a
 measurement.
 """
@@ -118,7 +119,28 @@ def algorithm(problem: "Problem", device: torch.device) -> Algorithm:
     """Return the implementation that runs this product on this device."""
     if not on_kernel(device):
         return excluded(device)
+    if _asked is not None:
+        _asked.add((problem, device))
     return _WANTED if _preference == "kernel" else _measured(problem, device)
+
+
+_asked: "set[tuple[Problem, torch.device]] | None" = None
+
+
+@contextlib.contextmanager
+def asked() -> "Iterator[set[tuple[Problem, torch.device]]]":
+    """Collect the products that are asked for inside a `with` block, with their devices."""
+    global _asked
+    before, _asked = _asked, set()
+    try:
+        yield _asked
+    finally:
+        _asked = before
+
+
+def forget_choices() -> None:
+    """Choose anew, by measurements that were added."""
+    _measured.cache_clear()
 
 
 @lru_cache(maxsize=4096)
@@ -131,7 +153,7 @@ def _measured(problem: "Problem", device: torch.device) -> Algorithm:
     entry = choose_tile(problem, device).entry
     architecture = launch.architecture_of(device)
     if entry is None:
-        return Algorithm(False, f"not measured at this size on {architecture}; `weft tune matmul` measures it")
+        return Algorithm(False, f"not measured at this size on {architecture}; `weft.warm_up` measures it")
     if not _HAS_TRITON:
         code = origin(problem, launch.code_architecture(device))
         if code.how == "nowhere":
@@ -157,9 +179,18 @@ def origin(problem: "Problem", architecture: str) -> "Origin":
     a_turned, b_turned = (letter == "t" for letter in problem.layout)
     a, b = operand(problem.m, problem.k, a_turned), operand(problem.k, problem.n, b_turned)
     name = problem.fused.removesuffix("_gated")
-    activation = None if name == "none" else name
+    activation = None if name in ("none", "main_grad") else name
+    total = torch.empty(problem.m, problem.n, device="meta") if name == "main_grad" else None
     gated = problem.fused.endswith("_gated")
     with launch.recording(architecture) as launches:
-        matmul(a, b, b_up=b if gated else None, activation=activation, keep_z=activation is not None)
+        matmul(
+            a,
+            b,
+            b_up=b if gated else None,
+            addend=total,
+            out=total,
+            activation=activation,
+            keep_z=activation is not None,
+        )
     origins = [launch.origin(recorded, architecture) for recorded in launches]
     return next((found for found in origins if found.how != "ahead-of-time"), origins[0])

@@ -66,7 +66,7 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
 
 def accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
     """Add a @ b to total, which is fp32 (fp64 if they are), without rounding the product first."""
-    if total.dtype == torch.float32 and kernel_choice.on_kernel(a.device) and _takes_kernel(a, b):
+    if total.dtype == torch.float32 and kernel_choice.on_kernel(a.device) and _takes_kernel(a, b, adds=True):
         _kernel().matmul(a, b, addend=total, out=total)
     elif a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -220,12 +220,17 @@ def _gated_operator(x, gate, up, bias, activation):
             return y.view(*x.shape[:-1], -1), z.view(*x.shape[:-1], -1)
     whole = _halves_of(gate, up)
     z = F.linear(x, torch.cat([gate, up]) if whole is None else whole, bias)
+    return gated(z, activation), z
+
+
+def gated(z: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(z_gate) * z_up for z = z_gate beside z_up [..., 2F]."""
     if kernel_choice.streams(z):
         from weft.kernels.activation import gated_forward
 
-        return gated_forward(as_matrix(z), activation).view(*x.shape[:-1], -1), z
+        return gated_forward(as_matrix(z), activation).view(*z.shape[:-1], -1)
     z_gate, z_up = z.chunk(2, -1)
-    return ACTIVATIONS[activation].apply(z_gate) * z_up, z
+    return ACTIVATIONS[activation].apply(z_gate) * z_up
 
 
 def _gated_backward_operator(dy, z, activation):
@@ -294,8 +299,8 @@ def _kernel():
     return matmul
 
 
-def _takes_kernel(a, b, b_up=None, activation: str | None = None) -> bool:
+def _takes_kernel(a, b, b_up=None, activation: str | None = None, adds: bool = False) -> bool:
     from weft.kernels.matmul_tiles import problem_of
 
-    problem = problem_of(a, b, b_up, activation=activation or "none")
+    problem = problem_of(a, b, b_up, activation=activation or "none", adds=adds)
     return kernel_choice.algorithm(problem, a.device).kernel

@@ -208,7 +208,7 @@ def test_the_table_decides_between_kernel_and_library_and_is_quoted(monkeypatch)
         unmeasured = Problem(64, 64, 64, "nt", True, torch.bfloat16)
         assert (
             str(kernel_choice._measured(unmeasured, device))
-            == "ATen: not measured at this size on sm_90; `weft tune matmul` measures it"
+            == "ATen: not measured at this size on sm_90; `weft.warm_up` measures it"
         )
         double = Problem(64, 64, 64, "nt", True, torch.float64)
         assert "does not take torch.float64" in str(kernel_choice._measured(double, device))

@@ -1,0 +1,276 @@
+"""warm_up: measure the products of a model once, weft's kernel beside the library, and use the faster one everywhere.
+
+The first rank measures and sends what it found to all ranks, since ranks that chose for themselves could run different
+kernels, which round differently. The measurements are kept on disk, by GPU, driver and the kernels' source.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft import _C
+from weft.arguments import check_choice
+from weft.comm.registry import communicator
+from weft.kernels import archive, config, launch, matmul_tiles
+from weft.kernels.config import Entry, MatmulConfig
+from weft.kernels.matmul import matmul
+from weft.kernels.matmul_tiles import Problem
+from weft.ops import kernel_choice
+from weft.ops.activation import ACTIVATIONS
+from weft.ops.matmul import accumulate, gated
+from weft.rng import restore_rng_state, rng_states
+
+_LOG = logging.getLogger("weft")
+_ROUNDS = 11
+_FLUSH_BYTES = 256 << 20  # more than any L2
+_CHECKED_ROWS = 64
+_SETTING = os.environ.get("WEFT_TUNE", "")
+check_choice("WEFT_TUNE", _SETTING, ("", "0", "1"))
+
+
+def warm_up(model: nn.Module, *example: Any, **keywords: Any) -> None:
+    """Measure each product of the model that no table has, and take weft's kernel where it is the faster one.
+
+    A collective call of all ranks of the default group. The model runs forward once, without gradients; buffers and
+    random states are as before afterwards. The products of backward follow from those of forward. On the CPU, and
+    where WEFT_TUNE=0 is set, nothing is measured and every product is the library's. `weft.explain(model)` shows the
+    choice for each product, with the measured ratio.
+
+    Args:
+        model: what is trained: a result of `weft.parallelize`, or any module of parallel layers.
+        *example, **keywords: arguments of the model, with the sizes of a training step.
+
+    Raises:
+        ValueError: the ranks have different GPUs, so that one rank cannot measure for all.
+
+    Examples:
+        >>> layer = weft.ParallelLinear(16, 64, style="column")
+        >>> weft.warm_up(layer, torch.randn(4, 16))
+    """
+    if _SETTING == "0":
+        return
+    problems, device = _products_of(model, example, keywords)
+    here = (_name_of(device), sorted(problems, key=str))
+    ranks = communicator(None) if dist.is_initialized() else None
+    every = [here] if ranks is None else ranks.all_gather_object(here)
+    names = sorted({name for name, _ in every if name})
+    if not names:
+        return
+    if len(names) > 1:
+        raise ValueError(
+            f"warm_up: the ranks have {' and '.join(names)}; what is fast on one need not be on the other, so leave "
+            "warm_up out"
+        )
+    asked = list(dict.fromkeys(problem for _, problems in every for problem in problems))
+    start = time.perf_counter()
+    found = _known_or_measured(asked, device) if ranks is None or ranks.rank == 0 else []
+    entries = found if ranks is None else ranks.all_gather_object(found)[0]
+    use(entries, launch.architecture_of(device))
+    if ranks is None or ranks.rank == 0:
+        ours = sum(entry.ours_us <= entry.peer_us for entry in entries)
+        seconds = time.perf_counter() - start
+        _LOG.info("warm_up: weft's kernel for %d of %d products, in %.1f s", ours, len(asked), seconds)
+
+
+def before_first_call(model: nn.Module) -> None:
+    """Make the model's first call start with a `warm_up` on its arguments, unless WEFT_TUNE=0."""
+
+    def first(model, arguments, keywords) -> None:
+        handle.remove()
+        warm_up(model, *arguments, **keywords)
+
+    handle = model.register_forward_pre_hook(first, with_kwargs=True, prepend=True)
+
+
+def use(entries: Iterable[Entry[MatmulConfig]], architecture: str) -> None:
+    """Let products of these and similar sizes follow the measurements from now on."""
+    config.add_entries("matmul", architecture, entries)
+    matmul_tiles.forget_choices()
+    matmul.kinds.clear()  # type: ignore[attr-defined]
+    kernel_choice.forget_choices()
+
+
+def measured(problem: Problem, device: torch.device) -> Entry[MatmulConfig] | None:
+    """Return the fastest tile configuration with a correct result, with its time and the library's; None if none is."""
+    ours, library, exact = _contest(problem, device)
+    plain = library()[:_CHECKED_ROWS].double()
+    allowed = 4 * float((plain - exact).abs().max()) + torch.finfo(problem.dtype).eps * float(exact.abs().max())
+    tiles = matmul_tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)
+    right: dict[str, MatmulConfig] = {}
+    for tile in matmul_tiles.candidates(tiles, problem.k):
+        error = float((ours(tile)[:_CHECKED_ROWS].double() - exact).abs().max())
+        if error <= allowed:
+            right[str(tile)] = tile
+        else:
+            _LOG.warning("left out: %s for %s: off by %.3g, allowed %.3g", tile, problem, error, allowed)
+    if not right:
+        return None
+    times = medians_us({**{name: partial(ours, tile) for name, tile in right.items()}, "library": library}, device)
+    best = min(right, key=lambda name: times[name])
+    return Entry(problem.key(), right[best], times[best], times["library"])
+
+
+def medians_us(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return each call's median time, measured in alternation with a cold L2; two more rounds warm up."""
+    samples: dict[str, list] = {name: [] for name in calls}
+    order = list(calls.items())
+    on_gpu = device.type == "cuda"
+    flush = torch.empty(_FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
+    for round_number in range(_ROUNDS + 2):
+        order.append(order.pop(0))
+        for name, call in order:
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) if on_gpu else _HostEvent() for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            if round_number >= 2:
+                samples[name].append((start, end))
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return {name: median(start.elapsed_time(end) * 1e3 for start, end in pairs) for name, pairs in samples.items()}
+
+
+class _HostEvent:
+    """An event of the host, for the interpreter."""
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: "_HostEvent") -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+def _products_of(model: nn.Module, example, keywords) -> tuple[set[Problem], torch.device]:
+    """Return the products that a training step of the model on these arguments asks for, and their device."""
+    states = rng_states(model)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad(), kernel_choice.asked() as asked:
+        model(*example, **keywords)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    for kind, state in states.items():
+        restore_rng_state(kind, state, model)
+    to_main_grad = any(getattr(parameter, "main_grad", None) is not None for parameter in model.parameters())
+    forward = {problem for problem, _ in asked if problem.dtype in launch.DTYPES}
+    devices = {device for _, device in asked}
+    every = {product for problem in forward for product in (problem, *_backward_of(problem, to_main_grad))}
+    return every, devices.pop() if devices else torch.device("cpu")
+
+
+def _backward_of(problem: Problem, to_main_grad: bool) -> tuple[Problem, Problem]:
+    """Return dgrad and wgrad of the layer whose forward is the problem."""
+    width = problem.n * (2 if problem.fused.endswith("_gated") else 1)  # of dz
+
+    def product(m: int, n: int, k: int, layout: str, contiguous: tuple[int, int], fused: str) -> Problem:
+        aligned = all(size * problem.dtype.itemsize % 16 == 0 for size in contiguous)
+        return replace(problem, m=m, n=n, k=k, layout=layout, aligned=aligned, fused=fused)
+
+    dgrad = product(problem.m, problem.k, width, "nn", (width, problem.k), "none")
+    fused = "main_grad" if to_main_grad else "none"
+    return dgrad, product(problem.n, problem.k, problem.m, "tn", (width, problem.k), fused)
+
+
+def _contest(problem: Problem, device: torch.device):
+    """Return our call (of a tile configuration), the library's, and the first rows in fp64."""
+    generator = torch.Generator(device).manual_seed(0)  # the model's random numbers stay as they are
+
+    def matrix(rows: int, columns: int, turned: bool) -> torch.Tensor:
+        stored = (columns, rows) if turned else (rows, columns)
+        per_line = 16 // problem.dtype.itemsize
+        rest = stored[1] % per_line
+        padding = -rest % per_line if problem.aligned else int(rest == 0)
+        padded = torch.randn(stored[0], stored[1] + padding, device=device, generator=generator).to(problem.dtype)
+        found = padded[:, : stored[1]]
+        return found.t() if turned else found
+
+    a, b = (
+        matrix(*sizes, letter == "t")
+        for sizes, letter in zip(((problem.m, problem.k), (problem.k, problem.n)), problem.layout, strict=True)
+    )
+    name = problem.fused.removesuffix("_gated")
+    some = a[:_CHECKED_ROWS].double()
+    if problem.fused == "main_grad":
+        total = torch.zeros(problem.m, problem.n, device=device)
+
+        def added(call: Callable[[], object]) -> torch.Tensor:
+            total[:_CHECKED_ROWS].zero_()
+            call()
+            return total
+
+        return (
+            lambda tile: added(lambda: matmul(a, b, addend=total, out=total, config=tile)),
+            lambda: added(lambda: _by_library(lambda: accumulate(a, b, total))),
+            some @ b.double(),
+        )
+    if problem.fused.endswith("_gated"):
+        whole = torch.cat([b, b], 1)
+        exact = some @ b.double()
+        return (
+            lambda tile: matmul(a, b, b_up=b, activation=name, keep_z=True, config=tile)[0],
+            lambda: gated(a @ whole, name),
+            ACTIVATIONS[name].apply(exact) * exact,
+        )
+    if name == "none":
+        return lambda tile: matmul(a, b, config=tile)[0], lambda: a @ b, some @ b.double()
+    return (
+        lambda tile: matmul(a, b, activation=name, keep_z=True, config=tile)[0],
+        lambda: ACTIVATIONS[name].apply(a @ b),
+        ACTIVATIONS[name].apply(some @ b.double()),
+    )
+
+
+def _by_library(call: Callable[[], object]) -> None:
+    with kernel_choice.prefer("library"):
+        call()
+
+
+def _known_or_measured(problems: Iterable[Problem], device: torch.device) -> list[Entry[MatmulConfig]]:
+    """Return an entry for each product; those that are not on disk are measured and added there."""
+    file = _folder(device) / "matmul.json"
+    known = {_text(entry.problem): entry for entry in config.read_table(file, MatmulConfig)} if file.exists() else {}
+    before = len(known)
+    found = []
+    for problem in problems:
+        entry = known.get(_text(problem.key())) or measured(problem, device)
+        if entry is not None:
+            known[_text(entry.problem)] = entry
+            found.append(entry)
+    if len(known) > before:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = config.table_text(list(known.values()), {"device": _name_of(device)})
+        archive.write_whole(file, text.encode())
+    return found
+
+
+def _text(key: Mapping) -> str:
+    return str(sorted(key.items()))
+
+
+def _folder(device: torch.device) -> Path:
+    """Return the folder of this device's measurements: they hold for its driver, these kernels and this torch."""
+    sources = b"".join(path.read_bytes() for path in sorted(archive.SOURCES.glob("*.py")))
+    driver = _C.launch.driver()["version"]
+    versions = f"{driver} {torch.__version__} {launch.language.VERSION}".encode()
+    name = re.sub(r"[^a-z0-9]+", "-", _name_of(device).lower()).strip("-")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "weft" / "tuned" / f"{name}-{hashlib.sha256(sources + versions).hexdigest()[:16]}"
+
+
+def _name_of(device: torch.device) -> str:
+    """Return the name of the device that computes, "" if none of weft's kernels runs on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "interpreter" if kernel_choice.on_kernel(device) else ""
