@@ -266,7 +266,9 @@ class _Chunk:
             "dropout": self.rules.dropout > 0,
             "dtype": str(q.dtype).removeprefix("torch."),
         }
-        return choose(f"attention_{kind}", architecture, problem, explicit, exist, exist[0]).config
+        widest = min(q.size(3), v.size(3)) > 128  # its first tile takes 104 KiB on sm_80
+        heuristic = exist[0 if not widest or launch.has_large_shared_memory(q.device) else -1]
+        return choose(f"attention_{kind}", architecture, problem, explicit, exist, heuristic).config
 
     def make_scale_positive(self) -> None:
         """Let a larger product give a larger score. A scale of 0 becomes one that changes no score from 0."""

@@ -200,6 +200,14 @@ def has_copy_engine(device: torch.device) -> bool:
     return architecture_of(device) != "sm_80"
 
 
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Return True if a program may have all the shared memory of its architecture; 8.6, 8.9 and 12.x give it 99 KiB."""
+    if device.type != "cuda":
+        return True
+    allowed = _properties(device.index or 0).shared_memory_per_block_optin
+    return allowed >= SHARED_LIMIT_BYTES[architecture_of(device)]
+
+
 def check_memory(op: str, **tensors: torch.Tensor | None) -> torch.device:
     """Return the one device that all tensors are on; None is ignored.
 

@@ -24,6 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft import _C
 from weft.kernels import archive, dispatch, language, launch, signature, without_triton
 from weft.kernels.archive import Archive, ArchiveError, Machine
+from weft.kernels.attention import attention_forward
+from weft.kernels.attention_rules import Rules
 
 HERE = Path(__file__).parent
 STUB = HERE.parent / "stub_driver"
@@ -523,6 +525,22 @@ def test_a_device_takes_the_code_and_the_tiles_that_it_can_run(monkeypatch, capa
     assert launch.architecture_of(torch.device("cuda:0")) == tiles
     for cached in (launch._code_architecture, launch._family):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize(("allowed_bytes", "is_large"), [(163 * 1024, True), (99 * 1024, False)])
+def test_a_device_with_little_shared_memory_takes_a_smaller_tile_of_wide_heads(monkeypatch, allowed_bytes, is_large):
+    properties = SimpleNamespace(major=8, minor=0, shared_memory_per_block_optin=allowed_bytes)
+    monkeypatch.setattr(launch, "_properties", lambda index: properties)
+    launch._family.cache_clear()
+    assert launch.has_large_shared_memory(torch.device("cuda:0")) == is_large
+    launch._family.cache_clear()
+    monkeypatch.setattr(launch, "has_large_shared_memory", lambda device: is_large)
+    wide, narrow = (torch.empty(1, 2, 512, size, dtype=torch.bfloat16, device="meta") for size in (256, 128))
+    with launch.recording("sm_80") as launches:
+        attention_forward(wide, wide, wide, Rules())
+        attention_forward(wide, wide, narrow, Rules())
+    tiles = [recorded.constants["BLOCK_N"] for recorded in launches]
+    assert tiles == [64 if is_large else 32, 64]
 
 
 # All of it together
