@@ -50,11 +50,12 @@ def _as_process(rank: int, function, bytes: int, args, seed):
 def _as_streams(function, world: int, bytes: int, device: torch.device, args, seed):
     torch.cuda.synchronize()
     peers = virtual_peers(world, bytes, device)
-    _rehearse(function, peers, args)
+    streams = [torch.cuda.Stream(device) for _ in peers]
+    _rehearse(function, peers, streams, args)
     random_cycles = random.Random(seed)
     results = []
-    for local in peers:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+    for local, stream in zip(peers, streams, strict=True):
+        with torch.cuda.stream(stream):
             if seed is not None:
                 torch.cuda._sleep(random_cycles.randrange(2_000_000))
             results.append(function(local, *args))
@@ -65,14 +66,16 @@ def _as_streams(function, world: int, bytes: int, device: torch.device, args, se
     return results
 
 
-def _rehearse(function, peers: list[signal.Peers], args) -> None:
-    """Run each rank alone, with waits that end at once, to load code and make tables now.
+def _rehearse(function, peers: list[signal.Peers], streams: list[torch.cuda.Stream], args) -> None:
+    """Run each rank alone, with waits that end at once, to load code, make tables and allocate memory now.
 
-    Later the host would wait for that while another rank's kernel waits for the host.
+    Later the host would wait for that while another rank's kernel waits for the host. Memory that is freed here serves
+    the same stream again.
     """
-    for local in peers:
+    for local, stream in zip(peers, streams, strict=True):
         local.record[0] = 3
-        function(local, *args)
+        with torch.cuda.stream(stream):
+            function(local, *args)
         torch.cuda.synchronize()
     for local in peers:
         for memory in (local.memory, local.counters, local.spoiled, local.record):
