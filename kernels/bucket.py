@@ -3,12 +3,14 @@
     pack     flat[offset_i + j] = round(scale * tensor_i[j])    every tensor of its own size and type (bf16, fp16, fp32)
     unpack   tensor_i[j] = round(scale * flat[offset_i + j])    flat is of one of these types
     reduce   out[j] = round(scale * ((b_0[j] + b_1[j]) + ... + b_{W-1}[j]))    W buffers [N] of one type; out [N]
-    with statistics   squared_norm = sum of squares, in fp64, of the written elements (after scale, rounded);
+    with statistics   squared_norm = sum of squares, in fp64, of the written elements (after scale, rounded); of a
+                      reduction that writes nothing, of the scaled sums in fp32;
                       nonfinite = 1 if any of them is infinite or NaN, else 0
 
 Arithmetic is in fp32: a product with the fp32 scale, then one rounding to the type that is written. Each tensor starts
 at a multiple of 8 elements of the flat buffer, 16 bytes of its narrowest type. Pack writes zeros to the gaps, so that a
-collective over the whole buffer moves nothing undefined.
+collective over the whole buffer moves nothing undefined. `weft.DataParallel` packs and reduces by these kernels on
+GPUs (docs/data_parallel.md).
 
 Bytes, for N elements: pack N (s_tensor + s_flat), unpack the same, reduce N (W s_buffer + s_out). There are 1 to W + 2
 operations per element, so device memory is the limit. Statistics add no pass: each program writes the sum of its block
@@ -21,6 +23,7 @@ that was set to None). Nothing is saved for backward. Tests: tests/kernels/test_
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -35,7 +38,6 @@ _BLOCK = 4096
 _WARPS = 8
 _REDUCE_WARPS = 16
 _TABLE_BLOCK: tl.constexpr = tl.constexpr(2048)  # partial sums that the last program reads at a time
-_ALIGNMENT: tl.constexpr = tl.constexpr(ALIGNMENT)
 _BF16: tl.constexpr = tl.constexpr(0)
 _FP16: tl.constexpr = tl.constexpr(1)
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -70,10 +72,11 @@ class Statistics:
 
 @dataclass(frozen=True)
 class PackedSlot:
-    """A tensor's place in the flat buffer: elements offset to offset + count."""
+    """A tensor's place in the flat buffer: elements offset to offset + count, and a gap up to offset + room."""
 
     offset: int
     count: int
+    room: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     order: tuple[tuple[int, int], ...]  # sizes and strides of the dimensions of more than one element
@@ -88,6 +91,8 @@ class PackedBucket:
     Args:
         tensors: bf16, fp16 or fp32; only their types, shapes and strides matter, so they may be on "meta".
         device: device of the packing; the tensors' own by default.
+        offsets: first element of each tensor in the flat buffer, then the size of the buffer; multiples of 8, in
+            ascending order from 0. By default the tensors lie one after another.
 
     Attributes:
         elements: the size of the flat buffer.
@@ -95,27 +100,35 @@ class PackedBucket:
 
     Raises:
         TypeError: a tensor of another type.
-        ValueError: a tensor with holes in its memory or with elements that share memory; no tensors and no device.
+        ValueError: a tensor with holes in its memory or with elements that share memory; no tensors and no device;
+            offsets that leave a tensor too little room.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | str | None = None):
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device | str | None = None,
+        offsets: Sequence[int] | None = None,
+    ):
         if device is None and not tensors:
             raise ValueError("PackedBucket: of no tensors the device must be given: PackedBucket([], device=...)")
         self.device = torch.empty(0, device=device if device is not None else tensors[0].device).device
+        if offsets is None:
+            offsets = [0, *accumulate(-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors)]
+        _check_offsets(tensors, offsets)
         slots: list[PackedSlot] = []
-        self.elements = 0
-        for number, tensor in enumerate(tensors):
+        for number, (tensor, (start, stop)) in enumerate(zip(tensors, pairwise(offsets), strict=True)):
             launch.check_dtype("PackedBucket", **{f"tensors[{number}]": tensor})
-            slots.append(_slot(number, tensor, self.elements))
-            self.elements += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+            slots.append(_slot(number, tensor, start, stop - start))
+        self.elements = offsets[-1]
         self.slots = tuple(slots)
-        counts = torch.tensor([slot.count for slot in slots], dtype=torch.int64)
-        blocks = (counts + _BLOCK - 1) // _BLOCK
+        rooms = torch.tensor([slot.room for slot in slots], dtype=torch.int64)
+        blocks = (rooms + _BLOCK - 1) // _BLOCK
         owner = torch.repeat_interleave(torch.arange(len(slots)), blocks)
         block = torch.arange(len(owner)) - (blocks.cumsum(0) - blocks)[owner]
-        rows = [(slot.offset, slot.count, _KINDS[slot.dtype]) for slot in slots]
+        rows = [(slot.offset, slot.count, slot.room, _KINDS[slot.dtype]) for slot in slots]
         self._programs = torch.stack([owner, block], 1).to(self.device, torch.int32)
-        self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.device)
+        self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 4).to(self.device)
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat buffer, not initialised."""
@@ -228,7 +241,7 @@ class PackedBucket:
 
 def reduce(
     buffers: Sequence[torch.Tensor],
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     scale: float = 1.0,
     statistics: Statistics | None = None,
 ) -> None:
@@ -237,9 +250,10 @@ def reduce(
     Args:
         buffers: 1 to 64 buffers [N], of one type (bf16, fp16, fp32), contiguous. Buffers of 16 bits are summed in fp32
             too.
-        out: [N], contiguous, of any of these types; may be one of the buffers.
+        out: [N], contiguous, of any of these types; may be one of the buffers. None writes nothing, so that a pass for
+            the statistics alone only reads.
         scale: finite in fp32.
-        statistics: filled in from the elements of out.
+        statistics: filled in from the elements of out, or from the scaled sums in fp32 if nothing is written.
 
     Raises:
         ValueError, TypeError: the kernel does not take an argument. Raised before any write.
@@ -248,16 +262,17 @@ def reduce(
     _check_scale(op, scale)
     _check_buffers(op, buffers, out)
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
-    programs = cdiv(out.numel(), _BLOCK)
+    count, device = buffers[0].numel(), buffers[0].device
+    programs = cdiv(count, _BLOCK)
     launch.launch(
         _reduce_kernel,
         (programs,),
-        _address_table(addresses, out.device),
+        _address_table(addresses, device),
         out,
-        out.numel(),
+        count,
         len(buffers),
         float(scale),
-        *_arguments_of(op, statistics, out.device, programs),
+        *_arguments_of(op, statistics, device, programs),
         DTYPE=launch.TRITON_TYPES[buffers[0].dtype],
         ALIGNED=all(address % 16 == 0 for address in addresses),
         BLOCK=_BLOCK,
@@ -265,18 +280,21 @@ def reduce(
     )
 
 
-def _check_buffers(op: str, buffers: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _check_buffers(op: str, buffers: Sequence[torch.Tensor], out: torch.Tensor | None) -> None:
     if not 1 <= len(buffers) <= MOST_BUFFERS:
         raise ValueError(f"{op}: got {len(buffers)} buffers; it takes 1 to {MOST_BUFFERS}, sum more in several calls")
     named = {f"buffers[{rank}]": buffer for rank, buffer in enumerate(buffers)}
-    launch.check_memory(op, **named, out=out)
-    launch.check_dtype(op, out=out, **{"buffers[0]": buffers[0]})
+    every = named if out is None else {**named, "out": out}
+    launch.check_memory(op, **every)
+    launch.check_dtype(op, **every)
     launch.check_dtype(op, (buffers[0].dtype,), **named)
-    launch.check_shape(op, (out.numel(),), **named, out=out)
-    size = out.element_size()
-    for name, tensor in {**named, "out": out}.items():
+    launch.check_shape(op, ((buffers[0] if out is None else out).numel(),), **every)
+    for name, tensor in every.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{op}: {name} has stride {tensor.stride(0)}; make it contiguous")
+        if out is None:
+            continue
+        size = out.element_size()
         shift = tensor.data_ptr() - out.data_ptr()
         apart = shift >= out.numel() * size or -shift >= tensor.numel() * tensor.element_size()
         same = shift == 0 and tensor.dtype == out.dtype
@@ -297,7 +315,21 @@ def _arguments_of(op: str, statistics: Statistics | None, device: torch.device, 
     return statistics.arguments(programs)
 
 
-def _slot(number: int, tensor: torch.Tensor, offset: int) -> PackedSlot:
+def _check_offsets(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
+    if len(offsets) != len(tensors) + 1 or offsets[0] or any(offset % ALIGNMENT for offset in offsets):
+        raise ValueError(
+            f"PackedBucket: got offsets {list(offsets)} for {len(tensors)} tensors; expected 0 first, one for each "
+            f"tensor, then the buffer's size, all multiples of {ALIGNMENT}"
+        )
+    for number, (tensor, (start, stop)) in enumerate(zip(tensors, pairwise(offsets), strict=True)):
+        if stop - start < tensor.numel():
+            raise ValueError(
+                f"PackedBucket: tensors[{number}] has {tensor.numel()} elements, and its offsets {start} and {stop} "
+                f"leave room for {stop - start}"
+            )
+
+
+def _slot(number: int, tensor: torch.Tensor, offset: int, room: int) -> PackedSlot:
     order = _order(tensor)
     expected = 1
     for size, stride in sorted(order, key=lambda pair: pair[1]):
@@ -307,7 +339,7 @@ def _slot(number: int, tensor: torch.Tensor, offset: int) -> PackedSlot:
                 "elements must fill their memory, each in its own place; give a contiguous tensor"
             )
         expected *= size
-    return PackedSlot(offset, tensor.numel(), tensor.dtype, tuple(tensor.shape), order, tensor.is_contiguous())
+    return PackedSlot(offset, tensor.numel(), room, tensor.dtype, tuple(tensor.shape), order, tensor.is_contiguous())
 
 
 def _order(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -356,7 +388,7 @@ def _uploaded(addresses: tuple[int, ...], device: torch.device, stream: int) -> 
 @triton.jit
 def _pack_kernel(
     programs,  # [P, 2] i32: tensor, block of it
-    table,  # [T, 3] i64: offset in flat, count, kind
+    table,  # [T, 4] i64: offset in flat, count, room, kind
     addresses,  # [T] i64
     flat,  # [elements]
     scale,
@@ -366,7 +398,7 @@ def _pack_kernel(
     nonfinite,  # fp32
     BLOCK: tl.constexpr,
 ):
-    address, offset, start, count, limit, kind = _place(programs, table, addresses, BLOCK)
+    address, offset, start, room, limit, kind = _place(programs, table, addresses, BLOCK)
     if kind == _BF16:
         x = _read(address, start, limit, tl.bfloat16, BLOCK)
     elif kind == _FP16:
@@ -375,14 +407,14 @@ def _pack_kernel(
         x = _read(address, start, limit, tl.float32, BLOCK)
     index = start + tl.arange(0, BLOCK)
     y = launch.rounded(tl.where(index < limit, x * scale, 0.0), flat.dtype.element_ty)
-    tl.store(flat + offset + index, y, mask=index < _padded(count))
+    tl.store(flat + offset + index, y, mask=index < room)
     _finish(y.to(tl.float32), partials, ticket, squared_norm, nonfinite)
 
 
 @triton.jit
 def _unpack_kernel(
     programs,  # [P, 2] i32: tensor, block of it
-    table,  # [T, 3] i64: offset in flat, count, kind
+    table,  # [T, 4] i64: offset in flat, count, room, kind
     addresses,  # [T] i64
     flat,  # [elements]
     scale,
@@ -392,10 +424,10 @@ def _unpack_kernel(
     nonfinite,  # fp32
     BLOCK: tl.constexpr,
 ):
-    address, offset, start, count, limit, kind = _place(programs, table, addresses, BLOCK)
+    address, offset, start, room, limit, kind = _place(programs, table, addresses, BLOCK)
     index = start + tl.arange(0, BLOCK)
     # The load includes the padding: a mask that changes every 8 elements permits one load of 16 bytes.
-    x = tl.load(flat + offset + index, mask=index < _padded(count), other=0.0).to(tl.float32)
+    x = tl.load(flat + offset + index, mask=index < room, other=0.0).to(tl.float32)
     x = tl.where(index < limit, x * scale, 0.0)
     if kind == _BF16:
         y = _write(x, address, start, limit, tl.bfloat16, BLOCK)
@@ -409,7 +441,7 @@ def _unpack_kernel(
 @triton.jit(do_not_specialize=["count", "world"])
 def _reduce_kernel(
     addresses,  # [W] i64
-    out,  # [N]
+    out,  # [N], or None: nothing is written
     count,  # N
     world,  # W
     scale,
@@ -424,13 +456,15 @@ def _reduce_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     if start + BLOCK <= count:
-        total = _sum_of_ranks(addresses, world, start, count, DTYPE, ALIGNED, True, BLOCK)
-        y = launch.rounded(total * scale, out.dtype.element_ty)
-        tl.store(out + index, y)
+        y = _sum_of_ranks(addresses, world, start, count, DTYPE, ALIGNED, True, BLOCK) * scale
+        if out is not None:
+            y = launch.rounded(y, out.dtype.element_ty)
+            tl.store(out + index, y)
     else:
-        total = _sum_of_ranks(addresses, world, start, count, DTYPE, ALIGNED, False, BLOCK)
-        y = launch.rounded(total * scale, out.dtype.element_ty)
-        tl.store(out + index, y, mask=index < count)
+        y = _sum_of_ranks(addresses, world, start, count, DTYPE, ALIGNED, False, BLOCK) * scale
+        if out is not None:
+            y = launch.rounded(y, out.dtype.element_ty)
+            tl.store(out + index, y, mask=index < count)
     _finish(y.to(tl.float32), partials, ticket, squared_norm, nonfinite)
 
 
@@ -438,25 +472,20 @@ def _reduce_kernel(
 def _place(programs, table, addresses, BLOCK: tl.constexpr):
     """Return the place of this program's block.
 
-    The result has the tensor's address and offset in flat, the block's first element in the tensor, the tensor's count,
-    the number of its elements in memory (0 for a tensor that is None) and its kind.
+    The result has the tensor's address and offset in flat, the block's first element in the tensor, the tensor's room
+    in flat, the number of its elements in memory (0 for a tensor that is None) and its kind.
     """
     entry = programs + tl.program_id(0).to(tl.int64) * 2
     tensor = tl.load(entry).to(tl.int64)
     start = tl.load(entry + 1).to(tl.int64) * BLOCK
-    row = table + tensor * 3
+    row = table + tensor * 4
     offset = tl.multiple_of(tl.load(row), 8)
     count = tl.load(row + 1)
-    kind = tl.load(row + 2)
+    room = tl.multiple_of(tl.load(row + 2), 8)
+    kind = tl.load(row + 3)
     address = tl.load(addresses + tensor)
     limit = tl.where(address == 0, 0, count)
-    return address, offset, start, count, limit, kind
-
-
-@triton.jit
-def _padded(count):
-    """Return the count up to the start of the next tensor."""
-    return tl.multiple_of(tl.cdiv(count, _ALIGNMENT) * _ALIGNMENT, 8)
+    return address, offset, start, room, limit, kind
 
 
 @triton.jit
@@ -574,3 +603,4 @@ def variants(architecture: str) -> None:
         for out_dtype in launch.DTYPES:
             reduce([vector(65536, dtype)] * 8, vector(65536, out_dtype), statistics=statistics)
         reduce([vector(65536, dtype)] * 8, vector(65536, dtype))
+        reduce([vector(65536, dtype)], None, statistics=statistics)

@@ -130,6 +130,13 @@ class Communicator:
         """
         raise NotImplementedError
 
+    def fuses_scale(self, x: torch.Tensor) -> bool:
+        """Return whether all_reduce_ applies a fusion's scale to x in its own pass, before it rounds.
+
+        A collective call if it is the first about CUDA tensors.
+        """
+        return False
+
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """Copy the root's x to every rank in place, and return it."""
         raise NotImplementedError

@@ -122,6 +122,11 @@ class DeviceCommunicator(Communicator):
             replace(fusion, scale=1.0).around(lambda sent: self._reduce(kernels, sent, scale, deterministic), x)
         return x
 
+    def fuses_scale(self, x: torch.Tensor) -> bool:
+        if x.device.type != _DEVICE_TYPE:
+            return self._host.fuses_scale(x)
+        return self.world_size > 1 and self._on(x.device)[1] is not None and x.dtype in _NAMES
+
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
         return self._with_backend(x).broadcast_(x, root) if self.world_size > 1 else x
 

@@ -33,6 +33,9 @@ class EngineCommunicator(Communicator):
             self._engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op), fusion=fusion)
         return x
 
+    def fuses_scale(self, x: torch.Tensor) -> bool:
+        return True
+
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
         self._engine.broadcast(x, root)
         return x

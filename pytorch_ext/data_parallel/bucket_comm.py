@@ -3,10 +3,14 @@
 Backward starts a transport once for each bucket, in the order of the buckets, and waits for all of them at its end.
 With `scatter` each rank gets its own part of the sum, otherwise all of it. Sums are averaged on request.
 `bucket.squared_norm` becomes the squared norm of the part that this rank gets.
+
+Where weft's kernels take a bucket (on GPUs), one launch packs its gradients into the memory that travels, in the wire
+type. After the reduction one pass scales, converts to the bucket's type and measures the result.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +18,8 @@ import torch.distributed as dist
 from weft.comm.communicator import Communicator
 from weft.comm.dtypes import SUM, op_code
 from weft.comm.fusion import Fusion
-from weft.data_parallel.buckets import Bucket
+from weft.data_parallel.buckets import Bucket, Packing
+from weft.ops import kernel_choice
 
 _AVERAGE = op_code(dist.ReduceOp.AVG)
 BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
@@ -30,8 +35,10 @@ class Transport:
         wire_dtype: type to which fp32 gradients are rounded before they travel; None leaves them as they are.
         average: divide the sum by the number of ranks, or by `among` if some ranks have run out of inputs.
         scatter: leave each rank only its own part of the sum.
+        packs: buckets that weft's kernels take are packed by them.
     """
 
+    packs: ClassVar[bool] = True
     ranks: Communicator
     wire_dtype: torch.dtype | None
     average: bool
@@ -60,6 +67,8 @@ class Transport:
 
 class OnEngine(Transport):
     """Transport on the thread of the weft backend: sums in fp32, in the order of ranks, in one pass over the data."""
+
+    packs: ClassVar[bool] = False
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         engine = self.ranks.engine
@@ -111,6 +120,8 @@ class OnBackend(Transport):
     def reduce(self, bucket: Bucket, among: int) -> None:
         flat, wire = bucket.flat, self.wire_of(bucket.flat)
         share = 1 / among if self.average else 1.0
+        if bucket.packing is not None:
+            return self._reduce_packed(bucket, bucket.packing, share)
         if not self.scatter:
             self.ranks.all_reduce_(flat, fusion=Fusion(wire, share))
             return measure(flat, bucket)
@@ -120,6 +131,19 @@ class OnBackend(Transport):
         own = bucket.parts(self.ranks.world_size)[self.ranks.rank]
         own.copy_(received).mul_(share)
         return measure(own, bucket)
+
+    def _reduce_packed(self, bucket: Bucket, packing: Packing, share: float) -> None:
+        sent = packing.pack()
+        if self.scatter:
+            parts = list(sent.chunk(self.ranks.world_size))
+            received = torch.empty_like(parts[self.ranks.rank])
+            self.ranks.reduce_scatter_into(parts, received)
+            return packing.finish(received, bucket.parts(self.ranks.world_size)[self.ranks.rank], share)
+        if not self.ranks.fuses_scale(sent):
+            self.ranks.all_reduce_(sent)
+            return packing.finish(sent, bucket.flat, share)
+        self.ranks.all_reduce_(sent, fusion=Fusion.of(sent, scale=share))
+        return packing.finish(sent, bucket.flat, 1.0)
 
 
 class OnSideStream(OnBackend):
@@ -161,14 +185,20 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def transport_to(device: torch.device, ranks: Communicator) -> type[Transport]:
-    """Return the class of the transport for gradients on `device` between these ranks."""
+    """Return the class of the transport for gradients on `device` between these ranks.
+
+    On the CPU, `prefer("kernel")` takes the GPU's path to weft's kernels, in Triton's interpreter.
+    """
     if device.type == "cuda":
         return OnSideStream
-    return OnEngine if ranks.engine is not None else OnBackend
+    return OnEngine if ranks.engine is not None and not kernel_choice.on_kernel(device) else OnBackend
 
 
 def measure(part: torch.Tensor, bucket: Bucket) -> None:
     """Set the bucket's squared norm to that of `part`, in a pass of its own."""
+    if bucket.packing is not None:
+        bucket.packing.measure(part)
+        return
     if part.is_cuda:
         bucket.squared_norm.copy_(torch.linalg.vector_norm(part, dtype=torch.float64).square())
         return

@@ -8,9 +8,10 @@ import torch
 from weft import _C
 from weft.comm.communicator import Communicator
 from weft.comm.symmetric_tensor import empty_symmetric
+from weft.ops import kernel_choice
 from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
-from weft.sharding.sharded_grad import gradient_like
+from weft.sharding.sharded_grad import gradient_like, local
 
 # A bucket of this size has left a core's second-level cache before it is reduced.
 _PAST_CACHE_FROM_BYTES = 2 << 20
@@ -36,6 +37,7 @@ class Slot:
         given: the last of them was a gradient and not None.
         touched: a gradient has come since the last reduction.
         reduced: the view holds the result of a reduction, and nothing has been added since.
+        outside: the gradient, where autograd made it, until its bucket is packed; None if the view holds the gradient.
     """
 
     number: int
@@ -51,6 +53,7 @@ class Slot:
     given: bool = False
     touched: bool = False
     reduced: bool = False
+    outside: torch.Tensor | None = None
 
     @property
     def place(self) -> torch.Tensor:
@@ -78,6 +81,7 @@ class Bucket:
         missing: number of slots that wait for their gradient in this backward.
         squared_norm: float64 [1], squared norm of the part that the last reduction left this rank.
         written: on a GPU, events of the streams that wrote to the bucket.
+        packing: passes over the bucket by weft's kernels; None if they do not take it.
     """
 
     index: int
@@ -90,6 +94,7 @@ class Bucket:
     missing: int = 0
     squared_norm: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     written: list[torch.cuda.Event] = field(default_factory=list)
+    packing: "Packing | None" = None
 
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
@@ -104,6 +109,62 @@ class Bucket:
     def parts(self, world_size: int) -> list[torch.Tensor]:
         """Return the equal parts that the ranks of a sharded optimizer hold, in rank order."""
         return list(self.flat.chunk(world_size))
+
+
+class Packing:
+    """Passes over a bucket by weft's kernels: one moves the gradients in, and one ends the reduction.
+
+    Args:
+        flat: memory of the bucket.
+        slots: parameters with their places in it.
+        sent: [elements], memory that travels: `flat`, or a buffer in the wire type. Buckets share that buffer, so each
+            is packed after the reduction of the one before, on the same stream.
+
+    Attributes:
+        squared_norm: float64 [1], set by `finish` and `measure`.
+    """
+
+    def __init__(self, flat: torch.Tensor, slots: Sequence[Slot], sent: torch.Tensor):
+        from weft.kernels.bucket import PackedBucket, Statistics
+
+        self._flat, self._slots, self._sent = flat, slots, sent
+        offsets = [*(slot.offset for slot in slots), flat.numel()]
+        self._bucket = PackedBucket([slot.place for slot in slots], offsets=offsets)
+        self._statistics = Statistics(flat.device)
+        self.squared_norm = self._statistics.squared_norm.view(1)
+
+    def pack(self) -> torch.Tensor:
+        """Move all gradients to the memory that travels, in one launch on the current stream, and return it.
+
+        Gradients from outside the bucket leave their memory. Their `.grad` becomes their place in the bucket.
+        """
+        outside = [(slot, local(slot.outside)) for slot in self._slots if slot.outside is not None]
+        if outside or self._sent is not self._flat:
+            moved = dict(outside)
+            self._bucket.pack([moved.get(slot, slot.place) for slot in self._slots], self._sent)
+        for slot, gradient in outside:
+            if gradient.is_cuda:  # autograd allocated it on another stream
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))
+            slot.outside = None
+            if slot.parameter.grad is not None:  # otherwise a hook took it away, which is an error at the end
+                slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
+        return self._sent
+
+    def finish(self, reduced: torch.Tensor, part: torch.Tensor, scale: float) -> None:
+        """Set part = scale * reduced, and the squared norm to that of part, in one pass.
+
+        Args:
+            reduced: [n], may be `part` itself. With a scale of 1 that is only read.
+            part: [n], the part of the bucket that this rank gets.
+            scale: factor before the only rounding.
+        """
+        from weft.kernels import bucket
+
+        bucket.reduce([reduced], None if reduced is part and scale == 1.0 else part, scale, self._statistics)
+
+    def measure(self, part: torch.Tensor) -> None:
+        """Set the squared norm to that of `part`, in one pass that only reads."""
+        self.finish(part, part, 1.0)
 
 
 def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
@@ -163,6 +224,27 @@ def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucke
     return buckets
 
 
+def pack_by_kernels(buckets: Sequence[Bucket], ranks: Communicator, wire_dtype: torch.dtype | None) -> None:
+    """Set `packing` of the buckets that weft's kernels take. A collective call.
+
+    Args:
+        buckets: new buckets.
+        ranks: ranks that reduce them.
+        wire_dtype: type in which fp32 gradients travel; None is their own. One buffer of this type serves all buckets.
+    """
+    taken = [bucket for bucket in buckets if kernel_choice.streams(bucket.flat)]
+    narrowed = [bucket.flat.numel() for bucket in taken if bucket.flat.dtype == torch.float32]
+    wire = None
+    if wire_dtype is not None and narrowed:
+        bytes = max(narrowed) * wire_dtype.itemsize
+        wire = shared_memory(bytes, taken[0].flat.device, ranks).view(wire_dtype)
+    for bucket in taken:
+        flat = bucket.flat
+        sent = flat if wire is None or flat.dtype != torch.float32 else wire[: flat.numel()]
+        bucket.packing = Packing(flat, bucket.slots, sent)
+        bucket.squared_norm = bucket.packing.squared_norm
+
+
 def shared_memory(bytes: int, device: torch.device, ranks: Communicator) -> torch.Tensor:
     """Return uint8 zeros, in symmetric memory if the ranks can share it, else in each rank's own memory.
 
@@ -194,13 +276,19 @@ def _settle(slot: Slot, bucket: Bucket, offset: int) -> None:
         slot.parameter.grad = gradient_like(slot.parameter, slot.view.detach())
 
 
+def alike(gradient: torch.Tensor, place: torch.Tensor) -> bool:
+    """Return whether the gradient's elements lie in memory as those of its place do.
+
+    The elements of a place fill its memory, so a gradient with the same strides fills its own as well.
+    """
+    return gradient.dtype == place.dtype and gradient.stride() == place.stride() and not gradient.is_neg()
+
+
 def put(gradient: torch.Tensor, slot: Slot) -> None:
     """Copy a gradient to its slot's place."""
     view, bucket = slot.view, slot.bucket
     assert view is not None and bucket is not None
-    # A slot's elements fill its memory, so a gradient with the same strides fills its own as well.
-    alike = gradient.dtype == view.dtype and gradient.stride() == view.stride() and not gradient.is_neg()
-    if alike and gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES:
+    if alike(gradient, view) and gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES:
         _C.copy_past_cache(gradient.data_ptr(), slot.address, gradient.nbytes)
     else:
         view.copy_(gradient)

@@ -53,6 +53,8 @@ class ByHook(Transport):
     hook: Hook
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+        if bucket.packing is not None:
+            bucket.packing.pack()
         future = self.hook(self.state, GradBucket(bucket))
 
         def wait() -> None:

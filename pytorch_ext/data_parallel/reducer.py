@@ -5,6 +5,9 @@ yet, it copies the gradient to its place in the bucket and returns that place, w
 without another copy. If there is a `.grad`, autograd adds to it in place. The second hook runs afterwards and counts
 the gradient.
 
+Where weft's kernels pack a bucket (on GPUs), the first hook leaves the gradient to autograd, which makes it the `.grad`
+as it is. One launch moves all gradients of the bucket when it is full.
+
 The first backward has no buckets. Gradients stay where autograd put them, and the reducer records their order. At the
 end the ranks take rank 0's order, and each gradient is moved to its place.
 
@@ -22,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from weft.data_parallel import consensus
 from weft.data_parallel.bucket_comm import BLOCK, Transport, Wait, measure
-from weft.data_parallel.buckets import Bucket, Slot, lay_out, plan, put
+from weft.data_parallel.buckets import Bucket, Slot, alike, lay_out, pack_by_kernels, plan, put
 from weft.data_parallel.consensus import BackwardErrors, ErrorConsensus
 from weft.data_parallel.grad_norm import counted, powers
 from weft.sharding.owners import owners_of
@@ -102,13 +105,15 @@ class Reducer:
             )
         self.buckets, self._learning = [], True
         for slot in self.slots:
-            slot.bucket = slot.view = None
+            slot.bucket = slot.view = slot.outside = None
             if slot.parameter.requires_grad and slot not in self._watched:
                 self._watched[slot] = self._hook(slot)
 
     def lay_out(self, order: Sequence[Slot]) -> None:
         """Lay out buckets for slots in this order. A collective call; every rank passes the same order."""
         self.buckets = lay_out(plan(order, self._bucket_bytes), self.ranks)
+        if self.transport.packs:
+            pack_by_kernels(self.buckets, self.ranks, self.transport.wire_dtype)
 
     # During backward.
 
@@ -186,10 +191,22 @@ class Reducer:
         if slot.into_main_grad:
             slot.view.add_(gradient)
             return (None,)
-        if slot.parameter.grad is None:
+        if slot.parameter.grad is None and not self._stays(slot, gradient):
             put(gradient, slot)
             return (slot.view.detach(),)
         return None
+
+    def _stays(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient outside the bucket stays there until the bucket is packed.
+
+        It does only if its bucket is packed during this backward, so that its memory is soon free again. A gradient in
+        memory of the buckets does not stay, because a reduction may write to it.
+        """
+        assert slot.bucket is not None
+        if slot.bucket.packing is None or self._learning or not (self.sync and self._overlap):
+            return False
+        buckets, own = slot.place.untyped_storage(), gradient.untyped_storage()
+        return alike(gradient, slot.place) and own.data_ptr() != buckets.data_ptr()
 
     def _problem_with(self, slot: Slot, gradient: torch.Tensor) -> str:
         if gradient.layout is not torch.strided:
@@ -221,6 +238,7 @@ class Reducer:
             slot.touched = True
         elif gradient is not None:
             slot.touched = True
+            slot.outside = None
             if slot.view is not None and gradient.data_ptr() != slot.address:
                 self._move_in(slot, gradient)
         if not self.sync:
@@ -247,10 +265,16 @@ class Reducer:
             self._launch_full()
 
     def _move_in(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Move a `.grad` that a user's hook made, or that was assigned, to the slot's place."""
+        """Move a `.grad` from outside the bucket to the slot's place, now or when the bucket is packed.
+
+        It was left there, or a user's hook made it, or it was assigned.
+        """
         if gradient.layout is not torch.strided or gradient.dtype != slot.place.dtype:
             found = gradient.dtype if gradient.layout is torch.strided else gradient.layout
             self._problems.append(_OTHER_LAYOUT.format(slot.name, found))
+            return
+        if self._stays(slot, gradient):
+            slot.outside = gradient
             return
         put(gradient, slot)
         slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
@@ -379,7 +403,7 @@ class Reducer:
             bucket.missing = len(bucket.slots)
             bucket.written.clear()
         for slot in self.slots:
-            slot.arrivals, slot.touched = 0, False
+            slot.arrivals, slot.touched, slot.outside = 0, False, None
 
     # After backward.
 

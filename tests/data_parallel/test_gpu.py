@@ -5,22 +5,25 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.data_parallel.bucket_comm import _side_stream
 from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import SHARED_GPU, from_file, run_ranks
 
 
 def as_one_process(rank, options):
-    """Gradients written late, on their streams, are waited for."""
+    """Gradients written late are waited for, and keep their memory until a late side stream has packed them."""
     world, device = dist.get_world_size(), torch.device("cuda")
     model, alone = weft.DataParallel(mlp().to(device), bucket_mb=1e-3, **options), mlp().to(device)
     for step in range(4):
         model.zero_grad()
         loss = loss_of(model(batch(step, rank).to(device)))
         torch.cuda._sleep(20_000_000 * (rank + 1))
+        with torch.cuda.stream(_side_stream(torch.device("cuda", torch.cuda.current_device()))):
+            torch.cuda._sleep(20_000_000 * (2 + step % 2))
         loss.backward()
         losses = [lambda one, r=r, s=step: loss_of(one(batch(s, r).to(device))) for r in range(world)]
-        expected = rank_order_gradients(alone, losses)
-        if not options:
+        expected = rank_order_gradients(alone, losses, wire_dtype=options.get("wire_dtype"))
+        if not model.shards_optimizer:
             for parameter, gradient in zip(model.parameters(), expected, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient)
         norm = torch.stack([gradient.double().square().sum() for gradient in expected]).sum().sqrt()
@@ -30,6 +33,10 @@ def as_one_process(rank, options):
 
 def plain(rank):
     as_one_process(rank, {})
+
+
+def narrow(rank):
+    as_one_process(rank, {"wire_dtype": torch.bfloat16})
 
 
 def sharded(rank):
@@ -54,7 +61,7 @@ def gathered_late(rank):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [plain, sharded, gathered_late])
+@pytest.mark.parametrize("case", [plain, narrow, sharded, gathered_late])
 @pytest.mark.parametrize("world", [1, 2])
 def test_on_one_gpu(case, world):
     options = {"backend": "cpu:weft,cuda:gloo", "environment": {SHARED_GPU: "1"}, "timeout_s": 240}

@@ -123,6 +123,7 @@ def bucket(model: ModelShape, world: int, tokens: int) -> None:
             places.unpack(flat, tensors, statistics=asked)
             reduce([empty(tokens, dtype=wire)] * world, empty(tokens, dtype=wire), 0.5, asked)
         reduce([flat] * world, places.empty(dtype), 0.5, statistics)
+        reduce([flat], None, statistics=statistics)
 
 
 def main(architecture: str) -> None:

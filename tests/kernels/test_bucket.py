@@ -127,6 +127,25 @@ def test_tensors_start_at_multiples_of_the_alignment_in_their_order(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_may_have_their_own_places_with_zeros_up_to_the_next(device, dtype):
+    """Gaps of less than an access, of more than a block, and before and after a tensor of no elements."""
+    tensors = [draw(device, count, seed=count) for count in (5, 4097, 0, 9)]
+    offsets = [0, 16, 9600, 9600 + 8200, 9600 + 8200 + 64]
+    bucket, statistics = PackedBucket(tensors, offsets=offsets), Statistics(device)
+    assert [slot.offset for slot in bucket.slots] == offsets[:-1] and bucket.elements == offsets[-1]
+    flat, whole = poisoned(bucket.elements, dtype, device)
+    bucket.pack(tensors, flat, 1 / 3, statistics)
+    assert same_bits(flat, expected_flat(bucket, tensors, 1 / 3, dtype))
+    assert untouched(whole, bucket.elements)
+    check_statistics(statistics, flat)
+    results, wholes = zip(*(poisoned(t.numel(), t.dtype, device) for t in tensors), strict=True)
+    bucket.unpack(flat, results)
+    for slot, result, whole in zip(bucket.slots, results, wholes, strict=True):
+        assert same_bits(result, flat[slot.offset : slot.offset + slot.count].float())
+        assert untouched(whole, slot.count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_that_are_not_aligned_are_packed_as_well(device, dtype):
     tensors = [misaligned(draw(device, 9000, dtype=of, seed=seed)) for seed, of in enumerate(DTYPES)]
     bucket = PackedBucket(tensors)
@@ -292,6 +311,18 @@ def test_the_result_is_rounded_once_whatever_its_type(device, dtype, out_dtype):
         assert not same_bits(out, written(wide.to(torch.float16), 1 / 3, out_dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pass_that_writes_nothing_measures_what_it_reads(device, dtype):
+    buffers = [draw(device, 9000, dtype=dtype, seed=rank) for rank in range(2)]
+    kept = [buffer.clone() for buffer in buffers]
+    statistics = Statistics(device)
+    reduce(buffers[:1], None, statistics=statistics)
+    check_statistics(statistics, buffers[0])
+    reduce(buffers, None, 1 / 3, statistics)
+    check_statistics(statistics, written(buffers[0].float() + buffers[1].float(), 1 / 3, torch.float32))
+    assert all(same_bits(buffer, before) for buffer, before in zip(buffers, kept, strict=True))
+
+
 def test_the_sum_may_stand_right_before_and_right_behind_a_buffer(device):
     """Of another size of element, so that the two lengths differ."""
     memory = draw(device, 30)
@@ -368,6 +399,10 @@ def test_bad_tensors_are_refused_before_anything_is_written(device):
         (ValueError, "its elements must fill their memory", lambda: PackedBucket([wide[:, :4]])),
         (ValueError, "its elements must fill their memory", lambda: PackedBucket([a[:, :1].expand(6, 4)])),
         (ValueError, "the device must be given", lambda: PackedBucket([])),
+        (ValueError, r"got offsets \[0, 24\] for 2 tensors; expected 0 first", lambda: PackedBucket(tensors, offsets=[0, 24])),
+        (ValueError, "all multiples of 8", lambda: PackedBucket(tensors, offsets=[0, 25, 40])),
+        (ValueError, "got offsets .8, 32, 48.", lambda: PackedBucket(tensors, offsets=[8, 32, 48])),
+        (ValueError, r"tensors\[1\] has 10 elements, and its offsets 24 and 32 leave room for 8", lambda: PackedBucket(tensors, offsets=[0, 24, 32])),
     ]:  # fmt: skip
         with pytest.raises(error, match=text):
             call()
@@ -401,5 +436,5 @@ def test_bad_buffers_are_refused_before_anything_is_written(device):
 def test_every_type_and_switch_is_listed_for_the_static_gate():
     with launch.recording("sm_90") as launches:
         module.variants("sm_90")
-    assert len(launches) == 3 * (2 * 2 + 3 + 1)
+    assert len(launches) == 3 * (2 * 2 + 3 + 1 + 1)
     assert {launched.kernel.__name__ for launched in launches} == {"_pack_kernel", "_unpack_kernel", "_reduce_kernel"}
