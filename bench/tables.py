@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path("bench") / "results" / "amd-epyc-2-cores"
+RESULTS = Path("bench") / "results"
+_CPU = "amd-epyc-2-cores"
 _PLACE = re.compile(r"(<!-- table: ([a-z_ ]+) -->\n)(.*?)(<!-- end -->)", re.S)
 Row = dict[str, Any]
 
@@ -149,15 +150,36 @@ def _paradigms(rows: list[Row]) -> list[list[str]]:
     return found
 
 
+def _static_figures(rows: list[Row]) -> list[list[str]]:
+    heading = ["loop", "", "weft", "its turn", "kernel", "the best peer", "its turn", "kernel"]
+    reasons = any(row["reason"] for row in rows)
+    found = [[*heading, "why more"] if reasons else heading]
+    for ours in (row for row in rows if row["kernel"] == "weft"):
+        place = ours["loop"], ours["architecture"]
+        peers = [row for row in rows if (row["loop"], row["architecture"]) == place and row is not ours]
+        peer = min(peers, key=lambda row: float(row["instructions_per_unit"]))
+        cells = [*_static(ours), f"{peer['instructions_per_unit']:.2f} ({peer['kernel']})", *_static(peer)[1:]]
+        found.append([*place, *cells, *([ours["reason"]] if reasons else [])])
+    return found
+
+
+def _static(row: Row) -> list[str]:
+    tensor = f"{row['tensor_instructions']} + " if row["tensor_instructions"] else ""
+    spilled = f", {row['spilled_bytes']} B spilled" if row["spilled_bytes"] else ""
+    kernel = f"{row['registers']} registers, {row['shared_bytes'] / 1024:.0f} KiB{spilled}"
+    return [f"{row['instructions_per_unit']:.2f}", f"{tensor}{row['other_instructions']}", kernel]
+
+
 # Name between the marks: (file of results, function that makes the heading and the lines).
 TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
-    "linear": ("linear", _linear),
-    "collectives": ("collectives", _collectives),
-    "data_parallel": ("data_parallel", _data_parallel),
-    "data_parallel memory": ("data_parallel", _data_parallel_memory),
-    "sharded_optimizer": ("sharded_optimizer", _sharded_optimizer),
-    "attention": ("attention", _attention),
-    "paradigms": ("paradigms", _paradigms),
+    "linear": (f"{_CPU}/linear", _linear),
+    "collectives": (f"{_CPU}/collectives", _collectives),
+    "data_parallel": (f"{_CPU}/data_parallel", _data_parallel),
+    "data_parallel memory": (f"{_CPU}/data_parallel", _data_parallel_memory),
+    "sharded_optimizer": (f"{_CPU}/sharded_optimizer", _sharded_optimizer),
+    "attention": (f"{_CPU}/attention", _attention),
+    "paradigms": (f"{_CPU}/paradigms", _paradigms),
+    "static figures": ("static_figures", _static_figures),
 }
 
 

@@ -49,7 +49,7 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVarian
     """
     built, serialised = assemble(recorded, architecture)
     metadata = built.metadata
-    registers, spilled_bytes = _registers(built.asm["cubin"])
+    registers, spilled_bytes = registers_of(built.asm["cubin"])
     machine = Machine(
         entry=metadata.name,
         arguments=_arguments(built.src.signature, getattr(metadata, "tensordesc_meta", None) or []),
@@ -201,7 +201,7 @@ def _arguments(types: dict[str, str], maps: Sequence[dict]) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _registers(cubin: bytes) -> tuple[int, int]:
+def registers_of(cubin: bytes) -> tuple[int, int]:
     """Return the registers of a thread, and the bytes of memory that replace missing registers."""
     usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", disassembled(cubin, "cuobjdump", "-res-usage")))
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])

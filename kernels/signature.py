@@ -92,11 +92,12 @@ def specialise(recorded: Launch) -> tuple[dict[str, str], dict[str, Any], dict]:
     An argument of 1 or None is a constant. An argument that 16 divides has an attribute for that. Booleans get neither.
     """
     names = recorded.kernel.arg_names
+    given = [(place, name) for place, name in enumerate(names) if name not in recorded.constants]
     unspecialised = {parameter.name for parameter in recorded.kernel.params if parameter.do_not_specialize}
     types: dict[str, str] = {}
     constants: dict[str, Any] = dict(recorded.constants)
     attributes: dict[tuple[int, ...], list] = {}
-    for place, (name, value) in enumerate(zip(names, recorded.arguments, strict=False)):
+    for (place, name), value in zip(given, recorded.arguments, strict=False):
         special = name not in unspecialised and not isinstance(value, bool)
         if value is None or (special and isinstance(value, int) and value == 1):
             constants[name] = value

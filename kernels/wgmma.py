@@ -28,7 +28,7 @@ def early_access(code: Code) -> str:
         fault, after = _step(code.instructions[at], before[at])
         if fault:
             return fault
-        for following in _following(code, at):
+        for following in code.following(at):
             old = before.get(following)
             new = after if old is None else _joined(old, after)
             if new != old:
@@ -85,18 +85,6 @@ def _registers(opcode: str, operands: list[str]) -> tuple[set[str], set[str]]:
 
 def _run(first: str, count: int) -> list[str]:
     return [f"R{int(first[1:]) + i}" for i in range(count)]
-
-
-def _following(code: Code, at: int) -> list[int]:
-    instruction = code.instructions[at]
-    opcode = instruction.opcode
-    if opcode.startswith("BRA"):
-        target = code.target(instruction)
-        always = not instruction.predicated and len(instruction.operands) == 1 and opcode in ("BRA", "BRA.U")
-        return ([] if target is None else [target]) + ([] if always else [at + 1])
-    if opcode.startswith(("EXIT", "RET")) and not instruction.predicated:
-        return []
-    return [at + 1]
 
 
 def _joined(old: tuple[frozenset[str], ...], new: tuple[frozenset[str], ...]) -> tuple[frozenset[str], ...]:
