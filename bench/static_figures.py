@@ -6,8 +6,7 @@ Triton and the same assembler then compile all kernels. No GPU is needed.
 
 A figure is that of the fewest instructions of one turn of the innermost loop, the spins of barriers and what a turn may
 skip left out. Each kernel has the figures of its tile with the fewest of them. Products: all but those of the tensor
-cores, of all warps, for 2048 multiply-adds, which are one HMMA of sm_80. Losses: all, of a thread, for a logit; our
-gradient has no loop, so its whole program counts.
+cores, of all warps, for 2048 multiply-adds, which are one HMMA of sm_80. Losses: all, of a thread, for a logit.
 
 The tutorials take fp16, so all products are compared in it, and the losses in bf16. A masked loop computes tiles
 that only some positions see. The tutorials' variants that give warps different work have no one loop to compare, and
@@ -87,7 +86,6 @@ _MORE: dict[str, dict[str, tuple[str, ...]]] = {
         "attention dq, head dim 64, masked": ("sm_90", "sm_100"),
         "attention dq, head dim 128, masked": ("sm_100",),
     },
-    "ours is a whole program of 4096 logits": {"loss gradient": ("sm_80", "sm_90", "sm_100")},
 }
 EXCEPTIONS = {
     (loop, architecture): reason
@@ -216,7 +214,7 @@ def _computes(turn: list[sass.Instruction], products: Products, warps: int) -> b
 
 
 def _loss_turn(code: sass.Code, loop: Loop, warps: int) -> list[sass.Instruction]:
-    """Return a turn of the statistics' loop, or of the gradient's, which stores; without a loop the whole program."""
+    """Return a turn of the statistics' loop, or of the gradient's, which stores."""
 
     def is_load(instruction: sass.Instruction) -> bool:
         return instruction.opcode.startswith("LDG")
@@ -229,11 +227,6 @@ def _loss_turn(code: sass.Code, loop: Loop, warps: int) -> list[sass.Instruction
     for inside, points in code.loops_with(is_store if stores else is_load):
         if any(is_load(code.instructions[at]) for at in inside):
             turns += [code.turn([point], inside) for point in points]
-    if not turns and stores:
-        ends = [at for at, instruction in enumerate(code.instructions) if instruction.opcode == "EXIT"]
-        for at, instruction in enumerate(code.instructions):
-            if is_store(instruction):
-                turns.append(code.path(0, [at]) + code.path(at, ends))
     whole = [[code.instructions[at] for at in turn] for turn in turns]
     loads = 2 * loop.logits // (32 * warps) // 16
     whole = [turn for turn in whole if sum("LDG.E.128" in instruction.opcode for instruction in turn) == loads]

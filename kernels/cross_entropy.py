@@ -13,8 +13,9 @@ one multiply-add and one instruction. The shift is the lane's maximum times log2
 good for the rounding. No probability is ever stored. Arithmetic is in fp32.
 
 Bytes: statistics read M V_r s_z once and write 16 M; gradient reads M V_r s_z and writes as much, in place on request.
-They take about 4 and 5 operations per logit, one of them an exponential: device memory is the limit. The losses take
-one small launch, with their sum or mean and the check of the targets.
+They take about 4 and 5 operations per logit, one of them an exponential: device memory is the limit. The gradient of a
+row's target is written by itself, after the others. The losses take one small launch, with their sum or mean and the
+check of the targets.
 
 Rows may start anywhere, also with an odd V_r. A program counts from the last multiple of 16 bytes before its row, so
 that its accesses are of 16 bytes except in the first and last block of a row. The gradient needs for this that logits
@@ -75,14 +76,9 @@ def cross_entropy_statistics(
     launch.check_memory(op, logits_shard=logits_shard, target=target)
     _check_target(op, target, len(logits_shard))
     rows, columns = logits_shard.shape
-    blocks = _blocks(logits_shard)
-    if pieces is None:
-        wanted = cdiv(launch.multiprocessors(logits_shard.device) * _PROGRAMS_PER_MULTIPROCESSOR, max(rows, 1))
-        pieces = max(1, min(wanted, blocks // _LEAST_PIECE))
-    elif pieces < 1:
+    if pieces is not None and pieces < 1:
         raise ValueError(f"{op}: pieces={pieces} must be at least 1")
-    blocks_each = max(1, cdiv(blocks, pieces))
-    pieces = max(1, cdiv(blocks, blocks_each))
+    pieces, blocks_each = _pieces(logits_shard, pieces)
     partials = launch.empty((pieces, 4, rows), torch.float32, logits_shard.device)
     launch.launch(
         _statistics_kernel,
@@ -230,10 +226,10 @@ def cross_entropy_gradient(
         )
     if columns == 0:
         return out
-    blocks = _blocks(logits_shard)
+    pieces, blocks_each = _pieces(logits_shard)
     launch.launch(
         _gradient_kernel,
-        (_programs(op, rows, blocks),),
+        (_programs(op, rows, pieces),),
         logits_shard,
         target,
         highest,
@@ -247,7 +243,8 @@ def cross_entropy_gradient(
         log_sum.stride(0),
         dlosses.stride(0),
         out.stride(0),
-        blocks,
+        pieces,
+        blocks_each,
         offset,
         ignore_index,
         1.0 - smoothing,
@@ -258,9 +255,15 @@ def cross_entropy_gradient(
     return out
 
 
-def _blocks(logits: torch.Tensor) -> int:
-    """Return the number of blocks of a row, counted from the multiple of 16 bytes before it."""
-    return cdiv(logits.size(1) + 16 // logits.element_size() - 1, _BLOCK)
+def _pieces(logits: torch.Tensor, pieces: int | None = None) -> tuple[int, int]:
+    """Return the number of pieces of each row, as many as fill the device by default, and the blocks of a piece."""
+    # Blocks are counted from the multiple of 16 bytes before the row.
+    blocks = cdiv(logits.size(1) + 16 // logits.element_size() - 1, _BLOCK)
+    if pieces is None:
+        wanted = cdiv(launch.multiprocessors(logits.device) * _PROGRAMS_PER_MULTIPROCESSOR, max(len(logits), 1))
+        pieces = max(1, min(wanted, blocks // _LEAST_PIECE))
+    blocks_each = max(1, cdiv(blocks, pieces))
+    return max(1, cdiv(blocks, blocks_each)), blocks_each
 
 
 def _programs(op: str, rows: int, pieces: int) -> int:
@@ -509,7 +512,7 @@ def _losses_kernel(
 @triton.jit(
     do_not_specialize=[
         "columns", "stride_logits", "stride_target", "stride_highest", "stride_log_sum", "stride_dlosses",
-        "stride_out", "blocks", "offset", "ignore_index",
+        "stride_out", "pieces", "blocks_each", "offset", "ignore_index",
     ]
 )  # fmt: skip
 def _gradient_kernel(
@@ -526,41 +529,61 @@ def _gradient_kernel(
     stride_log_sum,
     stride_dlosses,
     stride_out,
-    blocks,
+    pieces,
+    blocks_each,
     offset,
     ignore_index,
     hit,  # 1 - s
     uniform,  # s / V
     BLOCK: tl.constexpr,
 ):
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * BLOCK
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
     logits_row = logits + row * stride_logits
     out_row = out + row * stride_out
     lead = _lead(out_row)
     number = tl.load(target + row * stride_target)
     kept = number != ignore_index
-    shift = _subtrahend(tl.load(highest + row * stride_highest))
-    log_sum_row = tl.load(log_sum + row * stride_log_sum) * launch.LOG2E
-    dloss = tl.load(dlosses + row * stride_dlosses)
+    # An ignored row may hold anything: it counts as zeros without a gradient.
+    shift = _subtrahend(tl.load(highest + row * stride_highest, mask=kept, other=0.0))
+    log_sum_row = tl.load(log_sum + row * stride_log_sum, mask=kept, other=0.0) * launch.LOG2E
+    dloss = tl.load(dlosses + row * stride_dlosses, mask=kept, other=0.0)
+    first = piece * blocks_each
+    here = number - offset
+    hit_here = kept & (here >= 0) & (here < columns) & ((here + lead) // BLOCK >= first)
+    hit_here = hit_here & ((here + lead) // BLOCK < first + blocks_each)
+    z_here = tl.load(logits_row + here, mask=hit_here, other=0.0)  # in place, it is overwritten below
 
-    position = start + tl.arange(0, BLOCK)
-    whole = (start >= lead) & (start + BLOCK <= lead + columns) & (lead == _lead(logits_row))
-    if whole:
-        z = tl.load(tl.multiple_of(logits_row - lead, 16) + position)
-    else:
-        inside = (position >= lead) & (position < lead + columns)
-        z = tl.load(logits_row - lead + position, mask=inside, other=0.0)
-    p = tl.exp2((z.to(tl.float32) - shift) * launch.LOG2E - log_sum_row)
-    here = number - offset - start + lead
-    if kept & (here >= 0) & (here < BLOCK):  # one block of a row at most
-        p -= tl.where(tl.arange(0, BLOCK) == here, hit, 0.0)
-    gradient = launch.rounded(tl.where(kept, p * dloss - uniform * dloss, 0.0), out.dtype.element_ty)
-    if whole:
-        tl.store(tl.multiple_of(out_row - lead, 16) + position, gradient)
-    else:
-        inside = (position >= lead) & (position < lead + columns)
-        tl.store(out_row - lead + position, gradient, mask=inside)
+    # As in the statistics, the blocks between the row's first and last need no mask.
+    end = lead + columns
+    last = tl.minimum(first + blocks_each, tl.cdiv(end, BLOCK))
+    alike = lead == _lead(logits_row)
+    first_whole = tl.where(alike, tl.where((first == 0) & (lead > 0), 1, first), last)
+    last_whole = tl.maximum(tl.minimum(last, end // BLOCK), first_whole)
+    within = tl.arange(0, BLOCK)
+    for edge in range(first_whole - first + tl.maximum(last - last_whole, 0)):
+        block = tl.where(edge < first_whole - first, first + edge, last_whole + edge - (first_whole - first))
+        position = block * BLOCK + within
+        inside = (position >= lead) & (position < end)
+        z = tl.load(logits_row - lead + position, mask=inside & kept, other=0.0)
+        gradient = _gradient(z, shift, log_sum_row, 0.0, uniform, dloss)
+        tl.store(out_row - lead + position, launch.rounded(gradient, out.dtype.element_ty), mask=inside)
+    logits_row = tl.multiple_of(logits_row - lead, 16)
+    aligned_out = tl.multiple_of(out_row - lead, 16)
+    for block in range(first_whole, last_whole):
+        position = block * BLOCK + within
+        z = tl.load(logits_row + position, mask=kept, other=0.0)
+        gradient = _gradient(z, shift, log_sum_row, 0.0, uniform, dloss)
+        tl.store(aligned_out + position, launch.rounded(gradient, out.dtype.element_ty))
+    tl.debug_barrier()  # the next store is of another thread
+    gradient = _gradient(z_here, shift, log_sum_row, hit, uniform, dloss)
+    tl.store(out_row + here, launch.rounded(gradient, out.dtype.element_ty), mask=hit_here)
+
+
+@triton.jit
+def _gradient(z, shift, log_sum, hit, uniform, dloss):
+    p = tl.exp2((z.to(tl.float32) - shift) * launch.LOG2E - log_sum)
+    return (p - hit) * dloss - uniform * dloss
 
 
 def variants(architecture: str) -> None:
