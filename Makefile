@@ -3,6 +3,11 @@
 PYTHON ?= python3
 OUT ?= bench/results  # of `make gpu`, which adds a folder named after the device
 STEPS ?=  # of `make gpu`; all by default
+SECONDS ?= 570# of `make gpu`
+GPU_OPTIONS ?=
+KIT ?= build/gpu-kit
+GPU_PYTHON ?= 3.12
+REHEARSED_TORCH ?= 2.13.0# PyPI's 2.11 is for CUDA
 SLOW ?=  # folders whose slow tests `make test` runs too
 TORCHES ?= 2.11.0 2.13.0# of `make wheel-check`, with CHECKS as further arguments of pytest
 VENV := .venv
@@ -15,7 +20,7 @@ export PYTHONSAFEPATH := 1
 # Bytecode is kept whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all sanitize mutants soak lint gate tables docs wheel wheel-check gpu clean
+.PHONY: demo test test-all sanitize mutants soak lint gate tables docs wheel wheel-check gpu gpu-kit gpu-rehearsal clean
 
 demo: $(VENV)/built
 	$(BIN)/python examples/demo.py
@@ -86,10 +91,29 @@ build/envs/torch-%/ready: requirements.txt
 	build/envs/torch-$*/bin/pip install -qq --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* 'triton>=3.6,<3.8'
 	touch $@
 
-# Offline, with the python that is there: builds in place, then the STEPS of bench/on_gpu.py; what came out is in $(OUT).
+# What a machine with a GPU and no network may lack: wheels for its Python. Take $(KIT) there with the clone; and
+# kernels/compiled, which `python -m weft.kernels.aot` fills, if its Triton is another one.
+gpu-kit:
+	$(PYTHON) bench/gpu_kit.py fetch $(KIT) --python $(GPU_PYTHON)
+
+# Offline, with the python that is there: installs what is missing from $(KIT), builds in place, then runs the STEPS of
+# bench/on_gpu.py for SECONDS; what came out is in $(OUT), and in one file with GPU_OPTIONS="--archive FILE".
 gpu:
+	$(PYTHON) bench/gpu_kit.py install $(KIT)
 	$(PYTHON) -m pip install -qq --no-build-isolation --no-deps --no-index -e .
-	$(PYTHON) bench/on_gpu.py $(OUT) $(STEPS)
+	$(PYTHON) bench/on_gpu.py $(OUT) $(STEPS) --seconds $(SECONDS) $(GPU_OPTIONS)
+
+# The same without a GPU and without a network, in a clone and in a new environment with that machine's Python: the
+# steps that Triton's interpreter can run.
+REHEARSAL = $(abspath build/rehearsal)
+gpu-rehearsal: gpu-kit
+	rm -rf $(REHEARSAL)
+	git clone -q . $(REHEARSAL)/tree
+	python$(GPU_PYTHON) -m venv $(REHEARSAL)/venv
+	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check torch==$(REHEARSED_TORCH) triton==3.6.0 'numpy<2.4'
+	$(REHEARSAL)/venv/bin/pip uninstall -qq --yes setuptools
+	PIP_NO_INDEX=1 WEFT_CUDA=0 TRITON_INTERPRET=1 $(MAKE) -C $(REHEARSAL)/tree gpu KIT=$(abspath $(KIT)) \
+	  PYTHON=$(REHEARSAL)/venv/bin/python OUT=$(REHEARSAL) GPU_OPTIONS="--rehearse --archive $(REHEARSAL)/results.tar.gz"
 
 $(VENV)/installed: requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -134,5 +134,6 @@ def _flex(case: cases.AttentionCase, device):
         block_mask = create_block_mask(
             lambda _batch, _head, query, key: query >= key, None, None, case.sequence, case.sequence, device=device
         )
+    torch._dynamo.reset()  # it stops compiling a function for the ninth shape, and then stores all scores
     compiled = torch.compile(flex_attention, dynamic=False)
     return partial(compiled, block_mask=block_mask, enable_gqa=case.heads != case.kv_heads)

@@ -1,6 +1,7 @@
 """The measurement of the GPU benches: calls in alternation, cold L2, eager and as CUDA graphs, and two ceilings."""
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,16 +78,34 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
 
 def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:
     """Return a row for each contest; each first checks the result of our call."""
-    return [_measure(contest, limits, rounds) for contest in contests]
+    rows = []
+    for contest in contests:
+        rows.append(_measure(contest, limits, rounds))
+        _keep[-1](rows[-1])
+    return rows
+
+
+_keep: list[Callable[[Row], None]] = [lambda row: None]
+
+
+@contextlib.contextmanager
+def keeping(keep: Callable[[Row], None]) -> Iterator[None]:
+    """Hand every row that is measured inside to `keep` at once, so that the end of the process loses none."""
+    _keep.append(keep)
+    try:
+        yield
+    finally:
+        _keep.pop()
 
 
 def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
     contest.check()
-    calls = {"ours": contest.ours, **contest.peers}
+    peers, remark = _that_run(contest.peers)
+    calls = {"ours": contest.ours, **peers}
     eager = alternate(calls, rounds)
     graphs = {name: graph for name, call in calls.items() if (graph := _captured(call)) is not None}
     replayed = alternate({name: graph.replay for name, graph in graphs.items()}, rounds)
-    best = min(contest.peers, key=lambda name: eager[name].p50_us)
+    best = min(peers, key=lambda name: eager[name].p50_us, default=None)
     floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
     graph_us = {name: replayed[name].p50_us if name in replayed else None for name in calls}
     facts = {
@@ -94,7 +113,21 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
         "of_ceiling": floor_us / eager["ours"].p50_us,  # the nearer of the two
         "peak_bytes": {name: _peak_bytes(call) for name, call in calls.items()},  # beyond the memory before the call
     }
-    return Row({"op": contest.op, "shape": contest.shape}, eager, best, facts)
+    return Row({"op": contest.op, "shape": contest.shape}, eager, best, facts, remark)
+
+
+def _that_run(peers: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], str]:
+    """Return the peers that run here, and why the others do not: they raise, or have no memory left."""
+    found, failed = {}, []
+    for name, call in peers.items():
+        try:
+            call()
+            torch.cuda.synchronize()
+            found[name] = call
+        except Exception as error:  # a compiler's or a library's own
+            failed.append(f"{name} left out: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
+            torch.cuda.empty_cache()
+    return found, "; ".join(failed)
 
 
 def _peak_bytes(call) -> int:

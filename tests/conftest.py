@@ -44,6 +44,9 @@ def pytest_configure(config):
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None:
         reporter._tw._file = _OpenEnded(reporter._tw._file)
+    if not config.pluginmanager.hasplugin("timeout"):  # on machines that have no more than pytest
+        config.addinivalue_line("markers", "timeout: nothing without pytest-timeout")
+        config.addinivalue_line("filterwarnings", "ignore:Unknown config option. timeout")
     if INTERPRETED:
         _hurry_the_interpreter(checks=bool({"kernels", "all"} & set(config.getoption("--slow"))))
 

@@ -3,10 +3,12 @@ and tuning keeps winners only."""
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
 
@@ -19,8 +21,10 @@ from weft.bench import (
     communicating,
     copy_interference,
     device_time,
+    first_launches,
     flag_tax,
     from_host_memory,
+    gpu_kit,
     host_time,
     kernels,
     on_gpu,
@@ -391,6 +395,72 @@ def test_without_a_gpu_the_host_time_of_the_peer_is_missing_with_a_reason():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     assert host_time.theirs(3) == ({}, "there is no CUDA device here")
+
+
+STEP = """
+import sys, time
+print("begun", flush=True)
+time.sleep(float(sys.argv[1]))
+print("done", flush=True)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("sleep", "code", "outcome"), [(0, 0, 0), (0, 3, 3), (60, 0, None)])
+def test_a_step_writes_as_it_goes_and_ends_at_its_time(tmp_path, capsys, sleep, code, outcome):
+    command = [sys.executable, "-c", STEP, str(sleep), str(code)]
+    assert on_gpu._streamed(command, tmp_path / "log.txt", "step", 20 if sleep == 0 else 2) == outcome
+    lines = ["step: begun\n"] + ["step: done\n"] * (outcome is not None)
+    assert (tmp_path / "log.txt").read_text() == capsys.readouterr().out == "".join(lines)
+
+
+def test_no_step_starts_without_time_and_all_output_comes_in_one_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(on_gpu, "LEAST_SECONDS", 0)
+    monkeypatch.setattr(on_gpu, "_streamed", lambda *arguments: 0)
+    chosen = {"doctor": on_gpu.steps()["doctor"], "launches": on_gpu.steps()["launches"]}
+    options = argparse.Namespace(out=tmp_path, seconds=100, archive=tmp_path / "all.tar.gz", rehearse=True)
+    folder = tmp_path / "device"
+    folder.mkdir()
+    assert on_gpu._run_all(chosen, folder, options) == 0
+    with tarfile.open(options.archive) as archive:
+        assert "device/steps.json" in archive.getnames()
+    options.seconds = -1
+    assert on_gpu._run_all(chosen, folder, options) == 0
+    assert capsys.readouterr().out.endswith("doctor: not started: no time left, launches: not started: no time left\n")
+
+
+def test_the_first_launches_are_right_and_a_wrong_kernel_is_found(device, monkeypatch):
+    """Two checks of each kind; on a GPU `make gpu` runs all."""
+    for kind in (first_launches._products, first_launches._attentions, first_launches._losses, first_launches._buckets):
+        for check in itertools.islice(kind(device), 2):
+            row = first_launches._row(check, 1)
+            assert not row.remark and row.facts["error_in_tolerances"] <= 1, row
+    calls = itertools.count()
+    wrong = replace(check, ours=lambda ours=check.ours: [1.5 * t if t.is_floating_point() else t for t in ours()])
+    unsteady = replace(check, ours=lambda ours=check.ours: [t * (1 + 1e-9 * (next(calls) > 0)) for t in ours()])
+    raising = replace(check, ours=lambda: [][0])
+    assert "off by" in first_launches._row(wrong, 1).remark
+    assert first_launches._row(raising, 1).remark == "FAULT: IndexError: list index out of range"
+    assert first_launches.is_fault(first_launches._row(unsteady, 3))
+
+
+def test_a_peer_that_raises_is_left_out_with_its_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def full():
+        raise torch.OutOfMemoryError("40 GiB\nmore")
+
+    found, remark = device_time._that_run({"library": dict, "FlexAttention": full})
+    assert list(found) == ["library"] and remark == "FlexAttention left out: OutOfMemoryError: 40 GiB"
+
+
+def test_the_kit_replaces_only_what_is_missing_or_too_old(monkeypatch):
+    real = gpu_kit.metadata.version
+    monkeypatch.setattr(gpu_kit.metadata, "version", lambda name: {"setuptools": "70.1", "rich": "9.0"}[name])
+    assert gpu_kit.is_missing("setuptools") and not gpu_kit.is_missing("rich")
+    monkeypatch.setattr(gpu_kit.metadata, "version", real)
+    assert gpu_kit.is_missing("no-such-package") and not gpu_kit.is_missing("torch")
 
 
 def test_make_gpu_takes_the_communicating_benches():
