@@ -110,7 +110,8 @@ gpu-rehearsal: gpu-kit
 	rm -rf $(REHEARSAL)
 	git clone -q . $(REHEARSAL)/tree
 	python$(GPU_PYTHON) -m venv $(REHEARSAL)/venv
-	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check torch==$(REHEARSED_TORCH) triton==3.6.0 'numpy<2.4'
+	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check torch==$(REHEARSED_TORCH) 'numpy<2.4'
+	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check --no-deps triton==3.6.0
 	$(REHEARSAL)/venv/bin/pip uninstall -qq --yes setuptools
 	PIP_NO_INDEX=1 WEFT_CUDA=0 TRITON_INTERPRET=1 $(MAKE) -C $(REHEARSAL)/tree gpu KIT=$(abspath $(KIT)) \
 	  PYTHON=$(REHEARSAL)/venv/bin/python OUT=$(REHEARSAL) GPU_OPTIONS="--rehearse --archive $(REHEARSAL)/results.tar.gz"
