@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
 import transformers
 
 from weft import cli

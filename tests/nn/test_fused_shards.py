@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+
+pytest.importorskip("transformers")
 from transformers.pytorch_utils import Conv1D
 
 import weft
