@@ -15,7 +15,7 @@ from weft.kernels.all_reduce import matmul_all_reduce
 from weft.kernels.attention_rules import Positions, Rules
 from weft.kernels.bucket import PackedBucket, Statistics, reduce
 from weft.kernels.chunks import Rows
-from weft.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
+from weft.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_losses, cross_entropy_statistics
 from weft.kernels.matmul import Arrivals, matmul
 from weft.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.sharding.sizes import split_sizes
@@ -107,6 +107,10 @@ def loss(model: ModelShape, world: int, tokens: int) -> None:
         logits = empty(tokens, columns)
         common = {"offset": columns, "ignore_index": -100}
         cross_entropy_statistics(logits, target, smoothing=smoothing > 0, **common)
+        of_ranks = empty(world, 4, tokens, dtype=torch.float32)
+        options = {"vocabulary": 2 * columns, "ignore_index": -100, "smoothing": smoothing}
+        for mean in (True, False):
+            cross_entropy_losses(of_ranks, target, mean=mean, **options)
         cross_entropy_gradient(
             logits, target, of_rows, of_rows, of_rows, vocabulary=2 * columns, smoothing=smoothing, **common
         )
