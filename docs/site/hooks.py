@@ -16,7 +16,16 @@ PAGES = {
 }
 # Title of a page of reference to the modules, in pytorch_ext/__init__.pyi, whose public names stand on it.
 TOPICS = {
-    "A model on a mesh": ["parallelization", "mesh", "explanation", "verification", "replicas", "diagnosis", "build"],
+    "A model on a mesh": [
+        "parallelization",
+        "mesh",
+        "explanation",
+        "verification",
+        "tuning",
+        "replicas",
+        "diagnosis",
+        "build",
+    ],
     "Layers": ["nn", "ops"],
     "Collectives": ["ops.collectives", "comm.registry", "comm.symmetric_tensor", "_C"],
     "Sequences": ["ops.context_attention", "ops.sequence_layout", "ops.attention_chunk"],
