@@ -40,24 +40,24 @@ SUITES = ("launch", "cross_entropy", "bucket", "attention_chunk", "matmul", *_LA
 
 
 @dataclass(frozen=True)
-class Step:
+class GpuStep:
     """A step: its work in a process of its own, and the most seconds that it may take."""
 
     run: Callable[[Path], int]
     seconds: int
 
 
-def steps() -> dict[str, Step]:
+def steps() -> dict[str, GpuStep]:
     """Return all steps, the most useful first."""
     return {
-        "doctor": Step(doctor, 60),
-        "launches": Step(launches, 240),
-        **{suite: Step(partial(bench, suite), 180) for suite in SUITES if suite not in _LARGE},
-        "tune": Step(tune, 240),
-        "tests": Step(tests, 600),
-        "sanitizer": Step(sanitizer, 300),
-        "profile": Step(profile, 90),
-        **{suite: Step(partial(bench, suite), 180) for suite in _LARGE},
+        "doctor": GpuStep(doctor, 60),
+        "launches": GpuStep(launches, 240),
+        **{suite: GpuStep(partial(bench, suite), 180) for suite in SUITES if suite not in _LARGE},
+        "tune": GpuStep(tune, 240),
+        "tests": GpuStep(tests, 600),
+        "sanitizer": GpuStep(sanitizer, 300),
+        "profile": GpuStep(profile, 90),
+        **{suite: GpuStep(partial(bench, suite), 180) for suite in _LARGE},
     }
 
 
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     return _run_all({name: known[name] for name in able}, folder, options)
 
 
-def _run_all(chosen: dict[str, Step], folder: Path, options) -> int:
+def _run_all(chosen: dict[str, GpuStep], folder: Path, options) -> int:
     end = time.monotonic() + options.seconds
     outcome: dict[str, str] = {}
     for name, step in chosen.items():
