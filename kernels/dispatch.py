@@ -43,6 +43,11 @@ def archive_of(architecture: str) -> Archive | str:
     return known
 
 
+def kind(arguments: tuple, options: dict[str, Any], tensors: list) -> bytes | None:
+    """Return all of a call but its tensors' addresses, and append its tensors; None if there is no launcher for it."""
+    return None if _launcher is None else _launcher.kind(arguments, options, tensors)
+
+
 class CompiledKernels:
     """A kernel's compiled variants for one architecture. Each is unpacked at its first launch."""
 

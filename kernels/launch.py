@@ -100,7 +100,11 @@ def is_recording() -> bool:
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a new tensor, not initialised, that `observing` sees."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+    return allocated(torch.empty(shape, dtype=dtype, device=device))
+
+
+def allocated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, which an op has allocated, and show it to `observing`."""
     observed = _observed.get()
     if observed is not None:
         observed.allocated.append(tensor)

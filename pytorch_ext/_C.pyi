@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from types import ModuleType
 
+from torch import Tensor
+
 build: dict[str, str | None]
 dtypes: dict[str, int]
 moved_dtypes: dict[str, int]
@@ -200,5 +202,6 @@ class _Launch(ModuleType):
         def launch(self, grid: tuple[int, ...], arguments: tuple, constants: tuple, stream: int) -> bool: ...
 
     def driver(self) -> dict[str, bool | int | str | None]: ...
+    def kind(self, arguments: tuple, options: dict[str, object], tensors: list[Tensor]) -> bytes | None: ...
 
 launch: _Launch

@@ -8,6 +8,7 @@
 #include "dispatcher.h"
 #include "driver.h"
 #include "kernel.h"
+#include "kind.h"
 
 namespace py = pybind11;
 
@@ -43,6 +44,9 @@ void register_launch(py::module_& m) {
   family.def("driver", &driver_state,
              "Look for the CUDA driver; return found, error, version (13010 is 13.1). The environment variable "
              "WEFT_CUDA_DRIVER names another library than libcuda.so.1; launches use the library of the last search.");
+  family.def("kind", &kind_of, py::arg("arguments"), py::arg("options"), py::arg("tensors"),
+             "Return the kind of a call as bytes, all but its tensors' addresses, and append the tensors to the list. "
+             "Return None if an argument cannot be described.");
   py::class_<Kernel, std::shared_ptr<Kernel>>(family, "Kernel",
                                               "One compiled variant, loaded into a context at its first launch there.")
       .def(py::init(&make_kernel), py::arg("name"), py::arg("cubin"), py::arg("arguments"), py::arg("shared_bytes"),

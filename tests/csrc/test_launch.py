@@ -6,6 +6,8 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -331,6 +333,31 @@ def test_what_the_driver_gets_is_what_tritons_own_launcher_gives_it(library, tmp
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 9 and any("TensorDescriptor" in line for line in lines), done.stdout
+
+
+VALGRIND = shutil.which("valgrind")
+
+
+@pytest.mark.slow("kernels")
+@pytest.mark.skipif(
+    VALGRIND is None or not Path("/usr/include/valgrind/callgrind.h").exists(), reason="no valgrind to count with"
+)
+def test_a_replayed_call_takes_the_host_about_ten_microseconds(library, tmp_path):
+    """From op to driver, counted: a core of 3 GHz does some ten instructions a nanosecond."""
+    done = subprocess.run(
+        [
+            *(VALGRIND, "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={tmp_path / 'counts'}"),
+            *(sys.executable, FOLDER / "host_time.py", library, "--count"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        | {"WEFT_CUDA_DRIVER": str(library)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (total,) = re.findall(r"Collected : (\d+)", done.stderr)
+    assert 20_000 < int(total) / 200 < 110_000
 
 
 # --- the configuration

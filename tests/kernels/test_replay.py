@@ -1,9 +1,13 @@
 """A replayed call launches what the op itself would launch, on the memory of that call."""
 
+import sys
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from weft.kernels import launch
+from weft import ops  # noqa: F401 it gives the kernels their launcher
+from weft.kernels import dispatch, launch
 from weft.kernels.activation import gated_forward
 from weft.kernels.attention import attention_backward, attention_delta, attention_forward
 from weft.kernels.attention_rules import Positions, Rules
@@ -71,6 +75,93 @@ def test_a_replayed_call_has_the_bits_of_the_op_itself(calls):
             assert len(ours) == len(its)
             assert all((x is None and y is None) or torch.equal(x, y) for x, y in zip(ours, its, strict=True))
     assert sum(isinstance(kind, _Replay) for op in OPS[calls] for kind in op.kinds.values()) >= 3
+
+
+@dataclass(frozen=True)
+class Record:
+    a: float
+    b: object = None
+
+
+class Elsewhere(torch.Tensor):
+    pass
+
+
+def kind_of(*arguments, **options):
+    tensors = []
+    return dispatch.kind(arguments, options, tensors), tensors
+
+
+x, y = torch.zeros(4, 6), torch.ones(4, 6)
+DIFFERENT = [
+    (None,),
+    (),
+    (1,),
+    (1.0,),
+    (True,),
+    (False,),
+    (-0.0,),
+    (2**40,),
+    ("1",),
+    ("",),
+    (1, 2),
+    ((1, 2),),
+    ((1,), 2),
+    ("ab", "c"),
+    ("a", "bc"),
+    (torch.float16,),
+    (torch.bfloat16,),
+    (Record(1.0),),
+    (Record(2.0),),
+    (Record(1.0, 3),),
+    (Rules(1),),
+    (Rules(right=1),),
+    (x,),
+    (x.t(),),
+    (x[:2],),
+    (x[:1].as_strided((1, 6), (100, 1)),),
+    (x[:1],),
+    (x.bfloat16(),),
+    (x.half(),),
+    (x.double(),),
+    (x.long(),),
+    (x.view(-1)[1:7].view(1, 6),),  # 16 does not divide its address
+    (x, x),
+    (x, y),
+    (x, y, x),
+    (x, y, y),
+]
+
+
+def test_calls_that_differ_in_more_than_addresses_have_different_kinds():
+    kinds = [kind_of(*arguments)[0] for arguments in DIFFERENT]
+    kinds += [kind_of(a=1)[0], kind_of(b=1)[0], kind_of(a=1, b=2)[0], kind_of(1, b=2)[0]]
+    assert None not in kinds and len(set(kinds)) == len(kinds)
+
+
+def test_calls_that_differ_in_addresses_alone_have_one_kind():
+    tensors = [x, y, torch.nn.Parameter(x.clone()), x.clone().requires_grad_()]
+    kinds = [kind_of(tensor, (tensor, 3), rules=Rules(0.5), bias=None) for tensor in tensors]
+    assert len({kind for kind, _ in kinds}) == 1
+    assert all(found[0] is found[1] is tensor for (_, found), tensor in zip(kinds, tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [[1], {}, object(), 2**70, torch.zeros(0), torch.zeros(3, device="meta"), x.as_subclass(Elsewhere), x.to_sparse()],
+)
+def test_what_is_not_described_has_no_kind(argument):
+    assert kind_of(1, argument)[0] is None
+    assert kind_of(a=(argument,))[0] is None
+
+
+def test_describing_a_call_keeps_no_reference():
+    name, value, record = "name" * 3, 1e300, Record(2.5, "text" * 9)
+    objects = [x, name, value, record, vars(record), record.b]
+    before = [sys.getrefcount(one) for one in objects]
+    for _ in range(10):
+        kind_of(x, name, (value,), record, name=record)
+    assert [sys.getrefcount(one) for one in objects] == before
 
 
 def test_memory_that_is_given_twice_is_another_kind_of_call():
