@@ -397,6 +397,7 @@ def _emit(total, total_up, bias, addend, out, destinations, z, piece, row, colum
                 if total_up is not None:
                     total_up += tl.load(bias + (columns + c) * stride_bias, mask=c < columns, other=0.0).to(tl.float32)
             if addend is not None:
+                # The copy engine could add in memory, but additions there take subnormal numbers for 0.
                 added = addend + r * stride_addend_row + c * stride_addend_column
                 total += tl.load(added, mask=inside, other=0.0).to(tl.float32)
             y = _finish(total, total_up, z, r * stride_z_row + c, columns, inside, ACTIVATION)

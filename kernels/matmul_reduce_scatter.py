@@ -144,8 +144,11 @@ def sum_parts(
 ) -> None:
     """Sum the parts into `out` as they come (step 2); with `notify`, post a flag at every rank for each chunk."""
     (own,) = peers.keep(inbox.rows.own_chunks(peers.rank, out.device))
-    units = own.size(0) * cdiv(inbox.columns, _COLUMNS)
-    programs = min(units, peers.processors)  # leaves room for other ranks' products while these programs wait
+    columns = own.size(0) * cdiv(inbox.columns, _COLUMNS)
+    rows = cdiv(max(chunk.rows for chunk in inbox.rows.chunks), _ROWS)
+    pieces = min(rows, cdiv(peers.processors, max(columns, 1)))  # of the rows of a chunk
+    # One program a multiprocessor leaves room for other ranks' products while these programs wait.
+    programs = min(columns * pieces, peers.processors)
     launch.launch(
         _sum_kernel,
         (programs,),
@@ -158,6 +161,7 @@ def sum_parts(
         inbox.columns,
         out.numel(),
         own.size(0),
+        pieces,
         len(inbox.rows.chunks),
         peers.world,
         programs,
@@ -184,7 +188,7 @@ def _addresses(inbox: Inbox, rank: int, at: tuple[int, ...], device: torch.devic
     return destinations.to(device), flags.to(device)
 
 
-@triton.jit(do_not_specialize=["own_chunks", "chunks", "world", "programs", "agreed", "timeout_us", "rank"])
+@triton.jit(do_not_specialize=["own_chunks", "pieces", "chunks", "world", "programs", "agreed", "timeout_us", "rank"])
 def _sum_kernel(
     parts,  # [W, rows, columns]
     flags,  # [W, chunks] of the parts, [chunks] of the sums
@@ -195,6 +199,7 @@ def _sum_kernel(
     columns,
     elements,  # of a part: rows times columns
     own_chunks,
+    pieces,  # into which the rows of a chunk are cut
     chunks,
     world,
     programs,
@@ -208,11 +213,14 @@ def _sum_kernel(
     COLUMNS: tl.constexpr,
 ):
     blocks = tl.cdiv(columns, COLUMNS)
-    for unit in range(tl.program_id(0), own_chunks * blocks, programs):
-        entry = own + 3 * (unit // blocks)
+    units = blocks * pieces  # of a chunk
+    for unit in range(tl.program_id(0), own_chunks * units, programs):
+        entry = own + 3 * (unit // units)
         chunk = tl.load(entry)
         first = tl.load(entry + 1)
         count = tl.load(entry + 2)
+        piece = (unit % units) // blocks
+        length = tl.cdiv(count, pieces * ROWS) * ROWS
         c = (unit % blocks) * COLUMNS + tl.arange(0, COLUMNS)
 
         # 1. Wait for every rank's part of the chunk.
@@ -223,7 +231,7 @@ def _sum_kernel(
         factor = signal.poison(spoiled)
 
         # 2. Sum the parts in rank order, in fp32, rounded once.
-        for start in range(0, count, ROWS):
+        for start in range(piece * length, tl.minimum(count, (piece + 1) * length), ROWS):
             r = start + tl.arange(0, ROWS)
             inside = (r < count)[:, None] & (c < columns)[None, :]
             places = (first + r).to(tl.int64)[:, None] * columns + c[None, :]
@@ -238,7 +246,7 @@ def _sum_kernel(
 
         # 3. The program that completes the chunk posts its flag at every rank, this one too.
         if addresses is not None:
-            if signal.last(counters + chunk, blocks) & sound:
+            if signal.last(counters + chunk, units) & sound:
                 for peer in range(world):
                     ready = signal.flag_at(addresses, peer, world * chunks + chunk)
                     signal.post(ready, agreed)
