@@ -2,8 +2,19 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 from torch import Tensor
+
+_Method = TypeVar("_Method", bound=Callable)
+
+class Direct:
+    """A method that does the usual call in C++."""
+
+    __wrapped__: Callable
+
+def engine_method(otherwise: _Method) -> _Method: ...
+def process_group_method(name: str, otherwise: _Method, work: object) -> _Method: ...
 
 build: dict[str, str | None]
 dtypes: dict[str, int]
@@ -63,6 +74,7 @@ class Group:
         timeout_s: float,
         oversubscribed: bool,
         labels: list[int],
+        single_copy: bool,
     ) -> None: ...
     @staticmethod
     def segment_bytes(world: int, staging_bytes: int) -> int: ...
@@ -72,6 +84,8 @@ class Group:
     def world(self) -> int: ...
     @property
     def calls(self) -> int: ...
+    @property
+    def single_copy(self) -> bool: ...
     def rename(self, name: str) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
     def lost_ranks(self) -> list[int]: ...

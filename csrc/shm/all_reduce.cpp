@@ -5,6 +5,7 @@
 
 #include "bytes.h"
 #include "collectives.h"
+#include "direct.h"
 #include "reduce.h"
 
 namespace weft::shm {
@@ -103,7 +104,7 @@ void all_reduce_one_shot(Call& call, const void* input, void* output, size_t cou
   pass.norm_is_whole();
 }
 
-// Two exchanges per chunk. Every rank stages its chunk, reduces its own slice, and copies the slices of the others.
+// Two exchanges per chunk. Every rank stages the slices of the others, reduces its own, and copies those of the others.
 void all_reduce_two_shot(Call& call, const void* input, void* output, size_t count, const Pass& pass) {
   const size_t chunk = call.staging_bytes() / pass.wire_bytes, line = line_bytes / pass.wire_bytes;
   const int world = call.world();
@@ -113,9 +114,13 @@ void all_reduce_two_shot(Call& call, const void* input, void* output, size_t cou
     const size_t slice = (n / world + line) / line * line;
     const size_t mine = std::min(n, slice * call.rank());
 
-    pass.to_wire(call.next_staging(), at(input, offset), n);
+    const size_t after = pass.converts() ? mine : mine + piece(n, mine, slice);  // its own slice it needs itself
+    pass.to_wire(call.next_staging(), at(input, offset), mine);
+    pass.to_wire(call.next_staging() + after * pass.wire_bytes, at(input, offset + after * pass.element_bytes),
+                 n - after);
     call.exchange();
     for (int rank = 0; rank < world; ++rank) sources[rank] = call.staged(rank) + mine * pass.wire_bytes;
+    if (!pass.converts()) sources[call.rank()] = at(input, offset + mine * pass.element_bytes);
     pass.reduce_to_wire(sources, call.next_staging() + mine * pass.wire_bytes, piece(n, mine, slice));
     call.exchange();
     for (int rank = 0; rank < world; ++rank) {
@@ -132,21 +137,17 @@ void all_reduce_two_shot(Call& call, const void* input, void* output, size_t cou
 
 // Two exchanges in all, in symmetric memory. Every rank reduces its own slice straight from the memory of all ranks and
 // writes the result to all of them. Each rank reads and writes every byte once, which is the minimum.
-void all_reduce_in_place(Call& call, const Region& region, size_t offset, size_t count, const Pass& pass) {
-  constexpr size_t block_bytes = 16 << 10;  // small enough to be copied out while it is in the first-level cache
+void all_reduce_in_place(Call& call, const Direct& direct, void* data, size_t count, const Pass& pass) {
   const int world = call.world();
   const size_t bytes = count * pass.element_bytes;
   const size_t slice_bytes = (bytes / world + line_bytes) / line_bytes * line_bytes;
   const size_t begin = std::min(bytes, slice_bytes * call.rank());
-  const size_t end = begin + piece(bytes, begin, slice_bytes);
   std::vector<const void*> sources(world);
-  for (size_t block = begin; block < end; block += block_bytes) {
-    const size_t n = std::min(block_bytes, end - block);
-    for (int rank = 0; rank < world; ++rank) sources[rank] = region.part(rank) + offset + block;
-    std::byte* mine = region.part(call.rank()) + offset + block;
-    pass.reduce_to_output(sources, mine, n / pass.element_bytes);
-    for (int rank = 0; rank < world; ++rank) copy_bytes(region.part(rank) + offset + block, mine, n);
-  }
+  reduce_direct(call, direct, sources, begin, begin + piece(bytes, begin, slice_bytes), [&](size_t offset, size_t n) {
+    pass.reduce_to_output(sources, at(data, offset), n / pass.element_bytes);
+    for (int rank = 0; rank < world; ++rank)
+      copy_bytes(const_cast<std::byte*>(direct.at(rank, offset)), at(data, offset), n);
+  });
   pass.stage_norm(call);
   call.exchange();  // after it every slice is written on every rank
   pass.add_staged_norms(call);
@@ -156,18 +157,14 @@ void all_reduce(Group& group, const void* input, void* output, size_t count, Cal
   const size_t bytes = count * pass.element_bytes;
   // From this size on, the extra reads of one-shot cost more than a second exchange.
   constexpr size_t two_shot_from_bytes = 32 << 10;
-  // Below this size, the copy to a staging buffer costs less than the exchange in which ranks agree on zero copy.
-  constexpr size_t zero_copy_from_bytes = 64 << 10;
-  // Elements that travel in another type are always staged.
-  const bool large =
-      bytes >= zero_copy_from_bytes && group.has_had_regions() && group.world() > 1 && !pass.converts();
-  std::shared_ptr<Region> region;
-  if (large && input == output) header.place = group.place_of(output, bytes, &region);
+  // Elements that travel in another type are always staged. So are those in ordinary memory: single copies are no faster,
+  // since a reduction reads what it gets from the cache in either way.
+  const bool may_be_in_place = group.has_had_regions() && !pass.converts();
+  Direct direct(group, header, output, may_be_in_place && input == output ? bytes : 0);
   Call call(group, header);
-  if (large) {
-    call.exchange();
-    if (call.same_place()) return all_reduce_in_place(call, *region, header.place - region->first_place, count, pass);
-  }
+  const size_t part_bytes = may_be_in_place ? bytes / group.world() : 0;
+  if (direct.announce(call, std::vector<const void*>(group.world(), output), part_bytes) && direct.mapped())
+    return all_reduce_in_place(call, direct, output, count, pass);
   if (group.world() > 2 && bytes >= two_shot_from_bytes)
     all_reduce_two_shot(call, input, output, count, pass);
   else

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bytes.h"
+#include "direct.h"
 #include "reduce.h"
 
 namespace weft::shm {
@@ -27,6 +28,39 @@ bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
   return a_bytes > 0 && b_bytes > 0 && at(a, 0) < at(b, b_bytes) && at(b, 0) < at(a, a_bytes);
 }
 
+// Inputs of the ranks, copied where an output would overwrite one that another rank may still read.
+class Inputs {
+ public:
+  Inputs(const std::vector<const void*>& inputs, const std::vector<size_t>& bytes, int own,
+         const std::vector<void*>& outputs, const std::vector<size_t>& output_bytes)
+      : data(inputs) {
+    for (size_t i = 0; i < inputs.size(); ++i)
+      for (size_t o = 0; o < outputs.size() && static_cast<int>(i) != own; ++o)
+        if (overlap(inputs[i], bytes[i], outputs[o], output_bytes[o]) && data[i] == inputs[i]) {
+          copies_.emplace_back(at(inputs[i], 0), at(inputs[i], bytes[i]));
+          data[i] = copies_.back().data();
+        }
+  }
+
+  std::vector<const void*> data;
+
+ private:
+  std::vector<std::vector<std::byte>> copies_;
+};
+
+std::vector<size_t> in_bytes(const std::vector<size_t>& counts, size_t unit) {
+  std::vector<size_t> bytes;
+  for (const size_t count : counts) bytes.push_back(count * unit);
+  return bytes;
+}
+
+// Returns whether the parts follow one another in memory.
+bool in_one_piece(const std::vector<const void*>& parts, const std::vector<size_t>& bytes) {
+  for (size_t i = 1; i < parts.size(); ++i)
+    if (at(parts[i], 0) != at(parts[i - 1], bytes[i - 1])) return false;
+  return true;
+}
+
 // Returns one rank's share of a staging buffer that holds a piece for each rank, in bytes.
 size_t share_of_staging(const Call& call) { return call.staging_bytes() / call.world() / line_bytes * line_bytes; }
 
@@ -44,8 +78,18 @@ void all_gather(Group& group, const void* input, const std::vector<void*>& outpu
     input = saved.data();
     break;
   }
-  Call call(group, CallHeader{CallKind::all_gather, dtype, ReduceOp::sum, 0, total(counts), hash_of(counts)});
-  const size_t chunk_bytes = call.staging_bytes(), longest = most(counts) * unit;
+  const size_t longest = most(counts) * unit;
+  CallHeader header{CallKind::all_gather, dtype, ReduceOp::sum, 0, total(counts), hash_of(counts)};
+  Direct direct(group, header, input, own_bytes);
+  Call call(group, header);
+  if (direct.announce(call, std::vector<const void*>(group.world(), input), longest)) {
+    for (int next = 0; next < call.world(); ++next) {
+      const int rank = (call.rank() + next) % call.world();
+      direct.read(call, rank, 0, outputs[rank], counts[rank] * unit);
+    }
+    return call.exchange();
+  }
+  const size_t chunk_bytes = call.staging_bytes();
   size_t offset = 0;
   do {
     copy_bytes(call.next_staging(), at(input, offset), piece(counts[call.rank()] * unit, offset, chunk_bytes));
@@ -61,15 +105,25 @@ void all_gather(Group& group, const void* input, const std::vector<void*>& outpu
 void reduce_scatter(Group& group, const std::vector<const void*>& inputs, void* output,
                     const std::vector<size_t>& counts, DType dtype, ReduceOp op) {
   const ReduceFunction reduce = reduce_function(reduce_table(), dtype, op);
-  Call call(group, CallHeader{CallKind::reduce_scatter, dtype, op, 0, total(counts), hash_of(counts)});
-  const size_t unit = size_of(dtype), longest = most(counts) * unit;
-  const size_t chunk_bytes = share_of_staging(call);
+  const size_t unit = size_of(dtype), longest = most(counts) * unit, own_bytes = counts[group.rank()] * unit;
+  CallHeader header{CallKind::reduce_scatter, dtype, op, 0, total(counts), hash_of(counts)};
+  const Inputs safe(inputs, in_bytes(counts, unit), group.rank(), {output}, {own_bytes});
+  const bool whole = in_one_piece(safe.data, in_bytes(counts, unit));
+  Direct direct(group, header, safe.data[0], whole ? total(counts) * unit : 0);
+  Call call(group, header);
   std::vector<const void*> sources(call.world());
+  if (direct.announce(call, safe.data, longest)) {
+    reduce_direct(call, direct, sources, 0, own_bytes, [&](size_t offset, size_t bytes) {
+      reduce(sources.data(), sources.size(), at(output, offset), bytes / unit);
+    });
+    return call.exchange();
+  }
+  const size_t chunk_bytes = share_of_staging(call);
   size_t offset = 0;
   do {
     for (int rank = 0; rank < call.world(); ++rank)
       if (rank != call.rank())
-        copy_bytes(call.next_staging() + rank * chunk_bytes, at(inputs[rank], offset),
+        copy_bytes(call.next_staging() + rank * chunk_bytes, at(safe.data[rank], offset),
              piece(counts[rank] * unit, offset, chunk_bytes));
     call.exchange();
     for (int rank = 0; rank < call.world(); ++rank) sources[rank] = call.staged(rank) + call.rank() * chunk_bytes;
@@ -81,8 +135,15 @@ void reduce_scatter(Group& group, const std::vector<const void*>& inputs, void* 
 }
 
 void broadcast(Group& group, void* data, size_t count, DType dtype, int root) {
-  Call call(group, CallHeader{CallKind::broadcast, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count});
-  const size_t bytes = count * size_of(dtype), chunk_bytes = call.staging_bytes();
+  const size_t bytes = count * size_of(dtype);
+  CallHeader header{CallKind::broadcast, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count};
+  Direct direct(group, header, data, bytes);
+  Call call(group, header);
+  if (direct.announce(call, std::vector<const void*>(group.world(), data), bytes)) {
+    if (call.rank() != root) direct.read(call, root, 0, data, bytes);
+    return call.exchange();
+  }
+  const size_t chunk_bytes = call.staging_bytes();
   size_t offset = 0;
   do {
     const size_t n = piece(bytes, offset, chunk_bytes);
@@ -95,9 +156,19 @@ void broadcast(Group& group, void* data, size_t count, DType dtype, int root) {
 
 void reduce(Group& group, const void* input, void* output, size_t count, DType dtype, ReduceOp op, int root) {
   const ReduceFunction reduce = reduce_function(reduce_table(), dtype, op);
-  Call call(group, CallHeader{CallKind::reduce, dtype, op, static_cast<uint32_t>(root), count});
-  const size_t bytes = count * size_of(dtype), chunk_bytes = call.staging_bytes();
+  const size_t bytes = count * size_of(dtype);
+  CallHeader header{CallKind::reduce, dtype, op, static_cast<uint32_t>(root), count};
+  Direct direct(group, header, input, bytes);
+  Call call(group, header);
   std::vector<const void*> sources(call.world());
+  if (direct.announce(call, std::vector<const void*>(group.world(), input), bytes)) {
+    if (call.rank() == root)
+      reduce_direct(call, direct, sources, 0, bytes, [&](size_t offset, size_t n) {
+        reduce(sources.data(), sources.size(), at(output, offset), n / size_of(dtype));
+      });
+    return call.exchange();
+  }
+  const size_t chunk_bytes = call.staging_bytes();
   size_t offset = 0;
   do {
     const size_t n = piece(bytes, offset, chunk_bytes);
@@ -113,8 +184,16 @@ void reduce(Group& group, const void* input, void* output, size_t count, DType d
 }
 
 void gather(Group& group, const void* input, const std::vector<void*>& outputs, size_t count, DType dtype, int root) {
-  Call call(group, CallHeader{CallKind::gather, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count});
-  const size_t bytes = count * size_of(dtype), chunk_bytes = call.staging_bytes();
+  const size_t bytes = count * size_of(dtype);
+  CallHeader header{CallKind::gather, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count};
+  Direct direct(group, header, input, bytes);
+  Call call(group, header);
+  if (direct.announce(call, std::vector<const void*>(group.world(), input), bytes)) {
+    if (call.rank() == root)
+      for (int rank = 0; rank < call.world(); ++rank) direct.read(call, rank, 0, outputs[rank], bytes);
+    return call.exchange();
+  }
+  const size_t chunk_bytes = call.staging_bytes();
   size_t offset = 0;
   do {
     const size_t n = piece(bytes, offset, chunk_bytes);
@@ -127,8 +206,15 @@ void gather(Group& group, const void* input, const std::vector<void*>& outputs, 
 }
 
 void scatter(Group& group, const std::vector<const void*>& inputs, void* output, size_t count, DType dtype, int root) {
-  Call call(group, CallHeader{CallKind::scatter, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count});
-  const size_t bytes = count * size_of(dtype), chunk_bytes = share_of_staging(call);
+  const size_t bytes = count * size_of(dtype);
+  CallHeader header{CallKind::scatter, dtype, ReduceOp::sum, static_cast<uint32_t>(root), count};
+  Direct direct(group, header, nullptr, 0);
+  Call call(group, header);
+  if (direct.announce(call, call.rank() == root ? inputs : std::vector<const void*>(call.world()), bytes)) {
+    direct.read(call, root, 0, output, bytes);
+    return call.exchange();
+  }
+  const size_t chunk_bytes = share_of_staging(call);
   size_t offset = 0;
   do {
     const size_t n = piece(bytes, offset, chunk_bytes);
@@ -143,9 +229,13 @@ void scatter(Group& group, const std::vector<const void*>& inputs, void* output,
 
 void all_to_all(Group& group, const std::vector<const void*>& inputs, const std::vector<size_t>& input_counts,
                 const std::vector<void*>& outputs, const std::vector<size_t>& output_counts, DType dtype) {
-  Call call(group, CallHeader{CallKind::all_to_all, dtype});
-  const int world = call.world();
+  const int world = group.world();
   const size_t unit = size_of(dtype);
+  const std::vector<size_t> bytes = in_bytes(input_counts, unit);
+  const Inputs safe(inputs, bytes, -1, outputs, in_bytes(output_counts, unit));
+  CallHeader header{CallKind::all_to_all, dtype};
+  Direct direct(group, header, safe.data[0], in_one_piece(safe.data, bytes) ? total(bytes) : 0);
+  Call call(group, header);
 
   // First the sizes: how much each rank sends to each, and how much it expects from each.
   auto* announced = reinterpret_cast<uint64_t*>(call.next_staging());
@@ -165,10 +255,18 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
     }
   }
 
-  const size_t chunk_bytes = share_of_staging(call), longest = most_elements * unit;
+  const size_t longest = most_elements * unit;
+  if (direct.announce(call, safe.data, longest)) {
+    for (int next = 0; next < world; ++next) {
+      const int rank = (call.rank() + next) % world;
+      direct.read(call, rank, 0, outputs[rank], output_counts[rank] * unit);
+    }
+    return call.exchange();
+  }
+  const size_t chunk_bytes = share_of_staging(call);
   for (size_t offset = 0; offset < longest; offset += chunk_bytes) {
     for (int rank = 0; rank < world; ++rank)
-      copy_bytes(call.next_staging() + rank * chunk_bytes, at(inputs[rank], offset),
+      copy_bytes(call.next_staging() + rank * chunk_bytes, at(safe.data[rank], offset),
                  piece(input_counts[rank] * unit, offset, chunk_bytes));
     call.exchange();
     for (int rank = 0; rank < world; ++rank)

@@ -1,6 +1,7 @@
 #include "group.h"
 
 #include <pthread.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -51,6 +52,21 @@ std::string list_of(const std::vector<int>& ranks) {
 }
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Copies from the memory of another process. Returns an errno; 0 is success.
+int read_process(pid_t pid, void* destination, uint64_t address, size_t bytes) {
+  auto* to = static_cast<std::byte*>(destination);
+  while (bytes > 0) {
+    const iovec here{to, bytes}, there{reinterpret_cast<void*>(address), bytes};
+    const ssize_t copied = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    if (copied < 0 && errno == EINTR) continue;
+    if (copied <= 0) return copied < 0 ? errno : EFAULT;
+    to += copied;
+    address += static_cast<uint64_t>(copied);
+    bytes -= static_cast<size_t>(copied);
+  }
+  return 0;
+}
 
 }  // namespace
 
@@ -128,19 +144,25 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
   std::byte* messages = segment_.data() + round_up(sizeof(Failure) + world_ * sizeof(Control), page_bytes);
   staging_ = messages + round_up(Messenger::segment_bytes(world_), page_bytes);
   messenger_ = std::make_unique<Messenger>(*this, messages);
+  int peer = 0;
   try {
     reduce_table();  // throws for a WEFT_ISA that does not run here
-    for (int peer = 0; peer < world_; ++peer)
+    for (; peer < world_; ++peer)
       peers_.push_back(peer == rank_ ? nullptr : std::make_unique<Peer>(ranks[peer].pid, ranks[peer].start_time));
   } catch (const std::exception& error) {  // the other ranks have the segment already and wait for this one
     const auto* refused = dynamic_cast<const std::system_error*>(&error);
-    const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;  // every rank notices that
-    if (!peer_has_gone)
-      record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " could not join group \"" +
-                                                   this->name() + "\": " + error.what());
+    const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;
+    const std::string joining = " group \"" + this->name() + "\"";
+    if (peer_has_gone)
+      record_failure(FailureKind::rank_lost, "rank " + std::to_string(label(peer)) + " (pid " +
+                                                 std::to_string(ranks[peer].pid) + ") died before it joined" + joining +
+                                                 " (rank " + std::to_string(label(rank_)) + " waited).");
+    else
+      record_failure(FailureKind::interrupted,
+                     "rank " + std::to_string(label(rank_)) + " could not join" + joining + ": " + error.what());
     throw;
   }
-  Call(*this, CallHeader{CallKind::barrier}).exchange();
+  options_.single_copy = reads_all_peers();
   calls_ = 0;  // joining does not count as a call of the user
   segment_.close_descriptor();
 }
@@ -286,6 +308,33 @@ void Group::leave() {
   for (int peer = 0; peer < world_; ++peer) messenger_->nudge(peer);
   queue_->close();  // does not wait long: a call under way was aborted
   messenger_->close();
+}
+
+// Returns whether every rank can read the memory of every other: Yama, a seccomp filter or a user namespace may forbid it.
+bool Group::reads_all_peers() {
+  const uint64_t secret = static_cast<uint64_t>(Clock::now().time_since_epoch().count());
+  struct Trial {
+    uint64_t secret, address;
+  };
+  Call call(*this, CallHeader{CallKind::barrier});
+  *reinterpret_cast<Trial*>(call.next_staging()) = {secret, reinterpret_cast<uint64_t>(&secret)};
+  call.exchange();
+  uint64_t reads_all = options_.single_copy;
+  for (int peer = 0; peer < world_ && reads_all != 0; ++peer) {
+    const auto* trial = reinterpret_cast<const Trial*>(call.staged(peer));
+    uint64_t found = 0;
+    if (peer != rank_ && (read_process(peers_[peer]->pid(), &found, trial->address, sizeof found) != 0 ||
+                          found != trial->secret))
+      reads_all = 0;
+  }
+  memcpy(call.next_staging(), &reads_all, sizeof reads_all);
+  call.exchange();
+  for (int peer = 0; peer < world_; ++peer) {
+    uint64_t theirs;
+    memcpy(&theirs, call.staged(peer), sizeof theirs);
+    reads_all &= theirs;
+  }
+  return reads_all != 0;
 }
 
 // Raises if the group has failed, or if a rank that the call still waits for has died or left.
@@ -439,6 +488,21 @@ bool Call::same_place() const {
   for (int rank = 0; rank < group_.world_; ++rank)
     if (header_of(rank).place != header_.place) return false;
   return header_.place != 0;
+}
+
+void Call::read_memory(int rank, void* destination, uint64_t address, size_t bytes) const {
+  const int error = read_process(group_.peers_[rank]->pid(), destination, address, bytes);
+  if (error == 0) return;
+  if (const std::exception_ptr failed = group_.recorded_failure()) std::rethrow_exception(failed);
+  // A process that ends has no memory a little before it is seen to have ended.
+  for (int ms = 0; error == ESRCH && ms < 1000 && !group_.lost(rank); ++ms) usleep(1000);
+  const bool lost = group_.lost(rank);
+  const std::string what = lost ? group_.how_it_ended(rank)
+                                : std::string(": its memory could not be read (") + strerror(error) + ")";
+  std::rethrow_exception(group_.record_failure(
+      lost ? FailureKind::rank_lost : FailureKind::interrupted,
+      "rank " + std::to_string(group_.label(rank)) + what + " in " + text() + " while rank " +
+          std::to_string(group_.label(group_.rank_)) + " copied from it."));
 }
 
 void Call::compare_headers() const {

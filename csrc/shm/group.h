@@ -87,6 +87,7 @@ struct GroupOptions {
   bool oversubscribed = false;     // more ranks on this machine than cores: do not spin
   std::function<void()> on_slice;  // called from time to time during long waits; may throw to interrupt
   std::vector<int> labels = {};    // names of the ranks in errors; empty means their numbers
+  bool single_copy = true;         // if the system lets every rank read the memory of every other
 };
 
 // Injected faults for tests: random delays at every point where ranks meet, and death at the n-th such point.
@@ -114,6 +115,7 @@ class Group {
   Clock::duration timeout() const { return timeout_.load(); }
   void set_timeout(Clock::duration timeout) { timeout_.store(timeout); }
   bool oversubscribed() const { return options_.oversubscribed; }
+  bool single_copy() const { return options_.single_copy; }  // the same on every rank
   const std::function<void()>& on_slice() const { return options_.on_slice; }
   void inject(const InjectedFaults& faults);
   void wait_for_death() const;  // returns at once unless that fault is injected
@@ -162,6 +164,7 @@ class Group {
 
   void check_usable() const;
   void run_behind_the_queue(std::function<void()> call);
+  bool reads_all_peers();
   void wait_for(int peer, const class Call& call);
   void check_peers(const class Call& call);
   void fault_point();
@@ -198,11 +201,15 @@ class Call {
   int rank() const { return group_.rank_; }
   int world() const { return group_.world_; }
   size_t staging_bytes() const { return group_.staging_bytes(); }
+  bool single_copy() const { return group_.single_copy(); }
+  bool may_go_direct() const { return group_.single_copy() || group_.has_had_regions(); }
 
   std::byte* next_staging();                 // this rank's buffer for the coming exchange
   const std::byte* staged(int rank) const;   // data that a rank wrote before the last exchange
   void exchange();
   bool same_place() const;  // after an exchange: whether all ranks' data is at the same place in symmetric memory
+  // Copies from the memory of a rank that is in this call. Throws what became of the rank if that fails.
+  void read_memory(int rank, void* destination, uint64_t address, size_t bytes) const;
 
   std::string text() const;  // all_reduce #17 on group "tp"
 

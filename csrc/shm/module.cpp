@@ -9,6 +9,7 @@
 
 #include "../families.h"
 #include "collectives.h"
+#include "methods.h"
 #include "reduce.h"
 #include "streaming.h"
 
@@ -229,10 +230,11 @@ using GroupHolder = std::unique_ptr<Group, EndWithoutGil>;
 
 GroupHolder make_group(std::string name, int rank, Segment& segment,
                        const std::vector<std::pair<pid_t, uint64_t>>& ranks, size_t staging_bytes, double timeout_s,
-                       bool oversubscribed, std::vector<int> labels) {
+                       bool oversubscribed, std::vector<int> labels, bool single_copy) {
   std::vector<RankIdentity> identities;
   for (const auto& [pid, start_time] : ranks) identities.push_back({pid, start_time});
-  GroupOptions options{staging_bytes, seconds(timeout_s), oversubscribed, raise_pending_signals, std::move(labels)};
+  GroupOptions options{staging_bytes, seconds(timeout_s), oversubscribed, raise_pending_signals, std::move(labels),
+                       single_copy};
   if (!options.labels.empty() && options.labels.size() != identities.size())
     throw std::invalid_argument("labels: one a rank, or none");
   const py::gil_scoped_release no_gil;
@@ -395,11 +397,13 @@ void register_group(py::module_& m) {
   py::class_<Group, GroupHolder> group(m, "Group", "Ranks over one segment. Addresses are integers, counts elements.");
   group
       .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("segment"), py::arg("ranks"),
-           py::arg("staging_bytes"), py::arg("timeout_s"), py::arg("oversubscribed"), py::arg("labels"))
+           py::arg("staging_bytes"), py::arg("timeout_s"), py::arg("oversubscribed"), py::arg("labels"),
+           py::arg("single_copy"))
       .def_static("segment_bytes", &Group::segment_bytes, py::arg("world"), py::arg("staging_bytes"))
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("world", &Group::world)
       .def_property_readonly("calls", &Group::calls)
+      .def_property_readonly("single_copy", &Group::single_copy, "Whether ranks read one another's memory.")
       .def("rename", &Group::rename, py::arg("name"), NoGil())
       .def(
           "set_timeout", [](Group& g, double timeout_s) { g.set_timeout(seconds(timeout_s)); }, py::arg("timeout_s"))
@@ -436,6 +440,7 @@ void register_shm(py::module_& m) {
   register_reductions(m);
   register_work(m);
   register_group(m);
+  register_methods(m);
 }
 
 }  // namespace weft

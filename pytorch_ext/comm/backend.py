@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from weft import _C
 from weft.comm.communicator import Communicator, backends_of
 from weft.comm.dtypes import op_code
 from weft.comm.engine import Engine, Pending
@@ -39,6 +40,7 @@ class WeftProcessGroup(dist.ProcessGroup):
     timeout: timedelta
     communicator: Communicator | None = None  # set by `comm.registry`; the ops use it
     _cuda_half: dist.ProcessGroup | None = None
+    group_here: _C.Group | None = None  # all ranks, if they are on this machine
 
     @classmethod
     def create(cls, options) -> "WeftProcessGroup":
@@ -54,6 +56,8 @@ class WeftProcessGroup(dist.ProcessGroup):
             ranks_on_machine=ranks_on_machine,
             lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
         )
+        if isinstance(group.engine, Engine):
+            group.group_here = group.engine.group
         group._name, group._desc = str(options.group_id), "undefined"
         group.timeout = options.timeout
         return group
@@ -374,6 +378,25 @@ class _Work(dist.Work):
         for operation in self._pending:
             operation.then(one_is_done)
         return future
+
+
+class _Done(_Work):
+    """Handle of every call that was done when it returned."""
+
+    def get_future(self) -> torch.futures.Future:
+        raise RuntimeError("a call with async_op=False has no future")
+
+
+_DONE = _Done([], None)
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = "all_gather_single", "reduce_scatter_single", "all_to_all_single"
+for _name, _called in {
+    **{name: name for name in ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall")},
+    **{name: name for name in (_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, "barrier")},
+    "_allgather_base": _ALL_GATHER,
+    "_reduce_scatter_base": _REDUCE_SCATTER,
+    "alltoall_base": _ALL_TO_ALL,
+}.items():
+    setattr(WeftProcessGroup, _name, _C.process_group_method(_called, getattr(WeftProcessGroup, _name), _DONE))
 
 
 def _lost_members(members: list[int]) -> list[int]:

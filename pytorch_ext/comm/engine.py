@@ -75,6 +75,7 @@ class Engine:
         self._in_flight: deque[tuple[_C.Work, object]] = deque()  # tensors that must not be freed yet
         self._submitting = threading.Lock()
 
+    @_C.engine_method
     def all_reduce(
         self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None
     ) -> Pending | None:
@@ -92,6 +93,7 @@ class Engine:
         work = self.group.all_reduce_fused(address, address, count, code, op, wire, fusion.scale, norm, not wait)
         return self._after(work, (whole, fusion), copy_backs=[(x, whole)])
 
+    @_C.engine_method
     def broadcast(self, x: torch.Tensor, root: int, wait: bool = True) -> Pending | None:
         """Set x to the root's x."""
         check(x)
@@ -100,6 +102,7 @@ class Engine:
         work = self.group.broadcast(whole.data_ptr(), whole.numel() * scale, code, root, not wait)
         return self._after(work, whole, copy_backs=[(x, whole)])
 
+    @_C.engine_method
     def all_gather(self, x: torch.Tensor, parts: list[torch.Tensor], wait: bool = True) -> Pending | None:
         """Set parts[r] to rank r's x; sizes may differ between ranks."""
         check(x, *parts)
@@ -110,6 +113,7 @@ class Engine:
         work = self.group.all_gather(source.data_ptr(), _addresses(targets), counts, code, not wait)
         return self._after(work, (source, targets), copy_backs=zip(parts, targets, strict=True))
 
+    @_C.engine_method
     def reduce_scatter(
         self, parts: list[torch.Tensor], output: torch.Tensor, op: int = SUM, wait: bool = True
     ) -> Pending | None:
@@ -149,6 +153,7 @@ class Engine:
         work = self.group.scatter(_addresses(sources), target.data_ptr(), output.numel() * scale, code, root, not wait)
         return self._after(work, (sources, target), copy_backs=[(output, target)])
 
+    @_C.engine_method
     def all_to_all(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], wait: bool = True) -> Pending | None:
         """Set outputs[r] to rank r's inputs[this rank]; both ranks must give the same size."""
         check(*inputs, *outputs)
@@ -165,6 +170,7 @@ class Engine:
         )
         return self._after(work, (sources, targets), copy_backs=zip(outputs, targets, strict=True))
 
+    @_C.engine_method
     def barrier(self, wait: bool = True) -> Pending | None:
         return self._after(self.group.barrier(not wait), None)
 

@@ -29,8 +29,11 @@ class EngineCommunicator(Communicator):
     def all_reduce_(
         self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
     ) -> torch.Tensor:
-        if self.world_size > 1 or fusion is not None:
-            self._engine.all_reduce(x, SUM if op is dist.ReduceOp.SUM else op_code(op), fusion=fusion)
+        code = SUM if op is dist.ReduceOp.SUM else op_code(op)
+        if fusion is not None:
+            self._engine.all_reduce(x, code, fusion=fusion)
+        elif self.world_size > 1:
+            self._engine.all_reduce(x, code)
         return x
 
     def fuses_scale(self, x: torch.Tensor) -> bool:

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -120,9 +122,39 @@ def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
             ranks=[(process["pid"], process["start_time"]) for process in processes],
             staging_bytes=staging_bytes,
             timeout_s=meeting.timeout_s,
-            oversubscribed=max(world, ranks_on_machine) > len(os.sched_getaffinity(0)),
+            oversubscribed=_oversubscribed(processes, ranks_on_machine),
             labels=meeting.labels,
+            single_copy=os.environ.get("WEFT_SINGLE_COPY", "1") != "0",
         )
+
+
+def _oversubscribed(processes: list[dict], ranks_on_machine: int) -> bool:
+    """Return whether ranks of this machine must share cores, so that none may spin.
+
+    Ranks with the same affinity mask are taken to share it with all ranks of the machine, ranks with different masks to
+    have been given their cores.
+    """
+    masks = {tuple(process["cores"]) for process in processes}
+    cores = set().union(*masks)
+    if (ranks_on_machine if len(masks) == 1 else len(processes)) > len(cores):
+        return True
+    by_cgroup = Counter(process["cgroup"] for process in processes)
+    return any(by_cgroup[process["cgroup"]] > process["cpu_quota"] for process in processes)
+
+
+def _cpu_quota() -> float:
+    """Return the number of cores' time that this process's container may use."""
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/cpu.max") as file:
+        quota, period = file.read().split()
+        if quota != "max":
+            return int(quota) / int(period)
+    return math.inf
+
+
+def _cgroup() -> str:
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        return f"{os.readlink('/proc/self/ns/cgroup')} {file.read()}"
+    return ""
 
 
 def _hosts(processes: list[dict]) -> list[list[int]]:
@@ -217,6 +249,9 @@ def _describe_process() -> dict:
         "start_time": _C.process_start_time(pid),
         "machine": os.environ.get("WEFT_HOST", machine),
         "version": _C.build["version"],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "cpu_quota": _cpu_quota(),
+        "cgroup": _cgroup(),
     }
 
 

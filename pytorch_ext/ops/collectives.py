@@ -57,13 +57,16 @@ def all_reduce(
         >>> weft.all_reduce(torch.tensor(float(dist.get_rank())), op="max")
         tensor(1.)
     """
-    check_choice("op", op, _OPS)
     ranks = communicator(group)
     plain = wire_dtype is None and scale == 1.0 and squared_norm is None
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    if plain and op == "sum" and not recorded:
+        return ranks.all_reduce_(x, dist.ReduceOp.SUM, None, deterministic)
+    check_choice("op", op, _OPS)
     fusion = None if plain else Fusion.of(x, wire_dtype, scale, squared_norm)
     if fusion is not None and op not in ("sum", "avg"):
         raise ValueError(f"all_reduce by {op!r} takes no wire_dtype, scale or squared_norm; sums and averages do")
-    if torch.is_grad_enabled() and x.requires_grad:
+    if recorded:
         if op not in ("sum", "avg"):
             raise ValueError(f"all_reduce by {op!r} has no gradient here; detach the tensor first")
         if squared_norm is not None:

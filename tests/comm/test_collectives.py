@@ -1,5 +1,6 @@
 """The collectives of the shared-memory engine, through torch.distributed: right, and the same bits everywhere."""
 
+import math
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.comm import rendezvous
 from weft.comm.backend import _Work
 from weft.comm.engine import Engine
 from weft.testing import reference
@@ -19,6 +21,12 @@ from weft.testing.ranks import on_machines, run_ranks
 
 WORLDS = [1, 2, 3, 5]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.bool]
+
+
+@pytest.fixture(params=["single copy", "staged"])
+def copies(request, monkeypatch):
+    """Large ordinary tensors move in both ways."""
+    monkeypatch.setenv("WEFT_SINGLE_COPY", "0" if request.param == "staged" else "1")
 
 
 def shard_of_rank(rank, count, dtype, seed=0):
@@ -95,8 +103,9 @@ def reduce_whole_and_in_pieces(rank, dtype):
 def test_layout_does_not_change_bits(world, dtype, monkeypatch):
     """Whole, in pieces, scattered; on every rank, in every run, with small staging buffers and large ones."""
     results = []
-    for staging_kib in ("4", "256"):
+    for staging_kib, single_copy in (("4", "0"), ("4", "1"), ("256", "0"), ("256", "1")):
         monkeypatch.setenv("WEFT_STAGING_KIB", staging_kib)
+        monkeypatch.setenv("WEFT_SINGLE_COPY", single_copy)
         results += run_ranks(reduce_whole_and_in_pieces, world, dtype)
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -120,7 +129,7 @@ def gather_and_scatter(rank):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_all_gather_and_broadcast_move_every_byte(world):
+def test_all_gather_and_broadcast_move_every_byte(world, copies):
     run_ranks(gather_and_scatter, world)
 
 
@@ -140,7 +149,7 @@ def scatter_uneven(rank):
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_uneven_reduce_scatter_and_all_gather(world):
+def test_uneven_reduce_scatter_and_all_gather(world, copies):
     run_ranks(scatter_uneven, world)
 
 
@@ -216,7 +225,7 @@ def overlapping(rank):
     assert (strange == 1).all() and strange.grad_fn is None
 
 
-def test_expanded_overlapping_and_strided_tensors():
+def test_expanded_overlapping_and_strided_tensors(copies):
     run_ranks(overlapping, 3)
 
 
@@ -410,7 +419,7 @@ def rooted(rank):
 
 
 @pytest.mark.parametrize("machines", ["aa", "aaa", "aaaaa", "ab", "aab", "abc"])
-def test_reduce_gather_scatter_and_their_objects(machines):
+def test_reduce_gather_scatter_and_their_objects(machines, copies):
     run_ranks(rooted, len(machines), before=on_machines(machines))
 
 
@@ -437,7 +446,7 @@ def everyone_to_everyone(rank):
 
 
 @pytest.mark.parametrize("machines", ["a", "aa", "aaa", "aaaaa", "ab", "aab", "aabbc"])
-def test_all_to_all_of_any_sizes(machines):
+def test_all_to_all_of_any_sizes(machines, copies):
     run_ranks(everyone_to_everyone, len(machines), before=on_machines(machines))
 
 
@@ -556,3 +565,130 @@ def functional(rank):
 @pytest.mark.parametrize("machines", ["aa", "ab"])
 def test_functional_collectives_find_the_group(machines):
     run_ranks(functional, len(machines), before=on_machines(machines))
+
+
+class Marked(torch.Tensor):
+    """A tensor that may mean more than its numbers."""
+
+
+def usual_calls(rank):
+    """The usual call runs none of the backend's Python, any other does, and both are right."""
+    world, entered = dist.get_world_size(), []
+    x, whole, parts = torch.ones(4), torch.ones(4 * world), [torch.ones(4) for _ in range(world)]
+    calls = {
+        "all_reduce": lambda x, **options: dist.all_reduce(x, **options),
+        "reduce": lambda x, **options: dist.reduce(x, 0, **options),
+        "broadcast": lambda x, **options: dist.broadcast(x, 0, **options),
+        "all_gather": lambda x, **options: dist.all_gather(parts, x, **options),
+        "all_gather_single": lambda x, **options: dist.all_gather_into_tensor(whole, x, **options),
+        "reduce_scatter": lambda x, **options: dist.reduce_scatter(x, parts, **options),
+        "reduce_scatter_single": lambda x, **options: dist.reduce_scatter_tensor(x, whole, **options),
+        "all_to_all": lambda x, **options: dist.all_to_all([torch.empty(4) for _ in parts], [x] * world, **options),
+        "all_to_all_single": lambda x, **options: dist.all_to_all_single(torch.empty(4), x, **options),
+        "barrier": lambda x, **options: dist.barrier(**options),
+    }
+
+    def watch(frame, event, _):
+        if event == "call" and "weft" in frame.f_globals.get("__name__", ""):
+            entered.append(frame.f_code.co_name)
+
+    def entries(call, *arguments, **options):
+        entered.clear()
+        sys.setprofile(watch)
+        try:
+            work = call(*arguments, **options)
+        finally:
+            sys.setprofile(None)
+        if work is not None:
+            work.wait()
+        return list(entered)
+
+    for name, call in calls.items():
+        assert set(entries(call, x)) <= {"<lambda>", "<listcomp>", "wait"}, name
+        assert len(entries(call, x, async_op=True)) > 1, name
+        if name != "barrier":
+            strided, marked = torch.ones(4, 2)[:, 0], torch.ones(4).as_subclass(Marked)
+            for unusual in (strided, marked):
+                assert len(entries(call, unusual)) > 1, name
+
+
+def test_the_usual_call_runs_no_python():
+    run_ranks(usual_calls, 2)
+
+
+def test_the_numbers_of_torchs_reductions_are_those_known():
+    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    for number, name in enumerate(names):
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, name)
+        assert hash(options.reduceOp) == number, name
+
+
+def negative_views(rank):
+    x = torch.complex(torch.ones(3), torch.ones(3)).conj().imag
+    assert x.is_neg() and x.is_contiguous() is False
+    view = torch._neg_view(torch.ones(3))
+    for call in (lambda: dist.all_reduce(view), lambda: weft.all_reduce(view)):
+        with pytest.raises(TypeError, match="no conjugate or negative views"):
+            call()
+
+
+def test_a_negative_view_is_refused():
+    run_ranks(negative_views, 2)
+
+
+def overlap_in_one_tensor(rank):
+    """Outputs that overlap inputs which other ranks read."""
+    world, rows = dist.get_world_size(), 10_000
+    whole = [torch.arange(world * rows, dtype=torch.float32) + 1000 * r for r in range(world)]
+    x = whole[rank].clone()
+    dist.reduce_scatter_tensor(x[:rows], x)
+    assert torch.equal(x[:rows], reference.reduce([w.view(world, rows)[rank] for w in whole]))
+    x = whole[rank].clone()
+    dist.all_to_all_single(x, x)
+    assert torch.equal(x, torch.cat([w.view(world, rows)[rank] for w in whole]))
+
+
+def test_outputs_may_overlap_inputs(copies):
+    run_ranks(overlap_in_one_tensor, 3)
+
+
+def symmetric_inputs(rank):
+    """Each collective reads inputs in symmetric memory where they lie, with the bits of ordinary ones."""
+    world, count = dist.get_world_size(), 30_000
+    shared = weft.empty_symmetric(world * count)
+    parts = [shard_of_rank(r, world * count, torch.float32) for r in range(world)]
+    shared.copy_(parts[rank])
+    flat = torch.empty(world * world * count)
+    dist.all_gather_into_tensor(flat, shared)
+    assert torch.equal(flat, torch.cat(parts))
+    shard = torch.empty(count)
+    dist.reduce_scatter_tensor(shard, shared)
+    assert torch.equal(shard, reference.reduce(parts)[rank * count :][:count])
+    moved = torch.empty(world * count)
+    dist.all_to_all_single(moved, shared)
+    assert torch.equal(moved, torch.cat([part[rank * count :][:count] for part in parts]))
+    dist.broadcast(shared, world - 1)
+    assert torch.equal(shared, parts[-1])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_symmetric_inputs(world, copies):
+    run_ranks(symmetric_inputs, world)
+
+
+@pytest.mark.parametrize(
+    ("masks", "on_machine", "quota", "expected"),
+    [
+        ([[0, 1], [0, 1]], 2, math.inf, False),
+        ([[0, 1], [0, 1]], 3, math.inf, True),  # a third rank is in another group
+        ([[0], [1]], 8, math.inf, False),  # each has a core of its own
+        ([[0], [0]], 2, math.inf, True),
+        ([[4 * rank + core for core in range(4)] for rank in range(16)], 16, math.inf, False),
+        ([[0, 1, 2, 3]] * 4, 4, 2.0, True),  # a container of two cores
+        ([[0, 1, 2, 3]] * 4, 4, 4.0, False),
+    ],
+)
+def test_ranks_share_cores_if_there_are_fewer(masks, on_machine, quota, expected):
+    ranks = [{"cores": mask, "cpu_quota": quota, "cgroup": "/"} for mask in masks]
+    assert rendezvous._oversubscribed(ranks, on_machine) is expected

@@ -199,6 +199,7 @@ def torchs_own(rank):
     backend._on_gpu, gpus._DEVICE_TYPE = (lambda x: x.dtype == torch.float64), "cpu"
     backend._DEVICE_TYPE = "cpu"
     group, world = dist.group.WORLD, dist.get_world_size()
+    group.group_here = None  # whose calls in C++ know a CPU tensor
     calls = group.engine.group.calls
     x = torch.full((3,), rank + 1.0, dtype=torch.float64)
     dist.all_reduce(x)
@@ -226,6 +227,7 @@ def test_torchs_collectives_of_cuda_tensors_go_to_the_other_backend():
 
 def no_other_backend(rank):
     backend._on_gpu = lambda x: True
+    dist.group.WORLD.group_here = None
     with pytest.raises(TypeError, match='start the group with the backend "cpu:weft,cuda:nccl"'):
         dist.all_reduce(torch.ones(2))
 

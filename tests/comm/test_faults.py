@@ -48,7 +48,9 @@ def run_until_it_fails(rank, victim, point, collective):
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"])
 @pytest.mark.parametrize("point", [1, 2, 3, 4])
-def test_a_dead_rank_is_named(collective, point):
+@pytest.mark.parametrize("single_copy", ["0", "1"])
+def test_a_dead_rank_is_named(collective, point, single_copy, monkeypatch):
+    monkeypatch.setenv("WEFT_SINGLE_COPY", single_copy)
     victim = 1
     outcomes = try_ranks(run_until_it_fails, 3, victim, point, collective, timeout_s=20)
     assert outcomes[victim].exit_code == -signal.SIGKILL

@@ -22,7 +22,7 @@ class Buffer {
 
 inline size_t random_count(Random& random) {
   constexpr size_t counts[] = {0, 1, 2, 3, 17, 64, 255, 1000, 1024, 4099, 9000, 20000};
-  return counts[random.below(random.one_in(3) ? std::size(counts) : 9)];
+  return counts[random.below(random.one_in(2) ? std::size(counts) : 9)];
 }
 
 class Trial {
@@ -53,11 +53,13 @@ class Trial {
     for (int from = 0; from < (is_gathered() ? world_ : 1); ++from)
       outputs_.push_back(place(Bytes(count(from, rank_) * size_of(dtype_)), own));
     const size_t bytes = count(rank_, 0) * size_of(dtype_);
-    if (kind_ == CallKind::all_reduce && bytes <= scratch_bytes && bytes > 0 && plan.one_in(2)) {
+    const bool has_one = kind_ == CallKind::all_reduce || kind_ == CallKind::all_gather || kind_ == CallKind::gather;
+    if (has_one && bytes <= scratch_bytes && bytes > 0 && plan.one_in(2)) {
       // At the same place on every rank, or not.
       if (plan.one_in(4) && bytes + 64 * world_ <= scratch_bytes) scratch += 64 * rank_;
       memcpy(scratch, inputs_[0], bytes);
-      inputs_[0] = outputs_[0] = scratch;
+      inputs_[0] = scratch;
+      if (kind_ == CallKind::all_reduce) outputs_[0] = scratch;
     } else if (own.one_in(2)) {
       share_memory();
     }

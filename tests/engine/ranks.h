@@ -146,6 +146,7 @@ inline std::unique_ptr<Group> join(Team& team, int rank, uint64_t key, std::func
   if (rank != 0) segment = std::make_unique<Segment>(Segment::open(team.creator, team.descriptor, bytes));
   const std::vector<RankIdentity> ranks(team.identities, team.identities + team.world);
   GroupOptions options{staging_bytes, std::chrono::seconds(100), plan.one_in(2), std::move(on_slice)};
+  options.single_copy = plan.one_in(2);
   auto group = std::make_unique<Group>("test", rank, std::move(*segment), ranks, std::move(options));
   constexpr uint32_t delays_us[] = {0, 0, 20, 200};
   group->inject({key_of(key, rank), delays_us[plan.below(4)], 0});

@@ -1,0 +1,96 @@
+// Access to the data of other ranks where it lies, without staging: mapped if it is symmetric memory, else copied once by
+// the system.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "bytes.h"
+#include "group.h"
+#include "streaming.h"
+
+namespace weft::shm {
+
+class Direct {
+ public:
+  // Sets the header's place if the data that this rank gives, `bytes` from `whole` on, is symmetric memory.
+  Direct(const Group& group, CallHeader& header, const void* whole, size_t bytes) {
+    if (bytes >= from_bytes && group.has_had_regions()) header.place = group.place_of(whole, bytes, &region_);
+  }
+
+  // Returns whether a call may go direct, the same on every rank. `part_bytes` is the size of the largest part that one
+  // rank reads of another.
+  static bool may(const Call& call, size_t part_bytes) {
+    return call.world() > 1 && part_bytes >= from_bytes && call.may_go_direct();
+  }
+
+  // Announces the data that each rank may read, if the call may go direct. Returns false, on every rank, if the data is
+  // to be staged. Otherwise an exchange must follow all reading.
+  bool announce(Call& call, const std::vector<const void*>& of_rank, size_t part_bytes) {
+    if (!may(call, part_bytes)) return false;
+    auto* announced = reinterpret_cast<uint64_t*>(call.next_staging());
+    for (size_t rank = 0; rank < of_rank.size(); ++rank) announced[rank] = reinterpret_cast<uint64_t>(of_rank[rank]);
+    if (region_) announced[call.world()] = reinterpret_cast<uint64_t>(region_->part(call.rank()));
+    call.exchange();
+    mapped_ = call.same_place();
+    for (int rank = 0; rank < call.world(); ++rank) {
+      const auto* theirs = reinterpret_cast<const uint64_t*>(call.staged(rank));
+      uint64_t address = theirs[call.rank()];
+      if (mapped_) address += reinterpret_cast<uint64_t>(region_->part(rank)) - theirs[call.world()];
+      addresses_.push_back(address);
+    }
+    return mapped_ || call.single_copy();
+  }
+
+  bool mapped() const { return mapped_; }
+  // A rank's data, if it is mapped or the rank's own.
+  const std::byte* at(int rank, size_t offset) const {
+    return reinterpret_cast<const std::byte*>(addresses_[rank]) + offset;
+  }
+  void read(const Call& call, int rank, size_t offset, void* destination, size_t bytes) const {
+    if (bytes == 0) return;
+    const bool here = mapped_ || rank == call.rank();
+    if (here && bytes >= beyond_cache_bytes && destination != at(rank, offset))
+      copy_past_cache(destination, at(rank, offset), bytes);
+    else if (here)
+      copy_bytes(destination, at(rank, offset), bytes);
+    else
+      call.read_memory(rank, destination, addresses_[rank] + offset, bytes);
+  }
+
+ private:
+  // From here on, a further exchange costs less than a second copy.
+  static constexpr size_t from_bytes = 8 << 10;
+  // From here on, a copy does not stay in a core's own caches, so it need not go through them.
+  static constexpr size_t beyond_cache_bytes = 4 << 20;
+
+  std::shared_ptr<Region> region_;
+  bool mapped_ = false;
+  std::vector<uint64_t> addresses_;  // of the data of each rank for this rank
+};
+
+// Has `reduce(offset, bytes)` reduce the ranks' data from `begin` to `end`, in blocks that stay in the caches. `sources`
+// are then the ranks' blocks, in order.
+template <class Reduce>
+void reduce_direct(Call& call, const Direct& direct, std::vector<const void*>& sources, size_t begin, size_t end,
+                   Reduce reduce) {
+  constexpr size_t mapped_bytes = 16 << 10;  // stays in the first-level cache
+  // No other rank reads this rank's next buffer before the next exchange.
+  const size_t read_bytes = call.staging_bytes() / call.world() / line_bytes * line_bytes;
+  const size_t block_bytes = direct.mapped() ? mapped_bytes : read_bytes;
+  for (size_t block = begin; block < end; block += block_bytes) {
+    const size_t bytes = std::min(block_bytes, end - block);
+    for (int rank = 0; rank < call.world(); ++rank) {
+      if (direct.mapped() || rank == call.rank()) {
+        sources[rank] = direct.at(rank, block);
+      } else {
+        std::byte* copy = call.next_staging() + rank * block_bytes;
+        direct.read(call, rank, block, copy, bytes);
+        sources[rank] = copy;
+      }
+    }
+    reduce(block, bytes);
+  }
+}
+
+}  // namespace weft::shm
