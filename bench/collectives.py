@@ -8,12 +8,13 @@ import argparse
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import weft
-from weft.bench import ddp
+from weft.bench import ddp, mpi
 from weft.bench.measure import alternate, slowest_rank
 from weft.bench.suites import RefusedError, positive
 from weft.bench.table import Row
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machines",
         metavar="NAMES",
         help="a letter a rank: pretend that ranks run on these machines, joined over loopback (aabb)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        metavar="FOLDER",
+        help="beside Open MPI, MPICH and Intel MPI, from C and by mpi4py; FOLDER has, or gets, their packages",
     )
     parser.add_argument("--op", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="operations to run")
 
@@ -78,6 +85,11 @@ def sizes(options: argparse.Namespace) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
+    if options.peers:
+        if options.datatype != "float32" or options.machines:
+            raise RefusedError("--peers measures float32 on one machine: leave --datatype and --machines out")
+        yield from mpi.rows(options.peers, options.world, sizes(options), options.rounds)
+        return
     dtype = getattr(torch, options.datatype)
     for operation in options.op:
         if operation == DDP_STEP:

@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from weft.bench import command, compare, figures, html_report, machine, measure, on_gpu, progress, report, suites
+from weft.bench import command, compare, figures, html_report, machine, measure, mpi, on_gpu, progress, report, suites
 from weft.bench.device_time import Ceilings
 from weft.bench.measure import Quantiles
 from weft.bench.table import Row
@@ -553,3 +553,15 @@ def test_a_page_s_cells_are_text(rows):
     text = html_report.page(found, ["<i>"], [["</td>"]], [])
     assert Page(text).tables["results"] == [["<i>"], ["</td>"]]
     assert ["torch", "<b>"] in Page(text).tables["versions"]
+
+
+def test_our_side_of_the_comparison_with_mpi():
+    found = run_ranks(mpi._measured, 2, (64,), False)[0]
+    assert set(found) == {f"{name} 64, {way}" for name in mpi.OPERATIONS for way in ("ordinary", "symmetric")}
+    assert all(us > 0 for us in found.values())
+
+
+@pytest.mark.skipif(shutil.which("mpicc") is None, reason="no MPI here to compile for")
+def test_the_program_of_mpis_side_compiles(tmp_path):
+    (tmp_path / "peer.c").write_text(mpi._PROGRAM_IN_C)
+    subprocess.run(["mpicc", "-Wall", "-Werror", tmp_path / "peer.c", "-o", tmp_path / "peer"], check=True)
