@@ -55,8 +55,8 @@ void copy_and_mark(const std::vector<uintptr_t>& destinations, const std::vector
 }  // namespace
 
 void register_copies(py::module_& cuda) {
-  cuda.def("copy_and_mark", &copy_and_mark, py::arg("destinations"), py::arg("sources"), py::arg("bytes"),
-           py::arg("flags"), py::arg("stream"),
+  cuda.def("copy_and_mark", &copy_and_mark, py::call_guard<py::gil_scoped_release>(), py::arg("destinations"),
+           py::arg("sources"), py::arg("bytes"), py::arg("flags"), py::arg("stream"),
            "Copies one after another, each followed by 1 in its int32 flag. Addresses are of memory mapped here.");
 }
 

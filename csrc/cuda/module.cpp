@@ -25,6 +25,9 @@ extern template class Ranks<Gpu>;  // defined in collectives.cu, which only nvcc
 
 namespace {
 
+// A launch waits if the stream's queue is full, and that may be behind a kernel that only another thread can end.
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
 py::dict state() {
   py::dict result;
   int driver = 0, devices = 0;
@@ -68,21 +71,21 @@ void register_collectives(py::module_& m) {
                     double, int>(),
            py::arg("rank"), py::arg("pads"), py::arg("pad_words"), py::arg("workspace"), py::arg("workspace_bytes"),
            py::arg("record"), py::arg("timeout_s"), py::arg("blocks"))
-      .def("barrier", &Ranks::barrier, py::arg("stream"))
-      .def("all_reduce", &Ranks::all_reduce, py::arg("source"), py::arg("destination"), py::arg("count"),
+      .def("barrier", &Ranks::barrier, NoGil(), py::arg("stream"))
+      .def("all_reduce", &Ranks::all_reduce, NoGil(), py::arg("source"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),
            "algorithm: \"one_shot\" or \"two_shot\". The source may be the destination.")
-      .def("all_reduce_in_place", &Ranks::all_reduce_in_place, py::arg("addresses"), py::arg("count"),
+      .def("all_reduce_in_place", &Ranks::all_reduce_in_place, NoGil(), py::arg("addresses"), py::arg("count"),
            py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
            "addresses[r]: address of rank r's symmetric memory as mapped here. offset: offset of that part in the "
            "allocation; ranks that pass different parts then raise an error.")
-      .def("all_reduce_multimem", &Ranks::all_reduce_multimem, py::arg("multicast"), py::arg("count"),
+      .def("all_reduce_multimem", &Ranks::all_reduce_multimem, NoGil(), py::arg("multicast"), py::arg("count"),
            py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0, py::arg("own") = 0,
            "Sums in the order of the switch, not of the ranks. own: this rank's own address of the memory, which is "
            "filled with NaN if a wait gives up; without it the memory of every rank is.")
-      .def("reduce_scatter", &Ranks::reduce_scatter, py::arg("source"), py::arg("destination"), py::arg("counts"),
-           py::arg("dtype"), py::arg("scale"), py::arg("stream"))
-      .def("all_gather", &Ranks::all_gather, py::arg("source"), py::arg("destinations"), py::arg("bytes"),
+      .def("reduce_scatter", &Ranks::reduce_scatter, NoGil(), py::arg("source"), py::arg("destination"),
+           py::arg("counts"), py::arg("dtype"), py::arg("scale"), py::arg("stream"))
+      .def("all_gather", &Ranks::all_gather, NoGil(), py::arg("source"), py::arg("destinations"), py::arg("bytes"),
            py::arg("stream"));
   py::dict names;
   for (const cuda::WaitName& known : cuda::wait_names) names[py::int_(known.code)] = known.name;
@@ -94,7 +97,7 @@ void register_collectives(py::module_& m) {
 void register_cuda(py::module_& m) {
   py::module_ cuda = m.def_submodule("cuda", "CUDA kernels on raw pointers, sizes and stream handles.");
   cuda.def("state", &state, "Driver version, number of devices, and the error of that query.");
-  cuda.def("rank_order_sum", &rank_order_sum, py::arg("sources"), py::arg("destination"), py::arg("count"),
+  cuda.def("rank_order_sum", &rank_order_sum, NoGil(), py::arg("sources"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("scale") = 1.0f, py::arg("stream") = 0,
            "destination = scale * sum(sources), in order, accumulated in fp32 and rounded once.");
   register_collectives(cuda);

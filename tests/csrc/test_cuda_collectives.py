@@ -5,7 +5,9 @@ small enough that all run at a time. The kernels' protocol is also tested withou
 import os
 import random
 import re
+import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -405,6 +407,76 @@ def dtype_bytes(name):
 def test_a_launch_that_fails_says_which_and_why(operation, dtype):
     with pytest.raises(RuntimeError, match=rf"^{re.escape(operation)}: cudaError\w+ \("):
         LAUNCHES[operation](some_ranks(), name_of(dtype))
+
+
+BLOCKING_DRIVER = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+__attribute__((constructor)) static void load(void) {
+  fclose(fopen(getenv("BEGAN"), "w"));
+  for (int tries = 0; access(getenv("LET_GO"), F_OK) != 0; ++tries) {
+    if (tries == 5000) _exit(3);  // no other thread came to let it go
+    usleep(1000);
+  }
+}
+"""
+LAUNCH_BESIDE_ANOTHER_THREAD = """
+import os, threading, time
+from weft import _C
+def launch():
+    try:
+        {call}
+    except RuntimeError:  # this driver has no function
+        pass
+thread = threading.Thread(target=launch)
+thread.start()
+while not os.path.exists(os.environ["BEGAN"]):
+    assert thread.is_alive(), "the launch asks no driver"
+    time.sleep(0.001)
+open(os.environ["LET_GO"], "w").close()
+thread.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def blocking_driver(tmp_path_factory):
+    """The folder of a CUDA driver that blocks its first caller, as a full launch queue would."""
+    if (compiler := shutil.which("gcc") or shutil.which("cc")) is None:
+        pytest.skip("no C compiler here")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(BLOCKING_DRIVER)
+    command = [compiler, "-shared", "-fPIC", folder / "driver.c", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*command, "-o", folder / "libcuda.so.1"], check=True)
+    return folder
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ranks.barrier(0)",
+        "ranks.all_reduce(16, 16, 9, 'float32', 1.0, 'one_shot', 0)",
+        "ranks.all_reduce_in_place([16, 32], 9, 'float32', 1.0, 0)",
+        "ranks.all_reduce_multimem(32, 8, 'float32', 1.0, 0)",
+        "ranks.reduce_scatter(16, 16, [3, 4], 'float32', 1.0, 0)",
+        "ranks.all_gather(16, [16, 32], [4, 4], 0)",
+        "_C.cuda.rank_order_sum([16], 16, 1, 'float32')",
+        "_C.cuda.copy_and_mark([16], [16], [1], [16], 0)",
+    ],
+)
+def test_other_threads_run_while_a_launch_waits(blocking_driver, tmp_path, call):
+    """The queue may be full behind a kernel that waits for a lost rank; the thread that ends it must run."""
+    ranks = f"_C.cuda.Ranks(0, {PADS}, 64, {WORKSPACE}, 1024, {RECORD}, 1.0, 32)"
+    program = LAUNCH_BESIDE_ANOTHER_THREAD.format(call=call.replace("ranks.", f"{ranks}."))
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(blocking_driver),
+        "BEGAN": str(tmp_path / "began"),
+        "LET_GO": str(tmp_path / "let go"),
+    }
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr or "the launch held the interpreter's lock"
 
 
 @needs_cuda_build
