@@ -172,7 +172,7 @@ struct AllReduceMultimem {
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    if (!Here::has_multimem) return;  // code for earlier devices, never launched: see need_multimem
+    if (!Here::has_multimem) return;  // code for earlier devices, which is never launched
     // 1. Meet. Every rank's input is ready.
     bool going = meet(here, group, call, 1, Phase::arrived, is_intact(here, group));
     here.between_aliases();

@@ -13,7 +13,7 @@ struct Gpu {
   template <class Body>
   static void launch(const std::string& operation, const Body& body, int blocks, uintptr_t stream);
   template <class Body>
-  static void need_multimem(const std::string& operation, const Body& body);
+  static int load(const std::string& operation);
 };
 
 namespace {
@@ -32,15 +32,11 @@ void Gpu::launch(const std::string& operation, const Body& body, int blocks, uin
   check(cudaGetLastError(), operation.c_str());
 }
 
-// Checks the loaded code, not the device. A device without its own code here runs the code for sm_80, which has no
-// multimem instructions.
 template <class Body>
-void Gpu::need_multimem(const std::string& operation, const Body&) {
+int Gpu::load(const std::string& operation) {
   cudaFuncAttributes loaded;
   check(cudaFuncGetAttributes(&loaded, run<Body>), operation.c_str());
-  if (loaded.ptxVersion < 90)
-    throw std::runtime_error(operation + ": cudaErrorNotSupported (multimem instructions need code for sm_90 or later; "
-                             "this device runs code for sm_" + std::to_string(loaded.ptxVersion) + ")");
+  return loaded.ptxVersion;
 }
 
 template class Ranks<Gpu>;

@@ -14,8 +14,8 @@ enum class Operation : int;
 
 // Machine launches bodies (bodies.h): a GPU here, threads of the CPU in the tests.
 //
-// Every method puts one launch on the stream, or one for each piece that fits the workspace. No method allocates, waits
-// or counts, so a CUDA graph can capture and replay all of them. All ranks make the same calls in the same order, each
+// Every method but `load` puts one launch on the stream, or one for each piece that fits the workspace. It does not
+// allocate, wait or count, so a CUDA graph can capture and replay it. All ranks make the same calls in the same order, each
 // rank on one stream or ordered by events. Every algorithm but all_reduce_multimem gives the bits of rank_order_sum.
 template <class Machine>
 class Ranks {
@@ -25,6 +25,10 @@ class Ranks {
   Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_words, const std::vector<uintptr_t>& workspace,
         size_t workspace_bytes, uintptr_t record, double timeout_s, int blocks);
   ~Ranks();
+
+  // Loads every kernel onto the current device, and throws if it cannot. A load may wait for kernels that run, which
+  // may wait for a peer: call this before the first launch. Returns whether all_reduce_multimem runs on the device.
+  bool load() const;
 
   void barrier(uintptr_t stream) const;
   void all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype, float scale,

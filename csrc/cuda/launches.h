@@ -2,7 +2,7 @@
 //
 // A Machine has the types float16 and bfloat16, `threads` per block, and
 //   launch(operation, body, blocks, stream)    puts body(here) for each thread of the blocks on the stream
-//   need_multimem(operation, body)             throws if the body's instructions are not supported
+//   load<Body>(operation)                      loads the code of a body, or throws; returns its architecture, 90 for sm_90
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -64,6 +64,8 @@ void in_pieces(size_t count, size_t most, Then then) {
     begin += most;
   } while (begin < count);
 }
+
+constexpr int first_with_multimem = 90;
 
 template <class T>
 size_t packs_of(size_t count) {
@@ -133,6 +135,27 @@ int Ranks<Machine>::blocks_for(size_t packs) const {
   return static_cast<int>(std::clamp(busy, size_t{1}, static_cast<size_t>(group_->blocks)));
 }
 
+// A device without its own code in this build runs the code of an earlier one, which may have no multimem.
+template <class Machine>
+bool Ranks<Machine>::load() const {
+  Machine::template load<Barrier>(name_of(Operation::barrier));
+  Machine::template load<AllGather<uint32_t>>(name_of(Operation::all_gather));
+  Machine::template load<AllGather<uint16_t>>(name_of(Operation::all_gather));
+  Machine::template load<AllGather<uint8_t>>(name_of(Operation::all_gather));
+  bool multimem = true;
+  for (const char* dtype : {"float32", "float16", "bfloat16"})
+    with_element<Machine>("load", dtype, [&](auto zero, uint64_t) {
+      using T = decltype(zero);
+      Machine::template load<AllReduceOneShot<T>>(name_of(Operation::all_reduce_one_shot));
+      Machine::template load<AllReduceTwoShot<T>>(name_of(Operation::all_reduce_two_shot));
+      Machine::template load<AllReduceInPlace<T>>(name_of(Operation::all_reduce_in_place));
+      Machine::template load<ReduceScatter<T>>(name_of(Operation::reduce_scatter));
+      const int code = Machine::template load<AllReduceMultimem<T>>(name_of(Operation::all_reduce_multimem));
+      multimem = multimem && code >= first_with_multimem;
+    });
+  return multimem;
+}
+
 template <class Machine>
 void Ranks<Machine>::barrier(uintptr_t stream) const {
   constexpr Operation operation = Operation::barrier;
@@ -198,7 +221,10 @@ void Ranks<Machine>::all_reduce_multimem(uintptr_t multicast, size_t count, cons
     const Call call = sign(operation, {type, bits_of(scale), count, offset});
     const AllReduceMultimem<T> body{*group_, call, pointer<T>(multicast), own == 0 ? nullptr : pointer<T>(own), count,
                                     scale};
-    Machine::need_multimem(name_of(operation), body);
+    const int code = Machine::template load<AllReduceMultimem<T>>(name_of(operation));
+    if (code < first_with_multimem)
+      throw std::runtime_error(name_of(operation) + ": cudaErrorNotSupported (multimem instructions need code for sm_90 "
+                               "or later; this device runs code for sm_" + std::to_string(code) + ")");
     Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(slice_elements<T>(count, group_->world))), stream);
   });
 }

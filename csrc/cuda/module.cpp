@@ -66,11 +66,13 @@ void register_collectives(py::module_& m) {
   using Ranks = cuda::Ranks<cuda::Gpu>;
   py::class_<Ranks>(m, "Ranks",
                     "Collectives of one rank on one device, over memory of its peers that is mapped here. Every method "
-                    "only launches, on the given stream, and may be captured in a CUDA graph.")
+                    "but `load` only launches, on the given stream, and may be captured in a CUDA graph.")
       .def(py::init<int, const std::vector<uintptr_t>&, size_t, const std::vector<uintptr_t>&, size_t, uintptr_t,
                     double, int>(),
            py::arg("rank"), py::arg("pads"), py::arg("pad_words"), py::arg("workspace"), py::arg("workspace_bytes"),
            py::arg("record"), py::arg("timeout_s"), py::arg("blocks"))
+      .def("load", &Ranks::load, NoGil(),
+           "Load every kernel onto the current device; return whether all_reduce_multimem runs on it.")
       .def("barrier", &Ranks::barrier, NoGil(), py::arg("stream"))
       .def("all_reduce", &Ranks::all_reduce, NoGil(), py::arg("source"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),

@@ -271,7 +271,11 @@ class Lent:
 
 
 class _Kernels:
-    """Collectives of the extension on one group and device, with their flags and workspace."""
+    """Collectives of the extension on one group and device, with their flags and workspace.
+
+    Raises:
+        RuntimeError: the driver or the device does not run the extension's kernels.
+    """
 
     def __init__(self, ranks: DeviceCommunicator, window: SymmetricMemory, stream: "StreamOrder"):
         self._record, self._stream, self._window = ranks.record(stream.device), stream, window
@@ -285,6 +289,7 @@ class _Kernels:
             self._record.timeout_s,
             _BLOCKS,
         )
+        self._ranks.load()
 
     def broken(self) -> bool:
         """Return whether a kernel has given up; it then marks words of its rank's pad that no peer uses."""
@@ -307,7 +312,14 @@ def _made(ranks: DeviceCommunicator, window: SymmetricMemory, stream: StreamOrde
     try:
         return _Kernels(ranks, window, stream), ""
     except (ValueError, RuntimeError) as error:  # from this rank's driver; the other ranks must learn of it
-        return None, str(error)
+        return None, f"{error}; {_built_for()}"
+
+
+def _built_for() -> str:
+    assert _C.cuda is not None
+    driver = _C.cuda.state()["driver"]  # 13010 is 13.1
+    of_driver = f"the driver's is {driver // 1000}.{driver % 1000 // 10}" if isinstance(driver, int) else "no driver"
+    return f"weft is built with CUDA {_C.build['cuda']} for {_C.build['cuda_architectures']}, {of_driver}"
 
 
 def _ranks(*arguments):

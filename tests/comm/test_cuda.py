@@ -10,6 +10,7 @@ import ctypes
 import gc
 import itertools
 import os
+import re
 import sys
 import threading
 import time
@@ -61,6 +62,9 @@ class FakeRanks:
         self.pads = [(ctypes.c_uint32 * pad_words).from_address(pad) for pad in pads]
         self.record = (ctypes.c_int64 * 16).from_address(record)
         self.workspace_bytes = workspace_bytes
+
+    def load(self):
+        return True
 
     def meet(self, *call):
         """Whether every rank came, with the same call."""
@@ -405,9 +409,13 @@ def test_symmetric_memory_lives_as_long_as_a_tensor_in_it():
 
 def asks_the_extension(rank):
     """Everything up to the launch, which fails here: there is no device."""
-    real = gpus._ranks
+
+    class Loaded(_C.cuda.Ranks):
+        def load(self):
+            return True
+
     pretend()
-    gpus._ranks = real
+    gpus._ranks = Loaded
     x, symmetric = torch.ones(100), pretended_symmetric(128, multicast=1 << 40)
     for call in (
         lambda: weft.all_reduce(x),
@@ -524,20 +532,40 @@ def test_one_rank_that_cannot_get_the_memory_decides_for_all():
 
 def one_rank_is_refused(rank):
     ranks = pretend()
-    make = gpus._ranks
 
-    def refused(*arguments):
-        if rank == 0:
-            raise RuntimeError("no kernel image for this device")
-        return make(*arguments)
+    class Refused(FakeRanks):
+        def load(self):
+            if rank == 1:
+                raise RuntimeError("barrier: cudaErrorNoKernelImageForDevice (no kernel image is available)")
+            return True
 
-    gpus._ranks = refused
+    gpus._ranks = Refused
+    gpus._built_for = lambda: "weft is built with CUDA 13.0 for sm_80, the driver's is 13.1"
     assert (weft.all_reduce(torch.ones(10)) == 2).all() and FakeRanks.log == []
-    assert ranks.transport == "gloo; weft's kernels do not run: rank 0: no kernel image for this device"
+    assert ranks.transport == (
+        "gloo; weft's kernels do not run: rank 1: barrier: cudaErrorNoKernelImageForDevice (no kernel image is "
+        "available); weft is built with CUDA 13.0 for sm_80, the driver's is 13.1"
+    )
 
 
 def test_one_rank_without_the_kernels_decides_for_all():
     run_ranks(one_rank_is_refused, 2, backend=BOTH)
+
+
+def no_driver(rank):
+    real = gpus._ranks
+    ranks = pretend()
+    gpus._ranks = real
+    x = torch.ones(10)
+    assert (weft.all_reduce(x) == 2).all() and (weft.all_reduce(x) == 4).all()
+    reason = r"rank 0: barrier: cudaError\w+ \(.*\); weft is built with CUDA \d+\.\d+ for sm_80.*, no driver"
+    assert re.fullmatch(f"gloo; weft's kernels do not run: {reason}", ranks.transport), ranks.transport
+
+
+@pytest.mark.skipif(_C.cuda is None, reason="built without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_kernels_that_cannot_run_are_found_when_the_transport_is_chosen():
+    run_ranks(no_driver, 2, backend=BOTH)
 
 
 def transport_report(rank):

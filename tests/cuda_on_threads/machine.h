@@ -232,9 +232,16 @@ struct Threads {
   static constexpr int threads = 4;
 
   template <class Body>
-  static void launch(const std::string&, const Body& body, int blocks, uintptr_t stream) {
-    reinterpret_cast<Stream*>(stream)->push([body](Here& here) { body(here); }, blocks);
+  inline static std::atomic<bool> loaded = false;
+
+  template <class Body>
+  static int load(const std::string&) {
+    loaded<Body> = true;
+    return 90;
   }
   template <class Body>
-  static void need_multimem(const std::string&, const Body&) {}
+  static void launch(const std::string& operation, const Body& body, int blocks, uintptr_t stream) {
+    if (!loaded<Body>) throw std::logic_error(operation + " is launched before it was loaded");
+    reinterpret_cast<Stream*>(stream)->push([body](Here& here) { body(here); }, blocks);
+  }
 };

@@ -73,6 +73,7 @@ struct World {
                                                        shape.workspace_bytes,
                                                        reinterpret_cast<uintptr_t>(records[r]->data()),
                                                        shape.timeout_s, shape.blocks));
+      expect(ranks.back()->load(), "the machine of the tests has multimem");
     }
   }
 
