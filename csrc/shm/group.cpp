@@ -137,7 +137,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
       segment_(std::move(segment)),
       options_(std::move(options)),
       timeout_(options_.timeout),
-      queue_(std::make_unique<Queue>()) {
+      queue_(std::make_shared<Queue>()) {
   if (options_.staging_bytes % page_bytes != 0 || options_.staging_bytes < 64 * static_cast<size_t>(world_))
     throw std::invalid_argument("staging buffers of " + std::to_string(options_.staging_bytes) +
                                 " bytes: they must be a multiple of 4096 and at least 64 a rank");
@@ -171,7 +171,7 @@ Group::~Group() {
   if (forked()) {  // the threads and the membership belong to the parent
     queue_->abandon();
     messenger_->abandon();
-    queue_.release();
+    new std::shared_ptr<Queue>(std::move(queue_));  // never destroyed
     messenger_.release();
     return;
   }
@@ -359,7 +359,9 @@ void Group::wait_for(int peer, const Call& call) {
     try {
       if (options_.on_slice && !in_background) options_.on_slice();
     } catch (...) {  // the caller is interrupted (Ctrl-C) and will not finish this call; the others must know
-      record_failure(FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " was interrupted in " + call.text() + ".");
+      const std::exception_ptr failed = record_failure(
+          FailureKind::interrupted, "rank " + std::to_string(label(rank_)) + " was interrupted in " + call.text() + ".");
+      if (Queue::hand_over(std::current_exception())) std::rethrow_exception(failed);
       throw;
     }
     if (Clock::now() < deadline || flag.reached(step_)) continue;

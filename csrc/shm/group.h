@@ -189,7 +189,7 @@ class Group {
   std::vector<std::weak_ptr<Region>> regions_;
   std::atomic<uint64_t> next_place_{1};
   // Last, so that their threads end before the members that they use.
-  std::unique_ptr<Queue> queue_;
+  std::shared_ptr<Queue> queue_;
   std::unique_ptr<Messenger> messenger_;
 };
 

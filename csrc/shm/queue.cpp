@@ -6,6 +6,18 @@
 
 namespace weft::shm {
 
+namespace {
+
+thread_local std::exception_ptr* interruption_while_helping = nullptr;
+
+}  // namespace
+
+bool Queue::hand_over(std::exception_ptr interruption) {
+  if (interruption_while_helping == nullptr) return false;
+  *interruption_while_helping = std::move(interruption);
+  return true;
+}
+
 void Queue::close() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -13,10 +25,14 @@ void Queue::close() {
   }
   changed_.notify_one();
   if (thread_.joinable()) thread_.join();
+  std::unique_lock<std::mutex> lock(mutex_);
+  finished_.wait(lock, [this] { return !busy(); });  // another thread may run the last call
 }
 
 std::shared_ptr<Work> Queue::submit(std::function<void()> call) {
-  auto work = std::make_shared<Work>();
+  auto work = std::make_shared<Work>([queue = weak_from_this()](Clock::duration patience) {
+    if (const auto still = queue.lock()) still->help(patience);
+  });
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) throw CommError("the group was destroyed; create it again to use it.");
@@ -44,25 +60,47 @@ void Queue::abandon() {
 void Queue::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return closing_ || !calls_.empty(); });
+    changed_.wait(lock, [this] { return !busy() && (closing_ || !calls_.empty()); });
     if (calls_.empty()) return;
-    auto [call, work] = std::move(calls_.front());
-    calls_.pop_front();
-    running_ = true;
-    lock.unlock();
-    std::exception_ptr error;
-    try {
-      call();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    call = nullptr;  // releases its captures before any waiter learns that it is done
-    lock.lock();
-    running_ = false;
-    lock.unlock();
-    work->finish(error);
-    lock.lock();
+    run_next(lock);
   }
+}
+
+void Queue::help(Clock::duration patience) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (busy()) {
+    finished_.wait_for(lock, patience);
+  } else if (!calls_.empty()) {
+    std::exception_ptr interruption;
+    interruption_while_helping = &interruption;
+    run_next(lock);
+    interruption_while_helping = nullptr;
+    if (interruption) std::rethrow_exception(interruption);
+  }
+}
+
+// Runs the first call, without the lock.
+void Queue::run_next(std::unique_lock<std::mutex>& lock) {
+  auto [call, work] = std::move(calls_.front());
+  calls_.pop_front();
+  running_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    call();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  call = nullptr;  // releases its captures before any waiter learns that it is done
+  lock.lock();
+  running_ = false;
+  finishing_ = true;
+  lock.unlock();
+  work->finish(error);
+  lock.lock();
+  finishing_ = false;
+  changed_.notify_one();
+  finished_.notify_all();
 }
 
 }  // namespace weft::shm
