@@ -148,7 +148,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
   try {
     reduce_table();  // throws for a WEFT_ISA that does not run here
     for (; peer < world_; ++peer)
-      peers_.push_back(peer == rank_ ? nullptr : std::make_unique<Peer>(ranks[peer].pid, ranks[peer].start_time));
+      peers_.push_back(peer == rank_ ? nullptr : Peer::of(ranks[peer].pid, ranks[peer].start_time));
   } catch (const std::exception& error) {  // the other ranks have the segment already and wait for this one
     const auto* refused = dynamic_cast<const std::system_error*>(&error);
     const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;

@@ -178,7 +178,7 @@ class Group {
   std::byte* staging_ = nullptr;  // in the segment
   GroupOptions options_;
   std::atomic<Clock::duration> timeout_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // null for this rank itself
+  std::vector<std::shared_ptr<const Peer>> peers_;  // null for this rank itself
   std::mutex one_call_at_a_time_;
   uint32_t step_ = 0;
   std::atomic<uint64_t> calls_{0};

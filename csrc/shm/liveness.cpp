@@ -10,6 +10,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "errors.h"
@@ -67,6 +70,16 @@ uint64_t process_start_time(pid_t pid) {
   // Other errors, for example no descriptor left, do not mean that the process is gone.
   if (fields.empty() && errno != 0 && errno != ENOENT && errno != ESRCH) throw_errno(errno, "cannot read " + stat_path(pid));
   return fields.size() > start_time_field ? std::stoull(fields[start_time_field]) : 0;
+}
+
+std::shared_ptr<const Peer> Peer::of(pid_t pid, uint64_t start_time) {
+  static std::mutex mutex;
+  static std::map<std::pair<pid_t, uint64_t>, std::weak_ptr<const Peer>> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::weak_ptr<const Peer>& place = known[{pid, start_time}];
+  std::shared_ptr<const Peer> peer = place.lock();
+  if (!peer) place = peer = std::make_shared<const Peer>(pid, start_time);
+  return peer;
 }
 
 Peer::Peer(pid_t pid, uint64_t start_time)

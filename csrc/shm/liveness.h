@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 namespace weft::shm {
@@ -13,8 +14,11 @@ uint64_t process_start_time(pid_t pid);
 
 class Peer {
  public:
-  // Throws std::system_error if the process is gone, or if another process has its pid now.
-  Peer(pid_t pid, uint64_t start_time);
+  // Returns the process, which all groups of this one share. Throws std::system_error if it is gone, or if another
+  // process has its pid now.
+  static std::shared_ptr<const Peer> of(pid_t pid, uint64_t start_time);
+
+  Peer(pid_t pid, uint64_t start_time);  // use `of`
   Peer(const Peer&) = delete;
   ~Peer();
 

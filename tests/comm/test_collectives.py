@@ -1,6 +1,8 @@
 """The collectives of the shared-memory engine, through torch.distributed: right, and the same bits everywhere."""
 
+import contextlib
 import math
+import os
 import random
 import subprocess
 import sys
@@ -692,3 +694,20 @@ def test_symmetric_inputs(world, copies):
 def test_ranks_share_cores_if_there_are_fewer(masks, on_machine, quota, expected):
     ranks = [{"cores": mask, "cpu_quota": quota, "cgroup": "/"} for mask in masks]
     assert rendezvous._oversubscribed(ranks, on_machine) is expected
+
+
+def many_groups(rank):
+    groups = [dist.new_group([0, 1, 2]) for _ in range(4)]
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own, which is closed again
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    for group in groups:
+        x = torch.ones(3)
+        dist.all_reduce(x, group=group)
+        assert (x == 3).all()
+    return sum("pidfd" in link for link in links)
+
+
+def test_all_groups_watch_a_process_by_one_descriptor():
+    assert run_ranks(many_groups, 3) == [2, 2, 2]
