@@ -28,18 +28,20 @@ bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
   return a_bytes > 0 && b_bytes > 0 && at(a, 0) < at(b, b_bytes) && at(b, 0) < at(a, a_bytes);
 }
 
-// Inputs of the ranks, copied where an output would overwrite one that another rank may still read.
+// A call's inputs, copied where an output would overwrite one that is still to be read. `in_place` may be both an input
+// and an output: no other rank reads it, or it does not change.
 class Inputs {
  public:
-  Inputs(const std::vector<const void*>& inputs, const std::vector<size_t>& bytes, int own,
-         const std::vector<void*>& outputs, const std::vector<size_t>& output_bytes)
+  Inputs(const std::vector<const void*>& inputs, const std::vector<size_t>& bytes, const std::vector<void*>& outputs,
+         const std::vector<size_t>& output_bytes, const void* in_place)
       : data(inputs) {
     for (size_t i = 0; i < inputs.size(); ++i)
-      for (size_t o = 0; o < outputs.size() && static_cast<int>(i) != own; ++o)
-        if (overlap(inputs[i], bytes[i], outputs[o], output_bytes[o]) && data[i] == inputs[i]) {
-          copies_.emplace_back(at(inputs[i], 0), at(inputs[i], bytes[i]));
-          data[i] = copies_.back().data();
-        }
+      for (size_t o = 0; o < outputs.size() && data[i] == inputs[i]; ++o) {
+        if (inputs[i] == in_place && outputs[o] == in_place) continue;
+        if (!overlap(inputs[i], bytes[i], outputs[o], output_bytes[o])) continue;
+        copies_.emplace_back(at(inputs[i], 0), at(inputs[i], bytes[i]));
+        data[i] = copies_.back().data();
+      }
   }
 
   std::vector<const void*> data;
@@ -71,13 +73,8 @@ void barrier(Group& group) { Call(group, CallHeader{CallKind::barrier}).exchange
 void all_gather(Group& group, const void* input, const std::vector<void*>& outputs, const std::vector<size_t>& counts,
                 DType dtype) {
   const size_t unit = size_of(dtype), own_bytes = counts[group.rank()] * unit;
-  std::vector<std::byte> saved;  // a copy of an input that lies in another rank's output, which would overwrite it
-  for (int rank = 0; rank < group.world(); ++rank) {
-    if (rank == group.rank() || !overlap(input, own_bytes, outputs[rank], counts[rank] * unit)) continue;
-    saved.assign(at(input, 0), at(input, own_bytes));
-    input = saved.data();
-    break;
-  }
+  const Inputs safe({input}, {own_bytes}, outputs, in_bytes(counts, unit), outputs[group.rank()]);
+  input = safe.data[0];
   const size_t longest = most(counts) * unit;
   CallHeader header{CallKind::all_gather, dtype, ReduceOp::sum, 0, total(counts), hash_of(counts)};
   Direct direct(group, header, input, own_bytes);
@@ -107,7 +104,7 @@ void reduce_scatter(Group& group, const std::vector<const void*>& inputs, void* 
   const ReduceFunction reduce = reduce_function(reduce_table(), dtype, op);
   const size_t unit = size_of(dtype), longest = most(counts) * unit, own_bytes = counts[group.rank()] * unit;
   CallHeader header{CallKind::reduce_scatter, dtype, op, 0, total(counts), hash_of(counts)};
-  const Inputs safe(inputs, in_bytes(counts, unit), group.rank(), {output}, {own_bytes});
+  const Inputs safe(inputs, in_bytes(counts, unit), {output}, {own_bytes}, inputs[group.rank()]);
   const bool whole = in_one_piece(safe.data, in_bytes(counts, unit));
   Direct direct(group, header, safe.data[0], whole ? total(counts) * unit : 0);
   Call call(group, header);
@@ -127,7 +124,7 @@ void reduce_scatter(Group& group, const std::vector<const void*>& inputs, void* 
              piece(counts[rank] * unit, offset, chunk_bytes));
     call.exchange();
     for (int rank = 0; rank < call.world(); ++rank) sources[rank] = call.staged(rank) + call.rank() * chunk_bytes;
-    sources[call.rank()] = at(inputs[call.rank()], offset);
+    sources[call.rank()] = at(safe.data[call.rank()], offset);
     reduce(sources.data(), sources.size(), at(output, offset),
            piece(counts[call.rank()] * unit, offset, chunk_bytes) / unit);
     offset += chunk_bytes;
@@ -232,7 +229,7 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
   const int world = group.world();
   const size_t unit = size_of(dtype);
   const std::vector<size_t> bytes = in_bytes(input_counts, unit);
-  const Inputs safe(inputs, bytes, -1, outputs, in_bytes(output_counts, unit));
+  const Inputs safe(inputs, bytes, outputs, in_bytes(output_counts, unit), inputs[group.rank()]);
   CallHeader header{CallKind::all_to_all, dtype};
   Direct direct(group, header, safe.data[0], in_one_piece(safe.data, bytes) ? total(bytes) : 0);
   Call call(group, header);
