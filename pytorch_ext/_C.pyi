@@ -157,16 +157,39 @@ class _Cuda(ModuleType):
         def load(self) -> bool: ...
         def barrier(self, stream: int) -> None: ...
         def all_reduce(
-            self, source: int, destination: int, count: int, dtype: str, scale: float, algorithm: str, stream: int
+            self,
+            source: int,
+            destination: int,
+            count: int,
+            dtype: str,
+            average: bool,
+            scale: float,
+            algorithm: str,
+            stream: int,
         ) -> None: ...
         def all_reduce_in_place(
-            self, addresses: list[int], count: int, dtype: str, scale: float, stream: int, offset: int = 0
+            self,
+            addresses: list[int],
+            count: int,
+            dtype: str,
+            average: bool,
+            scale: float,
+            stream: int,
+            offset: int = 0,
         ) -> None: ...
         def all_reduce_multimem(
-            self, multicast: int, count: int, dtype: str, scale: float, stream: int, offset: int = 0, own: int = 0
+            self,
+            multicast: int,
+            count: int,
+            dtype: str,
+            average: bool,
+            scale: float,
+            stream: int,
+            offset: int = 0,
+            own: int = 0,
         ) -> None: ...
         def reduce_scatter(
-            self, source: int, destination: int, counts: list[int], dtype: str, scale: float, stream: int
+            self, source: int, destination: int, counts: list[int], dtype: str, average: bool, scale: float, stream: int
         ) -> None: ...
         def all_gather(self, source: int, destinations: list[int], bytes: list[int], stream: int) -> None: ...
 

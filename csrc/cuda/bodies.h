@@ -55,7 +55,7 @@ struct AllReduceOneShot {
   const T* source;  // [count]
   T* destination;   // [count]
   size_t count;
-  float scale;
+  Epilogue epilogue;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
@@ -69,7 +69,7 @@ struct AllReduceOneShot {
       const Share<T, Here> share(here, count);
       for (size_t at = share.first; at < count; at += share.stride) {
         const auto part = [&](int rank) { return staging<T>(group, rank) + at; };
-        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), true, scale);
+        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), true, epilogue);
         store(destination + at, sum, share.valid(at), is_aligned(destination));
       }
     }
@@ -86,7 +86,7 @@ struct AllReduceTwoShot {
   const T* source;  // [count]
   T* destination;   // [count]
   size_t count;
-  float scale;
+  Epilogue epilogue;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
@@ -105,7 +105,7 @@ struct AllReduceTwoShot {
       const Share<T, Here> share(here, slice.count);
       for (size_t at = share.first; at < slice.count; at += share.stride) {
         const auto part = [&](int rank) { return staging<T>(group, rank) + slice.begin + at; };
-        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), true, scale);
+        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), true, epilogue);
         for (int rank = 0; rank < group.world; ++rank) store(part(rank), sum, share.valid(at), true);
       }
     }
@@ -130,7 +130,7 @@ struct AllReduceInPlace {
   Call call;
   Addresses<T> parts;  // [count] on each rank, as mapped here
   size_t count;
-  float scale;
+  Epilogue epilogue;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
@@ -144,7 +144,7 @@ struct AllReduceInPlace {
       for (int rank = 0; rank < group.world; ++rank) wide = wide && is_aligned(parts.at[rank]);
       for (size_t at = share.first; at < slice.count; at += share.stride) {
         const auto part = [&](int rank) { return parts.at[rank] + slice.begin + at; };
-        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), wide, scale);
+        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), wide, epilogue);
         for (int rank = 0; rank < group.world; ++rank) store(part(rank), sum, share.valid(at), wide);
       }
     }
@@ -160,7 +160,7 @@ struct AllReduceInPlace {
 };
 
 // In symmetric memory with a multicast address: the switch sums, in its own order and not in rank order. The switch
-// rounds a 16-bit sum. If the scale is not 1, the product is rounded once more.
+// rounds a 16-bit sum. If there is an average or a scale, the result is rounded once more.
 template <class T>
 struct AllReduceMultimem {
   Group group;
@@ -168,7 +168,7 @@ struct AllReduceMultimem {
   T* multicast;  // [count], aligned to 16 bytes; its size is a multiple of 16 bytes
   T* own;        // this rank's memory by its own address, or nullptr
   size_t count;
-  float scale;
+  Epilogue epilogue;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
@@ -185,7 +185,7 @@ struct AllReduceMultimem {
         float sums[per_pack<T>];
         WEFT_UNROLL
         for (int k = 0; k < per_pack<T>; ++k) sums[k] = Convert<T>::to_float(loaded.values[k]);
-        here.store_to_all(multicast + slice.begin + at, scaled<T>(sums, scale));
+        here.store_to_all(multicast + slice.begin + at, finished<T>(sums, epilogue));
       }
     }
     here.between_aliases();
@@ -217,7 +217,7 @@ struct ReduceScatter {
   size_t counts[most_ranks];
   size_t part_elements;  // distance between parts in staging memory, a multiple of 16 bytes
   T* destination;        // [counts[rank]]
-  float scale;
+  Epilogue epilogue;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
@@ -233,7 +233,7 @@ struct ReduceScatter {
       const Share<T, Here> share(here, count);
       for (size_t at = share.first; at < count; at += share.stride) {
         const auto part = [&](int rank) { return staging<T>(group, rank) + group.rank * part_elements + at; };
-        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), true, scale);
+        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), true, epilogue);
         store(destination + at, sum, share.valid(at), is_aligned(destination));
       }
     }

@@ -10,13 +10,14 @@ namespace weft::cuda {
 
 struct Group;
 struct Call;
+struct Epilogue;
 enum class Operation : int;
 
 // Machine launches bodies (bodies.h): a GPU here, threads of the CPU in the tests.
 //
 // Every method but `load` puts one launch on the stream, or one for each piece that fits the workspace. It does not
-// allocate, wait or count, so a CUDA graph can capture and replay it. All ranks make the same calls in the same order, each
-// rank on one stream or ordered by events. Every algorithm but all_reduce_multimem gives the bits of rank_order_sum.
+// allocate, wait or count, so a CUDA graph can capture and replay it. All ranks make the same calls in the same order,
+// each rank on one stream or ordered by events. Every algorithm but all_reduce_multimem has the bits of rank_order_sum.
 template <class Machine>
 class Ranks {
  public:
@@ -31,20 +32,22 @@ class Ranks {
   bool load() const;
 
   void barrier(uintptr_t stream) const;
-  void all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype, float scale,
-                  const std::string& algorithm, uintptr_t stream) const;
-  void all_reduce_in_place(const std::vector<uintptr_t>& addresses, size_t count, const std::string& dtype, float scale,
-                           uintptr_t stream, size_t offset) const;
-  void all_reduce_multimem(uintptr_t multicast, size_t count, const std::string& dtype, float scale, uintptr_t stream,
-                           size_t offset, uintptr_t own) const;
+  // Every sum is divided by the number of ranks if `average`, then multiplied by the scale, then rounded.
+  void all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype, bool average,
+                  float scale, const std::string& algorithm, uintptr_t stream) const;
+  void all_reduce_in_place(const std::vector<uintptr_t>& addresses, size_t count, const std::string& dtype,
+                           bool average, float scale, uintptr_t stream, size_t offset) const;
+  void all_reduce_multimem(uintptr_t multicast, size_t count, const std::string& dtype, bool average, float scale,
+                           uintptr_t stream, size_t offset, uintptr_t own) const;
   void reduce_scatter(uintptr_t source, uintptr_t destination, const std::vector<size_t>& counts,
-                      const std::string& dtype, float scale, uintptr_t stream) const;
+                      const std::string& dtype, bool average, float scale, uintptr_t stream) const;
   void all_gather(uintptr_t source, const std::vector<uintptr_t>& destinations, const std::vector<size_t>& bytes,
                   uintptr_t stream) const;
 
  private:
   // Returns the operation with a hash of all that the ranks must agree on, including this object's parameters.
   Call sign(Operation operation, std::vector<uint64_t> agreed) const;
+  Epilogue epilogue(bool average, float scale) const;
   int blocks_for(size_t packs) const;
 
   std::unique_ptr<Group> group_;

@@ -47,13 +47,15 @@ struct Convert<__nv_bfloat16> {
 };
 #endif
 
-// Each rounds once: no compiler may merge the two into a fused multiply-add.
+// Each rounds once: no compiler may merge two into a fused multiply-add, or divide by a reciprocal.
 #if defined(__CUDA_ARCH__)
 WEFT_ON_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 WEFT_ON_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+WEFT_ON_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 #else
 WEFT_ON_DEVICE float add(float a, float b) { return a + b; }
 WEFT_ON_DEVICE float multiply(float a, float b) { return a * b; }
+WEFT_ON_DEVICE float divide(float a, float b) { return a / b; }
 #endif
 
 template <class T, int n>

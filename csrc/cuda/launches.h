@@ -2,7 +2,7 @@
 //
 // A Machine has the types float16 and bfloat16, `threads` per block, and
 //   launch(operation, body, blocks, stream)    puts body(here) for each thread of the blocks on the stream
-//   load<Body>(operation)                      loads the code of a body, or throws; returns its architecture, 90 for sm_90
+//   load<Body>(operation)                      loads a body's code or throws; returns its architecture (90: sm_90)
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -128,6 +128,11 @@ Call Ranks<Machine>::sign(Operation operation, std::vector<uint64_t> agreed) con
   return {operation, static_cast<uint32_t>(hash & 0x1fffffff) << 2};
 }
 
+template <class Machine>
+Epilogue Ranks<Machine>::epilogue(bool average, float scale) const {
+  return {average ? static_cast<float>(group_->world) : 1.0f, scale};
+}
+
 // Returns the number of blocks with work; the same on every rank, because counts are.
 template <class Machine>
 int Ranks<Machine>::blocks_for(size_t packs) const {
@@ -164,7 +169,7 @@ void Ranks<Machine>::barrier(uintptr_t stream) const {
 
 template <class Machine>
 void Ranks<Machine>::all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype,
-                                float scale, const std::string& algorithm, uintptr_t stream) const {
+                                bool average, float scale, const std::string& algorithm, uintptr_t stream) const {
   const bool one_shot = algorithm == "one_shot";
   require(one_shot || algorithm == "two_shot",
           "the algorithms of all_reduce are \"one_shot\" and \"two_shot\", got \"" + algorithm + "\"");
@@ -174,14 +179,16 @@ void Ranks<Machine>::all_reduce(uintptr_t source, uintptr_t destination, size_t 
     require_memory("the source of all_reduce", source, count, sizeof(T));
     require_memory("the destination of all_reduce", destination, count, sizeof(T));
     in_pieces(count, workspace_bytes_ / sizeof(T), [&](size_t begin, size_t length) {
-      const Call call = sign(operation, {type, bits_of(scale), count, begin});
+      const Call call = sign(operation, {type, average, bits_of(scale), count, begin});
       const T* from = pointer<T>(source) + begin;
       T* to = pointer<T>(destination) + begin;
       if (one_shot)
-        Machine::launch(name_of(operation), AllReduceOneShot<T>{*group_, call, from, to, length, scale},
+        Machine::launch(name_of(operation),
+                        AllReduceOneShot<T>{*group_, call, from, to, length, epilogue(average, scale)},
                         blocks_for(packs_of<T>(length)), stream);
       else
-        Machine::launch(name_of(operation), AllReduceTwoShot<T>{*group_, call, from, to, length, scale},
+        Machine::launch(name_of(operation),
+                        AllReduceTwoShot<T>{*group_, call, from, to, length, epilogue(average, scale)},
                         blocks_for(packs_of<T>(slice_elements<T>(length, group_->world))), stream);
     });
   });
@@ -189,26 +196,26 @@ void Ranks<Machine>::all_reduce(uintptr_t source, uintptr_t destination, size_t 
 
 template <class Machine>
 void Ranks<Machine>::all_reduce_in_place(const std::vector<uintptr_t>& addresses, size_t count,
-                                         const std::string& dtype, float scale, uintptr_t stream,
+                                         const std::string& dtype, bool average, float scale, uintptr_t stream,
                                          size_t offset) const {
   constexpr Operation operation = Operation::all_reduce_in_place;
   require_one_for_each_rank("addresses of all_reduce_in_place", addresses.size(), group_->world);
   with_element<Machine>("all_reduce_in_place", dtype, [&](auto zero, uint64_t type) {
     using T = decltype(zero);
-    AllReduceInPlace<T> body{*group_, {}, {}, count, scale};
+    AllReduceInPlace<T> body{*group_, {}, {}, count, epilogue(average, scale)};
     for (int rank = 0; rank < group_->world; ++rank) {
       require_memory("the memory of rank " + std::to_string(rank) + " in all_reduce_in_place", addresses[rank], count,
                      sizeof(T));
       body.parts.at[rank] = pointer<T>(addresses[rank]);
     }
-    body.call = sign(operation, {type, bits_of(scale), count, offset});
+    body.call = sign(operation, {type, average, bits_of(scale), count, offset});
     Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(slice_elements<T>(count, group_->world))), stream);
   });
 }
 
 template <class Machine>
-void Ranks<Machine>::all_reduce_multimem(uintptr_t multicast, size_t count, const std::string& dtype, float scale,
-                                         uintptr_t stream, size_t offset, uintptr_t own) const {
+void Ranks<Machine>::all_reduce_multimem(uintptr_t multicast, size_t count, const std::string& dtype, bool average,
+                                         float scale, uintptr_t stream, size_t offset, uintptr_t own) const {
   constexpr Operation operation = Operation::all_reduce_multimem;
   with_element<Machine>("all_reduce_multimem", dtype, [&](auto zero, uint64_t type) {
     using T = decltype(zero);
@@ -218,20 +225,20 @@ void Ranks<Machine>::all_reduce_multimem(uintptr_t multicast, size_t count, cons
     require(count % per_pack<T> == 0, "all_reduce_multimem takes whole vectors of 16 bytes, so a multiple of " +
                                           std::to_string(per_pack<T>) + " " + dtype + " elements; got " +
                                           std::to_string(count));
-    const Call call = sign(operation, {type, bits_of(scale), count, offset});
+    const Call call = sign(operation, {type, average, bits_of(scale), count, offset});
     const AllReduceMultimem<T> body{*group_, call, pointer<T>(multicast), own == 0 ? nullptr : pointer<T>(own), count,
-                                    scale};
+                                    epilogue(average, scale)};
     const int code = Machine::template load<AllReduceMultimem<T>>(name_of(operation));
     if (code < first_with_multimem)
-      throw std::runtime_error(name_of(operation) + ": cudaErrorNotSupported (multimem instructions need code for sm_90 "
-                               "or later; this device runs code for sm_" + std::to_string(code) + ")");
+      throw std::runtime_error(name_of(operation) + ": cudaErrorNotSupported (multimem instructions need code for "
+                               "sm_90 or later; this device runs code for sm_" + std::to_string(code) + ")");
     Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(slice_elements<T>(count, group_->world))), stream);
   });
 }
 
 template <class Machine>
 void Ranks<Machine>::reduce_scatter(uintptr_t source, uintptr_t destination, const std::vector<size_t>& counts,
-                                    const std::string& dtype, float scale, uintptr_t stream) const {
+                                    const std::string& dtype, bool average, float scale, uintptr_t stream) const {
   constexpr Operation operation = Operation::reduce_scatter;
   require_one_for_each_rank("counts of reduce_scatter", counts.size(), group_->world);
   with_element<Machine>("reduce_scatter", dtype, [&](auto zero, uint64_t type) {
@@ -241,9 +248,9 @@ void Ranks<Machine>::reduce_scatter(uintptr_t source, uintptr_t destination, con
     require_memory("the destination of reduce_scatter", destination, counts[group_->rank], sizeof(T));
     const size_t most = workspace_bytes_ / group_->world / pack_bytes * per_pack<T>;
     in_pieces(longest, most, [&](size_t begin, size_t length) {
-      std::vector<uint64_t> agreed{type, bits_of(scale), begin};
+      std::vector<uint64_t> agreed{type, average, bits_of(scale), begin};
       agreed.insert(agreed.end(), counts.begin(), counts.end());
-      ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, most, nullptr, scale};
+      ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, most, nullptr, epilogue(average, scale)};
       const T* part = pointer<T>(source);
       for (int rank = 0; rank < group_->world; ++rank) {
         const size_t done = std::min(begin, counts[rank]);

@@ -75,18 +75,19 @@ void register_collectives(py::module_& m) {
            "Load every kernel onto the current device; return whether all_reduce_multimem runs on it.")
       .def("barrier", &Ranks::barrier, NoGil(), py::arg("stream"))
       .def("all_reduce", &Ranks::all_reduce, NoGil(), py::arg("source"), py::arg("destination"), py::arg("count"),
-           py::arg("dtype"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),
+           py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),
            "algorithm: \"one_shot\" or \"two_shot\". The source may be the destination.")
       .def("all_reduce_in_place", &Ranks::all_reduce_in_place, NoGil(), py::arg("addresses"), py::arg("count"),
-           py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
+           py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
            "addresses[r]: address of rank r's symmetric memory as mapped here. offset: offset of that part in the "
            "allocation; ranks that pass different parts then raise an error.")
       .def("all_reduce_multimem", &Ranks::all_reduce_multimem, NoGil(), py::arg("multicast"), py::arg("count"),
-           py::arg("dtype"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0, py::arg("own") = 0,
+           py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
+           py::arg("own") = 0,
            "Sums in the order of the switch, not of the ranks. own: this rank's own address of the memory, which is "
            "filled with NaN if a wait gives up; without it the memory of every rank is.")
       .def("reduce_scatter", &Ranks::reduce_scatter, NoGil(), py::arg("source"), py::arg("destination"),
-           py::arg("counts"), py::arg("dtype"), py::arg("scale"), py::arg("stream"))
+           py::arg("counts"), py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("stream"))
       .def("all_gather", &Ranks::all_gather, NoGil(), py::arg("source"), py::arg("destinations"), py::arg("bytes"),
            py::arg("stream"));
   py::dict names;

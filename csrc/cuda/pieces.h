@@ -98,18 +98,27 @@ WEFT_ON_DEVICE void spoil_share(const Here& here, T* to, size_t count) {
   for (size_t at = share.first; at < count; at += share.stride) store(to + at, ones, share.valid(at), is_aligned(to));
 }
 
+// What follows a sum in fp32: an average's division by the number of ranks, then the scale. These are the steps of the
+// CPU's engine (csrc/shm/reduce_kernels.h), so both give the same bits.
+struct Epilogue {
+  float divisor, scale;
+};
+
 template <class T>
-WEFT_ON_DEVICE Packed<T> scaled(const float (&sums)[per_pack<T>], float scale) {
+WEFT_ON_DEVICE Packed<T> finished(const float (&sums)[per_pack<T>], const Epilogue& epilogue) {
   Packed<T> result;
   WEFT_UNROLL
-  for (int k = 0; k < per_pack<T>; ++k) result.values[k] = Convert<T>::from_float(multiply(sums[k], scale));
+  for (int k = 0; k < per_pack<T>; ++k) {
+    const float quotient = epilogue.divisor == 1.0f ? sums[k] : divide(sums[k], epilogue.divisor);
+    result.values[k] = Convert<T>::from_float(multiply(quotient, epilogue.scale));
+  }
   return result;
 }
 
-// Returns one pack of part(0) + part(1) + ..., summed in fp32 in this order, times scale, rounded once. Loads of
+// Returns one pack of part(0) + part(1) + ..., summed in fp32 in this order, with the epilogue, rounded once. Loads of
 // aligned packs from up to eight ranks run at the same time, because each takes a round trip to a peer.
 template <class T, class PartOf>
-WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bool wide, float scale) {
+WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bool wide, const Epilogue& epilogue) {
   constexpr int batch = 8;
   float sums[per_pack<T>];
   WEFT_UNROLL
@@ -132,7 +141,7 @@ WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bo
     WEFT_ROLLED
     for (int rank = 0; rank < world; ++rank) count_in(load_narrow(part(rank), valid));
   }
-  return scaled<T>(sums, scale);
+  return finished<T>(sums, epilogue);
 }
 
 // The part of a range that one rank reduces. Packs are cut evenly, so every slice begins at a pack of the whole range.

@@ -4,11 +4,15 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.communicator import Communicator, backends_of
+from weft.comm.dtypes import AVERAGE, op_code
 from weft.comm.fusion import Fusion
 
 
 class BackendCommunicator(Communicator):
-    """Communicator over any backend of torch.distributed; pads uneven shards and sums in the backend's order."""
+    """Communicator over any backend of torch.distributed; pads uneven shards and sums in the backend's order.
+
+    An average is the backend's sum divided by W: backends have no average, or one that rounds in its own way.
+    """
 
     @property
     def transport(self) -> str:
@@ -17,6 +21,9 @@ class BackendCommunicator(Communicator):
     def all_reduce_(
         self, x: torch.Tensor, op=dist.ReduceOp.SUM, fusion: Fusion | None = None, deterministic: bool = True
     ) -> torch.Tensor:
+        if _is_average(op, x):
+            (fusion or Fusion()).around(self.all_reduce_, x, self.world_size)
+            return x
         if fusion is not None:
             fusion.around(lambda sent: self.all_reduce_(sent, op), x)
             return x
@@ -47,11 +54,19 @@ class BackendCommunicator(Communicator):
         for part, whole in zip(parts, received, strict=True):
             part.view(-1).copy_(whole[: part.numel()])
 
-    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
+        if _is_average(op, output):
+            self.reduce_scatter_into(parts, output)
+            output.div_(self.world_size)
+            return
         longest = max(part.numel() for part in parts)
         received = output.new_empty(longest)
-        dist.reduce_scatter(received, [_padded(part, longest) for part in parts], group=self.group)
+        dist.reduce_scatter(received, [_padded(part, longest) for part in parts], op, group=self.group)
         output.view(-1).copy_(received[: output.numel()])
+
+
+def _is_average(op, x: torch.Tensor) -> bool:
+    return x.is_floating_point() and op_code(op) == AVERAGE
 
 
 def _padded(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -145,8 +145,8 @@ class Communicator:
         """Set parts[r] to rank r's x. Parts are contiguous, and part r has the size of rank r's x."""
         raise NotImplementedError
 
-    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
-        """Set `output` to the sum over ranks of parts[this rank]. All tensors are contiguous."""
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
+        """Set `output` to the reduction over ranks of parts[this rank]. All tensors are contiguous."""
         raise NotImplementedError
 
     def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:

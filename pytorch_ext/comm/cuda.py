@@ -16,13 +16,12 @@ from weft import _C
 from weft.comm.backend import WeftProcessGroup
 from weft.comm.backend_communicator import BackendCommunicator
 from weft.comm.communicator import Communicator, backends_of
-from weft.comm.dtypes import SUM, op_code
+from weft.comm.dtypes import AVERAGE, SUM, op_code
 from weft.comm.engine_communicator import EngineCommunicator
 from weft.comm.fusion import Fusion
 from weft.comm.stream_order import StreamOrder
 from weft.comm.symmetric_memory import SymmetricMemory, open_symmetric_memory
 
-_AVERAGE = _C.reduce_ops["avg"]
 _DEVICE_TYPE = "cuda"
 _MOST_RANKS = 16
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -46,8 +45,8 @@ class DeviceCommunicator(Communicator):
     """Communicator that chooses the transport by a tensor's device.
 
     weft's kernels sum and average float32, float16 and bfloat16 on GPUs that reach each other's memory. They sum in
-    rank order in fp32 and round once; an average is the sum times fp32(1 / W). This holds for every size: a tensor is
-    reduced in pieces of LARGEST_BYTES, or in place if it lies in symmetric memory.
+    rank order in fp32, divide by W for an average, and round once, as the engine does on the CPU. This holds for every
+    size: a tensor is reduced in pieces of LARGEST_BYTES, or in place if it lies in symmetric memory.
 
     The backend takes other types and operators, and sums in its own order. NCCL also takes all_gather over
     LARGEST_BYTES, and sums over that size that may be in any order (deterministic=False).
@@ -110,16 +109,18 @@ class DeviceCommunicator(Communicator):
             return x
         backend, kernels = self._on(x.device)
         code = op_code(op)
-        supported = x.dtype in _NAMES and code in (SUM, _AVERAGE)
+        supported = x.dtype in _NAMES and code in (SUM, AVERAGE)
         any_order = not deterministic and self._is_nccls(_bytes(x)) and self._place_of(x) is None
         if kernels is None or not supported or any_order:
             return backend.all_reduce_(x, op, fusion)
-        scale = 1.0 if code == SUM else 1.0 / self.world_size
+        average = code == AVERAGE
         if fusion is None:
-            self._reduce(kernels, x, scale, deterministic)
+            self._reduce(kernels, x, average, 1.0, deterministic)
         else:  # the kernel applies the scale, before it rounds
-            scale *= fusion.scale
-            replace(fusion, scale=1.0).around(lambda sent: self._reduce(kernels, sent, scale, deterministic), x)
+            scale = fusion.scale
+            replace(fusion, scale=1.0).around(
+                lambda sent: self._reduce(kernels, sent, average, scale, deterministic), x
+            )
         return x
 
     def fuses_scale(self, x: torch.Tensor) -> bool:
@@ -145,15 +146,17 @@ class DeviceCommunicator(Communicator):
         kernels.launch("all_gather", source.data_ptr(), targets, sizes)
         return None
 
-    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
         if output.device.type != _DEVICE_TYPE:
-            return self._host.reduce_scatter_into(parts, output)
+            return self._host.reduce_scatter_into(parts, output, op)
         backend, kernels = self._on(output.device)
-        if kernels is None or output.dtype not in _NAMES:
-            return backend.reduce_scatter_into(parts, output)
+        code = op_code(op)
+        if kernels is None or output.dtype not in _NAMES or code not in (SUM, AVERAGE):
+            return backend.reduce_scatter_into(parts, output, op)
         _check_part("reduce_scatter", output, parts[self.rank])
         source, counts = _side_by_side([_flat(part) for part in parts]), [part.numel() for part in parts]
-        kernels.launch("reduce_scatter", source.data_ptr(), output.data_ptr(), counts, _NAMES[output.dtype], 1.0)
+        how = _NAMES[output.dtype], code == AVERAGE, 1.0
+        kernels.launch("reduce_scatter", source.data_ptr(), output.data_ptr(), counts, *how)
         return None
 
     # Symmetric memory.
@@ -187,19 +190,20 @@ class DeviceCommunicator(Communicator):
         """Return whether NCCL carries this size if any order of summation is allowed or nothing is summed."""
         return bytes > LARGEST_BYTES and self._backend_name == "nccl"
 
-    def _reduce(self, kernels: "_Kernels", x: torch.Tensor, scale: float, deterministic: bool) -> None:
-        """Set x to scale times the sum of x over ranks."""
+    def _reduce(self, kernels: "_Kernels", x: torch.Tensor, average: bool, scale: float, deterministic: bool) -> None:
+        """Set x to scale times the sum of x over ranks, or the average."""
+        operation = x.numel(), _NAMES[x.dtype], average, scale
         place = self._place_of(x)
         if place is None:
             whole = _flat(x)
             address, size = whole.data_ptr(), _bytes(x)
             algorithm = "one_shot" if size < one_shot_below(self.world_size) else "two_shot"
-            kernels.launch("all_reduce", address, address, x.numel(), _NAMES[x.dtype], scale, algorithm)
+            kernels.launch("all_reduce", address, address, *operation, algorithm)
             if address != x.data_ptr():
                 x.detach().copy_(whole.view(x.shape))
             return
         lent, offset = place
-        window, operation = lent.window, (x.numel(), _NAMES[x.dtype], scale)
+        window = lent.window
         place_id = (lent.number % 2**16 << 48) + offset  # kernels compare it: all ranks must use the same memory
         if window.multicast and not deterministic and offset % 16 == 0 and _bytes(x) % 16 == 0:
             kernels.launch(

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from weft import _C
 
-SUM = _C.reduce_ops["sum"]
+SUM, AVERAGE = _C.reduce_ops["sum"], _C.reduce_ops["avg"]
 OP_NAMES = {code: name for name, code in _C.reduce_ops.items()}
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _C.dtypes.items()}
 _MOVED: dict[torch.dtype, int] = DTYPES | {getattr(torch, name): code for name, code in _C.moved_dtypes.items()}

@@ -46,8 +46,8 @@ class EngineCommunicator(Communicator):
     def all_gather_into(self, x: torch.Tensor, parts: list[torch.Tensor]) -> None:
         self._engine.all_gather(x, parts)
 
-    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor) -> None:
-        self._engine.reduce_scatter(parts, output)
+    def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
+        self._engine.reduce_scatter(parts, output, op_code(op))
 
     def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         self._engine.all_to_all(parts, outputs)

@@ -52,12 +52,18 @@ class Fusion:
             )
         return cls(wire_dtype if wire_dtype != x.dtype else None, scale, squared_norm)
 
-    def around(self, reduce: Callable[[torch.Tensor], object], x: torch.Tensor) -> None:
-        """Run the in-place reduction `reduce` on x, with the same steps in passes of their own."""
+    def around(self, reduce: Callable[[torch.Tensor], object], x: torch.Tensor, divisor: int = 1) -> None:
+        """Run the in-place reduction `reduce` on x, with the same steps in passes of their own.
+
+        Args:
+            reduce: the reduction.
+            x: the tensor.
+            divisor: number of ranks, if the reduction is the sum of an average.
+        """
         sent = x if self.wire_dtype is None else x.to(self.wire_dtype)
         reduce(sent)
-        if self.scale != 1.0:
-            sent.copy_(sent.double() * self.scale)
+        if divisor != 1 or self.scale != 1.0:
+            sent.copy_(sent.double() / divisor * self.scale)
         if sent is not x:
             x.copy_(sent)
         if self.squared_norm is not None:

@@ -27,12 +27,11 @@ import torch
 import torch.distributed as dist
 
 from weft import _C
-from weft.comm.dtypes import OP_NAMES, SUM, dtype_code
+from weft.comm.dtypes import AVERAGE, OP_NAMES, SUM, dtype_code
 from weft.comm.engine import Engine, check, check_same_dtype, contiguous_outputs, copy_back
 from weft.comm.fusion import Fusion
 from weft.comm.inter_host import InterHost, Later, Message
 
-AVERAGE = _C.reduce_ops["avg"]
 _HEADER_BYTES = 192
 _CHUNK_BYTES = 4 << 20  # of a lane's part; smaller chunks wait for more messages, larger chunks overlap less
 

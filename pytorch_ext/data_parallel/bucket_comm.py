@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.communicator import Communicator
-from weft.comm.dtypes import SUM, op_code
+from weft.comm.dtypes import op_code
 from weft.comm.fusion import Fusion
 from weft.data_parallel.buckets import Bucket, Packing
 from weft.ops import kernel_choice
 
-_AVERAGE = op_code(dist.ReduceOp.AVG)
 BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
 Wait = Callable[[], object]
 
@@ -46,6 +45,14 @@ class Transport:
 
     def wire_of(self, flat: torch.Tensor) -> torch.dtype | None:
         return self.wire_dtype if flat.dtype == torch.float32 else None
+
+    def averaging(self, among: int) -> tuple[dist.ReduceOp.RedOpType, float]:
+        """Return the operator and the scale that average over `among` of the ranks, with the same bits everywhere."""
+        if not self.average:
+            return dist.ReduceOp.SUM, 1.0
+        if among & (among - 1) == 0:  # a power of two: multiplying gives the same bits faster
+            return dist.ReduceOp.SUM, 1 / among
+        return dist.ReduceOp.AVG, self.ranks.world_size / among
 
     def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
         """Start the reduction of a bucket.
@@ -75,13 +82,9 @@ class OnEngine(Transport):
         assert engine is not None
         if self.scatter:
             return self._scatter(engine, bucket, overlap)
-        op, scale = SUM, 1.0
-        if self.average and among & (among - 1) == 0:  # a power of two: multiplying gives the same bits faster
-            scale = 1 / among
-        elif self.average:
-            op, scale = _AVERAGE, self.ranks.world_size / among
+        op, scale = self.averaging(among)
         fusion = Fusion(self.wire_of(bucket.flat), scale, bucket.squared_norm)
-        pending = engine.all_reduce(bucket.flat, op, wait=not overlap, fusion=fusion)
+        pending = engine.all_reduce(bucket.flat, op_code(op), wait=not overlap, fusion=fusion)
         return _nothing if pending is None else pending.wait
 
     def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
@@ -94,7 +97,7 @@ class OnEngine(Transport):
         wire, world_size = self.wire_of(bucket.flat), self.ranks.world_size
         sent = bucket.flat if wire is None else bucket.flat.to(wire)
         parts, own = list(sent.chunk(world_size)), bucket.parts(world_size)[self.ranks.rank]
-        op = _AVERAGE if self.average else SUM
+        op = op_code(dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM)
         pending = engine.reduce_scatter(parts, parts[self.ranks.rank], op, wait=not overlap)
 
         def wait() -> None:
@@ -119,30 +122,31 @@ class OnBackend(Transport):
 
     def reduce(self, bucket: Bucket, among: int) -> None:
         flat, wire = bucket.flat, self.wire_of(bucket.flat)
-        share = 1 / among if self.average else 1.0
         if bucket.packing is not None:
-            return self._reduce_packed(bucket, bucket.packing, share)
+            return self._reduce_packed(bucket, bucket.packing, among)
+        op, scale = self.averaging(among)
         if not self.scatter:
-            self.ranks.all_reduce_(flat, fusion=Fusion(wire, share))
+            self.ranks.all_reduce_(flat, op, Fusion(wire, scale))
             return measure(flat, bucket)
         parts = list((flat if wire is None else flat.to(wire)).chunk(self.ranks.world_size))
         received = torch.empty_like(parts[self.ranks.rank])
-        self.ranks.reduce_scatter_into(parts, received)
+        self.ranks.reduce_scatter_into(parts, received, op)
         own = bucket.parts(self.ranks.world_size)[self.ranks.rank]
-        own.copy_(received).mul_(share)
+        own.copy_(received).mul_(scale)
         return measure(own, bucket)
 
-    def _reduce_packed(self, bucket: Bucket, packing: Packing, share: float) -> None:
-        sent = packing.pack()
+    def _reduce_packed(self, bucket: Bucket, packing: Packing, among: int) -> None:
+        sent, (op, scale) = packing.pack(), self.averaging(among)
         if self.scatter:
             parts = list(sent.chunk(self.ranks.world_size))
             received = torch.empty_like(parts[self.ranks.rank])
-            self.ranks.reduce_scatter_into(parts, received)
-            return packing.finish(received, bucket.parts(self.ranks.world_size)[self.ranks.rank], share)
-        if not self.ranks.fuses_scale(sent):
+            self.ranks.reduce_scatter_into(parts, received, op)
+            return packing.finish(received, bucket.parts(self.ranks.world_size)[self.ranks.rank], scale)
+        if not self.ranks.fuses_scale(sent):  # one pass more, which also averages
             self.ranks.all_reduce_(sent)
+            share = 1 / among if self.average else 1.0
             return packing.finish(sent, bucket.flat, share)
-        self.ranks.all_reduce_(sent, fusion=Fusion.of(sent, scale=share))
+        self.ranks.all_reduce_(sent, op, Fusion.of(sent, scale=scale))
         return packing.finish(sent, bucket.flat, 1.0)
 
 

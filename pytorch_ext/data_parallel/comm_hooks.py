@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from weft.comm.dtypes import SUM, op_code
+from weft.comm.dtypes import AVERAGE, SUM, op_code
 from weft.comm.fusion import Fusion
 from weft.comm.registry import Group, communicator
 from weft.data_parallel.bucket_comm import Transport, Wait, measure
 from weft.data_parallel.buckets import Bucket
-
-_AVERAGE = op_code(dist.ReduceOp.AVG)
 
 
 class GradBucket:
@@ -121,11 +119,10 @@ def ddp_hook(state: HookState | None, bucket: dist.GradBucket) -> torch.futures.
             future.set_exception(error)  # type: ignore[arg-type]
 
     if flat.is_cuda or ranks.engine is None:
-        share = Fusion(fusion.wire_dtype if fusion else None, 1 / ranks.world_size)
-        ranks.all_reduce_(flat, fusion=share)
+        ranks.all_reduce_(flat, dist.ReduceOp.AVG, fusion)
         done()
     else:
-        pending = ranks.engine.all_reduce(flat, _AVERAGE, wait=False, fusion=fusion)
+        pending = ranks.engine.all_reduce(flat, AVERAGE, wait=False, fusion=fusion)
         assert pending is not None  # wait=False returns the pending operation
         pending.then(done)
     return future
@@ -159,16 +156,9 @@ class FSDPReduceScatter(ReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         ranks = communicator(group if self._group is None else self._group)
-        average = op_code(op) == _AVERAGE
-        if not average and op_code(op) != SUM:
+        if op_code(op) not in (SUM, AVERAGE):
             raise ValueError(f"FSDPReduceScatter sums and averages; FSDP asked for {op}")
-        parts = list(input_tensor.chunk(ranks.world_size))
-        if ranks.engine is not None and not input_tensor.is_cuda:
-            ranks.engine.reduce_scatter(parts, output_tensor, op_code(op))
-            return
-        ranks.reduce_scatter_into(parts, output_tensor)
-        if average:
-            output_tensor.div_(ranks.world_size)
+        ranks.reduce_scatter_into(list(input_tensor.chunk(ranks.world_size)), output_tensor, op)
 
 
 class FSDPAllGather(AllGather):

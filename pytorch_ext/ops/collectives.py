@@ -43,7 +43,8 @@ def all_reduce(
             rank, and is finite if and only if every element is. On the weft backend one pass reduces, rounds, scales
             and computes the norm.
         deterministic: False permits the switch between the GPUs to sum, for tensors in symmetric memory with a
-            multicast address. All ranks then get the same bits, but the switch chooses the order.
+            multicast address. All ranks then get the same bits, but the switch chooses the order and rounds more than
+            once.
 
     Raises:
         ValueError: another op; a gradient, a wire type, a scale or a norm of a minimum or maximum; a gradient and a

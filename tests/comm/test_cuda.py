@@ -97,7 +97,7 @@ class FakeRanks:
         self.pads[self.rank][self.rank] = 1  # broken, for block 0
         return False
 
-    def all_reduce(self, source, destination, count, dtype, scale, algorithm, stream):
+    def all_reduce(self, source, destination, count, dtype, average, scale, algorithm, stream):
         FakeRanks.log.append((algorithm, count, dtype))
         dtype = getattr(torch, dtype)
         most = self.workspace_bytes // dtype.itemsize
@@ -105,36 +105,36 @@ class FakeRanks:
             length, offset = min(most, count - begin), begin * dtype.itemsize
             memory_at(self.workspace[self.rank], length, dtype).copy_(memory_at(source + offset, length, dtype))
             output = memory_at(destination + offset, length, dtype)
-            going = self.meet("all_reduce", count, dtype, scale, algorithm, begin)
+            going = self.meet("all_reduce", count, dtype, average, scale, algorithm, begin)
             if going:
-                total = self.sum(self.workspace, length, dtype, scale)
+                total = self.sum(self.workspace, length, dtype, average, scale)
             if going and self.meet("read"):
                 output.copy_(total)
             else:
                 output.fill_(float("nan"))
 
-    def all_reduce_in_place(self, addresses, count, dtype, scale, stream, offset=0):
+    def all_reduce_in_place(self, addresses, count, dtype, average, scale, stream, offset=0):
         FakeRanks.log.append(("in_place", count, dtype))
         dtype = getattr(torch, dtype)
         mine = memory_at(addresses[self.rank], count, dtype)
-        if self.meet("in_place", count, dtype, scale, offset):
-            total = self.sum(addresses, count, dtype, scale)
+        if self.meet("in_place", count, dtype, average, scale, offset):
+            total = self.sum(addresses, count, dtype, average, scale)
             if self.meet("summed"):
                 mine.copy_(total)
                 return
         mine.fill_(float("nan"))
 
-    def all_reduce_multimem(self, multicast, count, dtype, scale, stream, offset=0, own=0):
+    def all_reduce_multimem(self, multicast, count, dtype, average, scale, stream, offset=0, own=0):
         FakeRanks.log.append(("multimem", multicast, own))
 
-    def reduce_scatter(self, source, destination, counts, dtype, scale, stream):
+    def reduce_scatter(self, source, destination, counts, dtype, average, scale, stream):
         FakeRanks.log.append(("reduce_scatter", tuple(counts), dtype))
         dtype = getattr(torch, dtype)
         memory_at(self.workspace[self.rank], sum(counts), dtype).copy_(memory_at(source, sum(counts), dtype))
         output = memory_at(destination, counts[self.rank], dtype)
-        if self.meet("reduce_scatter", counts, dtype, scale):
+        if self.meet("reduce_scatter", counts, dtype, average, scale):
             skipped = sum(counts[: self.rank]) * dtype.itemsize
-            total = self.sum([at + skipped for at in self.workspace], counts[self.rank], dtype, scale)
+            total = self.sum([at + skipped for at in self.workspace], counts[self.rank], dtype, average, scale)
             if self.meet("read"):
                 output.copy_(total)
                 return
@@ -149,11 +149,13 @@ class FakeRanks:
             memory_at(to, size, torch.uint8).copy_(memory_at(at, size, torch.uint8))
         assert self.meet("read")
 
-    def sum(self, addresses, count, dtype, scale):
+    def sum(self, addresses, count, dtype, average, scale):
         parts = [memory_at(address, count, dtype) for address in addresses]
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part.float()
+        if average:
+            total = total / self.world
         return (total * torch.tensor(scale)).to(dtype)
 
 
@@ -253,9 +255,8 @@ def check_collectives(rank, device):
             x = parts[rank].to(device, copy=True)
             assert weft.all_reduce(x) is x
             assert torch.equal(x.cpu(), reference.reduce(parts)), (dtype, count)
-            scale = 0.375 / world
-            x = weft.all_reduce(parts[rank].to(device, copy=True), op="avg", scale=0.375)
-            assert torch.equal(x.cpu(), reference.fused_sum(parts, None, scale)), (dtype, count)
+            x = weft.all_reduce(parts[rank].to(device, copy=True), op="avg", scale=0.37)
+            assert torch.equal(x.cpu(), reference.fused_sum(parts, None, 0.37, average=True)), (dtype, count)
         parts = [torch.randn(world + 2, 6, dtype=torch.float64).to(dtype) for _ in range(world)]
         strided = parts[rank].to(device, copy=True).t()
         assert torch.equal(weft.all_reduce(strided).cpu(), reference.reduce([part.t() for part in parts]))

@@ -121,7 +121,8 @@ void different_calls() {
   std::vector<float> values(3 * 64, 1.0f);
   const auto address = [&](int r) { return reinterpret_cast<uintptr_t>(values.data() + 64 * r); };
   for (int r = 0; r < 3; ++r)
-    world.ranks[r]->all_reduce(address(r), address(r), r == 1 ? 60 : 64, "float32", 1.0f, "one_shot", world.stream(r));
+    world.ranks[r]->all_reduce(address(r), address(r), r == 1 ? 60 : 64, "float32", false, 1.0f, "one_shot",
+                               world.stream(r));
   world.drain();
   for (int r = 0; r < 3; ++r) print_record(*world.records[r]);
 }
@@ -143,7 +144,8 @@ void overtaken(Faults faults) {
   World world({3, 1, 4, 512, 0.8, 0, faults}, 1);
   Random random(1);
   auto trial = make_trial(world, Operation::all_reduce_in_place, random, 500);
-  while (trial->counts[0] < 60) trial = make_trial(world, Operation::all_reduce_in_place, random, 500);
+  while (trial->counts[0] < 60 || trial->dtype != "float32")
+    trial = make_trial(world, Operation::all_reduce_in_place, random, 500);
   for (int r = 1; r < 3; ++r) {
     world.streams[r]->sleeps_after_vote = 1;  // the second vote is the end of the first meeting
     world.streams[r]->sleep_us = r == 1 ? 500'000 : 1'050'000;

@@ -111,6 +111,7 @@ struct Trial {
   Operation operation;
   std::string dtype;
   size_t element_bytes;
+  bool average;
   float scale;
   std::vector<size_t> counts;  // one for all ranks, or one for each
   size_t offset;               // of symmetric memory, in bytes
@@ -130,12 +131,14 @@ T random_element(Random& random) {
 
 // The contract, written plainly.
 template <class T>
-std::vector<char> plain_sum(const std::vector<const T*>& parts, size_t count, float scale, bool rounded_first) {
+std::vector<char> plain_sum(const std::vector<const T*>& parts, size_t count, bool average, float scale,
+                            bool rounded_first) {
   std::vector<char> bytes(count * sizeof(T));
   for (size_t i = 0; i < count; ++i) {
     float sum = Convert<T>::to_float(parts[0][i]);
     for (size_t r = 1; r < parts.size(); ++r) sum += Convert<T>::to_float(parts[r][i]);
     if (rounded_first) sum = Convert<T>::to_float(Convert<T>::from_float(sum));
+    if (average) sum = sum / static_cast<float>(parts.size());
     const T result = Convert<T>::from_float(sum * scale);
     std::memcpy(bytes.data() + i * sizeof(T), &result, sizeof(T));
   }
@@ -148,7 +151,8 @@ inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Rand
   const char* dtypes[] = {"float32", "float16", "bfloat16"};
   trial->operation = operation;
   trial->dtype = dtypes[random() % 3];
-  trial->scale = random() % 2 ? 1.0f : 1.0f / static_cast<float>(ranks);
+  trial->average = random() % 2;
+  trial->scale = random() % 2 ? 1.0f : 0.37f;
   trial->in_place = random() % 3 == 0;
   trial->state_after.assign(ranks, 0);
   trial->offset = 0;
@@ -199,7 +203,7 @@ inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Rand
     for (int r = 0; r < ranks; ++r) inputs.push_back(reinterpret_cast<const T*>(trial->sources[r].data()));
     for (int r = 0; r < ranks; ++r) {
       const size_t count = trial->counts[scattered ? r : 0];
-      trial->expected.push_back(plain_sum<T>(inputs, count, trial->scale, multimem));
+      trial->expected.push_back(plain_sum<T>(inputs, count, trial->average, trial->scale, multimem));
       if (scattered)
         for (const T*& input : inputs) input += count;
     }
@@ -228,7 +232,7 @@ inline void enqueue(World& world, Trial& trial, int rank) {
     case Operation::all_reduce_one_shot:
     case Operation::all_reduce_two_shot:
       ranks.all_reduce(source(), trial.in_place ? source() : trial.results[rank].address(), trial.counts[0],
-                       trial.dtype, trial.scale,
+                       trial.dtype, trial.average, trial.scale,
                        trial.operation == Operation::all_reduce_one_shot ? "one_shot" : "two_shot", stream);
       break;
     case Operation::all_reduce_in_place:
@@ -240,10 +244,11 @@ inline void enqueue(World& world, Trial& trial, int rank) {
       if (trial.operation == Operation::all_reduce_in_place) {
         std::vector<uintptr_t> addresses;
         for (Buffer& buffer : world.symmetric) addresses.push_back(buffer.address() + trial.offset);
-        ranks.all_reduce_in_place(addresses, trial.counts[0], trial.dtype, trial.scale, stream, trial.offset);
+        ranks.all_reduce_in_place(addresses, trial.counts[0], trial.dtype, trial.average, trial.scale, stream,
+                                  trial.offset);
       } else {
         ranks.all_reduce_multimem(reinterpret_cast<uintptr_t>(world.multicasts[0].address) + trial.offset,
-                                  trial.counts[0], trial.dtype, trial.scale, stream, trial.offset,
+                                  trial.counts[0], trial.dtype, trial.average, trial.scale, stream, trial.offset,
                                   reinterpret_cast<uintptr_t>(own));
       }
       world.run(rank, [=] { std::memcpy(to, own, bytes); });
@@ -254,7 +259,7 @@ inline void enqueue(World& world, Trial& trial, int rank) {
       for (int r = 0; r < rank; ++r) before += trial.counts[r];
       ranks.reduce_scatter(source(),
                            trial.in_place ? source() + before * trial.element_bytes : trial.results[rank].address(),
-                           trial.counts, trial.dtype, trial.scale, stream);
+                           trial.counts, trial.dtype, trial.average, trial.scale, stream);
       if (trial.in_place) {
         char *from = trial.sources[rank].data() + before * trial.element_bytes, *to = trial.results[rank].data();
         world.run(rank, [=, bytes = trial.results[rank].bytes()] { std::memcpy(to, from, bytes); });

@@ -122,7 +122,7 @@ def over_pretended_gpus(rank, wire_dtype, shards):
     sent = str(wire_dtype or torch.float32).removeprefix("torch.")
     assert [dtype for name, *_, dtype in log if name == way] == [sent] * len(model.reducer.buckets)
     per_rank = [rank_order_gradients(mlp(), [lambda one, r=r: loss_of(one(batch(1, r)))], "sum") for r in range(world)]
-    expected = [reference.fused_sum(list(parts), wire_dtype, 1 / world) for parts in zip(*per_rank, strict=True)]
+    expected = [reference.fused_sum(list(parts), wire_dtype, average=True) for parts in zip(*per_rank, strict=True)]
     if not shards:
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             assert torch.equal(parameter.grad, gradient)
