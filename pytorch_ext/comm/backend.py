@@ -120,8 +120,12 @@ class WeftProcessGroup(dist.ProcessGroup):
         return self._cuda_half
 
     def shutdown(self) -> None:
-        self.communicator = self._cuda_half = None  # both refer to this group and would keep it alive
-        self.engine.leave()
+        try:
+            if self.communicator is not None:
+                self.communicator.drain()
+        finally:
+            self.communicator = self._cuda_half = None  # both refer to this group and would keep it alive
+            self.engine.leave()
 
     def abort(self) -> None:
         self.engine.abort()

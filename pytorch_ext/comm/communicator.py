@@ -92,6 +92,15 @@ class Communicator:
                 watch_for_losses(self, self.engine)
         return self._records[device]
 
+    def drain(self) -> None:
+        """Wait for the kernels that this rank has launched.
+
+        Call it before the rank leaves: its peers end their waits then, and so spoil what they share with such kernels.
+        """
+        for device in self._records:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
     def check_waits(self) -> None:
         """Raise the failure that kernels recorded; see `weft.check_waits`."""
         for record in self.records:

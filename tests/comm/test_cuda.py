@@ -709,6 +709,30 @@ def test_a_rank_that_leaves_when_all_is_done_is_no_failure():
     run_ranks(leaves_in_order, 2, backend=BOTH)
 
 
+def leaves_with_launches_queued(rank):
+    ranks = pretend(timeout_s=20)
+    weft.all_reduce(torch.ones(1))
+    ranks._records[torch.device("cuda", 0)] = ranks.record(CPU)
+    x = torch.ones(10)
+    if rank == 1:
+        weft.all_reduce(x)
+        assert (x == 2).all(), "the other rank had launched it before it left"
+        return
+
+    def synchronize(device):  # here the device begins what was launched, later than the other rank looks for losses
+        time.sleep(0.5)
+        weft.all_reduce(x)
+
+    torch.cuda.synchronize = synchronize
+    dist.destroy_process_group()
+    assert (x == 2).all()
+
+
+def test_a_rank_that_leaves_finishes_its_launches_first():
+    for outcome in try_ranks(leaves_with_launches_queued, 2, backend=BOTH):
+        assert outcome.error is None, outcome.traceback
+
+
 def ends_with_the_group(rank):
     ranks = pretend()
     weft.all_reduce(torch.ones(1))
