@@ -31,8 +31,9 @@ CXX = os.environ.get("CXX", "g++")
 GLIBC = os.environ.get("WEFT_GLIBC")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
-# sm_90a and sm_100a have instructions of that architecture only; the PTX serves every later device.
-CUDA_CODES = ["sm_80", "sm_90a", "sm_100a", "compute_80"]
+# Each code also runs on later devices of its major version: sm_100 on sm_103. That of sm_100a would not. The PTX serves
+# every later device, multimem included.
+CUDA_CODES = ["sm_80", "sm_90", "sm_100", "compute_90"]
 INSTRUCTION_SETS = {
     "reduce_avx2": "-mavx2",
     "reduce_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",

@@ -205,7 +205,7 @@ class DeviceCommunicator(Communicator):
         lent, offset = place
         window = lent.window
         place_id = (lent.number % 2**16 << 48) + offset  # kernels compare it: all ranks must use the same memory
-        if window.multicast and not deterministic and offset % 16 == 0 and _bytes(x) % 16 == 0:
+        if window.multicast and kernels.multimem and not deterministic and offset % 16 == 0 and _bytes(x) % 16 == 0:
             kernels.launch(
                 "all_reduce_multimem", window.multicast + offset, *operation, offset=place_id, own=x.data_ptr()
             )
@@ -243,6 +243,8 @@ class DeviceCommunicator(Communicator):
                     window = open_symmetric_memory(self, _PADS_BYTES + _WORKSPACE_BYTES, device)
                     kernels, obstacle = _made(self, window, stream)
                     self._why_not = self._first_of(obstacle)
+                    if kernels is not None and not self._why_not:
+                        kernels.multimem = all(self.all_gather_object(kernels.multimem))
                 except (ValueError, OSError) as error:  # raised by every rank
                     self._why_not = str(error)
         self._kernels = None if self._why_not else kernels
@@ -277,6 +279,9 @@ class Lent:
 class _Kernels:
     """Collectives of the extension on one group and device, with their flags and workspace.
 
+    Attributes:
+        multimem: whether all_reduce_multimem runs on the devices of all ranks.
+
     Raises:
         RuntimeError: the driver or the device does not run the extension's kernels.
     """
@@ -293,7 +298,7 @@ class _Kernels:
             self._record.timeout_s,
             _BLOCKS,
         )
-        self._ranks.load()
+        self.multimem = self._ranks.load()
 
     def broken(self) -> bool:
         """Return whether a kernel has given up; it then marks words of its rank's pad that no peer uses."""

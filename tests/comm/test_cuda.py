@@ -376,6 +376,22 @@ def test_the_switch_sums_only_where_it_may_and_can():
     run_ranks(switch_sums, 2, backend=BOTH)
 
 
+def one_without_multimem(rank):
+    class Ranks(FakeRanks):
+        def load(self):
+            return rank == 0
+
+    pretend()
+    gpus._ranks = Ranks
+    x = pretended_symmetric(1024, multicast=1 << 40).fill_(1)
+    assert (weft.all_reduce(x, deterministic=False) == 2).all()
+    assert last_logged()[0] == "in_place"
+
+
+def test_without_the_switchs_kernels_on_every_rank_sums_are_in_place():
+    run_ranks(one_without_multimem, 2, backend=BOTH)
+
+
 def other_parts(rank):
     pretend()
     x = pretended_symmetric(100)

@@ -513,6 +513,29 @@ def tool(name):
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
+def runs_on(code, capability):
+    """Return whether a device loads the code (CUDA C++ programming guide, compute capabilities)."""
+    kind, major, minor, specific = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code).groups()
+    target = int(major), int(minor)
+    if specific:
+        return kind == "sm" and capability == target
+    return capability >= target and (kind == "compute" or capability[0] == target[0])
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    "capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)], ids=str
+)
+def test_every_device_has_code_and_from_hopper_on_with_multimem(capability):
+    codes = _C.build["cuda_architectures"].split()
+    before = (8, 9) if capability >= (9, 0) else (7, 5)  # code that runs there too has no multimem
+    assert any(runs_on(code, capability) and not runs_on(code, before) for code in codes)
+    listed = subprocess.run(
+        [tool("cuobjdump"), "-lelf", "-lptx", _C.__file__], check=True, capture_output=True, text=True
+    ).stdout
+    assert set(re.findall(r"\.(sm_\w+)\.(?:cubin|ptx)", listed)) == {code.replace("compute", "sm") for code in codes}
+
+
 @needs_cuda_build
 def test_no_kernel_spills_on_any_architecture():
     text = subprocess.run(
@@ -528,11 +551,11 @@ def test_no_kernel_spills_on_any_architecture():
         ):
             assert stack == local == "0", (architecture, kernel)
             found |= {(architecture, body) for body in bodies if f"{len(body)}{body}" in kernel}
-    assert found == {(architecture, body) for architecture in ("sm_80", "sm_90a", "sm_100a") for body in bodies}
+    assert found == {(architecture, body) for architecture in ("sm_80", "sm_90", "sm_100") for body in bodies}
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_the_sum_in_the_switch_is_one_instruction(architecture):
     paths = os.pathsep.join((str(tool("cuobjdump").parent), os.environ["PATH"]))  # cuobjdump runs nvdisasm
     text = subprocess.run(
@@ -549,5 +572,5 @@ def test_the_sum_in_the_switch_is_one_instruction(architecture):
         assert len(re.findall(r"\bLDGMC\.\S*ADD\S*", code)) == 1
     widths = re.findall(r"\bLDGMC\.\S*?(F32x4|F16x8|BF16x8)", text)
     assert sorted(widths) == ["BF16x8", "F16x8", "F32x4"]
-    # The switch, too, sums 16 bits in more than that; sm_100a's name for it is another.
+    # The switch, too, sums 16 bits in more than that; sm_100's name for it is another.
     assert len(re.findall(r"\bLDGMC\.\S*(?:F32ADD|HPADD)", text)) == 2
