@@ -28,8 +28,9 @@ def put(flag, value, record, timeout_us) -> tl.tensor:
     return _flag(_until(was_free, record, timeout_us))
 
 
-def post() -> None:
+def post(flag, value) -> None:
     at_meeting()
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
 
 
 def _until(done: Callable[[], bool], record, timeout_us) -> bool:

@@ -4,7 +4,7 @@ The interpreter runs one instruction after another, so no result there depends o
 too early, or data that is read too early, causes errors, and only rarely. So `weft.kernels.check` compiles each
 function alone and looks for the instructions that order its accesses:
 
-    release    MEMBAR before the atomic: earlier writes become visible first
+    release    MEMBAR before the store or the atomic: earlier writes become visible first
     acquire    CCTL.IVALL after the load or the atomic: later reads do not come from an old cache line
     barrier    BAR between thread 0, which sets or reads the flag, and the other threads of the program
 """
@@ -29,18 +29,17 @@ class Order:
 ORDERS = {
     "wait": Order(r"ld\.acquire\.sys\.global\.u32", ("LDG.E.STRONG.SYS", "CCTL.IVALL", "BAR.RED")),
     "put": Order(
-        r"atom\.cas\.release\.sys\.global\.b32", ("MEMBAR.ALL.SYS", "ATOMG.E.CAS.STRONG.SYS", "BAR.RED")
+        r"st\.release\.sys\.global\.u32",
+        ("LDG.E.STRONG.SYS", "MEMBAR.ALL.SYS", "STG.E.STRONG.SYS", "BAR.RED"),
     ),
-    "post": Order(
-        r"atom\.global\.sys\.release\.exch\.b32", ("BAR.SYNC", "MEMBAR.ALL.SYS", "ATOMG.E.EXCH.STRONG.SYS")
-    ),
+    "post": Order(r"st\.release\.sys\.global\.u32", ("BAR.SYNC", "MEMBAR.ALL.SYS", "STG.E.STRONG.SYS")),
     "last": Order(
         r"atom\.global\.gpu\.acq_rel\.add\.u32",
         ("BAR.SYNC", "MEMBAR.ALL.GPU", "ATOMG.E.ADD.STRONG.GPU", "CCTL.IVALL", "BAR.SYNC"),
     ),
 }  # fmt: skip
 # Instructions that set an order; the first ones in the code are the function's own.
-_ORDERING = re.compile(r"\b((?:LDG|ATOMG?|RED)\.[\w.]*STRONG[\w.]*|MEMBAR[\w.]*|CCTL[\w.]*|BAR\.(?:SYNC|RED))")
+_ORDERING = re.compile(r"\b((?:LDG|STG|ATOMG?|RED)\.[\w.]*STRONG[\w.]*|MEMBAR[\w.]*|CCTL[\w.]*|BAR\.(?:SYNC|RED))")
 
 
 def fault(function: str, ptx: str, sass: str) -> str:

@@ -3,15 +3,16 @@
 A flag is an int32 in symmetric memory. It is 0 while it is not set, else the signature of the call under way. The
 signature is a hash of all that the ranks must agree on, so ranks with different calls find out at the first flag.
 
-    put    waits until the flag is 0 and sets it                          compare-and-swap, release, system scope
-    post   sets a flag that is known to be 0                              exchange, release, system scope
+    put    waits until the flag is 0 and sets it                          load, then store, release, system scope
+    post   sets a flag that is known to be 0                              store, release, system scope
     wait   waits until the flag is set and leaves it set                  load, acquire, system scope
     meet   every rank puts a flag at every other rank and resets the flags that were put at it: a barrier
     last   counts a program; returns True for the last one                fetch-and-add, acquire and release
 
-A rank that has waited for a flag sees everything that the other rank wrote before its put or post. Release and acquire
-at system scope ensure this, and inside a program the barrier that both sides pass. Before reads by the tensor copy
-engine the program must also call `to_copy_engine`.
+One rank sets a flag and another resets it, so no access to it must be atomic: links without native atomics (PCIe) will
+do. A rank that has waited for a flag sees everything that the other rank wrote before its put or post. Release and
+acquire at system scope ensure this, and inside a program the barrier that both sides pass. Before reads by the tensor
+copy engine the program must also call `to_copy_engine`.
 
 A clock bounds every wait. A wait that gives up leaves a record for the host (`comm/wait_record.py`) and marks this
 rank's work as spoiled. From then on waits end at once, results are NaN, and the rank does not write to memory that
@@ -212,8 +213,21 @@ _WAIT = _bounded(
         NOT_SET:"""
 )
 _PUT = _bounded(
-    """atom.cas.release.sys.global.b32 seen, [$1], 0, $2;
-        setp.eq.u32 done, seen, 0;"""
+    """ld.relaxed.sys.global.u32 seen, [$1];
+        setp.eq.u32 done, seen, 0;
+        @!done bra NOT_FREE;
+        st.release.sys.global.u32 [$1], $2;
+        NOT_FREE:"""
+)
+_POST = tl.constexpr(
+    """{
+    .reg .pred first;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    @first st.release.sys.global.u32 [$1], $2;
+    mov.u32 $0, 0;
+    }"""
 )
 
 
@@ -282,9 +296,10 @@ def put(flag, value, spoiled, record, timeout_us, rank, peer, OPERATION: tl.cons
 def post(flag, value):
     """Set the flag; a rank that waits for it then sees everything that this program's threads wrote before."""
     if _INTERPRETED:
-        _interpreted.post()
-    tl.debug_barrier()
-    tl.atomic_xchg(flag, value, sem="release", scope="sys")
+        _interpreted.post(flag, value)
+    else:
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(_POST, "=r,l,r", [flag.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

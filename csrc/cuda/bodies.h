@@ -43,7 +43,8 @@ struct Barrier {
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    meet(here, group, call, 1, Phase::arrived, is_intact(here, group));
+    const bool going = meet(here, group, call, 1, Phase::arrived, is_intact(here, group));
+    meet(here, group, call, 2, Phase::confirmed, going);  // for the flags alone: see flags.h
   }
 };
 

@@ -22,7 +22,7 @@ template <class Machine>
 class Ranks {
  public:
   // pads[r] and workspace[r] are rank r's memory as mapped here; pads are zero. record: 16 int64 in host memory, zero,
-  // which the device writes to. blocks: the largest number in a launch, each with a flag for each rank.
+  // which the device writes to. blocks: the largest number in a launch, each with flags for each rank.
   Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_words, const std::vector<uintptr_t>& workspace,
         size_t workspace_bytes, uintptr_t record, double timeout_s, int blocks);
   ~Ranks();
@@ -30,6 +30,9 @@ class Ranks {
   // Loads every kernel onto the current device, and throws if it cannot. A load may wait for kernels that run, which
   // may wait for a peer: call this before the first launch. Returns whether all_reduce_multimem runs on the device.
   bool load() const;
+
+  // Numbers of the words of this rank's pad that are not 0 once a wait of the rank has given up.
+  std::vector<size_t> marks() const;
 
   void barrier(uintptr_t stream) const;
   // Every sum is divided by the number of ranks if `average`, then multiplied by the scale, then rounded.

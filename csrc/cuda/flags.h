@@ -1,18 +1,22 @@
 // Flags between ranks. Block b of one rank meets block b of every other rank, or gives up after a bounded wait.
 //
-// A signal pad holds one word for each block and rank. Rank r sets word [b * world + r] of a rank's pad, and the pad's
-// owner takes it back to 0, both by compare-and-swap. So pads are zero whenever the ranks are idle, and no counter
-// differs from call to call: a CUDA graph can replay the calls.
+// A signal pad holds one word for each block, meeting of a call, and rank. Rank r sets its word in a rank's pad by a
+// store. The pad's owner waits for that and takes the word back to 0. So pads are zero whenever the ranks are idle, and
+// no counter differs from call to call: a CUDA graph can replay the calls.
+//
+// A rank sets a word without a look at it: the word is 0, because every call has two meetings or more. Between two uses
+// of a word the rank passes another meeting, and a peer comes to that only after it took all flags of the one before.
+// So nothing crosses the link but stores, and no atomic does: links without native atomics (PCIe) will do.
 //
 // The value of a flag is the signature of the call. Its last two bits are the number of the meeting within the call.
 // Ranks that make different calls notice at their first flag.
 //
-// After a meeting, a block sees everything that the same block of every other rank wrote before it. The setter's swap
-// releases and the taker's swap acquires, both at system scope. A barrier of the block stands before and after.
+// After a meeting, a block sees everything that the same block of every other rank wrote before it. The setter's store
+// releases and the taker's load acquires, both at system scope. A barrier of the block stands before and after.
 //
-// Every wait is bounded. A block that gives up marks its rank as broken, in words of its own pad that no peer uses
-// ([b * world + own rank]). If it is the first, it writes the reason to the record. Later launches see the mark before
-// they touch a flag or staging memory. They set no flag any more, so no peer mistakes stale data for new.
+// Every wait is bounded. A block that gives up marks its rank as broken, in words of its own pad that no peer uses (see
+// mark). If it is the first, it writes the reason to the record. Later launches see the mark before they touch a flag
+// or staging memory. They set no flag any more, so no peer mistakes stale data for new.
 #pragma once
 #include "pieces.h"
 
@@ -73,34 +77,41 @@ struct RecordField {
 // The reason of a failed wait, in the field `state`.
 enum Why : int64_t { nothing, timed_out, mismatched, stopped_by_host };
 
+constexpr int most_meetings = 3;  // of a call, which has two or more
 constexpr uint32_t broken = 1;
 constexpr uint64_t look_every_ns = 100'000;  // between reads of the record: each takes longer than a whole meeting
 
-WEFT_ON_DEVICE uint32_t* word(const Group& group, int owner, int block, int setter) {
-  return group.pads[owner] + static_cast<size_t>(block) * group.world + setter;
+WEFT_ON_BOTH constexpr size_t word_number(int world, int block, int meeting, int setter) {
+  return (static_cast<size_t>(block) * most_meetings + meeting - 1) * world + setter;
 }
+
+WEFT_ON_BOTH uint32_t* word(const Group& group, int owner, int block, int meeting, int setter) {
+  return group.pads[owner] + word_number(group.world, block, meeting, setter);
+}
+
+// Not 0 once this rank is broken.
+WEFT_ON_BOTH uint32_t* mark(const Group& group, int block) { return word(group, group.rank, block, 1, group.rank); }
 
 // Whether this block may begin. Threads may get different answers if another block gives up at the same time; the first
 // meeting makes them agree.
 template <class Here>
 WEFT_ON_DEVICE bool is_intact(const Here& here, const Group& group) {
-  return here.read(word(group, group.rank, here.block(), group.rank)) == 0;
+  return here.read(mark(group, here.block())) == 0;
 }
 
-// A wait to set a flag, which must be 0 first, or to take it back, which must have the value first.
+// A wait for a peer's flag.
 struct Wait {
   Phase phase;
   int peer;
   uint32_t* flag;
-  uint32_t expected, value;
+  uint32_t expected;
 };
 
 template <class Here>
 WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, const Wait& wait, Why why,
                             uint32_t seen) {
   WEFT_ROLLED
-  for (int block = 0; block < group.blocks; ++block)
-    here.write(word(group, group.rank, block, group.rank), broken);
+  for (int block = 0; block < group.blocks; ++block) here.write(mark(group, block), broken);
   // One thread writes the fields, and the state after them. A state that the host set stays.
   if (here.read(group.record + RecordField::state) != nothing) return;
   if (here.swap(group.record + RecordField::claimed, 0, 1) != 0) return;
@@ -114,17 +125,17 @@ WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, co
   here.swap(group.record + RecordField::state, nothing, why);
 }
 
-// Changes the flag once it has the expected value; returns false if it has not in time.
+// Takes the flag back to 0 once it has the expected value; returns false if it has not in time.
 template <class Here>
-WEFT_ON_DEVICE bool changes_in_time(Here& here, const Group& group, const Call& call, const Wait& wait) {
+WEFT_ON_DEVICE bool comes_in_time(Here& here, const Group& group, const Call& call, const Wait& wait) {
   uint64_t start = 0, look = 0;
   while (true) {
-    const uint32_t seen = wait.expected == 0 ? here.set(wait.flag, wait.value) : here.take(wait.flag, wait.value);
+    const uint32_t seen = here.take(wait.flag, wait.expected);
     if (seen == wait.expected) return true;
     Why why = nothing;
     const uint64_t now = here.now_ns();
     if (start == 0) start = now, look = now + look_every_ns;
-    if (wait.expected != 0 && seen != 0) {
+    if (seen != 0) {
       why = mismatched;
     } else if (now - start > group.timeout_ns) {
       why = timed_out;
@@ -145,17 +156,16 @@ template <class Here>
 WEFT_ON_DEVICE bool meet(Here& here, const Group& group, const Call& call, int meeting, Phase phase, bool going) {
   if (!here.all(going)) return false;
   const uint32_t flag = call.signature | meeting;
-  // 1. Set a flag at every peer. The word is 0 once the peer has taken the flag of the last meeting.
-  // 2. Take every peer's flag, which leaves the word zero for the next meeting.
+  // 1. Set a flag at every peer.
   WEFT_ROLLED
-  for (int step = 1; step <= 2; ++step) {
-    WEFT_ROLLED
-    for (int peer = here.thread(); peer < group.world; peer += here.threads()) {
-      if (peer == group.rank || !going) continue;
-      const int owner = step == 1 ? peer : group.rank, setter = step == 1 ? group.rank : peer;
-      const Wait wait{phase, peer, word(group, owner, here.block(), setter), step == 1 ? 0 : flag, flag};
-      going = changes_in_time(here, group, call, wait);
-    }
+  for (int peer = here.thread(); peer < group.world; peer += here.threads())
+    if (peer != group.rank) here.set(word(group, peer, here.block(), meeting, group.rank), flag);
+  // 2. Take every peer's flag, which leaves the word zero for the next call.
+  WEFT_ROLLED
+  for (int peer = here.thread(); peer < group.world; peer += here.threads()) {
+    if (peer == group.rank || !going) continue;
+    const Wait wait{phase, peer, word(group, group.rank, here.block(), meeting, peer), flag};
+    going = comes_in_time(here, group, call, wait);
   }
   return here.all(going);
 }

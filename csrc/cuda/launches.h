@@ -89,10 +89,12 @@ Ranks<Machine>::Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_w
   require(rank >= 0 && static_cast<size_t>(rank) < world,
           "rank must be 0 to " + std::to_string(world - 1) + ", got " + std::to_string(rank));
   require(blocks >= 1, "blocks must be 1 or more, got " + std::to_string(blocks));
-  require(blocks * world <= pad_words,
-          std::to_string(blocks) + " blocks * " + std::to_string(world) + " ranks = " +
-              std::to_string(blocks * world) + " flags do not fit into a signal pad of " + std::to_string(pad_words) +
-              " words; use at most " + std::to_string(pad_words / world) + " blocks");
+  const size_t words = word_number(static_cast<int>(world), blocks, 1, 0);
+  require(words <= pad_words,
+          std::to_string(blocks) + " blocks * " + std::to_string(most_meetings) + " meetings * " +
+              std::to_string(world) + " ranks = " + std::to_string(words) + " flags do not fit into a signal pad of " +
+              std::to_string(pad_words) + " words; use at most " + std::to_string(pad_words / world / most_meetings) +
+              " blocks");
   require(timeout_s > 0 && timeout_s <= 1e9, "timeout_s must be more than 0 and at most 1e9 (it is the bound of every "
                                              "wait), got " + std::to_string(timeout_s));
   require(workspace_bytes_ >= world * pack_bytes,
@@ -138,6 +140,14 @@ template <class Machine>
 int Ranks<Machine>::blocks_for(size_t packs) const {
   const size_t busy = (packs + Machine::threads - 1) / Machine::threads;
   return static_cast<int>(std::clamp(busy, size_t{1}, static_cast<size_t>(group_->blocks)));
+}
+
+template <class Machine>
+std::vector<size_t> Ranks<Machine>::marks() const {
+  std::vector<size_t> numbers;
+  for (int block = 0; block < group_->blocks; ++block)
+    numbers.push_back(static_cast<size_t>(mark(*group_, block) - group_->pads[group_->rank]));
+  return numbers;
 }
 
 // A device without its own code in this build runs the code of an earlier one, which may have no multimem.

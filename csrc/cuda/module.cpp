@@ -73,6 +73,8 @@ void register_collectives(py::module_& m) {
            py::arg("record"), py::arg("timeout_s"), py::arg("blocks"))
       .def("load", &Ranks::load, NoGil(),
            "Load every kernel onto the current device; return whether all_reduce_multimem runs on it.")
+      .def_property_readonly("marks", &Ranks::marks,
+                             "Numbers of the words of this rank's pad that are not 0 once a wait has given up.")
       .def("barrier", &Ranks::barrier, NoGil(), py::arg("stream"))
       .def("all_reduce", &Ranks::all_reduce, NoGil(), py::arg("source"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),

@@ -24,22 +24,15 @@ struct Here {
     return now;
   }
 
-  // Sets a flag if it is 0; returns the value seen. The block's earlier writes are visible before the flag ...
-  __device__ uint32_t set(uint32_t* flag, uint32_t value) const {
-    uint32_t seen;
-    asm volatile("atom.release.sys.global.cas.b32 %0, [%1], 0, %2;"
-                 : "=r"(seen)
-                 : "l"(flag), "r"(value)
-                 : "memory");
-    return seen;
+  // Sets a flag. The block's earlier writes are visible before the flag ...
+  __device__ void set(uint32_t* flag, uint32_t value) const {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
   }
-  // ... to a block that takes the flag back to 0, which happens if the flag has the value.
+  // ... to a block that takes the flag back to 0, which happens if the flag has the value. Returns the value seen.
   __device__ uint32_t take(uint32_t* flag, uint32_t value) const {
     uint32_t seen;
-    asm volatile("atom.acquire.sys.global.cas.b32 %0, [%1], %2, 0;"
-                 : "=r"(seen)
-                 : "l"(flag), "r"(value)
-                 : "memory");
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    if (seen == value) write(flag, 0);
     return seen;
   }
   __device__ uint32_t read(const uint32_t* flag) const {

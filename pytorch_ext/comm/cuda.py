@@ -301,10 +301,9 @@ class _Kernels:
         self.multimem = self._ranks.load()
 
     def broken(self) -> bool:
-        """Return whether a kernel has given up; it then marks words of its rank's pad that no peer uses."""
+        """Return whether a kernel has given up; it then marks words of its rank's pad."""
         words = self._window.mine[:_PADS_BYTES].view(torch.int32)
-        world = len(self._window.parts)
-        return bool(words[self._window.rank : _BLOCKS * world : world].any())
+        return bool(words[self._ranks.marks].any())
 
     def launch(self, name: str, *arguments, **more) -> None:
         self._record.check()

@@ -22,6 +22,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TIMED_OUT, MISMATCHED, STOPPED = 1, 2, 3
+WORDS = 3  # of a block for each rank
 OPERATIONS = ["one_shot", "two_shot", "in_place", "reduce_scatter", "all_gather"]
 
 needs_cuda_build = pytest.mark.skipif(_C.cuda is None, reason="this build has no CUDA")
@@ -41,7 +42,7 @@ class VirtualRanks:
 
     def __init__(self, world, blocks=4, workspace_bytes=2**18, timeout_s=20.0):
         self.world = world
-        self.pads = [torch.zeros(blocks * world, dtype=torch.int32, device="cuda") for _ in range(world)]
+        self.pads = [torch.zeros(WORDS * blocks * world, dtype=torch.int32, device="cuda") for _ in range(world)]
         self.workspaces = [torch.zeros(workspace_bytes, dtype=torch.uint8, device="cuda") for _ in range(world)]
         self.records = [torch.zeros(16, dtype=torch.int64).pin_memory() for _ in range(world)]
         self.streams = [torch.cuda.Stream() for _ in range(world)]
@@ -51,7 +52,7 @@ class VirtualRanks:
             _C.cuda.Ranks(
                 rank,
                 pads,
-                blocks * world,
+                WORDS * blocks * world,
                 workspaces,
                 workspace_bytes,
                 self.records[rank].data_ptr(),
@@ -326,7 +327,7 @@ def some_ranks(**changes):
     arguments = dict(
         rank=0,
         pads=PADS,
-        pad_words=64,
+        pad_words=192,
         workspace=WORKSPACE,
         workspace_bytes=1024,
         record=RECORD,
@@ -340,7 +341,10 @@ def some_ranks(**changes):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        (dict(blocks=33), r"33 blocks \* 2 ranks = 66 flags do not fit into a signal pad of 64 words; use at most 32"),
+        (
+            dict(blocks=33),
+            r"33 blocks .* 3 meetings .* 2 ranks = 198 flags do not fit into .* of 192 words; use at most 32 blocks",
+        ),
         (dict(blocks=0), "blocks must be 1 or more, got 0"),
         (dict(rank=2), "rank must be 0 to 1, got 2"),
         (dict(rank=-1), "rank must be 0 to 1, got -1"),
@@ -403,6 +407,12 @@ def test_ranks_refuse_what_would_corrupt_memory(changes, complaint):
 def test_calls_refuse_what_would_corrupt_memory(method, arguments, complaint):
     with pytest.raises(ValueError, match=complaint):
         getattr(some_ranks(), method)(*arguments, 0)
+
+
+@needs_cuda_build
+def test_a_broken_rank_is_marked_where_no_peer_sets_a_flag():
+    for rank in (0, 1):
+        assert some_ranks(rank=rank, blocks=3).marks == [rank, 6 + rank, 12 + rank]
 
 
 LAUNCHES = {
@@ -489,7 +499,7 @@ def blocking_driver(tmp_path_factory):
 )
 def test_other_threads_run_while_a_launch_waits(blocking_driver, tmp_path, call):
     """The queue may be full behind a kernel that waits for a lost rank; the thread that ends it must run."""
-    ranks = f"_C.cuda.Ranks(0, {PADS}, 64, {WORKSPACE}, 1024, {RECORD}, 1.0, 32)"
+    ranks = f"_C.cuda.Ranks(0, {PADS}, 192, {WORKSPACE}, 1024, {RECORD}, 1.0, 32)"
     program = LAUNCH_BESIDE_ANOTHER_THREAD.format(call=call.replace("ranks.", f"{ranks}."))
     environment = {
         **os.environ,
@@ -554,9 +564,8 @@ def test_no_kernel_spills_on_any_architecture():
     assert found == {(architecture, body) for architecture in ("sm_80", "sm_90", "sm_100") for body in bodies}
 
 
-@needs_cuda_build
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
-def test_the_sum_in_the_switch_is_one_instruction(architecture):
+def machine_code(architecture):
+    """Return {kernel: its instructions}."""
     paths = os.pathsep.join((str(tool("cuobjdump").parent), os.environ["PATH"]))  # cuobjdump runs nvdisasm
     text = subprocess.run(
         [tool("cuobjdump"), "-sass", "-arch", architecture, _C.__file__],
@@ -565,11 +574,33 @@ def test_the_sum_in_the_switch_is_one_instruction(architecture):
         text=True,
         env={**os.environ, "PATH": paths},
     ).stdout
-    kernels = {part.split()[0]: part for part in text.split("Function : ")[1:]}
+    return {part.split()[0]: part for part in text.split("Function : ")[1:]}
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_flags_are_stores_and_no_atomics(architecture):
+    """A link without native atomics (PCIe) does not make those of a peer's memory atomic."""
+    kernels = {name: code for name, code in machine_code(architecture).items() if "collectives_cu" in name}
+    assert len(kernels) == 19
+    if architecture == "sm_80":
+        kernels = {name: code for name, code in kernels.items() if "Multimem" not in name}  # they are empty
+    for name, code in kernels.items():
+        atomics = re.findall(r"(?<!BAR\.)\b(?:ATOMG?|RED)\.\S+", code)
+        assert all(".CAS.64." in atomic for atomic in atomics), (name, atomics)  # the record's, in host memory
+        flag = r"MEMBAR\S*\.SYS.*?\bST(?:G)?\.E\.STRONG\.SYS.*?\bLDG?\.E\.STRONG\.SYS\s.*?\bCCTL\.IVALL"
+        assert re.search(flag, code, re.DOTALL), name
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_the_sum_in_the_switch_is_one_instruction(architecture):
+    kernels = machine_code(architecture)
     of_multimem = [code for kernel, code in kernels.items() if "AllReduceMultimem" in kernel]
     assert len(of_multimem) == len(DTYPES)
     for code in of_multimem:
         assert len(re.findall(r"\bLDGMC\.\S*ADD\S*", code)) == 1
+    text = "".join(of_multimem)
     widths = re.findall(r"\bLDGMC\.\S*?(F32x4|F16x8|BF16x8)", text)
     assert sorted(widths) == ["BF16x8", "F16x8", "F32x4"]
     # The switch, too, sums 16 bits in more than that; sm_100's name for it is another.

@@ -27,7 +27,7 @@ OPERATIONS = {  # as csrc/cuda/flags.h numbers them; what their first meeting is
     "all_gather": (7, STAGED),
 }
 # Meetings that order accesses. The third one in place orders the same as the second: it is there for late ranks.
-MEETINGS = [("barrier", "1")] + [
+MEETINGS = [("barrier", "12")] + [
     (name, meetings)
     for name in OPERATIONS
     if name != "barrier"

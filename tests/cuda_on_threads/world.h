@@ -53,7 +53,7 @@ using Record = std::array<int64_t, 16>;
 
 struct World {
   World(const Shape& shape, unsigned seed) : shape(shape) {
-    const size_t words = static_cast<size_t>(shape.blocks) * shape.world + 3;
+    const size_t words = word_number(shape.world, shape.blocks, 1, 0) + 3;
     Multicast multicast{nothing_here.data(), symmetric_bytes, {}};
     for (int r = 0; r < shape.world; ++r) {
       pads.emplace_back(words, 0);

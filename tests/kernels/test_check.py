@@ -102,8 +102,8 @@ def test_a_relaxed_memory_order_is_a_fault(tmp_path):
 
 
 def test_an_assembler_that_drops_a_fence_is_a_fault():
-    ptx = "atom.global.sys.release.exch.b32"
-    fenced = "BAR.SYNC 0x0 ; MEMBAR.ALL.SYS ; ATOMG.E.EXCH.STRONG.SYS PT, RZ, [R2.64], R5 ;"
+    ptx = "st.release.sys.global.u32"
+    fenced = "BAR.SYNC 0x0 ; MEMBAR.ALL.SYS ; STG.E.STRONG.SYS [R2.64], R5 ;"
     assert memory_orders.fault("post", ptx, fenced) == ""
     assert "instead of BAR.SYNC" in memory_orders.fault("post", ptx, fenced.replace("MEMBAR.ALL.SYS ;", ""))
 

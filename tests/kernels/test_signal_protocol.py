@@ -61,7 +61,8 @@ class Model:
         return step
 
     def put(self, flag):
-        return lambda state: replace(state, flag, 1) if state[flag] == 0 else None
+        """A look and a store: nothing but the protocol keeps another store from coming between."""
+        return [self.wait_for_zero(flag), self.post(flag)]
 
     def post(self, flag):
         def step(state):
@@ -81,7 +82,7 @@ class Model:
         for peer in range(world):
             if peer != rank:
                 mine = self.cell("flag", "meet", rank, peer)
-                steps += [self.put(self.cell("flag", "meet", peer, rank)), self.wait(mine), self.write(mine, 0)]
+                steps += [*self.put(self.cell("flag", "meet", peer, rank)), self.wait(mine), self.write(mine, 0)]
         return steps
 
 
@@ -123,7 +124,7 @@ def at_once(world, count):
                 steps += [
                     lambda s, rank=rank, n=number: s if s[model.cell("ended", rank)] >= (n - 1) * (world - 1) else None,
                     lambda s, rank=rank: replace(s, model.cell("begun", rank), s[model.cell("begun", rank)] + 1),
-                    model.put(model.cell("flag", "meet", peer, rank)),
+                    *model.put(model.cell("flag", "meet", peer, rank)),
                     model.wait(mine),
                     lambda s, peer=peer, n=number: (
                         s if s[model.cell("begun", peer)] > (n - 1) * (world - 1) else replace(s, 0, "left early")
@@ -195,7 +196,7 @@ def gathers(world, calls, *, come=True, done=True, arrivals=True):
         for call in range(1, calls + 1):
             product.append(model.write(model.cell("window", rank), call))
             product += model.meet(world, rank) if come else []
-            product.append(model.put(model.cell("start", rank)))
+            product += model.put(model.cell("start", rank))
             copies.append(model.wait(model.cell("start", rank)))
             for turn in range(1, world):
                 peer = (rank + turn) % world
