@@ -56,7 +56,14 @@ WAIT_NAMES = {
     DONE: "everybody is done",
 }
 _BLOCK = 4096
-RECORD_WORDS = 16  # [state, rank, operation, phase, peer, program, seen, expected, claimed, ...]
+# The record of csrc/cuda/flags.h, which comm/wait_record.py reads; ops/overlap/workspace.py checks that they agree.
+RECORD_WORDS = 16
+RECORD_FIELDS = ("state", "rank", "operation", "phase", "peer", "block", "seen", "expected", "claimed")
+RECORD_STATES = ("idle", "timed_out", "mismatched", "stopped")
+(_STATE, _RANK, _OPERATION_CODE, _PHASE_CODE, _PEER, _PROGRAM, _SEEN, _EXPECTED, _CLAIMED) = map(
+    tl.constexpr, range(len(RECORD_FIELDS))
+)
+_TIMED_OUT = tl.constexpr(RECORD_STATES.index("timed_out"))  # mismatched is the next
 
 
 @dataclass(frozen=True)
@@ -248,18 +255,18 @@ def _leave_record(flag, expected, spoiled, record, rank, peer, OPERATION: tl.con
     tl.store(spoiled, 1)
     nobody = tl.full((), 0, tl.int64)
     mine = tl.full((), 1, tl.int64)
-    if tl.atomic_cas(record + 8, nobody, mine, sem="relaxed", scope="sys") == 0:
+    if tl.atomic_cas(record + _CLAIMED, nobody, mine, sem="relaxed", scope="sys") == 0:
         seen = tl.atomic_cas(flag, 0, 0, sem="relaxed", scope="sys")
-        tl.store(record + 1, rank)
-        tl.store(record + 2, OPERATION)
-        tl.store(record + 3, PHASE)
-        tl.store(record + 4, peer)
-        tl.store(record + 5, tl.program_id(0))
-        tl.store(record + 6, seen)
-        tl.store(record + 7, expected)
+        tl.store(record + _RANK, rank)
+        tl.store(record + _OPERATION_CODE, OPERATION)
+        tl.store(record + _PHASE_CODE, PHASE)
+        tl.store(record + _PEER, peer)
+        tl.store(record + _PROGRAM, tl.program_id(0))
+        tl.store(record + _SEEN, seen)
+        tl.store(record + _EXPECTED, expected)
         tl.debug_barrier()
         differs = (seen != 0) & (seen != expected)
-        tl.atomic_cas(record, nobody, differs.to(tl.int64) + 1, sem="release", scope="sys")
+        tl.atomic_cas(record + _STATE, nobody, differs.to(tl.int64) + _TIMED_OUT, sem="release", scope="sys")
 
 
 @triton.jit

@@ -139,9 +139,15 @@ class Group:
     def send(self, destination: int, data: int, count: int, dtype: int, tag: int) -> Work: ...
     def receive(self, source: int, data: int, count: int, dtype: int, tag: int, heard_from: Source) -> Work: ...
 
-class _Cuda(ModuleType):
-    wait_names: dict[int, str]
+class _WaitRecord(ModuleType):
+    words: int
+    fields: dict[str, int]
+    states: dict[str, int]
+    names: dict[int, str]
 
+wait_record: _WaitRecord
+
+class _Cuda(ModuleType):
     class Ranks:
         def __init__(
             self,

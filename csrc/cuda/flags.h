@@ -70,12 +70,19 @@ struct Call {
   uint32_t signature;  // its last two bits are zero; flags put the meeting there, from 1 on
 };
 
+// The record, which the Triton kernels write too. Python takes the fields and states from here (module.cpp), and checks
+// that those of kernels/signal.py are the same.
 struct RecordField {
-  enum { state, rank, operation, phase, peer, block, seen, expected, claimed };
+  enum { state, rank, operation, phase, peer, block, seen, expected, claimed, count };
 };
+constexpr const char* record_fields[] = {"state", "rank", "operation", "phase",  "peer",
+                                         "block", "seen", "expected",  "claimed"};
+constexpr int record_words = 16;
+static_assert(sizeof record_fields / sizeof *record_fields == RecordField::count && RecordField::count <= record_words);
 
 // The reason of a failed wait, in the field `state`.
 enum Why : int64_t { nothing, timed_out, mismatched, stopped_by_host };
+constexpr const char* record_states[] = {"idle", "timed_out", "mismatched", "stopped"};
 
 constexpr int most_meetings = 3;  // of a call, which has two or more
 constexpr uint32_t broken = 1;

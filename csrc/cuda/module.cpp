@@ -1,5 +1,29 @@
 // Binds the CUDA family. Without nvcc the module's attribute `cuda` is None, and nothing else changes.
 #include "../families.h"
+#include "flags.h"
+
+namespace weft {
+
+namespace {
+
+// Every build has this: kernels in Triton's interpreter leave the same records.
+void register_records(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::module_ record = m.def_submodule("wait_record", "Layout of the records that failed waits leave.");
+  py::dict fields, states, names;
+  for (int i = 0; i < cuda::RecordField::count; ++i) fields[cuda::record_fields[i]] = i;
+  int state = 0;
+  for (const char* name : cuda::record_states) states[name] = state++;
+  for (const cuda::WaitName& known : cuda::wait_names) names[py::int_(known.code)] = known.name;
+  record.attr("words") = cuda::record_words;
+  record.attr("fields") = fields;
+  record.attr("states") = states;
+  record.attr("names") = names;  // names of the operations and phases, by their codes
+}
+
+}  // namespace
+
+}  // namespace weft
 
 #if defined(WEFT_CUDA_VERSION)
 #include <pybind11/stl.h>
@@ -11,7 +35,6 @@
 #include "check.h"
 #include "collectives.h"
 #include "copies.h"
-#include "flags.h"
 #include "reduce.h"
 
 namespace py = pybind11;
@@ -92,14 +115,12 @@ void register_collectives(py::module_& m) {
            py::arg("counts"), py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("stream"))
       .def("all_gather", &Ranks::all_gather, NoGil(), py::arg("source"), py::arg("destinations"), py::arg("bytes"),
            py::arg("stream"));
-  py::dict names;
-  for (const cuda::WaitName& known : cuda::wait_names) names[py::int_(known.code)] = known.name;
-  m.attr("wait_names") = names;  // names of the operations and phases, by their codes in records
 }
 
 }  // namespace
 
 void register_cuda(py::module_& m) {
+  register_records(m);
   py::module_ cuda = m.def_submodule("cuda", "CUDA kernels on raw pointers, sizes and stream handles.");
   cuda.def("state", &state, "Driver version, number of devices, and the error of that query.");
   cuda.def("rank_order_sum", &rank_order_sum, NoGil(), py::arg("sources"), py::arg("destination"), py::arg("count"),
@@ -114,7 +135,10 @@ void register_cuda(py::module_& m) {
 
 namespace weft {
 
-void register_cuda(pybind11::module_& m) { m.attr("cuda") = pybind11::none(); }
+void register_cuda(pybind11::module_& m) {
+  register_records(m);
+  m.attr("cuda") = pybind11::none();
+}
 
 }  // namespace weft
 #endif

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from weft import _C
 
-WORDS = 16  # int64: state, rank, operation, phase, peer, block, seen, expected, claimed; the rest is unused
-_IDLE, _TIMED_OUT, _MISMATCHED, _STOPPED = range(4)
-_PEER, _CLAIMED = 4, 8
+WORDS, _FIELDS, _STATES = _C.wait_record.words, _C.wait_record.fields, _C.wait_record.states
+_IDLE, _TIMED_OUT, _MISMATCHED, _STOPPED = (_STATES[name] for name in ("idle", "timed_out", "mismatched", "stopped"))
+_PEER, _CLAIMED = _FIELDS["peer"], _FIELDS["claimed"]
 _LOOK_EVERY_S = 0.1
 
 # Names of operations and phases by code. Codes below 100 belong to the extension. Other modules that launch waiting
@@ -30,13 +30,15 @@ class WaitRecord:
     """One rank's record for the kernels of one group on one device.
 
     Attributes:
-        memory: [16] int64 that kernels write and the host reads; pinned if the device is a GPU.
+        memory: [WORDS] int64 that kernels write and the host reads; pinned if the device is a GPU.
         timeout_s: limit of a wait, in seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float):
         self.memory = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._state = ctypes.c_int64.from_address(self.memory.data_ptr())  # read in a tenth of a microsecond
+        self._state = ctypes.c_int64.from_address(
+            self.memory[_FIELDS["state"] :].data_ptr()
+        )  # read in a tenth of a microsecond
         self._group, self.timeout_s = group, timeout_s
         self._lost: list[int] | None = None  # may include a rank that left because another died
         self._found: tuple[type[_C.CommError], str] | None = None
@@ -78,7 +80,9 @@ class WaitRecord:
             self._state.value = _STOPPED
 
     def _what_happened(self) -> tuple[type[_C.CommError], str]:
-        state, rank, operation, phase, peer, block, seen, expected, *_ = self.memory.tolist()
+        record = {name: int(self.memory[place]) for name, place in _FIELDS.items()}
+        state, rank, operation, phase = (record[name] for name in ("state", "rank", "operation", "phase"))
+        peer, block, seen, expected = (record[name] for name in ("peer", "block", "seen", "expected"))
         call = f'{_name(operation)} on group "{name_of(self._group)}"'
         waited = f'rank {rank} waited in phase "{_name(phase)}", block {block}'
         if state == _TIMED_OUT:
@@ -132,5 +136,4 @@ def _look(communicator: weakref.ref, its_engine: weakref.ref) -> None:
 
 def _name(code: int) -> str:
     """Return the name of an operation or a phase."""
-    names = WAIT_NAMES if _C.cuda is None else {**getattr(_C.cuda, "wait_names", {}), **WAIT_NAMES}
-    return names.get(code, f"code {code}")
+    return {**_C.wait_record.names, **WAIT_NAMES}.get(code, f"code {code}")

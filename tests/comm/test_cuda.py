@@ -8,6 +8,7 @@ the same laws are tested with the kernels, by processes that share one device; e
 import contextlib
 import ctypes
 import gc
+import importlib
 import itertools
 import os
 import re
@@ -806,7 +807,7 @@ def record():
 
 def test_a_record_names_the_call_the_phase_and_the_ranks(record, monkeypatch):
     names = {3: "all_reduce (two_shot)", 22: "staged"}
-    monkeypatch.setattr(records._C, "cuda", type("Cuda", (), {"wait_names": names}))
+    monkeypatch.setattr(records._C.wait_record, "names", names)
     record.check()
     record.memory[:8] = torch.tensor([1, 0, 3, 22, 2, 5, 0, 41])
     with pytest.raises(weft.CollectiveTimeoutError) as raised:
@@ -831,6 +832,15 @@ def test_a_record_knows_the_names_of_the_triton_kernels(record):
     assert f'call than {name} on group "tp" of rank 1 ' in str(raised.value)
     assert 'phase "code 199"' in str(raised.value)
     assert "saw the signature 0xab and expected 0xcd" in str(raised.value)
+
+
+def test_records_of_triton_and_of_the_extension_have_one_layout(monkeypatch):
+    signal = pytest.importorskip("weft.kernels.signal")
+    workspace = pytest.importorskip("weft.ops.overlap.workspace")
+    assert not records.WAIT_NAMES.keys() & _C.wait_record.names.keys(), "a code has one name"
+    monkeypatch.setattr(signal, "RECORD_FIELDS", signal.RECORD_FIELDS[1:] + signal.RECORD_FIELDS[:1])
+    with pytest.raises(ImportError, match="build weft again"):
+        importlib.reload(workspace)
 
 
 def test_the_first_failure_of_a_record_stays(record):

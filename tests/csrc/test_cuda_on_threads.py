@@ -10,21 +10,26 @@ from pathlib import Path
 
 import pytest
 
+from weft import _C
+
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "tests" / "cuda_on_threads"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'csrc' / 'cuda'}"]
 RACE_FOUND = 66
-TIMED_OUT, MISMATCHED, STOPPED = 1, 2, 3
-ARRIVED, STAGED = 21, 22
-OPERATIONS = {  # as csrc/cuda/flags.h numbers them; what their first meeting is for
-    "barrier": (1, ARRIVED),
-    "all_reduce (one_shot)": (2, STAGED),
-    "all_reduce (two_shot)": (3, STAGED),
-    "all_reduce (in place)": (4, ARRIVED),
-    "all_reduce (multimem)": (5, ARRIVED),
-    "reduce_scatter": (6, STAGED),
-    "all_gather": (7, STAGED),
+TIMED_OUT, MISMATCHED, STOPPED = (_C.wait_record.states[name] for name in ("timed_out", "mismatched", "stopped"))
+CODES = {name: code for code, name in _C.wait_record.names.items()}
+OPERATIONS = {  # their codes, and those of their first meetings
+    name: (CODES[name], CODES[phase])
+    for name, phase in {
+        "barrier": "arrived",
+        "all_reduce (one_shot)": "staged",
+        "all_reduce (two_shot)": "staged",
+        "all_reduce (in place)": "arrived",
+        "all_reduce (multimem)": "arrived",
+        "reduce_scatter": "staged",
+        "all_gather": "staged",
+    }.items()
 }
 # Meetings that order accesses. The third one in place orders the same as the second: it is there for late ranks.
 MEETINGS = [("barrier", "12")] + [
@@ -54,7 +59,7 @@ def output(program, *arguments):
 
 
 def records(text):
-    names = ("state", "rank", "operation", "phase", "peer", "block", "seen", "expected")
+    names = list(_C.wait_record.fields)[:8]
     return [dict(zip(names, map(int, line.split()), strict=True)) for line in text.splitlines()]
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from weft import _C
 from weft.comm.communicator import Communicator
 from weft.comm.stream_order import StreamOrder
 from weft.comm.symmetric_memory import SymmetricMemory, open_symmetric_memory
@@ -9,6 +10,10 @@ from weft.comm.wait_record import WAIT_NAMES, WaitRecord
 from weft.kernels import launch, signal
 
 WAIT_NAMES.update(signal.WAIT_NAMES)
+_OF_TRITON = signal.RECORD_WORDS, signal.RECORD_FIELDS, signal.RECORD_STATES
+_OF_EXTENSION = _C.wait_record.words, tuple(_C.wait_record.fields), tuple(_C.wait_record.states)
+if _OF_TRITON != _OF_EXTENSION:
+    raise ImportError(f"weft.kernels writes records as {_OF_TRITON}, weft._C reads {_OF_EXTENSION}: build weft again")
 
 
 def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.device) -> signal.Peers:
