@@ -577,7 +577,8 @@ def no_driver(rank):
     gpus._ranks = real
     x = torch.ones(10)
     assert (weft.all_reduce(x) == 2).all() and (weft.all_reduce(x) == 4).all()
-    reason = r"rank 0: barrier: cudaError\w+ \(.*\); weft is built with CUDA \d+\.\d+ for sm_80.*, no driver"
+    of_driver = "(no driver|the driver's is .*)"  # a stub of one, if another test has loaded it into this process
+    reason = rf"rank 0: barrier: cudaError\w+ \(.*\); weft is built with CUDA \d+\.\d+ for sm_80.*, {of_driver}"
     assert re.fullmatch(f"gloo; weft's kernels do not run: {reason}", ranks.transport), ranks.transport
 
 
