@@ -38,6 +38,7 @@ LARGEST_BYTES = 8 << 20
 
 _PADS_BYTES = 256 << 10
 _WORKSPACE_BYTES = LARGEST_BYTES  # larger tensors pass through it in pieces
+_SET_BYTES = _PADS_BYTES + _WORKSPACE_BYTES  # one set for eager launches, one for captured ones
 _BLOCKS = 36  # per launch; best or nearly so in vLLM's search: more blocks contend for the links
 
 
@@ -52,8 +53,9 @@ class DeviceCommunicator(Communicator):
     LARGEST_BYTES, and sums over that size that may be in any order (deterministic=False).
 
     Launches are on torch's current stream. If that is not the stream of the last launch, it first waits for the last
-    one. CUDA graphs can capture launches once one collective has run. While a graph is replayed, the group must do
-    nothing else.
+    one. CUDA graphs can capture launches once one collective has run. Captured launches have flags and staging memory
+    of their own, so a replay may run beside other calls. All ranks replay the graphs of a group one after another, in
+    the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -240,7 +242,7 @@ class DeviceCommunicator(Communicator):
             kernels, self._why_not = None, self._first_of(self._obstacle())
             if not self._why_not:
                 try:
-                    window = open_symmetric_memory(self, _PADS_BYTES + _WORKSPACE_BYTES, device)
+                    window = open_symmetric_memory(self, 2 * _SET_BYTES, device)
                     kernels, obstacle = _made(self, window, stream)
                     self._why_not = self._first_of(obstacle)
                     if kernels is not None and not self._why_not:
@@ -277,7 +279,9 @@ class Lent:
 
 
 class _Kernels:
-    """Collectives of the extension on one group and device, with their flags and workspace.
+    """Collectives of the extension on one group and device, with their flags and workspaces.
+
+    A graph may be replayed at any time, so captured launches share neither with the others.
 
     Attributes:
         multimem: whether all_reduce_multimem runs on the devices of all ranks.
@@ -288,27 +292,30 @@ class _Kernels:
 
     def __init__(self, ranks: DeviceCommunicator, window: SymmetricMemory, stream: "StreamOrder"):
         self._record, self._stream, self._window = ranks.record(stream.device), stream, window
-        self._ranks = _ranks(
-            ranks.rank,
-            list(window.addresses),
-            _PADS_BYTES // 4,
-            [address + _PADS_BYTES for address in window.addresses],
-            _WORKSPACE_BYTES,
-            self._record.address,
-            self._record.timeout_s,
-            _BLOCKS,
-        )
-        self.multimem = self._ranks.load()
+        self._sets = [
+            _ranks(
+                ranks.rank,
+                [address + begin for address in window.addresses],
+                _PADS_BYTES // 4,
+                [address + begin + _PADS_BYTES for address in window.addresses],
+                _WORKSPACE_BYTES,
+                self._record.address,
+                self._record.timeout_s,
+                _BLOCKS,
+            )
+            for begin in (0, _SET_BYTES)
+        ]
+        self.multimem = self._sets[0].load()
 
     def broken(self) -> bool:
         """Return whether a kernel has given up; it then marks words of its rank's pad."""
-        words = self._window.mine[:_PADS_BYTES].view(torch.int32)
-        return bool(words[self._ranks.marks].any())
+        pads = (self._window.mine[begin:][:_PADS_BYTES].view(torch.int32) for begin in (0, _SET_BYTES))
+        return any(pad[ranks.marks].any() for pad, ranks in zip(pads, self._sets, strict=True))
 
     def launch(self, name: str, *arguments, **more) -> None:
         self._record.check()
-        with self._stream.next() as handle:
-            getattr(self._ranks, name)(*arguments, handle, **more)
+        with self._stream.next() as (handle, captured):
+            getattr(self._sets[captured], name)(*arguments, handle, **more)
 
 
 def one_shot_below(world: int) -> int:

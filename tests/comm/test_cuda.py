@@ -163,18 +163,19 @@ class FakeRanks:
 
 class FakeStream:
     captures = False
+    of_thread = threading.local()  # `captures` there, for threads that stand for streams
 
     def __init__(self, device):
         self.device = device
 
     def capturing(self):
-        return FakeStream.captures
+        return getattr(FakeStream.of_thread, "captures", FakeStream.captures)
 
     def on_device(self):
         return contextlib.nullcontext()
 
     def next(self):
-        return contextlib.nullcontext(0)
+        return contextlib.nullcontext((0, self.capturing()))
 
 
 def lent_memory(lent):
@@ -619,6 +620,32 @@ def test_setting_up_while_a_graph_is_captured_is_refused():
     run_ranks(captured_first, 2, backend=BOTH)
 
 
+def replay_beside_a_call(rank):
+    """Here a thread is the stream of the replay, and its calls, as captured, run then."""
+    pretend()
+    weft.all_reduce(torch.ones(1))
+    replayed, eager = torch.ones(20), torch.ones(30)
+
+    def replay():
+        FakeStream.of_thread.captures = True
+        weft.all_reduce(replayed)
+
+    stream = threading.Thread(target=replay)
+    if rank == 0:
+        stream.start()
+        time.sleep(0.3)  # the replay waits for the other rank, which begins with the other call
+    weft.all_reduce(eager)
+    if rank == 1:
+        stream.start()
+    stream.join()
+    assert (eager == 2).all() and (replayed == 2).all()
+    weft.check_waits()
+
+
+def test_a_replay_may_run_beside_other_calls():
+    run_ranks(replay_beside_a_call, 2, backend=BOTH)
+
+
 def alone(rank):
     pretend()
     x = torch.ones(3)
@@ -890,16 +917,16 @@ def test_a_launch_waits_for_the_one_before_on_another_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].cuda_stream in captured)
     launches = gpus.StreamOrder(torch.device("cuda:0"))
     for name, expected in ((1, []), (1, []), (2, [(2, 1)]), (1, [(2, 1), (1, 2)])):
-        with on(streams[name]), launches.next() as handle:
-            assert handle == name
+        with on(streams[name]), launches.next() as (handle, captures):
+            assert handle == name and not captures
         assert waited == expected
     captured.add(3)
     waited.clear()
-    with on(streams[3]), launches.next():
-        assert waited == [], "what is captured does not wait for what runs"
+    with on(streams[3]), launches.next() as (_, captures):
+        assert captures and waited == [], "what is captured does not wait for what runs"
     captured.clear()
     with on(streams[3]), launches.next():
-        assert waited == []
+        assert waited == [(3, 1)], "nor does what runs wait for what was captured, but for the launch before that"
 
 
 # On a GPU, with the kernels: processes that share one device.
