@@ -39,7 +39,9 @@ class Direct {
       if (mapped_) address += reinterpret_cast<uint64_t>(region_->part(rank)) - theirs[call.world()];
       addresses_.push_back(address);
     }
-    return mapped_ || call.single_copy();
+    if (!mapped_ && !call.single_copy()) return false;
+    call.read_in_place();
+    return true;
   }
 
   bool mapped() const { return mapped_; }

@@ -211,6 +211,10 @@ void Group::check_usable() const {
                     "\" belongs to the process that this one was forked from; a forked child cannot take part in its "
                     "collectives.");
   if (left_.load()) throw CommError("group \"" + name() + "\" was destroyed; create it again to use it.");
+  check_recorded();
+}
+
+void Group::check_recorded() const {
   if (const std::exception_ptr failed = recorded_failure()) std::rethrow_exception(failed);
 }
 
@@ -339,7 +343,7 @@ bool Group::reads_all_peers() {
 
 // Raises if the group has failed, or if a rank that the call still waits for has died or left.
 void Group::check_peers(const Call& call) {
-  if (const std::exception_ptr failed = recorded_failure()) std::rethrow_exception(failed);
+  check_recorded();
   for (int peer = 0; peer < world_; ++peer) {
     if (control(peer).arrived.reached(step_) || !lost(peer)) continue;
     if (control(peer).arrived.reached(step_)) continue;  // it completed its part of this exchange before it ended
@@ -483,6 +487,7 @@ void Call::exchange() {
   for (int peer = 0; peer < group_.world_; ++peer)  // 3 wait
     if (!group_.control(peer).arrived.reached(step)) group_.wait_for(peer, *this);
   group_.fault_point();
+  if (reads_in_place_) group_.check_recorded();
   if (first) compare_headers();
 }
 
@@ -493,9 +498,10 @@ bool Call::same_place() const {
 }
 
 void Call::read_memory(int rank, void* destination, uint64_t address, size_t bytes) const {
+  group_.fault_point();
   const int error = read_process(group_.peers_[rank]->pid(), destination, address, bytes);
   if (error == 0) return;
-  if (const std::exception_ptr failed = group_.recorded_failure()) std::rethrow_exception(failed);
+  group_.check_recorded();
   // A process that ends has no memory a little before it is seen to have ended.
   for (int ms = 0; error == ESRCH && ms < 1000 && !group_.lost(rank); ++ms) usleep(1000);
   const bool lost = group_.lost(rank);

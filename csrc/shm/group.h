@@ -163,6 +163,7 @@ class Group {
   std::byte* staging(int rank, uint32_t step) const;
 
   void check_usable() const;
+  void check_recorded() const;  // throws the group's failure, if it has one
   void run_behind_the_queue(std::function<void()> call);
   bool reads_all_peers();
   void wait_for(int peer, const class Call& call);
@@ -208,6 +209,8 @@ class Call {
   const std::byte* staged(int rank) const;   // data that a rank wrote before the last exchange
   void exchange();
   bool same_place() const;  // after an exchange: whether all ranks' data is at the same place in symmetric memory
+  // From here on this rank reads memory of other ranks that they may free if they fail: an exchange after that checks.
+  void read_in_place() { reads_in_place_ = true; }
   // Copies from the memory of a rank that is in this call. Throws what became of the rank if that fails.
   void read_memory(int rank, void* destination, uint64_t address, size_t bytes) const;
 
@@ -223,6 +226,7 @@ class Call {
   const CallHeader header_;
   uint32_t announced_ = 0;  // the exchange that carried the headers
   bool announced_known_ = false;
+  bool reads_in_place_ = false;
 };
 
 }  // namespace weft::shm

@@ -102,6 +102,39 @@ def test_a_message_outlives_its_sender():
     assert run_ranks(send_and_end, 2)[0] == list(range(10))
 
 
+def reuse_memory_after_abort(rank):
+    """Rank 0 aborts and reuses its memory before rank 1, which is slow, has copied from it."""
+    group = dist.group.WORLD.engine.group
+    store = dist.distributed_c10d._get_default_store()
+    x = torch.full((300_000,), rank + 1.0)
+    out = torch.zeros(2, 300_000)
+
+    def abort_when_rank_1_has_arrived():
+        while not out[1, -1]:
+            time.sleep(0.0001)
+        group.abort()
+
+    if rank == 0:
+        threading.Thread(target=abort_when_rank_1_has_arrived).start()
+        with pytest.raises(weft.CommError):
+            dist.all_gather_into_tensor(out, x)
+        x.fill_(-1)
+        store.wait(["copied"], timedelta(seconds=20))
+        return [1, 2]
+    group.inject_faults(seed=7, longest_delay_us=300_000)
+    try:
+        dist.all_gather_into_tensor(out, x)
+    finally:
+        store.set("copied", "")
+    return out[:, -1].tolist()
+
+
+def test_memory_that_a_failed_rank_reuses_is_not_taken_for_data():
+    outcomes = try_ranks(reuse_memory_after_abort, 2)
+    assert outcomes[0].value == [1, 2]
+    assert isinstance(outcomes[1].error, weft.CommError) or outcomes[1].value == [1, 2], outcomes[1]
+
+
 def raise_in_one_rank(rank):
     if rank == 1:
         raise RuntimeError("out of luck")
