@@ -144,6 +144,7 @@ int main(int count, char** arguments) {
     const int victim = static_cast<int>(plan.below(team.world));
     const bool dies = ending == Ending::death;
     team.deaths += dies;
+    team.loses_a_rank = dies || ending == Ending::leave;
     return run_ranks(team, [&](Team& t, int rank) { Failing(t, rank, ending, victim).run(); }, dies ? victim : -1);
   });
   phase("groups", 6 * factor, [&](Random&) { return run_ranks(team, come_and_go); });

@@ -1,4 +1,5 @@
-// A batch of messages between random ranks, posted by each rank in an order of its own.
+// A batch of messages between random ranks, posted by each rank in an order of its own. It lives until all have ended,
+// however they end.
 #pragma once
 #include <map>
 
@@ -6,20 +7,30 @@
 
 class Batch {
  public:
-  Batch(Group& group, uint64_t key, Team& team) : group_(group), key_(key) {
-    Random plan(key), own(key_of(key, group.rank() + 1));
-    const int world = group.world();
-    const MessageHeader any{random_count(plan), DType::uint8, static_cast<uint32_t>(key) | 4};  // no other batch's tag
+  Batch(Group& group, uint64_t key) : group_(group), key_(key) {}
+  Batch(const Batch&) = delete;
+  ~Batch() {
+    for (const auto& work : works_) try {
+        work->wait(std::nullopt, nullptr);
+      } catch (const CommError&) {
+      }
+  }
+
+  void post(Team& team) {
+    Random plan(key_), own(key_of(key_, group_.rank() + 1));
+    const int world = group_.world();
+    const MessageHeader any{random_count(plan), DType::uint8, static_cast<uint32_t>(key_) | 4};  // no other batch's tag
     std::vector<Message> messages(2 + plan.below(4 * world));
     std::vector<std::pair<uint32_t, bool>> turns;  // tag, whether to send
     for (Message& message : messages) {
       message.from = static_cast<int>(plan.below(world));
       message.to = static_cast<int>(plan.below(world));
-      message.from_any = message.from != message.to && plan.one_in(3);  // any rank is any other one
+      // Any rank is any other one. Such a receive waits as long as one of them lives.
+      message.from_any = message.from != message.to && plan.one_in(3) && (world == 2 || !team.loses_a_rank);
       const auto dtype = static_cast<DType>(plan.below(dtype_count));
       message.header = {random_count(plan), dtype, static_cast<uint32_t>(plan.below(4))};
       if (message.from_any) message.header = any;
-      team.messages += message.from == group.rank();
+      team.messages += message.from == group_.rank();
       for (const bool sending : {false, true}) {
         const std::pair<uint32_t, bool> turn{message.header.tag, sending};
         if (std::find(turns.begin(), turns.end(), turn) == turns.end())
@@ -29,12 +40,11 @@ class Batch {
     // In order within a turn: of one sender, receiver and tag, the first sent is the first received.
     for (const auto& [tag, sending] : turns) {
       for (const Message& message : messages)
-        if (message.header.tag == tag && (sending ? message.from : message.to) == group.rank())
+        if (message.header.tag == tag && (sending ? message.from : message.to) == group_.rank())
           sending ? send(message) : receive(message);
       usleep(own.one_in(4) ? own.below(300) : 0);
     }
   }
-  Batch(const Batch&) = delete;
 
   // Waits for all of them and checks what came.
   void finish() {

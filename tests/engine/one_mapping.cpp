@@ -36,6 +36,7 @@ Segment Segment::create(size_t bytes) {
 
 Segment Segment::open(pid_t, int number, size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
+  if (mappings.count(number) == 0) throw_errno(ENOENT, "the rank that created the segment has let go of it");
   return Segment(number, bytes);
 }
 

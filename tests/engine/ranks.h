@@ -32,6 +32,7 @@ constexpr int most_ranks = 5;
 struct Team {
   int world;
   uint64_t seed;
+  bool loses_a_rank;
   std::atomic<uint32_t> arrived, meetings;
   std::atomic<uint64_t> groups, calls, messages, deaths;
   RankIdentity identities[most_ranks];

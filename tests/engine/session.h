@@ -97,7 +97,8 @@ class Session {
 
   // On this thread or on another one, while collectives go on.
   void exchange_messages(uint64_t key) {
-    const auto batch = std::make_shared<Batch>(group_, key, team_);
+    const auto batch = std::make_shared<Batch>(group_, key);
+    batch->post(team_);
     const auto when = own_.one_in(2) ? std::launch::async : std::launch::deferred;
     messages_.push_back(std::async(when, [batch] { batch->finish(); }));
   }
