@@ -62,6 +62,16 @@ class Communicator:
         """
         return None
 
+    def p2p_group(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the group whose ranks send each other tensors on `device`.
+
+        Messages of one batch must be one call of the backend: NCCL's ranks wait for each other in every message. torch
+        makes it one call only for a group that is no more than a ProcessGroup, not for one of the weft backend.
+
+        Every rank must take part in the first call for CUDA. The batches may then be of a few ranks.
+        """
+        return self.group
+
     @property
     def timeout_s(self) -> float:
         """Seconds that a kernel waits for another rank: the group's timeout, or torch's default if it is not known."""

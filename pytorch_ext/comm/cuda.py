@@ -68,6 +68,7 @@ class DeviceCommunicator(Communicator):
         self._backend: Communicator | None = None
         self._kernels: _Kernels | None = None
         self._why_not = ""
+        self._connected = False
         self._lent: list[ref[Lent]] = []  # symmetric memory in use
         self._lent_so_far = 0  # the same on every rank, because lending is a collective call
 
@@ -90,6 +91,16 @@ class DeviceCommunicator(Communicator):
 
     def cuda_group(self) -> dist.ProcessGroup | None:
         return self.group.cuda_half() if isinstance(self.group, WeftProcessGroup) else self.group
+
+    def p2p_group(self, device: torch.device) -> dist.ProcessGroup:
+        if device.type != _DEVICE_TYPE:
+            return self.group
+        group = self.cuda_group()
+        assert group is not None
+        if not self._connected:  # NCCL connects all ranks in the first call, which must not be a batch of a few
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self._connected = True
+        return group
 
     def check_waits(self) -> None:
         super().check_waits()

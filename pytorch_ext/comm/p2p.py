@@ -1,4 +1,4 @@
-"""Messages between the ranks of a ring, in flight while their senders compute."""
+"""Messages between ranks, in flight while their senders compute."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from weft.comm.communicator import Communicator
 
-_TAG = 0x5745  # tag of all messages of a ring; messages of one sender arrive in order
+_TAG = 0x5745  # tag of all these messages; messages of one sender arrive in order
 
 
 class PendingTransfer:
@@ -22,35 +22,26 @@ class PendingTransfer:
 
 
 def send_recv(
-    ranks: Communicator,
-    sent: Sequence[torch.Tensor],
-    to: int | None,
-    received: Sequence[torch.Tensor],
-    source: int | None,
+    ranks: Communicator, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
 ) -> PendingTransfer:
-    """Start to send tensors to one rank and to receive tensors from another.
+    """Start to send tensors to ranks and to receive tensors from ranks, in one batch.
 
-    All tensors are contiguous. Sender and receiver give the same number of tensors, of the same sizes and types, in the
-    same order.
+    All tensors are contiguous and on one device. Two ranks give each other's tensors in the same order, of the same
+    sizes and types. A batch of NCCL's ends when all of it is done, and the next one waits for it. So what a rank
+    receives in its batch number n, its peers must send in theirs.
 
     Args:
         ranks: the communicator of the group.
-        sent: tensors to send.
-        to: rank to send to; None sends nothing.
-        received: tensors to fill.
-        source: rank to receive from; None receives nothing.
+        sends: tensors to send, each with the rank to send to.
+        receives: tensors to fill, each with the rank to receive from.
     """
-    if to is None and source is None:
+    if not sends and not receives:
         return PendingTransfer([])
-    engine = ranks.engine
-    if engine is not None and not any(x.is_cuda for x in (*sent, *received)):
-        pending = [engine.send(x, to, _TAG) for x in sent] if to is not None else []
-        if source is not None:
-            pending += [engine.receive(x, source, _TAG) for x in received]
-        return PendingTransfer(pending)
-    operations = []
-    if to is not None:
-        operations += [dist.P2POp(dist.isend, x, group=ranks.group, group_peer=to) for x in sent]
-    if source is not None:
-        operations += [dist.P2POp(dist.irecv, x, group=ranks.group, group_peer=source) for x in received]
+    device = next(x.device for x, _ in (*sends, *receives))
+    engine, group = ranks.engine, ranks.p2p_group(device)
+    if engine is not None and group is ranks.group and device.type == "cpu":
+        pending = [engine.send(x, to, _TAG) for x, to in sends]
+        return PendingTransfer([*pending, *(engine.receive(x, source, _TAG) for x, source in receives)])
+    operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x, to in sends]
+    operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x, source in receives]
     return PendingTransfer(dist.batch_isend_irecv(operations))

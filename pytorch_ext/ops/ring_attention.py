@@ -1,5 +1,6 @@
 """Ring attention: keys and values travel round the ranks while each computes its current chunk (Liu et al. 2023)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,7 +119,7 @@ def _round(q, k, v, state, schedule: RingSchedule) -> tuple[torch.Tensor, torch.
     held = [k.contiguous(), v.contiguous()]
     for step in range(ranks.world_size):
         source = (ranks.rank - step) % ranks.world_size
-        coming, passing = _pass_keys(schedule, step, held, (k, v))
+        coming, passing = _pass_on(schedule, step, held, (k, v))
         if step in used:
             state = attention_chunk.forward(q, held[0], held[1], schedule.chunk(source), state, step == used[-1])
         passing.wait()
@@ -142,43 +143,39 @@ def _round_back(
     ranks = schedule.ranks
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
-    leaving, going_home = PendingTransfer([]), []  # owners receive going_home after their own round
+    leaving: list[torch.Tensor] = []  # gradients of the chunk before, for the next rank
+    going_home: list[tuple[torch.Tensor, int]] = []  # sent after the round, with what comes home
     for step in range(ranks.world_size):
         source = (ranks.rank - step) % ranks.world_size
         last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
-        # 1. Start to receive this chunk's gradients so far, and to pass on the chunk and receive the next.
-        arriving = None
-        if 0 < step <= last:
+        # 1. Start to pass on the gradients of the chunk before and this chunk, and to receive this chunk's gradients so
+        #    far and the next chunk: one batch, the same on both sides.
+        arrives = 0 < step <= last
+        if arrives:
             sums = [_zeros(part) for part in held]
-            arriving = send_recv(ranks, [], None, sums, (ranks.rank - 1) % ranks.world_size)
-        coming, passing = _pass_keys(schedule, step, held, (k, v))
+        coming, passing = _pass_on(schedule, step, held, (k, v), leaving, sums if arrives else [])
         # 2. Compute this rank's part.
         if sees:
             own = [_zeros(part) for part in held] if step else sums
             attention_chunk.backward(of_queries, held, schedule.chunk(source), [dq, *own])
         # 3. Add it, in the order of the ring.
-        if arriving:
-            arriving.wait()
-            if sees:
-                for total, part in zip(sums, own, strict=True):
-                    total += part
-                del own
-        # 4. Send the gradients to the next rank, or to the owner.
-        leaving.wait()
-        if step < last:
-            leaving = send_recv(ranks, sums, (ranks.rank + 1) % ranks.world_size, [], None)
-        elif 0 < step == last:
-            going_home.append(send_recv(ranks, sums, source, [], None))
+        passing.wait()
+        if arrives and sees:
+            for total, part in zip(sums, own, strict=True):
+                total += part
+            del own
+        # 4. The gradients go to the next rank, or to the owner.
+        leaving = sums if step < last else []
+        if 0 < step == last:
+            going_home += [(part, source) for part in sums]
         elif step == 0:
             home = sums
-        passing.wait()
         held = coming
     travelled = schedule.last_step(ranks.rank)
     if travelled:
         home = [_zeros(k), _zeros(v)]
-        send_recv(ranks, [], None, home, (ranks.rank + travelled) % ranks.world_size).wait()
-    for passing in (leaving, *going_home):
-        passing.wait()
+    coming_home = [(part, (ranks.rank + travelled) % ranks.world_size) for part in home] if travelled else []
+    send_recv(ranks, going_home, coming_home).wait()
     return [dq, *home]
 
 
@@ -188,27 +185,36 @@ def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
     return ranks.all_reduce_(gradient).to(sinks.dtype)
 
 
-def _pass_keys(schedule: RingSchedule, step: int, held, like):
+def _pass_on(
+    schedule: RingSchedule, step: int, held, like, leaving: Sequence[torch.Tensor] = (), arriving: Sequence = ()
+) -> tuple[list[torch.Tensor], PendingTransfer]:
     """Start to send the current chunk and to receive the next, each only if a later rank uses it.
 
+    Args:
+        schedule: the schedule of the ring.
+        step: number of the step.
+        held: the current chunk.
+        like: tensors of the types of a chunk.
+        leaving: tensors to send before the chunk.
+        arriving: tensors to receive before the chunk.
+
     Returns:
-        The buffers of the next chunk (None if it does not come), and the transfer under way.
+        The buffers of the next chunk ([] if it does not come), and the transfer under way.
     """
     ranks = schedule.ranks
     source, following = (ranks.rank - step) % ranks.world_size, (ranks.rank - step - 1) % ranks.world_size
     sends = schedule.last_step(source) > step
     receives = step + 1 < ranks.world_size and schedule.last_step(following) > step
-    coming = None
+    coming: list[torch.Tensor] = []
     if receives:
         positions = schedule.key_positions[following]
         rows = positions.length + positions.second_length
         coming = [x.new_empty((*x.shape[:2], rows, x.size(3))) for x in like]
+    to, origin = (ranks.rank + 1) % ranks.world_size, (ranks.rank - 1) % ranks.world_size
     passing = send_recv(
         ranks,
-        held if sends else [],
-        (ranks.rank + 1) % ranks.world_size if sends else None,
-        coming or [],
-        (ranks.rank - 1) % ranks.world_size if receives else None,
+        [(x, to) for x in (*leaving, *(held if sends else ()))],
+        [(x, origin) for x in (*arriving, *coming)],
     )
     return coming, passing
 

@@ -209,6 +209,7 @@ class Pipeline(nn.Module):
         holders = holders_of(stages, self._owner)
         mark(holders, self._ranks)
         share_in_stages(self, self._sharing)
+        self._ranks.p2p_group(self._device)  # with all ranks: a tie has messages of a few
         self._ties = Ties(holders, self._ranks)
         self._ties.align()
         self._held = StageParams(self, (stage.stage for stage in self._stages.values()))
@@ -313,7 +314,7 @@ class Pipeline(nn.Module):
                 self._device,
                 input_args=tuple(_like(x, number > 0) for x in entering),
                 output_args=tuple(_like(x, True) for x in leaving),
-                group=self._ranks.group,
+                group=self._ranks.p2p_group(self._device),
             )
             stage.clock = self._clock
             built.append(stage)

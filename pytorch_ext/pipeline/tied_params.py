@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.comm.communicator import Communicator
+from weft.comm.p2p import send_recv
 from weft.sharding.sharded_grad import gradient_like, local
 
 
@@ -68,11 +68,8 @@ class Ties:
         own = own.contiguous()
         parts = [own if rank == self.ranks.rank else torch.empty_like(own) for rank in tie.holders]
         others = [(rank, part) for rank, part in zip(tie.holders, parts, strict=True) if rank != self.ranks.rank]
-        group = self.ranks.group
-        transfers = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank, _ in others]
-        transfers += [dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for rank, part in others]
-        for work in dist.batch_isend_irecv(transfers):
-            work.wait()
+        sends = [(own, rank) for rank, _ in others]
+        send_recv(self.ranks, sends, [(part, rank) for rank, part in others]).wait()
         return parts
 
 

@@ -32,9 +32,13 @@ from weft.comm import wait_record as records
 from weft.comm.backend_communicator import BackendCommunicator
 from weft.comm.cuda import LARGEST_BYTES, DeviceCommunicator, one_shot_below
 from weft.comm.engine_communicator import EngineCommunicator
+from weft.comm.p2p import send_recv
 from weft.comm.registry import communicator
 from weft.comm.symmetric_memory import open_symmetric_memory
 from weft.ops import kernel_choice
+from weft.pipeline import pipeline
+from weft.pipeline.tied_params import Ties
+from weft.pipeline.timing import ClockedStage
 from weft.testing import reference
 from weft.testing.ranks import SHARED_GPU, from_file, run_ranks, try_ranks
 
@@ -644,6 +648,99 @@ def replay_beside_a_call(rank):
 
 def test_a_replay_may_run_beside_other_calls():
     run_ranks(replay_beside_a_call, 2, backend=BOTH)
+
+
+class Batches:
+    """Runs batches of messages as NCCL does: one is done when its messages have been received, and then comes the next."""
+
+    def __init__(self):
+        self.real, self.made = dist.batch_isend_irecv, []
+
+    def __call__(self, operations):
+        self.made.append([(operation.op.__name__, operation.group_peer) for operation in operations])
+        assert all(type(operation.group) is dist.ProcessGroup for operation in operations), "torch's rule for one call"
+        for work in self.real(operations):
+            work.wait()
+        receipt = torch.zeros(1)
+        receipts = [
+            dist.isend(receipt, group=operation.group, group_dst=operation.group_peer, tag=1)
+            for operation in operations
+            if operation.op is dist.irecv
+        ]
+        for operation in operations:
+            if operation.op is dist.isend:
+                dist.recv(torch.zeros(1), group=operation.group, group_src=operation.group_peer, tag=1)
+        for work in receipts:
+            work.wait()
+        return []
+
+
+def batched_messages(rank):
+    """A ring and a tie send tensors of GPUs over the half that torch batches."""
+    ranks, world = pretend(), dist.get_world_size()
+    dist.batch_isend_irecv = batches = Batches()
+    coming = torch.empty(3)
+    send_recv(ranks, [(torch.full((3,), float(rank)), (rank + 1) % world)], [(coming, (rank - 1) % world)]).wait()
+    assert (coming == (rank - 1) % world).all()
+    assert batches.made == [[("isend", (rank + 1) % world), ("irecv", (rank - 1) % world)]]
+    tied = torch.nn.Parameter(torch.full((2,), float(rank)))
+    Ties({tied: {0, world - 1}}, ranks).align()
+    assert (tied == (0 if rank in (0, world - 1) else rank)).all()
+    assert len(batches.made) == (2 if rank in (0, world - 1) else 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_messages_of_cuda_tensors_are_batched(world):
+    run_ranks(batched_messages, world, backend=BOTH)
+
+
+def ring_in_batches(rank, layout, causal):
+    """Batches of one rank wait for those of others: each must be matched by batches of one number."""
+    pretend()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 24, 8, dtype=torch.float64) for _ in range(3))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=causal)
+    expected.sum().backward()
+    dist.batch_isend_irecv = Batches()
+    parts = [weft.shard_sequence(x, dim=2, layout=layout).float().requires_grad_() for x in (q, k, v)]
+    out = weft.context_attention(*parts, causal=causal, method="ring", layout=layout)
+    torch.testing.assert_close(out.double(), weft.shard_sequence(expected, dim=2, layout=layout), rtol=1e-4, atol=1e-5)
+    out.sum().backward()
+    for part, x in zip(parts, whole, strict=True):
+        gradient = weft.shard_sequence(x.grad, dim=2, layout=layout)
+        torch.testing.assert_close(part.grad.double(), gradient, rtol=1e-4, atol=1e-5)
+    assert len(dist.batch_isend_irecv.made) > 2
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "causal"), [(2, "zigzag", True), (3, "contiguous", True), (4, "zigzag", False)]
+)
+def test_ring_attention_of_cuda_tensors_waits_for_no_later_batch(world, layout, causal):
+    run_ranks(ring_in_batches, world, layout, causal, backend=BOTH, group_timeout_s=20)
+
+
+def pipeline_over_the_half(rank):
+    ranks = pretend()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    pipe = weft.Pipeline(model, mesh, schedule="1f1b", microbatches=2, loss=torch.nn.functional.mse_loss)
+    groups = []
+
+    class Kept(ClockedStage):
+        def __init__(self, *arguments, group, **options):
+            groups.append(group)
+            super().__init__(*arguments, group=group, **options)
+
+    pipeline.ClockedStage = Kept
+    pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+    assert groups and all(type(group) is dist.ProcessGroup for group in groups), groups
+    assert ranks is communicator(mesh["pp"]) or groups[0].size() == 2
+
+
+def test_a_pipeline_of_cuda_tensors_sends_over_the_half_that_torch_batches():
+    run_ranks(pipeline_over_the_half, 2, backend=BOTH)
 
 
 def alone(rank):
