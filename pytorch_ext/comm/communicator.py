@@ -1,5 +1,6 @@
 """Collectives on one group in the forms that the ops need: in place, along a dimension, of uneven sizes."""
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -12,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from weft.comm.engine import Engine
 from weft.comm.fusion import Fusion
 from weft.comm.multi_host import SpanningEngine
-from weft.comm.wait_record import WaitRecord, name_of, watch_for_losses
+from weft.comm.wait_record import Processes, WaitRecord, name_of, watch_for_losses
 
 
 class Communicator:
@@ -33,6 +34,7 @@ class Communicator:
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self._records: dict[torch.device, WaitRecord] = {}
+        self._processes: Processes | None = None
         self.unreached: dict[torch.device, str] = {}
         self.workspaces: dict[tuple[str, torch.device], Any] = {}
 
@@ -74,12 +76,15 @@ class Communicator:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that a kernel waits for another rank: the group's timeout, or torch's default if it is not known."""
+        """Seconds that a kernel waits for another rank: the group's timeout, and no more than WEFT_WAIT_TIMEOUT_S.
+
+        A kernel that waits holds the GPU, so its limit is shorter than usual for groups: 300 s if it is not set.
+        """
         timeout = getattr(self.group, "timeout", None)  # set by the weft backend
         if not isinstance(timeout, timedelta):
             with suppress(RuntimeError):  # a backend without options
                 timeout = self.group._get_backend(self.group._device_types[0]).options._timeout
-        return (timeout or default_pg_timeout).total_seconds()
+        return min((timeout or default_pg_timeout).total_seconds(), _wait_timeout_s())
 
     def all_gather_object(self, note: Any) -> list:
         """Return every rank's `note` (any object that pickles), in rank order. Slow: use it during set-up only."""
@@ -110,6 +115,16 @@ class Communicator:
         for device in self._records:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+
+    def watch(self, processes: list[dict]) -> None:
+        """Stop waiting kernels once a rank's process has ended, also if the group has no engine that would notice.
+
+        Args:
+            processes: pid and start_time of each rank's process, all on this machine.
+        """
+        if self.engine is None and self._processes is None and self.world_size > 1:
+            self._processes = Processes(processes, self.rank)
+            watch_for_losses(self, self._processes)
 
     def check_waits(self) -> None:
         """Raise the failure that kernels recorded; see `weft.check_waits`."""
@@ -221,6 +236,17 @@ class Communicator:
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return {device type: backend} of the group, as configured at its creation."""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+def _wait_timeout_s() -> float:
+    given = os.environ.get("WEFT_WAIT_TIMEOUT_S", "300")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds <= 1e9:
+        raise ValueError(f"WEFT_WAIT_TIMEOUT_S={given} must be a number of seconds, more than 0 and at most 1e9")
+    return seconds
 
 
 def _leads(shape: torch.Size, dim: int) -> bool:

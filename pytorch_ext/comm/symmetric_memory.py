@@ -81,8 +81,9 @@ def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) ->
     """Allocate and zero this rank's part; if every rank could, map the parts of all."""
     # Not torch's `empty`: it allocates from a pool, where ranks may get pieces at different places.
     memory, error = _tried(lambda: _zeros(bytes, device))
-    requests = ranks.all_gather_object(Asked(bytes, error, **_place(device)))
+    requests = ranks.all_gather_object(Asked(bytes, error, _describe_process(), **_place(device)))
     _check(ranks, requests)
+    ranks.watch([request.process for request in requests])
     handle, error = _tried(lambda: _SymmetricMemory.rendezvous(memory, name))
     for rank, reason in enumerate(ranks.all_gather_object(error)):
         if reason:
@@ -113,6 +114,7 @@ class Asked:
 
     bytes: int
     error: str
+    process: dict[str, Any]
     machine: str
     gpu: str
     may_share_gpu: bool

@@ -6,10 +6,13 @@ state, so the group stays broken.
 """
 
 import ctypes
+import os
+import select
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -88,7 +91,8 @@ class WaitRecord:
         if state == _TIMED_OUT:
             return _C.CollectiveTimeoutError, (
                 f"rank {peer} did not come in {call} within {self.timeout_s:.3g} s ({waited}: it saw {seen} and "
-                f"expected {expected}). Create the group again to use it."
+                f"expected {expected}). Create the group again to use it. A kernel waits for at most the group's "
+                "timeout and WEFT_WAIT_TIMEOUT_S."
             )
         if state == _MISMATCHED:
             return _C.CollectiveMismatchError, (
@@ -108,6 +112,38 @@ def name_of(group: dist.ProcessGroup) -> str:
     return desc if desc and desc != "undefined" else group.group_name
 
 
+class Processes:
+    """The processes of a group's ranks, all on this machine, for a group without an engine to watch them.
+
+    Args:
+        processes: pid and start_time of each rank's process.
+        rank: this rank.
+    """
+
+    def __init__(self, processes: list[dict], rank: int):
+        self._descriptors: dict[int, int] = {}
+        self._gone: list[int] = []
+        for peer, process in enumerate(processes):
+            if peer == rank:
+                continue
+            with suppress(OSError):
+                self._descriptors[peer] = os.pidfd_open(process["pid"])
+            if _C.process_start_time(process["pid"]) != process["start_time"]:  # gone, or its pid is another's now
+                self._gone.append(peer)
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
+        poll = select.poll()
+        for descriptor in self._descriptors.values():
+            poll.register(descriptor, select.POLLIN)
+        ended = {descriptor for descriptor, _ in poll.poll(0)}
+        return sorted({*self._gone, *(peer for peer, descriptor in self._descriptors.items() if descriptor in ended)})
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
 def watch_for_losses(ranks, engine) -> None:
     """Start a thread that stops the waits of the communicator's records once the engine has lost a rank.
 
@@ -115,7 +151,7 @@ def watch_for_losses(ranks, engine) -> None:
 
     Args:
         ranks: the communicator.
-        engine: its engine.
+        engine: its engine, or its Processes.
     """
     references = weakref.ref(ranks), weakref.ref(engine)
     threading.Thread(target=_look, args=references, name="weft watch", daemon=True).start()
@@ -125,13 +161,19 @@ def _look(communicator: weakref.ref, its_engine: weakref.ref) -> None:
     while True:
         time.sleep(_LOOK_EVERY_S)
         ranks, engine = communicator(), its_engine()
-        if ranks is None or engine is None or ranks.group.communicator is None:  # the group was destroyed
+        if ranks is None or engine is None or _is_destroyed(ranks.group):
             return
         if lost := engine.lost_ranks():
             for record in ranks.records:
                 record.stop(lost)
             return
         del ranks, engine  # so that this thread does not keep them alive
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    if hasattr(group, "communicator"):  # of the weft backend
+        return group.communicator is None
+    return group not in dist.distributed_c10d._world.pg_map
 
 
 def _name(code: int) -> str:

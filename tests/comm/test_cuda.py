@@ -18,6 +18,7 @@ import time
 import zlib
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -192,6 +193,8 @@ def pretend(timeout_s=20.0):
     """From here on in this process, host memory is a GPU's, for communicators that may use one."""
     backend._DEVICE_TYPE = "cpu"
     gpus._DEVICE_TYPE, gpus._ranks, gpus.StreamOrder, gpus._as_tensor = "cpu", FakeRanks, FakeStream, lent_memory
+    if _C.cuda is None:  # built without CUDA
+        _C.cuda = SimpleNamespace(state=lambda: {"driver": ""})
     dist.group.WORLD.timeout = timedelta(seconds=timeout_s)
     FakeRanks.log.clear()
     return communicator()
@@ -486,6 +489,11 @@ def plain_group(rank):
     assert communicator() is ranks and ranks.cuda_group() is dist.group.WORLD
     assert ranks.transport == "gloo; for CUDA tensors chosen at their first collective"
     assert ranks.timeout_s == 30
+    os.environ["WEFT_WAIT_TIMEOUT_S"] = "0.5"
+    assert ranks.timeout_s == 0.5, "a kernel that waits holds the GPU"
+    os.environ["WEFT_WAIT_TIMEOUT_S"] = "soon"
+    with pytest.raises(ValueError, match="WEFT_WAIT_TIMEOUT_S=soon must be a number of seconds"):
+        _ = ranks.timeout_s
     assert (weft.all_reduce(torch.ones(3)) == 2).all()
     part = dist.new_group([0, 1])
     assert communicator(part) is not ranks
@@ -939,7 +947,8 @@ def test_a_record_names_the_call_the_phase_and_the_ranks(record, monkeypatch):
         record.check()
     assert str(raised.value) == (
         'rank 2 did not come in all_reduce (two_shot) on group "tp" within 30 s (rank 0 waited in phase "staged", block '
-        "5: it saw 0 and expected 41). Create the group again to use it."
+        "5: it saw 0 and expected 41). Create the group again to use it. A kernel waits for at most the group's timeout and "
+        "WEFT_WAIT_TIMEOUT_S."
     )
     record.memory.zero_()
     record.memory[0] = 2  # what kernels write later changes nothing

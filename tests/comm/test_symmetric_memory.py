@@ -1,5 +1,8 @@
 """Windows: every rank's memory mapped by every rank, zero when it is handed out, and refused on all ranks alike."""
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,6 +88,36 @@ def check_gpu_window(rank):
 
 def test_memory_of_gpus_is_zeroed_before_anyone_sees_it():
     run_ranks(check_gpu_window, 2, backend=BOTH)
+
+
+def watched_without_an_engine(rank):
+    """A group of torch's own has no engine that notices a death."""
+
+    class OwnMemory:
+        multicast_ptr = 0
+        get_buffer = staticmethod(lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
+        rendezvous = classmethod(lambda cls, memory, name: cls())
+
+    pretend_gpus(rank)
+    symmetric_memory._SymmetricMemory, symmetric_memory._zeros = OwnMemory, lambda bytes, device: torch.zeros(bytes)
+    ranks = communicator()
+    symmetric_memory._on_gpu(ranks, dist.group.WORLD.group_name, 4096, CPU)
+    record = ranks.record(CPU)
+    ranks.all_gather_object("both have a record")
+    record.check()
+    if rank == 1:
+        os._exit(3)
+    deadline = time.monotonic() + 10
+    while record.memory[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(weft.RankLostError, match="rank 1 died or left"):
+        record.check()
+    os._exit(0)  # the group cannot be taken down in order
+
+
+def test_a_death_in_a_group_without_an_engine_ends_waits():
+    survivor, dead = try_ranks(watched_without_an_engine, 2, backend="gloo")
+    assert survivor.exit_code == 0 and dead.exit_code == 3, survivor.traceback
 
 
 def check_refusals(rank):
