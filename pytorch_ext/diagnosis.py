@@ -177,7 +177,16 @@ def _multicast() -> tuple[bool | None, str]:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     there = [_SymmetricMemory.has_multicast_support(DeviceType.CUDA, i) for i in range(torch.cuda.device_count())]
-    return None, "the switch can sum (deterministic=False)" if all(there) else "no sums in the switch"
+    if not all(there):
+        return None, "no sums in the switch"
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and len(there) == 1:
+        return None, (
+            f"CUDA_VISIBLE_DEVICES={shown} shows one GPU. Where each rank sees one alone, the switch does not sum:\n"
+            "torch makes no address in it. Show all GPUs to every rank (Slurm: --gpu-bind=none; Ray:\n"
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1), and call torch.cuda.set_device(LOCAL_RANK)"
+        )
+    return None, "the switch can sum (deterministic=False)"
 
 
 def _shared_memory() -> tuple[bool | None, str]:

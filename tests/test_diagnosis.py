@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import weft
 from weft import cli
@@ -52,6 +53,17 @@ def test_a_machine_without_dev_shm_is_healthy(monkeypatch):
     monkeypatch.setattr(os, "statvfs", statvfs)
     ok, text = PROBES["shared memory"]()
     assert ok and "/dev/shm (not used) is not there" in text
+
+
+def test_a_rank_that_sees_one_gpu_alone_hears_what_it_misses(monkeypatch):
+    symmetric = SimpleNamespace(has_multicast_support=lambda kind, index: True)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", symmetric)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert PROBES["multicast"]()[1] == "the switch can sum (deterministic=False)"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert PROBES["multicast"]()[1].startswith("CUDA_VISIBLE_DEVICES=3 shows one GPU.")
 
 
 def test_a_finding_of_several_lines_stays_in_its_column():

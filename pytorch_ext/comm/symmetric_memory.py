@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from weft import _C
 from weft.comm.communicator import Communicator, backends_of
 from weft.comm.engine import Engine
 from weft.comm.rendezvous import _describe_process
+
+_SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # what torch reads
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) ->
     requests = ranks.all_gather_object(Asked(bytes, error, _describe_process(), **_place(device)))
     _check(ranks, requests)
     ranks.watch([request.process for request in requests])
-    handle, error = _tried(lambda: _SymmetricMemory.rendezvous(memory, name))
+    with _with_equal_numbers(requests):
+        handle, error = _tried(lambda: _SymmetricMemory.rendezvous(memory, name))
     for rank, reason in enumerate(ranks.all_gather_object(error)):
         if reason:
             raise OSError(f"rank {rank} could not map the symmetric memory of its peers: {reason}")
@@ -117,14 +121,36 @@ class Asked:
     process: dict[str, Any]
     machine: str
     gpu: str
+    number: int | None  # of the GPU among those that the rank sees
     may_share_gpu: bool
+
+
+@contextmanager
+def _with_equal_numbers(requests: list[Asked]) -> Iterator[None]:
+    """Let torch map the memory of GPUs that have equal numbers, as where each rank sees one GPU alone (Slurm, Ray).
+
+    torch takes equal numbers for one GPU; `_check` has compared the GPUs themselves. Inside, torch makes no multicast
+    address.
+    """
+    numbers = {request.number for request in requests}
+    before = os.environ.get(_SHARED_GPU)
+    if len(numbers) < len(requests):
+        os.environ[_SHARED_GPU] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_SHARED_GPU, None)
+        else:
+            os.environ[_SHARED_GPU] = before
 
 
 def _place(device: torch.device) -> dict[str, Any]:
     return {
         "machine": _describe_process()["machine"],
         "gpu": str(torch.cuda.get_device_properties(device).uuid),
-        "may_share_gpu": os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
+        "number": device.index,
+        "may_share_gpu": os.environ.get(_SHARED_GPU) == "1",
     }
 
 
@@ -145,7 +171,7 @@ def _check(ranks: Communicator, requests: list[Asked]) -> None:
         if same != rank and not all(request.may_share_gpu for request in requests):
             raise ValueError(
                 f'symmetric memory needs a GPU for each rank; ranks {same} and {rank} of group "{ranks.name}" are on '
-                "one (for tests, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 on every rank permits it)"
+                f"one (for tests, {_SHARED_GPU}=1 on every rank permits it)"
             )
     for rank, asked in enumerate(requests):
         if asked.error:

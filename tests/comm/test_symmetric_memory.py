@@ -54,6 +54,7 @@ class FakeSymmetricMemory:
         if cls.fails_at == "rendezvous":
             raise RuntimeError("CUDA driver error: peer access is not supported")
         assert group_name == "0/cuda" and memory is cls.window.mine
+        cls.equal_numbers = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
         return None if cls.fails_at == "quietly" else cls()
 
     def get_buffer(self, rank, sizes, dtype):
@@ -62,10 +63,11 @@ class FakeSymmetricMemory:
     multicast_ptr = 1 << 40
 
 
-def pretend_gpus(rank, *, gpu=None, shared="0"):
+def pretend_gpus(rank, *, gpu=None, number=None, shared="0"):
     place = {
         "machine": symmetric_memory._describe_process()["machine"],
         "gpu": gpu or f"GPU-{rank}",
+        "number": rank if number is None else number,
         "may_share_gpu": shared == "1",
     }
     symmetric_memory._SymmetricMemory, symmetric_memory._place = FakeSymmetricMemory, lambda device: place
@@ -169,6 +171,20 @@ def test_ranks_on_one_gpu_are_refused_unless_all_permit_it():
     run_ranks(check_one_gpu, 2, backend=BOTH)
 
 
+def check_equal_numbers(rank):
+    """Each rank sees one GPU alone, another one, and calls it number 0."""
+    pretend_gpus(rank)
+    open_on_gpu()
+    assert FakeSymmetricMemory.equal_numbers is None
+    pretend_gpus(rank, number=0)
+    assert len(open_on_gpu().parts) == 2 and FakeSymmetricMemory.equal_numbers == "1"
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" not in os.environ
+
+
+def test_gpus_that_their_ranks_see_alone_are_told_apart():
+    run_ranks(check_equal_numbers, 2, backend=BOTH)
+
+
 def check_machines(rank):
     pretend_gpus(rank)
     FakeSymmetricMemory.empty_strided_p2p = staticmethod(lambda size, *rest: torch.empty(size, dtype=torch.uint8))
@@ -196,6 +212,7 @@ def test_the_name_of_a_device_distinguishes_it_from_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "b71c"}))
     monkeypatch.setenv("WEFT_HOST", "left")
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
-    assert symmetric_memory._place(CPU) == {"machine": "left", "gpu": "b71c", "may_share_gpu": False}
+    place = {"machine": "left", "gpu": "b71c", "number": 1, "may_share_gpu": False}
+    assert symmetric_memory._place(torch.device("cuda", 1)) == place
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert symmetric_memory._place(CPU)["may_share_gpu"]
