@@ -62,7 +62,7 @@ from weft.kernels.replay import replayed
 LARGEST_HEAD_DIM = 256
 _DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _LAST_POSITION = 1 << 29  # the largest position
-_UNBOUNDED = 1 << 30  # a bound that hides no position; its sum with a position fits 32 bits
+_UNBOUNDED = (1 << 30) - 1  # a bound that hides no position; twice it, and its sum with a position, fit 32 bits
 _DELTA_ROWS = 32
 
 
@@ -463,9 +463,10 @@ def _forward_kernel(
         k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
         k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
         o, highest_score, exponentials = _see_keys(
-            o, highest_score, exponentials, q_tile, k, v, batch, kv_head, k_row, keys, q_position, k_position[None, :],
-            q_row[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
-            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+            o, highest_score, exponentials, q_tile, k, v, batch, kv_head, k_row, keys, 0, q_position,
+            k_position[None, :], q_row[:, None], end, query_documents, key_documents,
+            stride_query_document, stride_key_document, head_dim, value_dim,
+            stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head,
             SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
         )  # fmt: skip
@@ -475,9 +476,10 @@ def _forward_kernel(
         k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
         o, highest_score, exponentials = _see_keys(
             o, highest_score, exponentials, q_tile, k, v, batch, kv_head, k_row, tl.where(in_second, keys, k_length),
-            q_position, k_position[None, :],
-            q_row[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
-            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+            tl.where(in_second, k_second_start + k_second_length, k_start + k_length), q_position,
+            k_position[None, :], q_row[:, None], end, query_documents, key_documents,
+            stride_query_document, stride_key_document, head_dim, value_dim,
+            stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head,
             SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
         )  # fmt: skip
@@ -495,7 +497,7 @@ def _forward_kernel(
 
 @triton.jit
 def _see_keys(
-    o, highest, exponentials, q_tile, k, v, batch, kv_head, k_row, k_end, q_position, k_position, q_rows, q_end,
+    o, highest, exponentials, q_tile, k, v, batch, kv_head, k_row, k_end, k_stop, q_position, k_position, q_rows, q_end,
     query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
     left, right, scale, softcap, dropout, dropped, seed, head,
@@ -510,8 +512,8 @@ def _see_keys(
     s, factor, _ = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
     if MASKED:
         k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
-        visible = visible_pairs(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
-                           key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
+        visible = visible_pairs(q_position, k_position, left, right, k_stop, query_documents, key_documents,
+                           stride_query_document, stride_key_document, q_rows, q_end, k_rows, k_end)  # fmt: skip
         s = tl.where(visible, s, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(s, 1) * factor)  # the launcher makes the scale positive
     shift = new_highest

@@ -40,8 +40,9 @@ def delta_kernel(
 
 
 @triton.jit
-def _of_rows(pointer, rows, end, other):
-    return tl.load(pointer + rows, mask=rows < end, other=other)
+def _of_rows(pointer, rows, end):
+    """Load a number for each row, for rows from `end` on the last one's; nothing is made of those."""
+    return tl.load(pointer + tl.minimum(rows, end - 1))
 
 
 @triton.jit
@@ -122,24 +123,23 @@ def dkdv_kernel(
         query_documents is not None, BLOCK_M,
     )  # fmt: skip
     # One loop over heads and tiles: two nested loops would spill dk and dv.
-    for turn in range(group * whole):
-        number = turn % tl.maximum(whole, 1)
-        head = kv_head * group + turn // tl.maximum(whole, 1)
+    number, head = 0, kv_head * group
+    for _ in range(group * whole):
         of_head = (wide_batch * heads + head) * queries
         query_tile, in_second = whole_tile(number, b0, c0, b1)
         q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
         q_position = query_tile * BLOCK_M + tl.where(in_second, q_second_start, q_start) + tl.arange(0, BLOCK_M)
         dk_tile, dv_tile = _add_queries(
-            dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row, queries,
+            dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row, queries, 0,
             q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
             stride_query_document, stride_key_document, head_dim, value_dim,
             stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
             SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
         )  # fmt: skip
-    for turn in range(group * partial):
-        number = turn % tl.maximum(partial, 1)
-        head = kv_head * group + turn // tl.maximum(partial, 1)
+        number, head = _next(number, head, whole)
+    number, head = 0, kv_head * group
+    for _ in range(group * partial):
         of_head = (wide_batch * heads + head) * queries
         query_tile, in_second = partial_tile(number, a0, b0, c0, d0, a1, b1, c1)
         q_row = query_tile * BLOCK_M + tl.where(in_second, q_length, 0)
@@ -147,12 +147,14 @@ def dkdv_kernel(
         dk_tile, dv_tile = _add_queries(
             dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse + of_head, delta + of_head, q_row,
             tl.where(in_second, queries, q_length),
+            tl.where(in_second, q_second_start + q_second_length, q_start + q_length),
             q_position[None, :], k_position, k_rows, end, query_documents, key_documents,
             stride_query_document, stride_key_document, head_dim, value_dim,
             stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
             SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
         )  # fmt: skip
+        number, head = _next(number, head, partial)
     dk += wide_batch * stride_dkb + wide_kv_head * stride_dkh
     dv += wide_batch * stride_dvb + wide_kv_head * stride_dvh
     _add_rows(dk, dk_tile * scale, row, end, 0, head_dim, stride_dks, stride_dkd, BLOCK_N, BLOCK_D, ADD)
@@ -160,8 +162,16 @@ def dkdv_kernel(
 
 
 @triton.jit
+def _next(number, head, tiles):
+    """Return the next of a head's tiles, or the first of the next head."""
+    last = number == tiles - 1
+    return tl.where(last, 0, number + 1), tl.where(last, head + 1, head)
+
+
+@triton.jit
 def _add_queries(
-    dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse, delta, q_row, q_end, q_position, k_position, k_rows, k_end,
+    dk_tile, dv_tile, k_tile, v_tile, q, dout, head, lse, delta, q_row, q_end, q_stop, q_position, k_position,
+    k_rows, k_end,
     query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_gb, stride_gh, stride_gs, stride_gd,
     left, right, scale, softcap, dropout, dropped, seed, numbered_head, batch,
@@ -175,16 +185,15 @@ def _add_queries(
     dout_tile = load_tile(dout, batch, head, q_row, q_end, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
                       BLOCK_M, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
     rows = q_row + tl.arange(0, BLOCK_M)
-    lse_row = _of_rows(lse, rows, q_end, float("-inf"))
-    delta_row = _of_rows(delta, rows, q_end, 0.0)
+    against = _of_rows(lse, rows, q_end) * LOG2E
+    delta_row = _of_rows(delta, rows, q_end)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     s, factor, slope = capped(launch.dot(k_tile, tl.trans(q_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    p = tl.exp2(s * factor - _against(lse_row)[None, :])
+    p = tl.exp2(s * factor - against[None, :])
     if MASKED:
-        visible = visible_pairs(q_position, k_position, (rows < q_end)[None, :], k_rows < k_end, left, right,
-                           query_documents, key_documents, stride_query_document, stride_key_document,
-                           rows[None, :], k_rows)  # fmt: skip
-        p = tl.where(visible, p, 0.0)
+        visible = visible_pairs(k_position, q_position, right, left, q_stop, key_documents, query_documents,
+                           stride_key_document, stride_query_document, k_rows, k_end, rows[None, :], q_end)  # fmt: skip
+        p = tl.where(visible, p, 0.0)  # also in a row that sees no key: its lse is -inf, and p was inf
     dp = launch.dot(v_tile, tl.trans(dout_tile), zeros, "ieee")
     kept = p
     if DROPOUT:
@@ -195,12 +204,6 @@ def _add_queries(
     ds = p * (dp - delta_row[None, :]) * slope
     dk_tile = launch.dot(launch.rounded(ds, q_tile.dtype), q_tile, dk_tile, "ieee")
     return dk_tile, dv_tile
-
-
-@triton.jit
-def _against(lse):
-    """Return the subtrahend of scores in base 2: lse, or infinity in a row that saw no key, so that its P are 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -248,8 +251,8 @@ def dq_kernel(
     dout_tile = load_tile(dout, batch, head, row, end, value_dim, stride_gb, stride_gh, stride_gs, stride_gd,
                       BLOCK_M, BLOCK_DV, True, DESCRIPTORS)  # fmt: skip
     of_head = (wide_batch * heads + wide_head) * queries
-    against = _against(_of_rows(lse + of_head, q_rows, end, float("-inf")))
-    delta_row = _of_rows(delta + of_head, q_rows, end, 0.0)
+    against = _of_rows(lse + of_head, q_rows, end) * LOG2E
+    delta_row = _of_rows(delta + of_head, q_rows, end)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     a0, b0, c0, d0, a1, b1, c1, whole, partial = seen_tiles(
         k_start, k_length, k_second_start, k_second_length, lowest, highest, left, right,
@@ -260,9 +263,10 @@ def dq_kernel(
         k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
         k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
         dq_tile = _add_keys(
-            dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, keys, q_position, k_position[None, :],
-            q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
-            head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+            dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, keys, 0, q_position,
+            k_position[None, :], q_rows[:, None], end, query_documents, key_documents,
+            stride_query_document, stride_key_document, head_dim, value_dim,
+            stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
             SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
         )  # fmt: skip
@@ -272,7 +276,7 @@ def dq_kernel(
         k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
         dq_tile = _add_keys(
             dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, tl.where(in_second, keys, k_length),
-            q_position, k_position[None, :],
+            tl.where(in_second, k_second_start + k_second_length, k_start + k_length), q_position, k_position[None, :],
             q_rows[:, None], end, query_documents, key_documents, stride_query_document, stride_key_document,
             head_dim, value_dim, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
             left, right, scale, softcap, dropout, dropped, seed, head_start + head, batch,
@@ -284,7 +288,8 @@ def dq_kernel(
 
 @triton.jit
 def _add_keys(
-    dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, k_end, q_position, k_position, q_rows, q_end,
+    dq_tile, q_tile, dout_tile, k, v, kv_head, against, delta_row, k_row, k_end, k_stop, q_position,
+    k_position, q_rows, q_end,
     query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
     left, right, scale, softcap, dropout, dropped, seed, head, batch,
@@ -302,8 +307,8 @@ def _add_keys(
     p = tl.exp2(s * factor - against[:, None])
     if MASKED:
         k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
-        visible = visible_pairs(q_position, k_position, q_rows < q_end, k_rows < k_end, left, right, query_documents,
-                           key_documents, stride_query_document, stride_key_document, q_rows, k_rows)  # fmt: skip
+        visible = visible_pairs(q_position, k_position, left, right, k_stop, query_documents, key_documents,
+                           stride_query_document, stride_key_document, q_rows, q_end, k_rows, k_end)  # fmt: skip
         p = tl.where(visible, p, 0.0)
     dp = launch.dot(dout_tile, tl.trans(v_tile), zeros, "ieee")
     if DROPOUT:

@@ -126,15 +126,25 @@ def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(query, key, query_inside, key_inside, left, right, query_documents, key_documents,
-             stride_query_document, stride_key_document, query_row, key_row):  # fmt: skip
-    """Return the mask of queries that see keys; positions have the shapes [.., 1] and [1, ..], either way round."""
-    ahead = key - query
-    visible = (ahead <= right) & (ahead >= -left) & query_inside & key_inside
-    if query_documents is not None:
-        of_query = tl.load(query_documents + query_row * stride_query_document, mask=query_inside, other=0)
-        of_key = tl.load(key_documents + key_row * stride_key_document, mask=key_inside, other=0)
-        visible = visible & (of_query == of_key)
+def visible_pairs(held, moving, before, after, stop, held_documents, moving_documents, stride_held_document,
+             stride_moving_document, held_row, held_end, moving_row, moving_end):  # fmt: skip
+    """Return the mask of pairs that see each other: rows that a program holds, and rows of the tile that it is at.
+
+    Each position that it holds sees `before` back and `after` on, up to `stop`. A pair takes one subtraction and one
+    comparison without signs: 0 <= moving - first <= count.
+    """
+    first = held - before
+    count = tl.minimum(before + after, stop - 1 - first)
+    sees_none = (count < 0) | (held_row >= held_end)
+    first = tl.where(sees_none, -1, first)  # where no row is
+    count = tl.where(sees_none, 0, count)
+    visible = (moving - first).to(tl.uint32, bitcast=True) <= count.to(tl.uint32, bitcast=True)
+    if held_documents is not None:
+        held_documents += held_row * stride_held_document
+        moving_documents += moving_row * stride_moving_document
+        of_held = tl.load(held_documents, mask=held_row < held_end, other=0)
+        of_moving = tl.load(moving_documents, mask=moving_row < moving_end, other=0)
+        visible = visible & (of_held == of_moving)
     return visible
 
 

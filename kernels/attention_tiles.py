@@ -95,6 +95,11 @@ _TIGHT_TILES: dict[str, dict[str, _Table]] = {
             "forward": {128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3))},
             "dkdv": {128: (AttentionConfig(16, 128, 8, 2),)},
         },
+        "documents": {
+            "forward": {128: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 3))},
+            "dkdv": {128: (AttentionConfig(16, 128, 8, 2),)},
+            "dq": {128: (AttentionConfig(64, 32, 4, 2),)},
+        },
     },
     "sm_100": {
         "dropout": {

@@ -187,7 +187,8 @@ def _launch_product(
         bias, addend, z, activation = None, None, None, "none"
     target = partials if partials is not None else out
     adds = b_up is not None or z is not None or (meeting is not None and not descriptors)
-    strip = min(config.block_n, _strip(a, columns, splits > 1, adds))
+    crowded = config.block_k > 64 and target is not None and target.dtype != a.dtype  # in shared memory
+    strip = min(config.block_n, _strip(a, columns, splits > 1, adds or crowded))
     launch.launch(
         _matmul_kernel,
         (programs,),
@@ -243,7 +244,8 @@ def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
     divide have an address each.
 
     Args:
-        adds: the program writes z, has a second sum, or has flags together with its operands' addresses.
+        adds: the program writes z, has a second sum, has flags together with its operands' addresses, or has as much of
+            the operands in shared memory as leaves no room for 64 columns of fp32.
     """
     odd = columns % 16 != 0
     if (odd and (split or adds)) or (split and a.dtype == torch.float32):

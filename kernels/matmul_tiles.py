@@ -32,6 +32,7 @@ _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
     "sm_90": {
         "wide": (
             MatmulConfig(128, 256, 64, warps=8, stages=3),
+            MatmulConfig(128, 256, 128, warps=8, stages=2),
             MatmulConfig(128, 128, 64, warps=8, stages=4),
             MatmulConfig(64, 128, 64, warps=4, stages=4),
             MatmulConfig(64, 64, 64, warps=4, stages=5),
@@ -47,6 +48,7 @@ _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
     "sm_100": {
         "wide": (
             MatmulConfig(128, 256, 64, warps=8, stages=3),
+            MatmulConfig(128, 256, 128, warps=8, stages=2),
             MatmulConfig(128, 128, 64, warps=8, stages=4),
             MatmulConfig(128, 64, 64, warps=8, stages=4),
         ),
