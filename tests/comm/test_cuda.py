@@ -632,6 +632,27 @@ def test_setting_up_while_a_graph_is_captured_is_refused():
     run_ranks(captured_first, 2, backend=BOTH)
 
 
+def check_rounds(device, rounds):
+    """Small sums back to back, each of what no other was of; the ranks do not wait for each other in between."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x, wrong = torch.empty(64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    for number in range(rounds):
+        x.fill_(number % 97 + rank)
+        weft.all_reduce(x)
+        wrong += (x != number % 97 * world + world * (world - 1) // 2).sum()
+    weft.check_waits()
+    assert wrong == 0
+
+
+def rounds_of_sums(rank):
+    pretend()
+    check_rounds("cpu", 100)
+
+
+def test_sums_back_to_back_are_each_of_their_own_round():
+    run_ranks(rounds_of_sums, 3, backend=BOTH)
+
+
 def replay_beside_a_call(rank):
     """Here a thread is the stream of the replay, and its calls, as captured, run then."""
     pretend()
@@ -683,17 +704,29 @@ class Batches:
         return []
 
 
+def check_messages(ranks, device):
+    rank, world = ranks.rank, ranks.world_size
+    coming = torch.empty(3, device=device)
+    sent = torch.full((3,), float(rank), device=device)
+    send_recv(ranks, [(sent, (rank + 1) % world)], [(coming, (rank - 1) % world)]).wait()
+    assert (coming == (rank - 1) % world).all()
+
+
+def check_tie(ranks, device):
+    """Of the first and the last rank, without the others."""
+    tied = torch.nn.Parameter(torch.full((2,), float(ranks.rank), device=device))
+    holders = {0, ranks.world_size - 1}
+    Ties({tied: holders}, ranks).align()
+    assert (tied == (0 if ranks.rank in holders else ranks.rank)).all()
+
+
 def batched_messages(rank):
     """A ring and a tie send tensors of GPUs over the half that torch batches."""
     ranks, world = pretend(), dist.get_world_size()
     dist.batch_isend_irecv = batches = Batches()
-    coming = torch.empty(3)
-    send_recv(ranks, [(torch.full((3,), float(rank)), (rank + 1) % world)], [(coming, (rank - 1) % world)]).wait()
-    assert (coming == (rank - 1) % world).all()
+    check_messages(ranks, "cpu")
     assert batches.made == [[("isend", (rank + 1) % world), ("irecv", (rank - 1) % world)]]
-    tied = torch.nn.Parameter(torch.full((2,), float(rank)))
-    Ties({tied: {0, world - 1}}, ranks).align()
-    assert (tied == (0 if rank in (0, world - 1) else rank)).all()
+    check_tie(ranks, "cpu")
     assert len(batches.made) == (2 if rank in (0, world - 1) else 1)
 
 
@@ -702,22 +735,25 @@ def test_messages_of_cuda_tensors_are_batched(world):
     run_ranks(batched_messages, world, backend=BOTH)
 
 
-def ring_in_batches(rank, layout, causal):
-    """Batches of one rank wait for those of others: each must be matched by batches of one number."""
-    pretend()
+def check_ring(device, layout, causal):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 24, 8, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 48, 8, dtype=torch.float64) for _ in range(3))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=causal)
     expected.sum().backward()
-    dist.batch_isend_irecv = Batches()
-    parts = [weft.shard_sequence(x, dim=2, layout=layout).float().requires_grad_() for x in (q, k, v)]
+    parts = [weft.shard_sequence(x, dim=2, layout=layout).float().to(device).requires_grad_() for x in (q, k, v)]
     out = weft.context_attention(*parts, causal=causal, method="ring", layout=layout)
-    torch.testing.assert_close(out.double(), weft.shard_sequence(expected, dim=2, layout=layout), rtol=1e-4, atol=1e-5)
     out.sum().backward()
-    for part, x in zip(parts, whole, strict=True):
-        gradient = weft.shard_sequence(x.grad, dim=2, layout=layout)
-        torch.testing.assert_close(part.grad.double(), gradient, rtol=1e-4, atol=1e-5)
+    for found, of_whole in [(out, expected), *((part.grad, x.grad) for part, x in zip(parts, whole, strict=True))]:
+        of_part = weft.shard_sequence(of_whole, dim=2, layout=layout)
+        torch.testing.assert_close(found.double().cpu(), of_part, rtol=1e-4, atol=1e-5)
+
+
+def ring_in_batches(rank, layout, causal):
+    """Batches of one rank wait for those of others: each must be matched by batches of one number."""
+    pretend()
+    dist.batch_isend_irecv = Batches()
+    check_ring("cpu", layout, causal)
     assert len(dist.batch_isend_irecv.made) > 2
 
 
@@ -1233,6 +1269,32 @@ def gpu_refused(rank):
         gpu_symmetric(10)
 
 
+def gpu_messages(rank):
+    """Over NCCL, whose ranks wait for each other in every message."""
+    ranks = communicator()
+    for _ in range(3):
+        check_messages(ranks, "cuda")
+        check_tie(ranks, "cuda")
+    for layout, causal in (("zigzag", True), ("contiguous", False)):
+        check_ring("cuda", layout, causal)
+
+
+def gpu_rounds(rank):
+    """A litmus of flags and data: a store that is seen late gives a sum of another round."""
+    check_rounds("cuda", 200_000)
+
+
+def gpu_any_order(rank):
+    """Sums in the switch, where there is one, of random numbers."""
+    for count in (8, 1000, 1 << 20):
+        parts = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
+        expected = sum(part.double() for part in parts)
+        for x in (parts[rank].cuda(), gpu_symmetric(count).copy_(parts[rank])):
+            weft.all_reduce(x, deterministic=False)
+            torch.testing.assert_close(x.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    weft.check_waits()
+
+
 GPU_CASES = [
     pytest.param(gpu_one_call_each, 2, marks=pytest.mark.sanitize),
     (gpu_torchs_own, 2),
@@ -1259,3 +1321,23 @@ GPU_CASES = [
 def test_on_one_gpu(case, world):
     options = {"backend": BOTH, "environment": {SHARED_GPU: "1"}, "timeout_s": 240, "group_timeout_s": 60}
     run_ranks(from_file(case), world, start="spawn", **options)
+
+
+def on_own_gpu(rank):
+    torch.cuda.set_device(rank)
+
+
+SEVERAL = [gpu_messages, gpu_rounds, gpu_any_order]
+SEVERAL += [gpu_torchs_own, gpu_collectives, gpu_overlap, gpu_overlap_graph, gpu_in_symmetric_memory, gpu_streams]
+SEVERAL += [gpu_memory_comes_back, gpu_graph, gpu_graph_after_a_loss]
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus2
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_on_a_gpu_each(case, world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices")
+    options = {"before": from_file(on_own_gpu), "timeout_s": 240, "group_timeout_s": 60}
+    run_ranks(from_file(case), world, backend="cpu:weft,cuda:nccl", start="spawn", **options)
