@@ -81,6 +81,8 @@ class RingAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, schedule: RingSchedule):
+        if schedule.ranks.world_size > 1:
+            schedule.ranks.p2p_group(q.device)  # with all ranks: some may have no message
         outs, lses = [], []
         for queries, keys in head_groups(q, k, v, schedule.longest):
             state = attention_chunk.beginning(q, None if sinks is None else sinks[queries])
