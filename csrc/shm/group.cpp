@@ -176,6 +176,7 @@ Group::~Group() {
     return;
   }
   leave();
+  queue_->close();  // if it was left inside of one of its calls
 }
 
 void Group::rename(std::string name) {

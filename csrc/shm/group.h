@@ -152,6 +152,8 @@ class Group {
   void abort();
   // Leaves the group. A rank that waits for this one from now on fails at once. Refuses later calls here.
   void leave();
+  // As Queue::postpone: for a group that is let go of inside of one of its calls.
+  bool postpone(std::function<void()> end) { return queue_->postpone(std::move(end)); }
 
  private:
   friend class Call;

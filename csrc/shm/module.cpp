@@ -223,7 +223,7 @@ std::shared_ptr<Work> start(Group& group, bool asynchronous, Function call) {
 struct EndWithoutGil {
   void operator()(Group* group) const {
     const py::gil_scoped_release no_gil;
-    delete group;
+    if (!group->postpone([group] { delete group; })) delete group;
   }
 };
 using GroupHolder = std::unique_ptr<Group, EndWithoutGil>;

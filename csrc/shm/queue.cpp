@@ -8,13 +8,26 @@ namespace weft::shm {
 
 namespace {
 
-thread_local std::exception_ptr* interruption_while_helping = nullptr;
+// A call that this thread runs while it waits.
+struct Helping {
+  const Queue* queue;
+  std::exception_ptr interruption = nullptr;
+  std::function<void()> afterwards = nullptr;
+};
+
+thread_local Helping* helping = nullptr;
 
 }  // namespace
 
 bool Queue::hand_over(std::exception_ptr interruption) {
-  if (interruption_while_helping == nullptr) return false;
-  *interruption_while_helping = std::move(interruption);
+  if (helping == nullptr) return false;
+  helping->interruption = std::move(interruption);
+  return true;
+}
+
+bool Queue::postpone(std::function<void()> end) {
+  if (helping == nullptr || helping->queue != this) return false;
+  helping->afterwards = std::move(end);
   return true;
 }
 
@@ -24,6 +37,7 @@ void Queue::close() {
     closing_ = true;
   }
   changed_.notify_one();
+  if (helping != nullptr && helping->queue == this) return;  // the call ends when this thread goes on with it
   if (thread_.joinable()) thread_.join();
   std::unique_lock<std::mutex> lock(mutex_);
   finished_.wait(lock, [this] { return !busy(); });  // another thread may run the last call
@@ -71,11 +85,13 @@ void Queue::help(Clock::duration patience) {
   if (busy()) {
     finished_.wait_for(lock, patience);
   } else if (!calls_.empty()) {
-    std::exception_ptr interruption;
-    interruption_while_helping = &interruption;
+    Helping here{this};
+    Helping* const outer = std::exchange(helping, &here);
     run_next(lock);
-    interruption_while_helping = nullptr;
-    if (interruption) std::rethrow_exception(interruption);
+    helping = outer;
+    lock.unlock();
+    if (here.afterwards) here.afterwards();
+    if (here.interruption) std::rethrow_exception(here.interruption);
   }
 }
 

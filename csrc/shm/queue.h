@@ -27,7 +27,12 @@ class Queue : public std::enable_shared_from_this<Queue> {
   // Hands what interrupts this thread over to its wait, if it runs a call while it waits; the call gets another error.
   static bool hand_over(std::exception_ptr interruption);
 
-  void close();  // returns when all queued calls are done; refuses later ones
+  // Has `end` run once the call has ended that this thread runs while it waits. Returns false if there is none.
+  bool postpone(std::function<void()> end);
+
+  // Refuses later calls. Returns when all queued ones are done, but at once inside of one that this thread runs while it
+  // waits (a signal's handler destroys the group).
+  void close();
 
   // For a forked child: the thread runs in the parent, so the child cannot join it and must detach it.
   void abandon();

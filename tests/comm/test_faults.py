@@ -135,6 +135,25 @@ def test_memory_that_a_failed_rank_reuses_is_not_taken_for_data():
     assert isinstance(outcomes[1].error, weft.CommError) or outcomes[1].value == [1, 2], outcomes[1]
 
 
+def destroy_in_a_handler(rank, asynchronous):
+    """A signal arrives while rank 0 waits, and its handler takes the group down."""
+    if rank == 1:
+        time.sleep(1.5)
+        return
+    signal.signal(signal.SIGALRM, lambda *_: dist.destroy_process_group())
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    works = [dist.all_reduce(torch.ones(1000), async_op=asynchronous) for _ in range(2)]
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_signals_handler_may_destroy_the_group_that_is_waited_for(asynchronous):
+    waiting, other = try_ranks(destroy_in_a_handler, 2, asynchronous, timeout_s=15)
+    assert isinstance(waiting.error, weft.CommError) and "rank 0 aborted" in str(waiting.error), waiting
+    assert other.error is None and other.exit_code == 0
+
+
 def raise_in_one_rank(rank):
     if rank == 1:
         raise RuntimeError("out of luck")
