@@ -142,9 +142,8 @@ def destroy_in_a_handler(rank, asynchronous):
         return
     signal.signal(signal.SIGALRM, lambda *_: dist.destroy_process_group())
     signal.setitimer(signal.ITIMER_REAL, 0.2)
-    works = [dist.all_reduce(torch.ones(1000), async_op=asynchronous) for _ in range(2)]
-    for work in works:
-        work.wait()
+    work = dist.all_reduce(torch.ones(1000), async_op=asynchronous)
+    work.wait()  # at once: before the queue's thread wakes up, so this thread runs the call
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
