@@ -1,6 +1,7 @@
 """Joining of ranks that share only a torch Store into a group, in shared memory or over several machines."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -201,10 +202,15 @@ class _Rendezvous:
 
     @contextlib.contextmanager
     def losing_ranks(self) -> Iterator[None]:
-        """Turn an OSError into the loss of a rank if one is gone, because its memory is gone with it."""
+        """Turn an OSError into the loss of a rank if one is gone, because its memory is gone with it.
+
+        Where this process lacks descriptors or memory, a rank that is gone may have left for that reason.
+        """
         try:
             yield
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
             lost = [rank for rank in range(len(self.processes)) if self._gone(rank)]
             if lost:
                 raise self._lost(lost) from error

@@ -2,6 +2,7 @@
 nothing behind."""
 
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -439,6 +440,16 @@ def test_a_rank_that_cannot_join_gives_the_others():
     for outcome in outcomes:
         assert "Too many open files" in str(outcome.error), outcome
     assert isinstance(outcomes[0].error, weft.CommError) and "rank 1 could not join" in str(outcomes[0].error)
+
+
+def test_a_rank_that_cannot_join_gives_its_own_reason_when_the_others_have_gone_already():
+    limit = timedelta(seconds=MEET_WITHIN_S)
+    meeting = rendezvous._Rendezvous(dist.HashStore(), "g", 0, limit, lambda: [1], labels=[0, 1])
+    meeting.processes = [rendezvous._describe_process()] * 2
+    with pytest.raises(OSError, match="Too many open files"), meeting.losing_ranks():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with pytest.raises(weft.RankLostError), meeting.losing_ranks():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 @pytest.mark.parametrize("kib", ["", "a lot", "-4", "5"])
