@@ -104,7 +104,7 @@ gpu:
 	$(PYTHON) bench/on_gpu.py $(OUT) $(STEPS) --seconds $(SECONDS) $(GPU_OPTIONS)
 
 # The same without a GPU and without a network, in a clone and in a new environment with that machine's Python: the
-# steps that Triton's interpreter can run.
+# steps that Triton's interpreter and a stub of the driver can run.
 REHEARSAL = $(abspath build/rehearsal)
 gpu-rehearsal: gpu-kit
 	rm -rf $(REHEARSAL)

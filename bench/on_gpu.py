@@ -156,7 +156,10 @@ def launches(folder: Path) -> int:
 
 
 def tests(folder: Path) -> int:
-    return _run([sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--maxfail", "20"])
+    """Run the tests marked gpu. Without a GPU these are collected and skipped, and the launcher's run on a stub driver."""
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--maxfail", "20"]
+    code = _run([*pytest, "-m", "gpu"])
+    return code if torch.cuda.is_available() else code or _run([*pytest, "-q", "tests/csrc/test_launch.py"])
 
 
 def sanitizer(folder: Path) -> int:
@@ -252,7 +255,7 @@ def _run(command: list[str]) -> int:
     return subprocess.run(command).returncode
 
 
-REHEARSED = ("doctor", "launches", "tests")  # without a GPU the tests are only collected, and skipped
+REHEARSED = ("doctor", "launches", "tests")
 
 if __name__ == "__main__":
     sys.exit(main())
