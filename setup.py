@@ -34,9 +34,12 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 # Each code also runs on later devices of its major version: sm_100 on sm_103. That of sm_100a would not. The PTX serves
 # every later device, multimem included.
 CUDA_CODES = ["sm_80", "sm_90", "sm_100", "compute_90"]
+AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
 INSTRUCTION_SETS = {
     "reduce_avx2": "-mavx2",
-    "reduce_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512",
+    "reduce_avx512": AVX512,
+    "product_avx2": "-mavx2 -mfma",
+    "product_avx512": f"{AVX512} -mfma",
 }
 # Libraries in which glibc had these functions before 2.34, which moved them into libc.
 FORMER_LIBRARIES = {

@@ -156,7 +156,7 @@ def launches(folder: Path) -> int:
 
 
 def tests(folder: Path) -> int:
-    """Run the tests marked gpu. Without a GPU these are collected and skipped, and the launcher's run on a stub driver."""
+    """Run the tests marked gpu. Without a GPU they are skipped, and the launcher's run on a stub driver."""
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--maxfail", "20"]
     code = _run([*pytest, "-m", "gpu"])
     return code if torch.cuda.is_available() else code or _run([*pytest, "-q", "tests/csrc/test_launch.py"])

@@ -6,4 +6,5 @@ PYBIND11_MODULE(_C, m) {
   weft::register_shm(m);
   weft::register_cuda(m);
   weft::register_launch(m);
+  weft::register_matmul(m);
 }

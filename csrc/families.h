@@ -8,5 +8,6 @@ void register_build(pybind11::module_& m);
 void register_shm(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
 void register_launch(pybind11::module_& m);
+void register_matmul(pybind11::module_& m);
 
 }  // namespace weft

@@ -23,7 +23,8 @@ from weft.rng import restore_rng_state, rng_states
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
-from weft.tensor_parallel.local_sizes import is_summed
+from weft.tensor_parallel.invariant_plan import InAnyShape, check_same_layers, in_units
+from weft.tensor_parallel.local_sizes import Forward, is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
 from weft.tensor_parallel.plan_check import check_flow, check_meeting, own_plan
@@ -43,6 +44,7 @@ def parallelize(
     check_calls: int = FIRST_CALLS,
     check_replicas_every: int = 0,
     tune: bool = False,
+    invariant: int | None = None,
 ) -> nn.Module:
     """Put a model on the whole mesh. Its arguments and outputs stay the same.
 
@@ -104,6 +106,8 @@ def parallelize(
         tune: start the first call with a `weft.warm_up` on its arguments: it measures each product of the model on this
             GPU, unless an earlier run has. WEFT_TUNE=1 in the environment means the same for every model, WEFT_TUNE=0
             turns it off.
+        invariant: a number of units, which the number of ranks must divide: outputs and gradients have the same bits on
+            every such number, one included (docs/invariance.md). For meshes of "tp" alone, on CPUs.
 
     Returns:
         The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it. With dp, a
@@ -111,10 +115,10 @@ def parallelize(
 
     Raises:
         ValueError: the mesh has other dimensions; a pattern matches nothing (the message lists the names); a layer
-            cannot be split over these ranks; layers do not meet, or an operation between them needs all features
-            (softmax, a norm), as far as the model can be followed; only one layer of a tied weight is split; there are
-            more stages than layers, or the model cannot be cut; the context or recompute does not exist.
-            Models that differ between ranks raise on every rank.
+            cannot be split over these ranks, or into `invariant` units; layers do not meet, or an operation between
+            them needs all features (softmax, a norm), as far as the model can be followed; only one layer of a tied
+            weight is split; there are more stages than layers, or the model cannot be cut; the context or recompute
+            does not exist. Models that differ between ranks raise on every rank.
         TypeError: the style does not take this kind of layer.
         The model is unchanged after an error. Only the comparison of the ranks' models sends data before that.
 
@@ -133,8 +137,12 @@ def parallelize(
             f'parallelize: context={context!r}, and the mesh has no dimension "cp" to share a sequence over'
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict)
+    if invariant is not None:
+        _check_invariant(ranks, recompute)
+    automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict, invariant)
     entries = match(plan, model)
+    if invariant is not None:
+        entries = in_units(entries, model, invariant)
     between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
     replacements: dict[str, nn.Module] = {}
     made: dict[tuple[int, str], nn.Module] = {}  # a module that stands in several places stays one
@@ -173,6 +181,8 @@ def parallelize(
         recompute_modules({name: model.get_submodule(name) for name in recomputed})
     if sharing is not None and sharing.ranks.world_size > 1:
         share(model, sharing, tokenwise)
+    if invariant is not None:
+        Forward.of(model).mode = InAnyShape()
     if automatic is not None and automatic.plan and "" not in automatic.parts:
         PartUses(automatic.parts).install(model)
     called = {name: model.get_submodule(name) for name in checks}
@@ -234,13 +244,20 @@ def _ranks_of(mesh) -> _Ranks:
 
 
 def _plan_of(
-    model: nn.Module, plan: Plan | AutomaticPlan | str | None, ranks: _Ranks, sequence_parallel: bool, strict: bool
+    model: nn.Module,
+    plan: Plan | AutomaticPlan | str | None,
+    ranks: _Ranks,
+    sequence_parallel: bool,
+    strict: bool,
+    invariant: int | None,
 ) -> tuple[AutomaticPlan | None, Plan]:
     if plan == "auto" or isinstance(plan, AutomaticPlan):
-        if ranks.tp is None or ranks.tp.world_size == 1:
+        if ranks.tp is None or (ranks.tp.world_size == 1 and invariant is None):
             return None, {}
         automatic = plan if isinstance(plan, AutomaticPlan) else None
         automatic = automatic or automatic_plan(model, ranks.tp.world_size, sequence_parallel=sequence_parallel)
+        if invariant is not None:
+            check_same_layers(automatic, automatic_plan(model, invariant), invariant)
         if strict and automatic.whole:
             reasons = "; ".join(f"{name}: {why}" for name, why in automatic.whole.items())
             raise ValueError(f"parallelize: strict, and these layers would stay whole on every rank: {reasons}")
@@ -257,6 +274,14 @@ def _plan_of(
     if ranks.tp is None and split:
         raise ValueError(f'parallelize: the plan splits {", ".join(split)}, and the mesh has no dimension "tp"')
     return None, plan
+
+
+def _check_invariant(ranks: _Ranks, recompute: str) -> None:
+    others = [name for name, size in ranks.sizes.items() if name != "tp" and size > 1]
+    if others or ranks.tp is None:
+        raise ValueError(f'parallelize: invariant takes a mesh of "tp" alone; this one has {ranks.sizes}')
+    if recompute != "none":
+        raise ValueError(f"parallelize: invariant with recompute={recompute!r} does not exist")
 
 
 def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:

@@ -11,15 +11,6 @@ extern const ReduceTable reduce_table_avx2;
 extern const ReduceTable reduce_table_avx512;
 #endif
 
-namespace {
-
-const ReduceTable& choose() {
-  const char* wanted = std::getenv("WEFT_ISA");
-  return reduce_table(wanted != nullptr ? wanted : supported_instruction_sets().front());
-}
-
-}  // namespace
-
 std::vector<std::string> supported_instruction_sets() {
   std::vector<std::string> names;
 #if defined(__x86_64__)
@@ -27,7 +18,7 @@ std::vector<std::string> supported_instruction_sets() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     names.emplace_back("avx512");
-  if (__builtin_cpu_supports("avx2")) names.emplace_back("avx2");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) names.emplace_back("avx2");
 #endif
   names.emplace_back("baseline");
   return names;
@@ -48,8 +39,16 @@ const ReduceTable& reduce_table(const std::string& instruction_set) {
                               known);
 }
 
+const std::string& instruction_set() {
+  static const std::string chosen = [] {
+    const char* wanted = std::getenv("WEFT_ISA");
+    return wanted != nullptr ? wanted : supported_instruction_sets().front();
+  }();
+  return chosen;
+}
+
 const ReduceTable& reduce_table() {
-  static const ReduceTable& table = choose();
+  static const ReduceTable& table = reduce_table(instruction_set());
   return table;
 }
 

@@ -32,10 +32,11 @@ struct ReduceTable {
   ConvertFunction conversions[dtype_count][dtype_count];
 };
 
-// Returns the fastest table that this machine runs, or the one that WEFT_ISA names. Chosen at the first call.
-const ReduceTable& reduce_table();
-
 std::vector<std::string> supported_instruction_sets();  // fastest first
+// The fastest one, or the one that WEFT_ISA names. Chosen at the first call.
+const std::string& instruction_set();
+
+const ReduceTable& reduce_table();  // of that one
 const ReduceTable& reduce_table(const std::string& instruction_set);
 
 // Throws std::invalid_argument if the operator has no meaning for the type (an average of integers).

@@ -129,11 +129,15 @@ def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
     fused = layer.activation if layer.style == "column" else None
     to_main_grad = "main_grad" if getattr(layer.weight, "main_grad", None) is not None else None
     layouts = ("nn", "nt") if layer.transposed else ("nt", "nn")
-    computed = {
-        "forward": _product(tokens, n, k, layouts[0], weight, fused),
-        "dgrad": _product(tokens, k, n, layouts[1], weight),
-        "wgrad": _product(n, k, tokens, "tn", weight, to_main_grad),
-    }
+    if layer.place.units is not None:
+        reason = f"an element has the same bits in any shape; sums over {layer.place.units.total} units are trees"
+        computed = dict.fromkeys(("forward", "dgrad", "wgrad"), ProductReport("weft CPU product", reason))
+    else:
+        computed = {
+            "forward": _product(tokens, n, k, layouts[0], weight, fused),
+            "dgrad": _product(tokens, k, n, layouts[1], weight),
+            "wgrad": _product(n, k, tokens, "tn", weight, to_main_grad),
+        }
     communicated = {
         product: _communication(layer, tokens, weight.t() if product == "forward" else weight, how)
         for product, how in _COLLECTIVES[layer.style, layer.sequence_parallel].items()
@@ -168,12 +172,16 @@ def _linear_traffic(layer: ParallelLinear, tokens: int) -> Iterator[Traffic]:
     world, size = layer.communicator.world_size, layer.weight.element_size()
     inputs, outputs = size * tokens * layer.in_features, size * tokens * layer.out_features
     travelling = inputs if column else outputs
+    in_units = layer.place.units is not None  # partial sums travel in fp32, and every rank gets the whole sum
     for product, how in _COLLECTIVES[layer.style, region].items():
         tensor = ("x" if column else "y") if product == "forward" else ("dx" if column else "dy")
-        yield _traffic(product, how, tensor, travelling, world)
+        if in_units and how != "all_gather":
+            yield _traffic(product, "all_reduce", tensor, travelling // size * 4, world)
+        else:
+            yield _traffic(product, how, tensor, travelling, world)
     if column and region and layer.weight.requires_grad:
         yield _traffic("wgrad", "all_gather", "x", inputs, world)
-    if not column and region and layer.bias is not None and layer.bias.requires_grad:
+    if not column and region and not in_units and layer.bias is not None and layer.bias.requires_grad:
         yield _traffic("wgrad", "all_reduce", "db", size * layer.out_features, world)
     if layer.gather_output:
         yield _traffic("forward", "all_gather", "y", outputs, world)
@@ -229,6 +237,8 @@ def _other(name: str, layer: ShardHolder) -> LayerReport:
 
 
 def _communication(layer: ParallelLinear, tokens: int, b: torch.Tensor, how: str) -> Communication:
+    if layer.place.units is not None:
+        return Communication(how, _APART, "the sum is a tree over the units, which no product with communication keeps")
     try:
         decided = products.decide(layer.place, tokens, b, how)
     except ValueError as error:  # overlap="always" is impossible: the layer will raise this

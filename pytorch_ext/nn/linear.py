@@ -13,8 +13,10 @@ from weft.comm.registry import Group, communicator
 from weft.nn.sharded import ShardedModule
 from weft.ops import ParallelContext, column_parallel_linear, gather, row_parallel_linear, split
 from weft.ops.activation import activation_of
+from weft.ops.invariant import Units, activation_in_any_shape
 from weft.ops.overlap.products import MODES
 from weft.sharding.shard import Shard
+from weft.sharding.sizes import Cut, cut_over
 
 _SPLIT_DIM = {"column": 0, "row": 1}  # of the weight, [out_features, in_features]
 
@@ -58,11 +60,14 @@ class ParallelLinear(ShardedModule):
             ranks outnumber KV heads, several ranks hold the same KV head and its gradients are summed over them.
         overlap: whether communication and products run at the same time. "auto" overlaps where that is faster
             (`weft.explain` says where), "never" does not, and "always" raises where overlap is impossible.
+        invariant: a number of units, which the number of ranks must divide. Outputs and gradients then have the same
+            bits on any such number of ranks, one included. On CPUs, in fp32, bf16 and fp16.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: a style, activation or combination that does not exist; fewer units than ranks; parts or heads that
-            do not match the features; a group without this rank. Raised before any communication.
+        ValueError: a style, activation or combination that does not exist; features that are no such units; fewer units
+            than ranks; parts or heads that do not match the features; a group without this rank. Raised before any
+            communication.
         TypeError: a dtype that is not floating point. Raised before any communication.
 
     Examples:
@@ -93,6 +98,7 @@ class ParallelLinear(ShardedModule):
         parts: Sequence[int] | None = None,
         heads: tuple[int, int] | None = None,
         overlap: str = "auto",
+        invariant: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -107,7 +113,13 @@ class ParallelLinear(ShardedModule):
         self._split = self._shard_of_weight()
         region = sequence_dim if sequence_parallel else None
         share = max(self._split.sizes)
-        self.place = ParallelContext(self.communicator, region, activation_of(activation), overlap, share)
+        apply = activation_of(activation)
+        units = None
+        if invariant is not None:
+            if overlap == "always":
+                raise ValueError('ParallelLinear: invariant has no form with overlap="always"')
+            units, apply = self._units(invariant), activation_in_any_shape(apply)
+        self.place = ParallelContext(self.communicator, region, apply, overlap, share, units)
         self._hold(self._whole(bias, device, dtype))
 
     @classmethod
@@ -161,6 +173,17 @@ class ParallelLinear(ShardedModule):
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, style={self.style!r}, "
             f"rank {self.communicator.rank} of {self.communicator.world_size}, weight {tuple(self._split.shape)}"
         )
+
+    def _units(self, total: int) -> Units:
+        features = self._split.global_shape[self._split.dim]
+
+        def cut(world: int) -> Cut:
+            return cut_over(features, world, unit=self.unit, parts=self.parts, heads=self.heads)
+
+        try:
+            return Units.of(total, self._split, cut)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}(style={self.style!r}): {error}") from None
 
     def _shard_of_weight(self) -> Shard:
         shape, dim = (self.out_features, self.in_features), _SPLIT_DIM[self.style]

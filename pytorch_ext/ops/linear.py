@@ -5,9 +5,9 @@ They include the sequence-parallel region of Korthikanti et al. 2022, section 4.
 
 import torch
 
-from weft.ops import matmul
+from weft.ops import invariant, matmul
 from weft.ops.autocast import autocasts, cast_operands
-from weft.ops.backward import as_matrix, first_order
+from weft.ops.backward import first_order
 from weft.ops.overlap import products
 from weft.ops.overlap.products import ParallelContext
 from weft.sharding.sizes import split_sizes
@@ -70,10 +70,10 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         ctx.place = place
         activation = place.activation
         if place.sequence_dim is None:
-            y, z = matmul.forward(x, weight, bias, activation)
+            y, z = _local(place).forward(x, weight, bias, activation)
         else:
             ctx.sizes = place.ranks.all_sizes(x, place.sequence_dim)
-            y, z, _ = products.all_gather_matmul(place, x, ctx.sizes, weight.t(), bias, activation)
+            y, z, _ = _split(place).all_gather_matmul(place, x, ctx.sizes, weight.t(), bias, activation)
         ctx.save_for_backward(x, weight, z if activation else None)
         return _writable(y)
 
@@ -87,15 +87,15 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
         dx = dw = db = None
         dz = dy if place.activation is None else place.activation.backward(dy, z)
         if needs_weight and split:
-            gather_x = products.start_all_gather(place, x, ctx.sizes, weight)
+            gather_x = _split(place).start_all_gather(place, x, ctx.sizes, weight)
         if needs_x and split:
-            dx = products.matmul_reduce_scatter(place, dz, weight, ctx.sizes)
+            dx = _split(place).matmul_reduce_scatter(place, dz, weight, ctx.sizes)
         elif needs_x:
-            dx = products.matmul_all_reduce(place, dz, weight)
+            dx = _split(place).matmul_all_reduce(place, dz, weight)
         if needs_weight:
-            dw = matmul.wgrad(dz, gather_x() if split else x, ctx.main_grad)
+            dw = _local(place).wgrad(dz, gather_x() if split else x, ctx.main_grad)
         if needs_bias:
-            db = as_matrix(dz).sum(0)
+            db = _local(place).column_sums(dz)
         return dx, dw, db, None, None
 
 
@@ -122,7 +122,11 @@ class RowParallelLinearFunction(torch.autograd.Function):
         world, dim = place.ranks.world_size, place.sequence_dim
         if dim is not None:
             ctx.sizes = split_sizes(x.size(dim), world)
-        if world == 1:  # the product adds the bias and rounds once, as in nn.Linear
+        if place.units is not None:
+            z = invariant.with_bias(invariant.sum_over_ranks(place.ranks, place.units, x, weight.t()), bias, x.dtype)
+            if dim is not None:
+                z = z.split(ctx.sizes, dim)[place.ranks.rank].contiguous()
+        elif world == 1:  # the product adds the bias and rounds once, as in nn.Linear
             _, z = matmul.forward(x, weight, bias)
         else:
             b = weight.t()
@@ -146,19 +150,34 @@ class RowParallelLinearFunction(torch.autograd.Function):
         dz = dy if place.activation is None else place.activation.backward(dy, *z)
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
-        if needs_bias:
-            db = as_matrix(dz).sum(0)
-            if place.sequence_dim is not None:
+        dim = place.sequence_dim
+        split = dim is not None
+        bias_of_whole = needs_bias and split and place.units is not None  # sums of shards would depend on their number
+        if needs_bias and not bias_of_whole:
+            db = _local(place).column_sums(dz)
+            if split:
                 place.ranks.all_reduce_(db)
-        if place.sequence_dim is None:
-            dx = matmul.multiply(dz, weight) if needs_x else None
+        if dim is None:
+            dx = _local(place).multiply(dz, weight) if needs_x else None
         elif needs_x:
-            dx, _, dz = products.all_gather_matmul(place, dz, ctx.sizes, weight)
-        elif needs_weight:
-            dz = place.ranks.all_gather(dz, place.sequence_dim, ctx.sizes)
+            dx, _, dz = _split(place).all_gather_matmul(place, dz, ctx.sizes, weight)
+        elif needs_weight or bias_of_whole:
+            dz = place.ranks.all_gather(dz, dim, ctx.sizes)
+        if bias_of_whole:
+            db = invariant.column_sums(dz)
         if needs_weight:
-            dw = matmul.wgrad(dz, x, ctx.main_grad)
+            dw = _local(place).wgrad(dz, x, ctx.main_grad)
         return dx, dw, db, None, None
+
+
+def _local(place: ParallelContext):
+    """Return the module of the products within a rank."""
+    return matmul if place.units is None else invariant
+
+
+def _split(place: ParallelContext):
+    """Return the module of the products with communication."""
+    return products if place.units is None else invariant
 
 
 def _apply(function, x, weight, bias, place):

@@ -84,6 +84,11 @@ def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"main_grad has shape {tuple(main_grad.shape)}; it must be the weight's {shape}")
 
 
+def column_sums(dz: torch.Tensor) -> torch.Tensor:
+    """Return dz.sum over all dimensions but the last."""
+    return as_matrix(dz).sum(0)
+
+
 def fused_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
@@ -157,7 +162,7 @@ class FusedLinearFunction(torch.autograd.Function):
         dz = ACTIVATIONS[ctx.activation].backward(dy, z) if ctx.activation else dy
         dx = _linear_dgrad(dz, weight) if needs_x else None
         dw = _linear_wgrad(dz, x) if needs_weight else None
-        db = as_matrix(dz).sum(0) if needs_bias else None
+        db = column_sums(dz) if needs_bias else None
         return dx, dw, db, None
 
 
@@ -192,7 +197,7 @@ class GatedLinearFunction(torch.autograd.Function):
         dx = _gated_dgrad(dz, gate, up) if needs_x else None
         dgate = _linear_wgrad(dz_gate, x) if needs_gate else None
         dup = _linear_wgrad(dz_up, x) if needs_up else None
-        db = as_matrix(dz).sum(0) if needs_bias else None
+        db = column_sums(dz) if needs_bias else None
         return dx, dgate, dup, db, None
 
 

@@ -144,10 +144,12 @@ class Forward:
     Attributes:
         ranks: the module's own dropout draws different random numbers on each of these ranks.
         widths: argument to the last size that the module's own code reads from it.
+        mode: entered for the whole call, of the modules inside too.
     """
 
     def __init__(self, module: nn.Module):
         self.module, self.arguments = module, arguments_of(module)
+        self.mode: TorchFunctionMode | None = None
         self.ranks: Communicator | None = None
         self.widths: dict[str, int] = {}
 
@@ -162,6 +164,8 @@ class Forward:
     def __call__(self, *args, **kwargs):
         with contextlib.ExitStack() as stack:
             stack.enter_context(followed(self.module))
+            if self.mode is not None:
+                stack.enter_context(self.mode)
             if self.ranks is not None and self.module.training:
                 stack.enter_context(_OwnDrops(self.ranks))
             if self.widths:

@@ -19,6 +19,7 @@ from weft.comm.communicator import Communicator
 from weft.ops import kernel_choice, matmul
 from weft.ops.activation import Activation
 from weft.ops.backward import as_matrix
+from weft.ops.invariant import Units
 
 MODES = ("auto", "never", "always")
 
@@ -38,6 +39,7 @@ class ParallelContext(NamedTuple):
         overlap: whether communication overlaps with products: "auto", "never" or "always".
         share: the largest number of features on one rank. Ranks have different numbers of features, and all decide by
             this one.
+        units: the units of the split features of a layer with the same bits on any number of ranks (ops/invariant.py).
     """
 
     ranks: Communicator
@@ -45,6 +47,7 @@ class ParallelContext(NamedTuple):
     activation: Activation | None = None
     overlap: str = "auto"
     share: int | None = None
+    units: Units | None = None
 
 
 @dataclass(frozen=True)

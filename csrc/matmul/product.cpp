@@ -1,0 +1,91 @@
+#include "product.h"
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "../shm/reduce.h"
+
+namespace weft::matmul {
+
+extern const ProductTable product_table_baseline;
+#if defined(__x86_64__)
+extern const ProductTable product_table_avx2;
+extern const ProductTable product_table_avx512;
+#endif
+
+namespace {
+
+constexpr int64_t least_work = int64_t{1} << 22;  // multiply-adds of a thread: far more time than starting it
+
+const ProductTable& table_of(const std::string& instruction_set) {
+#if defined(__x86_64__)
+  if (instruction_set == "avx512") return product_table_avx512;
+  if (instruction_set == "avx2") return product_table_avx2;
+#endif
+  return product_table_baseline;
+}
+
+// Part `number` of `parts`, cut along the rows or the columns at multiples of the tile.
+Product part_of(const Product& whole, const ProductTable& table, int64_t number, int64_t parts) {
+  Product part = whole;
+  const bool by_columns = whole.columns >= whole.rows;
+  int64_t& size = by_columns ? part.columns : part.rows;
+  const int64_t tile = by_columns ? table.column_tile : table.row_tile;
+  const int64_t share = (size + parts * tile - 1) / (parts * tile) * tile, begin = std::min(size, number * share);
+  size = std::min(size - begin, share);
+  const auto bytes = static_cast<int64_t>(shm::size_of(whole.type));
+  if (by_columns) {
+    part.b = static_cast<const char*>(whole.b) + begin * whole.b_column * bytes;
+    part.out += begin;
+  } else {
+    part.a = static_cast<const char*>(whole.a) + begin * whole.a_row * bytes;
+    part.out += begin * whole.out_row;
+  }
+  return part;
+}
+
+}  // namespace
+
+void multiply(const Product& product, int threads, const std::string& instruction_set) {
+  if (product.leaves < 1 || product.depth % product.leaves != 0)
+    throw std::invalid_argument("a depth of " + std::to_string(product.depth) + " does not divide into " +
+                                std::to_string(product.leaves) + " leaves");
+  shm::reduce_table(instruction_set);  // throws if it does not run here
+  const ProductTable& table = table_of(instruction_set);
+  const ProductFunction function = table.functions[static_cast<size_t>(product.type)];
+  if (function == nullptr)
+    throw std::invalid_argument(std::string("no product of ") + name_of(product.type) +
+                                " elements that is the same in any shape: there are float32, bfloat16 and float16");
+  if (product.depth == 0) {
+    for (int64_t row = 0; row < product.rows; ++row)
+      std::fill_n(product.out + row * product.out_row, product.columns, 0.0f);
+    return;
+  }
+  const int64_t work = product.rows * product.columns * product.depth;
+  const int64_t parts = std::clamp<int64_t>(work / least_work, 1, std::max(1, threads));
+  std::vector<std::exception_ptr> failed(static_cast<size_t>(parts));
+  const auto run = [&](int64_t number) {
+    try {
+      function(part_of(product, table, number, parts));
+    } catch (const std::bad_alloc&) {
+      failed[static_cast<size_t>(number)] = std::current_exception();
+    }
+  };
+  std::vector<std::thread> others;
+  for (int64_t number = 1; number < parts; ++number) try {
+      others.emplace_back(run, number);
+    } catch (const std::system_error&) {  // no thread to be had
+      run(number);
+    }
+  run(0);
+  for (std::thread& other : others) other.join();
+  for (const std::exception_ptr& failure : failed)
+    if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+}  // namespace weft::matmul

@@ -1,0 +1,285 @@
+"""The products of linear layers with the same bits on any number of ranks, for layers with `invariant=V`.
+
+They stand in the place of the functions of `matmul` and `overlap.products` with the same names.
+
+The split features are V equal units whatever the number of ranks, and every rank has V / ranks of them, one after
+another. A sum over the split features is one sum for each unit, in fp32, and then a binary tree over the V units. Ranks
+exchange the tree's nodes that lie within them. Every other sum is within a rank and has one order. The CPU's product
+(csrc/matmul) keeps these orders in any shape, so an element has the same bits beside any other rows and columns.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from weft import _C
+from weft.comm.communicator import Communicator
+from weft.ops.activation import Activation
+from weft.ops.backward import as_matrix, first_order
+from weft.ops.matmul import check_main_grad
+from weft.sharding.shard import Shard
+from weft.sharding.sizes import Cut
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = {dtype: _C.dtypes[str(dtype).removeprefix("torch.")] for dtype in _DTYPES}
+_VECTORS = 64  # elements of the most vectors that ATen's loops take at once
+_MOST_THREADS = 8
+_ONE_THREAD = 16384  # elements that ATen leaves to one thread, of GELU too
+
+
+@dataclass(frozen=True)
+class Units:
+    """The V units of a layer's split features.
+
+    Attributes:
+        order: this rank's features in the order of their units, where its shard has another (parts); None otherwise.
+    """
+
+    total: int
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, total: int, shard: Shard, cut_over_units: Callable[[int], Cut]) -> "Units":
+        """Return the units of a rank's shard.
+
+        Args:
+            cut_over_units: returns the cut of the same features over a number of ranks.
+
+        Raises:
+            ValueError: the features are not `total` equal units, or the ranks do not have equally many of them.
+        """
+        world = shard.communicator.world_size
+        if not _equal_units(total, world, cut_over_units):
+            possible = [count for count in range(world, 129, world) if _equal_units(count, world, cut_over_units)]
+            others = f"possible here are {possible}" if possible else "no number up to 128 is possible here"
+            raise ValueError(
+                f"invariant={total}: {shard.global_shape[shard.dim]} features must be that many equal units, and each "
+                f"of {world} ranks must have equally many of them; {others}"
+            )
+        each = total // world
+        first = shard.communicator.rank * each
+        stretches = [stretch for unit in cut_over_units(total).stretches[first : first + each] for stretch in unit]
+        by_unit, held = (
+            [i for start, stop in part for i in range(start, stop)] for part in (stretches, shard.stretches)
+        )
+        if by_unit == held:
+            return cls(total)
+        place = {feature: index for index, feature in enumerate(held)}
+        return cls(total, torch.tensor([place[feature] for feature in by_unit]))
+
+    def of_rank(self, ranks: Communicator, rank: int) -> list[tuple[int, int]]:
+        """Return the nodes of the tree that lie within a rank, as (first unit, unit after the last)."""
+        each = self.total // ranks.world_size
+        return nodes_within(rank * each, (rank + 1) * each, 0, self.total)
+
+
+def _equal_units(total: int, world: int, cut_over_units: Callable[[int], Cut]) -> bool:
+    try:
+        cut = cut_over_units(total)
+    except ValueError:  # fewer features than units
+        return False
+    return total % world == 0 and len(set(cut.sizes)) == 1 and not cut.replicated
+
+
+def nodes_within(first: int, stop: int, low: int, high: int) -> list[tuple[int, int]]:
+    """Return the largest nodes of the tree over units low to high that lie in first to stop, in order."""
+    if first <= low and high <= stop:
+        return [(low, high)]
+    if high <= first or stop <= low:
+        return []
+    middle = _middle(low, high)
+    return nodes_within(first, stop, low, middle) + nodes_within(first, stop, middle, high)
+
+
+def add_nodes(sums: dict[tuple[int, int], torch.Tensor], low: int, high: int) -> torch.Tensor:
+    """Return the sum of units low to high from the sums of nodes."""
+    if (low, high) in sums:
+        return sums[low, high]
+    middle = _middle(low, high)
+    return add_nodes(sums, low, middle) + add_nodes(sums, middle, high)
+
+
+def _middle(low: int, high: int) -> int:
+    """Return where a node's right side begins: the largest power of two below its size is the left side."""
+    return low + (1 << (high - low - 1).bit_length() - 1)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a @ b, with a [..., K] and b [K, N]."""
+    return product_sum(a, b).to(a.dtype)
+
+
+def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tensor:
+    """Return a @ b in fp32, added in a tree over `leaves` equal parts of K.
+
+    Args:
+        a: [..., K], fp32, bf16 or fp16.
+        b: [K, N].
+
+    Raises:
+        TypeError: another type, or a tensor that is not in host memory.
+    """
+    if a.dtype not in _CODES or a.device.type != "cpu":
+        raise TypeError(f"invariant: {a.dtype} on {a.device}; there are float32, bfloat16 and float16 on the CPU")
+    matrix = as_matrix(a)
+    rows, depth = matrix.shape
+    out = torch.empty(rows, b.size(1), dtype=torch.float32)
+    _C.multiply(
+        (matrix.data_ptr(), matrix.stride(0), matrix.stride(1)),
+        (b.data_ptr(), b.stride(0), b.stride(1)),
+        (out.data_ptr(), out.stride(0)),
+        (rows, b.size(1), depth),
+        _CODES[a.dtype],
+        leaves,
+        torch.get_num_threads(),
+    )
+    return out.view(*a.shape[:-1], b.size(1))
+
+
+def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a @ b for a [..., M, K] and b [..., K, N], as torch.matmul; differentiable."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
+    return BatchedProductFunction.apply(a, b).view(*batch, a.size(-2), b.size(-1))
+
+
+class BatchedProductFunction(torch.autograd.Function):
+    """y_i = a_i @ b_i for i of a batch: a [B, M, K], b [B, K, N], y [B, M, N].
+
+    forward   y = a @ b
+    backward  da = dy @ b.T, db = a.T @ dy
+
+    Saves a and b.
+    """
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return _of_batch(a, b)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        needs_a, needs_b = ctx.needs_input_grad
+        return _of_batch(dy, b.mT) if needs_a else None, _of_batch(a.mT, dy) if needs_b else None
+
+
+def _of_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack([multiply(*pair) for pair in zip(a, b, strict=True)])
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y = act(z) and z = x @ weight.T + bias, rounded once."""
+    z = with_bias(product_sum(x, weight.t()), bias, x.dtype)
+    return (z, z) if activation is None else (activation.apply(z), z)
+
+
+def with_bias(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return (total if bias is None else total.add_(bias)).to(dtype)
+
+
+def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Return dw = dz.T @ x, or add it in fp32 to an fp32 main_grad and return None; raises as `matmul.wgrad`."""
+    dw = product_sum(as_matrix(dz).t(), as_matrix(x))
+    if main_grad is None:
+        return dw.to(dz.dtype)
+    check_main_grad(main_grad, dw.shape)
+    main_grad.add_(dw)
+    return None
+
+
+def column_sums(dz: torch.Tensor) -> torch.Tensor:
+    """Return dz.sum over all dimensions but the last."""
+    matrix = as_matrix(dz)
+    return product_sum(matrix.new_ones(1, matrix.size(0)), matrix)[0].to(dz.dtype)
+
+
+def sum_over_ranks(ranks: Communicator, units: Units, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the sum over ranks of a @ b in fp32, in the tree's order; a [..., K_r], b [K_r, N]."""
+    if units.order is not None:
+        a, b = a.index_select(-1, units.order), b.index_select(0, units.order)
+    own, each = units.of_rank(ranks, ranks.rank), a.size(-1) * ranks.world_size // units.total
+    start = own[0][0]
+    places = [slice((low - start) * each, (high - start) * each) for low, high in own]
+    sums = [product_sum(a[..., k], b[k], high - low) for k, (low, high) in zip(places, own, strict=True)]
+    if ranks.world_size == 1:
+        return sums[0]
+    if ranks.world_size == 2 and len(own) == 1:
+        return ranks.all_reduce_(sums[0])  # two terms
+    shape = sums[0].shape
+    local = torch.stack([total.reshape(-1, shape[-1]) for total in sums])
+    return _exchange(ranks, units, local).view(shape)
+
+
+def _exchange(ranks: Communicator, units: Units, local: torch.Tensor) -> torch.Tensor:
+    """Return the sum [M, N] of all ranks' nodes [nodes, M, N]: each rank adds some of the rows for all."""
+    each, more = divmod(local.size(1), ranks.world_size)
+    rows = [each + (rank < more) for rank in range(ranks.world_size)]
+    nodes = [units.of_rank(ranks, rank) for rank in range(ranks.world_size)]
+    parts = [part.contiguous() for part in local.split(rows, 1)]
+    received = [local.new_empty(len(of_rank), rows[ranks.rank], local.size(2)) for of_rank in nodes]
+    ranks.all_to_all_into(parts, received)
+    sums = {
+        node: total
+        for of_rank, totals in zip(nodes, received, strict=True)
+        for node, total in zip(of_rank, totals, strict=True)
+    }
+    return ranks.all_gather(add_nodes(sums, 0, units.total), 0, rows)
+
+
+def matmul_all_reduce(place, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """As `products.matmul_all_reduce`."""
+    return sum_over_ranks(place.ranks, place.units, a, b).to(a.dtype)
+
+
+def matmul_reduce_scatter(place, a: torch.Tensor, b: torch.Tensor, sizes) -> torch.Tensor:
+    """As `products.matmul_reduce_scatter`."""
+    return matmul_all_reduce(place, a, b).split(list(sizes), place.sequence_dim)[place.ranks.rank].contiguous()
+
+
+def all_gather_matmul(
+    place, x: torch.Tensor, sizes, b: torch.Tensor, bias=None, activation: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `products.all_gather_matmul`."""
+    whole = place.ranks.all_gather(x, place.sequence_dim, sizes)
+    return *forward(whole, b.t(), bias, activation), whole
+
+
+def start_all_gather(place, x: torch.Tensor, sizes, b: torch.Tensor):
+    """As `products.start_all_gather`, which starts nothing here."""
+    return lambda: place.ranks.all_gather(x, place.sequence_dim, sizes)
+
+
+def activation_in_any_shape(activation: Activation | None) -> Activation | None:
+    """Return the activation with the same bits for an element wherever it lies in the tensor."""
+    if activation is None:
+        return None
+    return Activation(
+        activation.name,
+        lambda z: pointwise(activation.apply, z),
+        lambda dy, z: pointwise(activation.backward, dy, z),
+    )
+
+
+def pointwise(function, *tensors: torch.Tensor) -> torch.Tensor:
+    """Return function(*tensors), an elementwise function of ATen, with every element computed in a full vector.
+
+    ATen shares a tensor out among threads and computes by another function what is left of a share behind its last full
+    vector. Here no share has such a rest.
+    """
+    first, count = tensors[0], tensors[0].numel()
+    threads = torch.get_num_threads()
+    few = threads <= _MOST_THREADS
+    step = _VECTORS * (math.lcm(*range(1, threads + 1)) if few else 1)
+    flat = [F.pad(tensor.reshape(-1), (0, -count % step)) for tensor in tensors]
+    if few:
+        y = function(*flat)
+    else:  # shares of so many threads cannot all be made of full vectors
+        y = torch.cat([function(*parts) for parts in zip(*(x.split(_ONE_THREAD) for x in flat), strict=True)])
+    return y[:count].view(first.shape)

@@ -1,0 +1,90 @@
+"""A plan's layers in units, and the functions between them, so that no bit depends on the number of ranks."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weft.ops import invariant
+from weft.tensor_parallel.auto import AutomaticPlan
+from weft.tensor_parallel.styles import kind_of
+
+_LINEAR = ("nn.Linear", "transformers.Conv1D")
+_EXACT = ("vocabulary", "lookup", "attributes")  # no sum over ranks has two terms that are not 0
+
+_POINTWISE = {
+    *(F.silu, F.gelu, F.mish, F.softplus, F.elu, F.selu, F.celu, F.logsigmoid),
+    *(torch.tanh, torch.Tensor.tanh, F.tanh, torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid),
+    *(torch.exp, torch.Tensor.exp, torch.log, torch.Tensor.log, torch.erf, torch.Tensor.erf),
+    *(torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.rsqrt, torch.Tensor.rsqrt),
+}
+_PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+_DROPS = {F.dropout: ("p", 1, 0.5), F.scaled_dot_product_attention: ("dropout_p", 4, 0.0)}
+
+
+class InAnyShape(TorchFunctionMode):
+    """Mode in which functions of a rank's part of the features give an element the same bits as in any other part.
+
+    Raises:
+        ValueError: a function drops elements at random.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in _POINTWISE and args:
+            in_place = kwargs.pop("inplace", False)
+            y = invariant.pointwise(lambda x: func(x, *args[1:], **kwargs), args[0])
+            return args[0].copy_(y) if in_place else y
+        if func in _PRODUCTS and len(args) == 2 and min(args[0].dim(), args[1].dim()) > 2:
+            return invariant.batched_product(*args)
+        if func in _DROPS and _drops(func, args, kwargs):
+            raise ValueError(f"invariant: {func.__name__} drops other elements on another number of ranks; set it to 0")
+        return func(*args, **kwargs)
+
+
+def _drops(func, args: tuple, kwargs: dict) -> bool:
+    name, place, default = _DROPS[func]
+    probability = kwargs.get(name, args[place] if len(args) > place else default)
+    training = func is not F.dropout or kwargs.get("training", args[2] if len(args) > 2 else True)
+    return probability > 0 and training
+
+
+def in_units(entries: Mapping[str, str | Mapping], model: nn.Module, units: int) -> dict[str, str | Mapping]:
+    """Return a plan's entries with every split layer in that many units.
+
+    Raises:
+        ValueError: a style or a kind of layer has no such form.
+    """
+    found: dict[str, str | Mapping] = {}
+    for name, entry in entries.items():
+        style, kind = _style(entry), kind_of(model.get_submodule(name))
+        if style in ("column", "row") and kind in _LINEAR:
+            options = {"style": entry} if isinstance(entry, str) else entry
+            found[name] = {**options, "invariant": units}
+        elif style in _EXACT:
+            found[name] = entry
+        else:
+            raise ValueError(f"parallelize: {name}: style {style!r} of {kind} has no form with invariant={units}")
+    return found
+
+
+def check_same_layers(plan: AutomaticPlan, of_units: AutomaticPlan, units: int) -> None:
+    """Check that a plan splits the layers that the plan for as many ranks as units splits.
+
+    Raises:
+        ValueError: a layer is split in one of them only, or in another way.
+    """
+    styles, wanted = ({name: _style(entry) for name, entry in p.plan.items()} for p in (plan, of_units))
+    for name in {**styles, **wanted}:
+        if styles.get(name) != wanted.get(name):
+            there, here = wanted.get(name, "whole"), styles.get(name, "whole")
+            raise ValueError(
+                f"parallelize: invariant={units}: {name} would be {there!r} over {units} ranks and is {here!r} here; "
+                "choose fewer units, or a plan of your own"
+            )
+
+
+def _style(entry: str | Mapping) -> str:
+    return entry if isinstance(entry, str) else entry["style"]

@@ -1,0 +1,313 @@
+"""The same bits on any number of ranks: the CPU's product, the tree of units, layers and whole models."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft import _C
+from weft.comm.registry import communicator
+from weft.ops import invariant
+from weft.ops.activation import ACTIVATIONS
+from weft.testing.ranks import run_ranks, try_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def product(a, b, leaves=1, threads=1, instruction_set=""):
+    out = torch.empty(a.size(0), b.size(1))
+    sizes = (a.size(0), b.size(1), a.size(1))
+    code = _C.dtypes[str(a.dtype).removeprefix("torch.")]
+    operands = [(x.data_ptr(), *x.stride()) for x in (a, b)]
+    _C.multiply(*operands, (out.data_ptr(), out.stride(0)), sizes, code, leaves, threads, instruction_set)
+    return out
+
+
+def matrices(rows, depth, columns, dtype=torch.float32, turned=(False, False)):
+    shapes = ((rows, depth), (depth, columns))
+    return [
+        torch.randn(shape[::-1]).to(dtype).t() if turn else torch.randn(shape).to(dtype)
+        for shape, turn in zip(shapes, turned, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("rows", "depth", "columns", "leaves"), [(1, 1, 1, 1), (37, 60, 83, 12), (15, 5000, 40, 8)])
+def test_products_are_near_fp64_and_the_same_on_every_instruction_set(rows, depth, columns, leaves, turned, dtype):
+    a, b = matrices(rows, depth, columns, dtype, turned)
+    y = product(a, b, leaves)
+    torch.testing.assert_close(y, (a.double() @ b.double()).float(), atol=1e-5 * math.sqrt(depth), rtol=1e-5)
+    for instruction_set in _C.instruction_sets():
+        assert torch.equal(product(a, b, leaves, 1, instruction_set), y), instruction_set
+
+
+def test_an_element_has_the_same_bits_beside_any_others():
+    a, b = matrices(300, 4104, 700)
+    whole = product(a, b, 8)
+    for rows, columns in ((slice(0, 1), slice(0, 1)), (slice(17, 40), slice(3, 99)), (slice(5, 300), slice(660, 700))):
+        assert torch.equal(product(a[rows], b[:, columns], 8), whole[rows, columns])
+    for threads in (2, 3, 7):
+        assert torch.equal(product(a, b, 8, threads), whole), threads
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3, 5, 8, 12])
+def test_leaves_are_added_in_the_tree_that_ranks_add(leaves):
+    a, b = matrices(9, 7 * leaves, 33)
+    sums = {(i, i + 1): product(a[:, 7 * i : 7 * i + 7], b[7 * i : 7 * i + 7]) for i in range(leaves)}
+    assert torch.equal(product(a, b, leaves), invariant.add_nodes(sums, 0, leaves))
+    exact = [float(total[0, 0]) for total in sums.values()]
+    for low, high in ((0, leaves), (1, leaves)):
+        if high - low > 1:
+            middle = invariant._middle(low, high)
+            left = middle - low
+            assert left & (left - 1) == 0 and left < high - low <= 2 * left
+    assert math.isclose(float(product(a, b, leaves)[0, 0]), sum(exact), abs_tol=1e-4)
+
+
+def test_a_leaf_is_one_chain_of_fused_multiply_adds():
+    a, b = matrices(3, 40, 5)
+    y = torch.zeros(3, 5)
+    for k in range(40):  # in fp64 a product of two fp32 is exact; torch rounds its sum with an fp32 twice, seldom seen
+        y = (a[:, k : k + 1].double() * b[k : k + 1].double() + y.double()).float()
+    assert torch.equal(product(a, b), y)
+
+
+def test_products_without_rows_columns_or_depth():
+    for rows, depth, columns in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+        assert torch.equal(product(*matrices(rows, depth, columns)), torch.zeros(rows, columns))
+
+
+def test_products_that_do_not_exist():
+    a, b = matrices(2, 10, 2)
+    with pytest.raises(ValueError, match="depth of 10 does not divide into 3 leaves"):
+        product(a, b, 3)
+    with pytest.raises(ValueError, match="no product of float64"):
+        product(a.double(), b.double())
+    with pytest.raises(TypeError, match="torch.float64 on cpu"):
+        invariant.multiply(a.double(), b.double())
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 6, 8, 12, 24])
+def test_nodes_of_ranks_make_the_tree(total):
+    for world in (world for world in range(1, total + 1) if total % world == 0):
+        each = total // world
+        nodes = [node for r in range(world) for node in invariant.nodes_within(r * each, (r + 1) * each, 0, total)]
+        assert [low for low, _ in nodes] == [0, *(high for _, high in nodes[:-1])] and nodes[-1][1] == total
+        sums = {node: torch.tensor([float(sum(range(*node)))]) for node in nodes}
+        assert invariant.add_nodes(sums, 0, total) == sum(range(total))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("threads", [1, 2, 3, 9])
+def test_activations_do_not_depend_on_an_elements_place(name, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        activation = invariant.activation_in_any_shape(ACTIVATIONS[name])
+        z, dy = torch.randn(2, 70_003)
+        y, dz = activation.apply(z), activation.backward(dy, z)
+        for part in (slice(0, 1), slice(1, 38), slice(777, 70_003), slice(70_000, 70_003)):
+            assert torch.equal(activation.apply(z[part]), y[part])
+            assert torch.equal(activation.backward(dy[part], z[part]), dz[part])
+        torch.testing.assert_close(y, ACTIVATIONS[name].apply(z))
+    finally:
+        torch.set_num_threads(before)
+
+
+def train_an_mlp(rank, units, kind, dtype):
+    world = dist.get_world_size()
+    parts = {"parts": [48, 24, 24]} if kind == "parts" else {}
+    options = {"invariant": units, "dtype": dtype, "sequence_parallel": kind == "sequence", **parts}
+    torch.manual_seed(1)
+    up = weft.ParallelLinear(40, 96, style="column", activation="silu", **options)
+    down = weft.ParallelLinear(96, 40, style="row", **options)
+    x, dy = (torch.randn(3, 26, 40).to(dtype) for _ in range(2))
+    sizes = weft.split_sizes(26, world)
+    if kind == "sequence":
+        x, dy = (t.split(sizes, 1)[rank].contiguous() for t in (x, dy))
+    x.requires_grad_()
+    y = down(up(x))
+    y.backward(dy)
+    found = {"y": y.detach(), "dx": x.grad}
+    if kind == "sequence":
+        found = {name: communicator(None).all_gather(t.contiguous(), 1, sizes) for name, t in found.items()}
+    for layer in (up, down):
+        for name, parameter in layer.named_parameters():
+            shard = weft.shard_of(parameter)
+            whole = parameter.grad if shard is None else shard.gather(parameter.grad)
+            found[f"{layer.style} {name}"] = whole.clone()
+    return found
+
+
+def assert_same_bits(of_one, of_ranks):
+    for found in of_ranks:
+        assert found.keys() == of_one.keys()
+        different = [name for name, value in of_one.items() if not torch.equal(value, found[name])]
+        assert not different
+
+
+@pytest.mark.parametrize(("units", "worlds"), [(8, (2, 4, 8)), (12, (2, 3, 6))])
+@pytest.mark.parametrize("kind", ["plain", "sequence", "parts"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_layers_have_the_bits_of_one_rank(units, worlds, kind, dtype):
+    (of_one,) = run_ranks(train_an_mlp, 1, units, kind, dtype)
+    plain = nn.Sequential(nn.Linear(40, 96, dtype=dtype), nn.SiLU(), nn.Linear(96, 40, dtype=dtype))
+    assert of_one["y"].shape == plain(torch.zeros(3, 26, 40, dtype=dtype)).shape
+    for world in worlds:
+        assert_same_bits(of_one, run_ranks(train_an_mlp, world, units, kind, dtype))
+
+
+def compare_with_the_ordinary_layer(rank, style):
+    torch.manual_seed(1)
+    layers = []
+    for units in (None, 8):
+        torch.manual_seed(2)
+        layers.append(weft.ParallelLinear(48, 32, style=style, activation="gelu", invariant=units))
+    x = torch.randn(7, layers[0].weight.size(1))
+    dy = torch.randn(7, layers[0].weight.size(0))
+    results = []
+    for layer in layers:
+        own = x.clone().requires_grad_()
+        layer(own).backward(dy)
+        results.append([layer(own).detach(), own.grad, *(p.grad for p in layer.parameters())])
+    for ordinary, in_units in zip(*results, strict=True):
+        torch.testing.assert_close(in_units, ordinary, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_layers_are_near_the_ordinary_ones(style):
+    run_ranks(compare_with_the_ordinary_layer, 2, style)
+
+
+def make_what_is_refused(rank, options, error, text):
+    with pytest.raises(error, match=text):
+        weft.ParallelLinear(48, 36, **{"style": "column", "invariant": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({}, ValueError, r"36 features must be that many equal units.*possible here are \[2, 4, 6, 12, 18, 36\]"),
+        ({"style": "row", "invariant": 3}, ValueError, "each of 2 ranks"),
+        ({"invariant": 4, "unit": 18, "heads": (4, 2)}, ValueError, r"possible here are \[2\]"),
+        ({"invariant": 4, "overlap": "always"}, ValueError, "no form with overlap"),
+    ],
+)
+def test_units_that_do_not_exist_are_refused(options, error, text):
+    run_ranks(make_what_is_refused, 2, options, error, text)
+
+
+def make_model(family, attention):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "vocab_size": 104}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": attention}
+    torch.manual_seed(0)
+    if family == "gpt2":
+        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(
+            n_embd=48, n_layer=2, n_head=8, vocab_size=104, attn_implementation=attention, **drops
+        )
+        return transformers.GPT2LMHeadModel(config)
+    name = {"llama": "Llama", "qwen2": "Qwen2", "gemma": "Gemma"}[family]
+    more = {"head_dim": 6} if family == "gemma" else {}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **more)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def train_a_model(rank, family, attention, dtype):
+    model = make_model(family, attention).to(dtype)
+    weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size()), invariant=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = {}
+
+    def keep(step, what, value_of):
+        for name, parameter in model.named_parameters():
+            shard, value = weft.shard_of(parameter), value_of(parameter).detach()
+            found[f"{step} {what} {name}"] = (value if shard is None else shard.gather(value)).clone()
+
+    torch.manual_seed(5)
+    for step in range(3):
+        tokens = torch.randint(0, 104, (3, 13))
+        output = model(input_ids=tokens, labels=tokens)
+        output.loss.backward()
+        found |= {f"{step} loss": output.loss.detach(), f"{step} logits": output.logits.detach()}
+        keep(step, "gradient", lambda parameter: parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        keep(step, "parameter", lambda parameter: parameter)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "dtype"),
+    [
+        ("llama", "sdpa", torch.float32),
+        ("gpt2", "eager", torch.bfloat16),
+        *(
+            pytest.param(
+                family,
+                attention,
+                dtype,
+                marks=pytest.mark.slow("csrc", "pytorch_ext/ops", "pytorch_ext/tensor_parallel"),
+            )
+            for family in ("llama", "gpt2", "qwen2", "gemma")
+            for attention, dtype in (("sdpa", torch.bfloat16), ("eager", torch.float32))
+        ),
+    ],
+)
+def test_models_train_to_the_same_bits_on_any_number_of_ranks(family, attention, dtype):
+    (of_one,) = run_ranks(train_a_model, 1, family, attention, dtype)
+    for world in (2, 4):
+        assert_same_bits(of_one, run_ranks(train_a_model, world, family, attention, dtype))
+
+
+class Drops(nn.Sequential):
+    def forward(self, x):
+        return self[1](F.dropout(self[0](x), 0.1, self.training))
+
+
+def parallelize_what_is_refused(rank):
+    mesh = weft.init_mesh(tp=2)
+    model = Drops(nn.Linear(16, 32), nn.Linear(32, 16))
+    plan = {"0": "column", "1": "row"}
+    weft.parallelize(model, mesh, plan=plan, invariant=4)
+    model.eval()(torch.ones(2, 16))
+    with pytest.raises(ValueError, match="dropout drops other elements"):
+        model.train()(torch.ones(2, 16))
+    images = nn.Sequential(nn.Conv2d(3, 8, 3))
+    with pytest.raises(ValueError, match="0: style 'column' of nn.Conv2d has no form with invariant=4"):
+        weft.parallelize(images, mesh, plan={"0": "column"}, invariant=4)
+    with pytest.raises(ValueError, match="recompute='full'"):
+        weft.parallelize(nn.Sequential(nn.Linear(8, 8)), mesh, plan={}, invariant=2, recompute="full")
+    with pytest.raises(ValueError, match='a mesh of "tp" alone'):
+        weft.parallelize(nn.Sequential(nn.Linear(8, 8)), weft.init_mesh(dp=2), plan={}, invariant=2)
+
+
+def test_what_has_no_invariant_form_is_refused():
+    run_ranks(parallelize_what_is_refused, 2)
+
+
+def parallelize_a_model_of_few_heads(rank):
+    weft.parallelize(make_model("llama", "sdpa"), weft.init_mesh(tp=2), invariant=8)
+
+
+def test_a_plan_that_would_split_other_layers_on_more_ranks_is_refused():
+    for outcome in try_ranks(parallelize_a_model_of_few_heads, 2):
+        assert isinstance(outcome.error, ValueError) and "invariant=8" in str(outcome.error), outcome
+
+
+def explain_layers(rank):
+    row = weft.ParallelLinear(48, 32, style="row", invariant=4, sequence_parallel=True, dtype=torch.bfloat16)
+    return weft.explain(row, tokens=10).as_dict()
+
+
+def test_explain_names_the_product_and_its_sums():
+    report = str(run_ranks(explain_layers, 2)[0])
+    assert "weft CPU product" in report and "4 units" in report and "all_reduce" in report
