@@ -1,10 +1,11 @@
 // Runs the shared-memory engine without Python, for sanitizers to watch. Everything follows from a seed.
 //
-//   driver                 controls, then random calls, groups that fail, groups that come and go
+//   driver                 controls, then random calls, groups that fail, groups that come and go, and products
 //   driver control FAULT   commits a fault, which the sanitizer must report
 //
 // Round r of a phase has the seed WEFT_SANITIZE_SEED + r; WEFT_SANITIZE_ROUNDS multiplies the rounds.
 #include "endings.h"
+#include "products.h"
 
 namespace {
 
@@ -148,4 +149,5 @@ int main(int count, char** arguments) {
     return run_ranks(team, [&](Team& t, int rank) { Failing(t, rank, ending, victim).run(); }, dies ? victim : -1);
   });
   phase("groups", 6 * factor, [&](Random&) { return run_ranks(team, come_and_go); });
+  phase("products", 20 * factor, multiply_at_random);
 }
