@@ -45,6 +45,7 @@ SUITES = {
     ),
     "sharded_optimizer": Suite("training steps with a sharded AdamW beside ZeroRedundancyOptimizer over gloo"),
     "paradigms": Suite("one model's training step on two and four CPU ranks, split in every way, beside one process"),
+    "invariance": Suite("a training step with the same bits on any number of ranks beside the ordinary one"),
     "collectives": Suite("the collectives beside gloo, with nccl-tests' flags and columns"),
     "matmul": Suite(
         "the linear layers' products at published models' shards beside torch.matmul, on a GPU", True, COLD

@@ -120,10 +120,13 @@ def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tens
         b: [K, N].
 
     Raises:
-        TypeError: another type, or a tensor that is not in host memory.
+        TypeError: another type, two types, or a tensor that is not in host memory.
     """
-    if a.dtype not in _CODES or a.device.type != "cpu":
-        raise TypeError(f"invariant: {a.dtype} on {a.device}; there are float32, bfloat16 and float16 on the CPU")
+    if a.dtype not in _CODES or a.device.type != "cpu" or (b.dtype, b.device) != (a.dtype, a.device):
+        raise TypeError(
+            f"invariant: {a.dtype} on {a.device} times {b.dtype} on {b.device}; both must be float32, bfloat16 or "
+            "float16 on the CPU"
+        )
     matrix = as_matrix(a)
     rows, depth = matrix.shape
     out = torch.empty(rows, b.size(1), dtype=torch.float32)

@@ -88,8 +88,9 @@ def test_products_that_do_not_exist():
         product(a, b, 3)
     with pytest.raises(ValueError, match="no product of float64"):
         product(a.double(), b.double())
-    with pytest.raises(TypeError, match="torch.float64 on cpu"):
-        invariant.multiply(a.double(), b.double())
+    for other in (a.double(), a.bfloat16(), a.to("meta")):
+        with pytest.raises(TypeError, match="both must be float32, bfloat16 or float16 on the CPU"):
+            invariant.multiply(other, b if other.dtype != torch.float64 else b.double())
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 6, 8, 12, 24])
