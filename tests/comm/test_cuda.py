@@ -531,6 +531,7 @@ def halves(rank):
     assert half.get_group_store().get(f"from {1 - rank}") == b"x", "the store that symmetric memory meets over"
     part = communicator(dist.new_group([0, 1]))
     assert part.cuda_group().group_name == f"{part.group.group_name}/cuda" and part.cuda_group() is not half
+    dist.barrier()  # both have connected
     dist.destroy_process_group()
     assert half not in dist.distributed_c10d._world.pg_map
 
