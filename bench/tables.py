@@ -99,6 +99,13 @@ def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
     ]
 
 
+def _invariance(rows: list[Row]) -> list[list[str]]:
+    names = ("weft", "without invariant")
+    return [["training step", "`invariant=8`", "without", "cost"]] + [
+        [row["shape"], *(_ms(row["times"][name]) for name in names), f"{1 / row['ratio']:.2f}x"] for row in rows
+    ]
+
+
 def _attention(rows: list[Row]) -> list[list[str]]:
     alone = rows[0]["times"]["one process"], rows[0]["alone_peak_bytes"]
     found = [["", "time", "of one process's", "peak memory of a rank", "of one process's", "sent by a rank"]]
@@ -177,6 +184,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "data_parallel": (f"{_CPU}/data_parallel", _data_parallel),
     "data_parallel memory": (f"{_CPU}/data_parallel", _data_parallel_memory),
     "sharded_optimizer": (f"{_CPU}/sharded_optimizer", _sharded_optimizer),
+    "invariance": ("intel-xeon-2-cores/invariance", _invariance),
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
     "static figures": ("static_figures", _static_figures),
