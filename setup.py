@@ -286,6 +286,7 @@ setup(
         "weft": ["py.typed", "*.pyi"],
         "weft.planner": ["data/*.json", "data/*.csv"],
         "weft.kernels": ["configs/*/*.json"],
+        "weft.comm": ["crossovers/*.json"],
         "weft.kernels.compiled": COMPILED_KERNELS[0],
     },
     ext_modules=[Extension("weft._C", sources())],

@@ -58,6 +58,8 @@ def steps() -> dict[str, GpuStep]:
         "sanitizer": GpuStep(sanitizer, 300),
         "profile": GpuStep(profile, 90),
         **{suite: GpuStep(partial(bench, suite), 180) for suite in _LARGE},
+        "tests_of_several": GpuStep(partial(tests, marker="gpus2"), 600),
+        "tune_collectives": GpuStep(partial(tune, op="collectives"), 300),
     }
 
 
@@ -155,10 +157,10 @@ def launches(folder: Path) -> int:
     return int(faults > 0)
 
 
-def tests(folder: Path) -> int:
-    """Run the tests marked gpu. Without a GPU they are skipped, and the launcher's run on a stub driver."""
+def tests(folder: Path, marker: str = "gpu") -> int:
+    """Run the tests with a marker. Without a GPU they are skipped, and the launcher's run on a stub driver."""
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--maxfail", "20"]
-    code = _run([*pytest, "-m", "gpu"])
+    code = _run([*pytest, "-m", marker])
     return code if torch.cuda.is_available() else code or _run([*pytest, "-q", "tests/csrc/test_launch.py"])
 
 
@@ -196,9 +198,13 @@ def profile(folder: Path) -> int:
     return 0
 
 
-def tune(folder: Path) -> int:
-    """Write the tuned table beside the results; copy it to kernels/configs to use it."""
-    return _run([sys.executable, "-m", "weft.cli", "tune", "matmul", "--model", "llama-3-8b", "--out", str(folder)])
+def tune(folder: Path, op: str = "matmul") -> int:
+    """Write the tuned table beside the results; copy it to the folder that `weft tune` names to use it."""
+    if op == "collectives" and torch.cuda.device_count() < 2:
+        print("needs several GPUs")
+        return 0
+    models = ["--model", "llama-3-8b"] if op == "matmul" else []
+    return _run([sys.executable, "-m", "weft.cli", "tune", op, *models, "--out", str(folder)])
 
 
 def bench(suite: str, folder: Path) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
 import weft
 from weft.comm.communicator import Communicator
@@ -25,6 +26,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 ORDINARY, SYMMETRIC = "ordinary", "symmetric"
 KINDS = (ORDINARY, SYMMETRIC)
 NCCL, NCCL_SYMMETRIC = "NCCL", "NCCL symmetric"
+TORCH = ("one_shot", "two_shot", "multimem")  # torch's own all_reduce in its symmetric memory
 OVERLAPPED, APART, LIBRARY = "overlapped", 'overlap="never"', "torch.matmul, NCCL"
 LAYERS = {  # how the product communicates: layers with this forward
     "all_gather": ("qkv", "rise"),
@@ -39,6 +41,7 @@ _TITLES = {
 
 _DTYPE = torch.bfloat16
 _CHECKED = 64  # rows of a product compared with fp64
+_PERIOD = 1009  # of the numbers of a collective's check
 _SMALL_BYTES = 1 << 20
 _SYMMETRIC_SINCE = (2, 27)
 
@@ -153,6 +156,16 @@ def _every_memory(
         buffers[SYMMETRIC] = Buffers(whole, part)
     except (ValueError, OSError) as error:  # every rank raises it
         missing[SYMMETRIC] = str(error)
+    try:
+        memory = symmetric_memory.empty(count, dtype=_DTYPE, device=device)
+        handle = symmetric_memory.rendezvous(memory.zero_(), _group_name(ranks))
+    except RuntimeError as error:
+        missing |= dict.fromkeys(TORCH, str(error).splitlines()[0])
+    else:
+        for algorithm in TORCH[: 3 if handle.multicast_ptr else 2]:
+            buffers[algorithm] = Buffers(memory, plain.shard)
+        if not handle.multicast_ptr:
+            missing["multimem"] = "no multicast address"
     version = torch.cuda.nccl.version()
     if version[:2] < _SYMMETRIC_SINCE:
         missing[NCCL_SYMMETRIC] = f"NCCL {'.'.join(map(str, version))} has no symmetric kernels; 2.27 has"
@@ -201,9 +214,21 @@ def collective_calls(
     """
     calls: Calls = {}
     for kind, memory in buffers.items():
+        if kind in TORCH and work.op != "all_reduce":
+            continue
         cut = memory.cut(work.count, ranks.world_size)
-        calls[kind] = _ours(work.op, ranks, cut) if kind in KINDS else _theirs(work.op, other, cut)
-        _check_collective(work.op, ranks, cut, calls[kind], f"{work.op} of {work.bytes} bytes, {kind}")
+        if kind in KINDS:
+            call = _ours(work.op, ranks, cut)
+        else:
+            call = _torchs(kind, ranks, cut) if kind in TORCH else _theirs(work.op, other, cut)
+        try:
+            _check_collective(work.op, ranks, cut, call, f"{work.op} of {work.bytes} bytes, {kind}")
+        except RuntimeError as error:
+            if kind not in TORCH:
+                raise
+            print(f"{work.op} of {work.bytes} bytes, torch's {kind}: {error}")  # on every rank
+        else:
+            calls[kind] = call
     return calls
 
 
@@ -225,19 +250,45 @@ def _theirs(op: str, group: dist.ProcessGroup, on: Buffers) -> Callable[[], obje
     }[op]
 
 
-def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[[], object], label: str) -> None:
-    """Check a call with small whole numbers, which sum exactly in any order.
+def _torchs(algorithm: str, ranks: Communicator, on: Buffers) -> Callable[[], object]:
+    """Return torch's all_reduce in symmetric memory; one-shot gives a tensor of its own."""
+    names = {"one_shot": "one_shot_all_reduce", "two_shot": "two_shot_all_reduce_", "multimem": "multimem_all_reduce_"}
+    reduce = getattr(torch.ops.symm_mem, names[algorithm])
+    return lambda: reduce(on.whole, "sum", _group_name(ranks))
 
-    It leaves zeros, which no later call changes.
+
+def _group_name(ranks: Communicator) -> Any:
+    group = ranks.cuda_group()
+    assert group is not None
+    return group.group_name
+
+
+def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[[], object], label: str) -> None:
+    """Check a call with random numbers against fp64.
+
+    Every rank knows the numbers of all, which repeat every `_PERIOD` elements. The call leaves zeros, which no later
+    call changes.
     """
-    on.whole.fill_(ranks.rank + 1)
-    on.shard.fill_(ranks.rank + 1)
-    call()
-    total = ranks.world_size * (ranks.world_size + 1) // 2
+    world = ranks.world_size
+    numbers = torch.stack([torch.randn(_PERIOD, generator=torch.Generator().manual_seed(r)) for r in range(world)])
+    exact = numbers.to(on.whole.device, on.whole.dtype).double()
+
+    def periodic(period: torch.Tensor, count: int, begin: int = 0) -> torch.Tensor:
+        return period.repeat(-(-(begin + count) // _PERIOD))[begin : begin + count]
+
+    for x in (on.whole, on.shard):
+        x.copy_(periodic(exact[ranks.rank], len(x)))
+    result = call()
     if op == "all_gather":
-        wrong = sum(int((part != rank + 1).sum()) for rank, part in enumerate(on.whole.chunk(ranks.world_size)))
+        parts = [periodic(exact[r], len(on.shard)) for r in range(world)]
+        wrong = sum(int((part != wanted).sum()) for part, wanted in zip(on.whole.chunk(world), parts, strict=True))
     else:
-        wrong = int(((on.whole if op == "all_reduce" else on.shard) != total).sum())
+        got = on.shard if op == "reduce_scatter" else result if isinstance(result, torch.Tensor) else on.whole
+        begin = ranks.rank * len(on.shard) if op == "reduce_scatter" else 0
+        error = (got.double() - periodic(exact.sum(0), len(got), begin)).abs()
+        # Each of up to W roundings is at most half a unit of the sum of the magnitudes.
+        bound = periodic(exact.abs().sum(0), len(got), begin) * torch.finfo(got.dtype).eps / 2 * world
+        wrong = int((error > bound).sum())
     if wrong:
         raise AssertionError(f"{label}: {wrong} elements are wrong")
     on.whole.zero_()

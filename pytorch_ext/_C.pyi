@@ -171,6 +171,8 @@ class _Cuda(ModuleType):
             blocks: int,
         ) -> None: ...
         @property
+        def low_latency_bytes(self) -> int: ...
+        @property
         def marks(self) -> list[int]: ...
         def load(self) -> bool: ...
         def barrier(self, stream: int) -> None: ...
@@ -210,6 +212,31 @@ class _Cuda(ModuleType):
             self, source: int, destination: int, counts: list[int], dtype: str, average: bool, scale: float, stream: int
         ) -> None: ...
         def all_gather(self, source: int, destinations: list[int], bytes: list[int], stream: int) -> None: ...
+        def reduce_scatter_in_place(
+            self,
+            window: list[int],
+            offset: int,
+            destination: int,
+            counts: list[int],
+            dtype: str,
+            average: bool,
+            scale: float,
+            stream: int,
+            number: int = 0,
+        ) -> None: ...
+        def all_gather_in_place(
+            self,
+            window: list[int],
+            offset: int,
+            destinations: list[int],
+            bytes: list[int],
+            unit: int,
+            stream: int,
+            number: int = 0,
+        ) -> None: ...
+        def all_gather_by_copies(
+            self, sources: list[int], destinations: list[int], bytes: list[int], stream: int, number: int = 0
+        ) -> None: ...
 
     def copy_and_mark(
         self, destinations: list[int], sources: list[int], bytes: list[int], flags: list[int], stream: int

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 
-_TUNED = ["matmul"]
+_TUNED = {"matmul": "weft.bench.tune", "collectives": "weft.bench.tune_collectives"}
 
 
 USAGE_ERROR = 2
@@ -51,7 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="whether the package can do its job here; a block for a bug report")
     bench = commands.add_parser("bench", help="measure this machine")
     importlib.import_module("weft.bench.command").add_arguments(bench)
-    tune = commands.add_parser("tune", help="measure the tile configurations on this GPU and write the winners' table")
+    tune = commands.add_parser(
+        "tune", help="measure what is the fastest on these GPUs, and write the table that is used"
+    )
     tune.add_argument("op", choices=_TUNED)
     tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
     plan = commands.add_parser("plan", help="which mesh to train a model on, by arithmetic; needs no GPU")
@@ -72,7 +74,7 @@ def _doctor() -> int:
 
 
 def _tune(op: str, arguments: list[str]) -> int:
-    suite = importlib.import_module("weft.bench.tune")
+    suite = importlib.import_module(_TUNED[op])
     parser = argparse.ArgumentParser(prog=f"weft tune {op}", description=suite.__doc__)
     suite.add_arguments(parser)
     return suite.run(op, parser.parse_args(arguments))

@@ -1,12 +1,15 @@
 // Collectives as each rank's threads run them: arguments, then numbered steps and the conditions that hold after each.
 //
 // With S bytes in the whole tensor and W ranks, a rank reads from its peers and writes to them:
+//   all_reduce, low_latency  writes (W - 1) S                             no meeting (boxes.h)
 //   all_reduce, one_shot     reads (W - 1) S                              two meetings
 //   all_reduce, two_shot     reads (W - 1) S / W, writes (W - 1) S / W    two meetings
 //   all_reduce, in place     reads (W - 1) S / W, writes (W - 1) S / W    three meetings, no staging
 //   all_reduce, multimem     S / W through the switch each way            three meetings, no staging
 //   reduce_scatter           reads (W - 1) S / W                          two meetings
 //   all_gather               reads (W - 1) S / W                          two meetings
+//   the same, in place       reads (W - 1) S / W                          three meetings, no staging
+//   all_gather, by copies    copy engines read (W - 1) S / W              a barrier before, two meetings after
 //
 // Staging memory (a rank's workspace) is reused from call to call. One rule makes that safe for every next call,
 // and for ranks far ahead or behind:
@@ -22,7 +25,7 @@
 //
 // tests/cuda_on_threads runs these bodies on CPU threads, and also with each meeting left out in turn.
 #pragma once
-#include "flags.h"
+#include "boxes.h"
 
 namespace weft::cuda {
 
@@ -45,6 +48,93 @@ struct Barrier {
   WEFT_ON_DEVICE void operator()(Here& here) const {
     const bool going = meet(here, group, call, 1, Phase::arrived, is_intact(here, group));
     meet(here, group, call, 2, Phase::confirmed, going);  // for the flags alone: see flags.h
+  }
+};
+
+// Every rank writes its whole input to every rank. A thread has one pack. The source may be the destination.
+template <class T>
+struct AllReduceLowLatency {
+  Group group;
+  Call call;
+  const T* source;  // [count]
+  T* destination;   // [count]
+  size_t count;     // at most a pack for each thread of small_blocks
+  Epilogue epilogue;
+
+  template <class Here>
+  WEFT_ON_DEVICE void operator()(Here& here) const {
+    constexpr int batch = loads_at_a_time;
+    const Share<T, Here> share(here, count);
+    const size_t at = share.first;
+    const int valid = share.valid(at), number = here.thread() + 1;
+    Boxes<Here> boxes(here, group);
+    Sums<T> sums;
+    bool going = here.all(is_intact(here, group));
+    if (going) {
+      // 1. Write the signature and this thread's pack to every peer.
+      const uint32_t signature = call.signature | 1;
+      if (here.thread() == 0) boxes.send(0, {{signature, signature, signature, signature}});
+      Packed<T> own{};
+      if (valid > 0) {
+        own = is_aligned(source) && valid == per_pack<T> ? load_wide(source + at) : load_narrow(source + at, valid);
+        Line words;
+        __builtin_memcpy(&words, &own, sizeof words);
+        boxes.send(number, words);
+      }
+      // 2. Clear the boxes of the call before. Nobody writes to them now.
+      boxes.clear(number);
+      if (here.thread() == 0) boxes.clear(0);
+      // 3. Wait for the signature of every peer, each in another thread if there are as many.
+      WEFT_ROLLED
+      for (int peer = here.thread(); peer < group.world && going; peer += here.threads())
+        if (peer != group.rank) going = signature_comes(here, boxes, peer, signature);
+      // 4. Wait for the packs of the peers, and add in the order of ranks.
+      for (int first = 0; first < group.world && valid > 0 && going; first += batch) {
+        Packed<T> packs[batch];
+        Patience patience;
+        int missing = 0;
+        while (going && missing >= 0) {
+          missing = -1;
+          WEFT_UNROLL
+          for (int k = 0; k < batch; ++k) {
+            if (first + k >= group.world) continue;
+            Line words;
+            __builtin_memcpy(&words, &own, sizeof words);
+            if (first + k != group.rank && !boxes.has_come(first + k, number, words)) missing = first + k;
+            __builtin_memcpy(&packs[k], &words, sizeof words);
+          }
+          if (missing >= 0) going = may_wait(here, patience, missing, signature);
+        }
+        WEFT_UNROLL
+        for (int k = 0; k < batch; ++k)
+          if (first + k < group.world) sums += packs[k];
+      }
+    }
+    // 5. Nothing was staged: this rank's words lie with its peers, who keep them for as long as they need them.
+    going = here.all(going);
+    if (going && here.thread() == 0) boxes.next_turn();
+    if (going)
+      store(destination + at, finished<T>(sums.at, epilogue), valid, is_aligned(destination));
+    else
+      spoil_share(here, destination, count);
+  }
+
+ private:
+  template <class Here>
+  WEFT_ON_DEVICE bool signature_comes(Here& here, Boxes<Here>& boxes, int peer, uint32_t signature) const {
+    Patience patience;
+    Line words;
+    while (!boxes.has_come(peer, 0, words))
+      if (!may_wait(here, patience, peer, signature)) return false;
+    if (words.values[0] == signature) return true;
+    give_up(here, group, call, {Phase::staged, peer, nullptr, signature}, mismatched, words.values[0]);
+    return false;
+  }
+  template <class Here>
+  WEFT_ON_DEVICE bool may_wait(Here& here, Patience& patience, int peer, uint32_t signature) const {
+    const Why why = patience.ends(here, group);
+    if (why != nothing) give_up(here, group, call, {Phase::staged, peer, nullptr, signature}, why, 0);
+    return why == nothing;
   }
 };
 
@@ -209,37 +299,78 @@ struct AllReduceMultimem {
   }
 };
 
+// Where a rank's source lies in symmetric memory. Each rank has an offset of its own, and puts it into its staging memory,
+// a copy for each block. Symmetric memory belongs to the user, so these calls meet a third time.
+struct Window {
+  const char* parts[most_ranks];  // the symmetric memory of each rank, as mapped here; all null if the source is elsewhere
+  size_t offset;                  // of this rank's source, in bytes
+
+  WEFT_ON_DEVICE bool is_used() const { return parts[0] != nullptr; }
+
+  template <class Here>
+  WEFT_ON_DEVICE void share_offset(const Here& here, const Group& group) const {
+    if (here.thread() == 0) staging<size_t>(group, group.rank)[here.block()] = offset;
+  }
+  // Returns where every rank's source begins, there or in its staging memory, in memory that the block's threads share.
+  // For after a meeting.
+  template <class T, class Here>
+  WEFT_ON_DEVICE const T* const* sources(Here& here, const Group& group) const {
+    const T** found = reinterpret_cast<const T**>(here.shared());
+    for (int rank = here.thread(); rank < group.world; rank += here.threads()) {
+      const size_t* const place = staging<size_t>(group, rank) + here.block();
+      found[rank] = is_used() ? reinterpret_cast<const T*>(parts[rank] + *place) : staging<const T>(group, rank);
+    }
+    here.all(true);
+    return found;
+  }
+};
+
+// Ends a call that reads peers' memory. Returns whether the results are right.
+template <class Here>
+WEFT_ON_DEVICE bool has_been_read(Here& here, const Group& group, const Call& call, const Window& window, bool going) {
+  // Every peer has read this rank's staging memory: the rule holds.
+  going = meet(here, group, call, 2, Phase::read, going);
+  // Every rank has passed that: none has given up earlier and changed its symmetric memory while others read it.
+  return window.is_used() ? meet(here, group, call, 3, Phase::confirmed, going) : going;
+}
+
 // Rank r gets the sum over ranks of part r. The destination may be this rank's part of the source.
 template <class T>
 struct ReduceScatter {
   Group group;
   Call call;
-  Addresses<const T> parts;  // [counts[r]]: the part for rank r
+  Addresses<const T> parts;  // [counts[r]]: the part for rank r, side by side if the window is used
   size_t counts[most_ranks];
   size_t part_elements;  // distance between parts in staging memory, a multiple of 16 bytes
   T* destination;        // [counts[rank]]
   Epilogue epilogue;
+  Window window;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    // 1. Stage each part at the place where its reader expects it.
+    // 1. Stage each part at the place where its reader expects it, or share the offset.
     bool going = is_intact(here, group);
-    for (int rank = 0; rank < group.world && going; ++rank)
+    if (going && window.is_used()) window.share_offset(here, group);
+    for (int rank = 0; rank < group.world && going && !window.is_used(); ++rank)
       copy_share(here, staging<T>(group, group.rank) + rank * part_elements, parts.at[rank], counts[rank]);
-    // 2. Meet. This block's share of every part is staged on every rank.
-    going = meet(here, group, call, 1, Phase::staged, going);
-    // 3. Reduce this rank's part.
+    // 2. Meet. This block's share of every part can be read on every rank.
+    going = meet(here, group, call, 1, window.is_used() ? Phase::arrived : Phase::staged, going);
+    // 3. Reduce this rank's part. A thread overwrites only elements that it has read itself.
     const size_t count = counts[group.rank];
     if (going) {
+      const size_t begin = window.is_used() ? parts.at[group.rank] - parts.at[0] : group.rank * part_elements;
+      const T* const* sources = window.sources<T>(here, group);
+      bool wide = true;
+      for (int rank = 0; rank < group.world; ++rank) wide = wide && is_aligned(sources[rank] + begin);
       const Share<T, Here> share(here, count);
       for (size_t at = share.first; at < count; at += share.stride) {
-        const auto part = [&](int rank) { return staging<T>(group, rank) + group.rank * part_elements + at; };
-        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), true, epilogue);
+        const auto part = [&](int rank) { return sources[rank] + begin + at; };
+        const auto sum = sum_in_rank_order<T>(part, group.world, share.valid(at), wide, epilogue);
         store(destination + at, sum, share.valid(at), is_aligned(destination));
       }
     }
-    // 4. Meet. Every peer has read this rank's staging memory: the rule holds.
-    if (!meet(here, group, call, 2, Phase::read, going)) spoil_share(here, destination, count);
+    // 4. Meet.
+    if (!has_been_read(here, group, call, window, going)) spoil_share(here, destination, count);
   }
 };
 
@@ -251,29 +382,50 @@ struct AllGather {
   const T* source;            // [counts[rank]]
   Addresses<T> destinations;  // [counts[r]] each
   size_t counts[most_ranks];
+  Window window;
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    // 1. Stage, and copy this rank's own part, which needs no other rank.
+    // 1. Stage or share the offset, and copy this rank's own part, which needs no other rank.
     bool going = is_intact(here, group);
     if (going) {
-      copy_share(here, staging<T>(group, group.rank), source, counts[group.rank]);
+      if (window.is_used())
+        window.share_offset(here, group);
+      else
+        copy_share(here, staging<T>(group, group.rank), source, counts[group.rank]);
       if (source != destinations.at[group.rank])
         copy_share(here, destinations.at[group.rank], source, counts[group.rank]);
     }
-    // 2. Meet. This block's share of every rank's part is staged.
-    going = meet(here, group, call, 1, Phase::staged, going);
+    // 2. Meet. This block's share of every rank's part can be read.
+    going = meet(here, group, call, 1, window.is_used() ? Phase::arrived : Phase::staged, going);
     // 3. Gather. Each rank starts at the next rank, so that not all read from the same rank at once.
     if (going) {
+      const T* const* sources = window.sources<T>(here, group);
       for (int step = 1; step < group.world; ++step) {
         const int rank = (group.rank + step) % group.world;
-        copy_share(here, destinations.at[rank], staging<T>(group, rank), counts[rank]);
+        copy_share(here, destinations.at[rank], sources[rank], counts[rank]);
       }
     }
-    // 4. Meet. Every peer has read this rank's staging memory: the rule holds.
-    if (meet(here, group, call, 2, Phase::read, going)) return;
+    // 4. Meet.
+    if (has_been_read(here, group, call, window, going)) return;
     for (int rank = 0; rank < group.world; ++rank)
       if (destinations.at[rank] != source) spoil_share(here, destinations.at[rank], counts[rank]);
+  }
+};
+
+// The end of a gathering by copy engines, which began with a barrier: every rank's copies have ended.
+struct AfterCopies {
+  Group group;
+  Call call;
+  Addresses<uint8_t> destinations;  // [counts[r]] each
+  size_t counts[most_ranks];
+
+  template <class Here>
+  WEFT_ON_DEVICE void operator()(Here& here) const {
+    bool going = meet(here, group, call, 1, Phase::read, is_intact(here, group));
+    going = meet(here, group, call, 2, Phase::confirmed, going);  // as in calls with a window
+    for (int rank = 0; rank < group.world && !going; ++rank)
+      if (rank != group.rank) spoil_share(here, destinations.at[rank], counts[rank]);
   }
 };
 

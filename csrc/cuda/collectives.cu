@@ -14,12 +14,14 @@ struct Gpu {
   static void launch(const std::string& operation, const Body& body, int blocks, uintptr_t stream);
   template <class Body>
   static int load(const std::string& operation);
+  static void copy(const std::string& operation, uintptr_t to, uintptr_t from, size_t bytes, uintptr_t stream);
 };
 
 namespace {
 
 template <class Body>
 __global__ void __launch_bounds__(Gpu::threads, 1) run(const __grid_constant__ Body body) {
+  static_assert(sizeof(Body) <= 4096, "a kernel's parameters before CUDA 12.1 and sm_70");
   Here here;
   body(here);
 }
@@ -37,6 +39,12 @@ int Gpu::load(const std::string& operation) {
   cudaFuncAttributes loaded;
   check(cudaFuncGetAttributes(&loaded, run<Body>), operation.c_str());
   return loaded.ptxVersion;
+}
+
+void Gpu::copy(const std::string& operation, uintptr_t to, uintptr_t from, size_t bytes, uintptr_t stream) {
+  check(cudaMemcpyAsync(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes, cudaMemcpyDefault,
+                        reinterpret_cast<cudaStream_t>(stream)),
+        operation.c_str());
 }
 
 template class Ranks<Gpu>;

@@ -11,6 +11,7 @@ namespace weft::cuda {
 struct Group;
 struct Call;
 struct Epilogue;
+struct Window;
 enum class Operation : int;
 
 // Machine launches bodies (bodies.h): a GPU here, threads of the CPU in the tests.
@@ -21,7 +22,7 @@ enum class Operation : int;
 template <class Machine>
 class Ranks {
  public:
-  // pads[r] and workspace[r] are rank r's memory as mapped here; pads are zero. record: 16 int64 in host memory, zero,
+  // pads[r] and workspace[r] are rank r's memory as mapped here, aligned to 16 bytes; pads are zero. record: 16 int64 in host memory, zero,
   // which the device writes to. blocks: the largest number in a launch, each with flags for each rank.
   Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_words, const std::vector<uintptr_t>& workspace,
         size_t workspace_bytes, uintptr_t record, double timeout_s, int blocks);
@@ -30,6 +31,9 @@ class Ranks {
   // Loads every kernel onto the current device, and throws if it cannot. A load may wait for kernels that run, which
   // may wait for a peer: call this before the first launch. Returns whether all_reduce_multimem runs on the device.
   bool load() const;
+
+  // The largest tensor of the algorithm "low_latency", for which the pads need room behind the flags (boxes.h).
+  size_t low_latency_bytes() const;
 
   // Numbers of the words of this rank's pad that are not 0 once a wait of the rank has given up.
   std::vector<size_t> marks() const;
@@ -47,11 +51,25 @@ class Ranks {
   void all_gather(uintptr_t source, const std::vector<uintptr_t>& destinations, const std::vector<size_t>& bytes,
                   uintptr_t stream) const;
 
+  // The same for sources in symmetric memory, which peers read where they lie. window[r]: rank r's part as mapped here.
+  // offset: of this rank's source there, in bytes; each rank has its own. number: of the window, equal on all ranks.
+  void reduce_scatter_in_place(const std::vector<uintptr_t>& window, size_t offset, uintptr_t destination,
+                               const std::vector<size_t>& counts, const std::string& dtype, bool average, float scale,
+                               uintptr_t stream, size_t number) const;
+  void all_gather_in_place(const std::vector<uintptr_t>& window, size_t offset,
+                           const std::vector<uintptr_t>& destinations, const std::vector<size_t>& bytes, size_t unit,
+                           uintptr_t stream, size_t number) const;
+  // By copy engines, which leave the multiprocessors free: a barrier, a copy from each rank, and two meetings.
+  // sources[r]: rank r's source as mapped here. number: of the window and its place there, equal on all ranks.
+  void all_gather_by_copies(const std::vector<uintptr_t>& sources, const std::vector<uintptr_t>& destinations,
+                            const std::vector<size_t>& bytes, uintptr_t stream, size_t number) const;
+
  private:
   // Returns the operation with a hash of all that the ranks must agree on, including this object's parameters.
   Call sign(Operation operation, std::vector<uint64_t> agreed) const;
   Epilogue epilogue(bool average, float scale) const;
   int blocks_for(size_t packs) const;
+  Window window_at(const std::vector<uintptr_t>& window, size_t offset, size_t alignment) const;
 
   std::unique_ptr<Group> group_;
   size_t workspace_bytes_;

@@ -25,6 +25,7 @@ namespace weft::cuda {
 // Parameters of every launch; the same from call to call.
 struct Group {
   int rank, world, blocks;  // blocks: the largest number in a launch
+  int small_blocks;         // the same for small tensors, which have boxes
   uint32_t* pads[most_ranks];
   char* workspace[most_ranks];
   int64_t* record;  // in host memory: see RecordField
@@ -40,6 +41,10 @@ enum class Operation : int {
   all_reduce_multimem,
   reduce_scatter,
   all_gather,
+  reduce_scatter_in_place,
+  all_gather_in_place,
+  all_gather_by_copies,
+  all_reduce_low_latency,
 };
 
 // Events that a rank waits for.
@@ -58,6 +63,10 @@ constexpr WaitName wait_names[] = {
     {static_cast<int>(Operation::all_reduce_multimem), "all_reduce (multimem)"},
     {static_cast<int>(Operation::reduce_scatter), "reduce_scatter"},
     {static_cast<int>(Operation::all_gather), "all_gather"},
+    {static_cast<int>(Operation::reduce_scatter_in_place), "reduce_scatter (in place)"},
+    {static_cast<int>(Operation::all_gather_in_place), "all_gather (in place)"},
+    {static_cast<int>(Operation::all_gather_by_copies), "all_gather (by copies)"},
+    {static_cast<int>(Operation::all_reduce_low_latency), "all_reduce (low_latency)"},
     {static_cast<int>(Phase::arrived), "arrived"},
     {static_cast<int>(Phase::staged), "staged"},
     {static_cast<int>(Phase::reduced), "reduced"},
@@ -132,24 +141,30 @@ WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, co
   here.swap(group.record + RecordField::state, nothing, why);
 }
 
+// The bound of a wait, from the first time that it is asked.
+struct Patience {
+  uint64_t start = 0, look = 0;
+
+  // Returns the reason to give up, or nothing.
+  template <class Here>
+  WEFT_ON_DEVICE Why ends(Here& here, const Group& group) {
+    const uint64_t now = here.now_ns();
+    if (start == 0) start = now, look = now + look_every_ns;
+    if (now - start > group.timeout_ns) return timed_out;
+    if (now <= look) return nothing;
+    look = now + look_every_ns;
+    return here.read(group.record + RecordField::state) != nothing ? stopped_by_host : nothing;  // or another failed wait
+  }
+};
+
 // Takes the flag back to 0 once it has the expected value; returns false if it has not in time.
 template <class Here>
 WEFT_ON_DEVICE bool comes_in_time(Here& here, const Group& group, const Call& call, const Wait& wait) {
-  uint64_t start = 0, look = 0;
+  Patience patience;
   while (true) {
     const uint32_t seen = here.take(wait.flag, wait.expected);
     if (seen == wait.expected) return true;
-    Why why = nothing;
-    const uint64_t now = here.now_ns();
-    if (start == 0) start = now, look = now + look_every_ns;
-    if (seen != 0) {
-      why = mismatched;
-    } else if (now - start > group.timeout_ns) {
-      why = timed_out;
-    } else if (now > look) {
-      if (here.read(group.record + RecordField::state) != nothing) why = stopped_by_host;  // or by another failed wait
-      look = now + look_every_ns;
-    }
+    const Why why = seen != 0 ? mismatched : patience.ends(here, group);
     if (why != nothing) {
       give_up(here, group, call, wait, why, seen);
       return false;

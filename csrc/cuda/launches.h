@@ -3,6 +3,7 @@
 // A Machine has the types float16 and bfloat16, `threads` per block, and
 //   launch(operation, body, blocks, stream)    puts body(here) for each thread of the blocks on the stream
 //   load<Body>(operation)                      loads a body's code or throws; returns its architecture (90: sm_90)
+//   copy(operation, to, from, bytes, stream)   puts a copy by a copy engine on the stream
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -55,6 +56,17 @@ void with_element(const std::string& operation, const std::string& dtype, Then t
     throw std::invalid_argument(operation + " takes float32, float16 and bfloat16, got " + dtype);
 }
 
+// Calls `then` with a zero of the widest unsigned type whose size divides the value.
+template <class Then>
+void with_width(uint64_t value, Then then) {
+  if (value % sizeof(uint32_t) == 0)
+    then(uint32_t{});
+  else if (value % sizeof(uint16_t) == 0)
+    then(uint16_t{});
+  else
+    then(uint8_t{});
+}
+
 // Calls `then` with begin and length of each piece. A count of 0 has one empty piece, so that the ranks still meet.
 template <class Then>
 void in_pieces(size_t count, size_t most, Then then) {
@@ -100,15 +112,21 @@ Ranks<Machine>::Ranks(int rank, const std::vector<uintptr_t>& pads, size_t pad_w
   require(workspace_bytes_ >= world * pack_bytes,
           "a workspace for " + std::to_string(world) + " ranks needs " + std::to_string(world * pack_bytes) +
               " bytes or more, got " + std::to_string(workspace_bytes));
+  require(workspace_bytes_ >= blocks * sizeof(size_t),
+          "a workspace for " + std::to_string(blocks) + " blocks needs " + std::to_string(blocks * sizeof(size_t)) +
+              " bytes or more, got " + std::to_string(workspace_bytes_));
   require_memory("the record", record, 1, sizeof(int64_t));
   Group& group = *group_;
   group.rank = rank;
   group.world = static_cast<int>(world);
   group.blocks = blocks;
   group.record = pointer<int64_t>(record);
+  const size_t first = first_box_word(group.world, blocks);
+  const size_t fitting = pad_words < first ? 0 : (pad_words - first) / box_words(group.world, Machine::threads);
+  group.small_blocks = std::min({blocks, most_small_blocks, static_cast<int>(fitting)});
   group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   for (size_t r = 0; r < world; ++r) {
-    require_memory("the signal pad of rank " + std::to_string(r), pads[r], 1, sizeof(uint32_t));
+    require_memory("the signal pad of rank " + std::to_string(r), pads[r], 1, pack_bytes);
     require_memory("the workspace of rank " + std::to_string(r), workspace[r], 1, pack_bytes);
     group.pads[r] = pointer<uint32_t>(pads[r]);
     group.workspace[r] = pointer<char>(workspace[r]);
@@ -143,6 +161,11 @@ int Ranks<Machine>::blocks_for(size_t packs) const {
 }
 
 template <class Machine>
+size_t Ranks<Machine>::low_latency_bytes() const {
+  return static_cast<size_t>(group_->small_blocks) * Machine::threads * pack_bytes;
+}
+
+template <class Machine>
 std::vector<size_t> Ranks<Machine>::marks() const {
   std::vector<size_t> numbers;
   for (int block = 0; block < group_->blocks; ++block)
@@ -157,10 +180,12 @@ bool Ranks<Machine>::load() const {
   Machine::template load<AllGather<uint32_t>>(name_of(Operation::all_gather));
   Machine::template load<AllGather<uint16_t>>(name_of(Operation::all_gather));
   Machine::template load<AllGather<uint8_t>>(name_of(Operation::all_gather));
+  Machine::template load<AfterCopies>(name_of(Operation::all_gather_by_copies));
   bool multimem = true;
   for (const char* dtype : {"float32", "float16", "bfloat16"})
     with_element<Machine>("load", dtype, [&](auto zero, uint64_t) {
       using T = decltype(zero);
+      Machine::template load<AllReduceLowLatency<T>>(name_of(Operation::all_reduce_low_latency));
       Machine::template load<AllReduceOneShot<T>>(name_of(Operation::all_reduce_one_shot));
       Machine::template load<AllReduceTwoShot<T>>(name_of(Operation::all_reduce_two_shot));
       Machine::template load<AllReduceInPlace<T>>(name_of(Operation::all_reduce_in_place));
@@ -180,19 +205,28 @@ void Ranks<Machine>::barrier(uintptr_t stream) const {
 template <class Machine>
 void Ranks<Machine>::all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype,
                                 bool average, float scale, const std::string& algorithm, uintptr_t stream) const {
-  const bool one_shot = algorithm == "one_shot";
-  require(one_shot || algorithm == "two_shot",
-          "the algorithms of all_reduce are \"one_shot\" and \"two_shot\", got \"" + algorithm + "\"");
-  const Operation operation = one_shot ? Operation::all_reduce_one_shot : Operation::all_reduce_two_shot;
+  const bool one_shot = algorithm == "one_shot", low_latency = algorithm == "low_latency";
+  require(one_shot || low_latency || algorithm == "two_shot",
+          "the algorithms of all_reduce are \"low_latency\", \"one_shot\" and \"two_shot\", got \"" + algorithm + "\"");
+  const Operation operation = low_latency ? Operation::all_reduce_low_latency
+                              : one_shot  ? Operation::all_reduce_one_shot
+                                          : Operation::all_reduce_two_shot;
   with_element<Machine>("all_reduce", dtype, [&](auto zero, uint64_t type) {
     using T = decltype(zero);
     require_memory("the source of all_reduce", source, count, sizeof(T));
     require_memory("the destination of all_reduce", destination, count, sizeof(T));
-    in_pieces(count, workspace_bytes_ / sizeof(T), [&](size_t begin, size_t length) {
+    const size_t most = (low_latency ? low_latency_bytes() : workspace_bytes_) / sizeof(T);
+    require(!low_latency || count <= most, "low_latency takes at most " + std::to_string(low_latency_bytes()) +
+                                               " bytes here, got " + std::to_string(count * sizeof(T)));
+    in_pieces(count, most, [&](size_t begin, size_t length) {
       const Call call = sign(operation, {type, average, bits_of(scale), count, begin});
       const T* from = pointer<T>(source) + begin;
       T* to = pointer<T>(destination) + begin;
-      if (one_shot)
+      if (low_latency)
+        Machine::launch(name_of(operation),
+                        AllReduceLowLatency<T>{*group_, call, from, to, length, epilogue(average, scale)},
+                        blocks_for(packs_of<T>(length)), stream);
+      else if (one_shot)
         Machine::launch(name_of(operation),
                         AllReduceOneShot<T>{*group_, call, from, to, length, epilogue(average, scale)},
                         blocks_for(packs_of<T>(length)), stream);
@@ -260,7 +294,7 @@ void Ranks<Machine>::reduce_scatter(uintptr_t source, uintptr_t destination, con
     in_pieces(longest, most, [&](size_t begin, size_t length) {
       std::vector<uint64_t> agreed{type, average, bits_of(scale), begin};
       agreed.insert(agreed.end(), counts.begin(), counts.end());
-      ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, most, nullptr, epilogue(average, scale)};
+      ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, most, nullptr, epilogue(average, scale), {}};
       const T* part = pointer<T>(source);
       for (int rank = 0; rank < group_->world; ++rank) {
         const size_t done = std::min(begin, counts[rank]);
@@ -272,6 +306,42 @@ void Ranks<Machine>::reduce_scatter(uintptr_t source, uintptr_t destination, con
       Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(length)), stream);
     });
   });
+}
+
+template <class Machine>
+void Ranks<Machine>::reduce_scatter_in_place(const std::vector<uintptr_t>& window, size_t offset, uintptr_t destination,
+                                             const std::vector<size_t>& counts, const std::string& dtype, bool average,
+                                             float scale, uintptr_t stream, size_t number) const {
+  constexpr Operation operation = Operation::reduce_scatter_in_place;
+  require_one_for_each_rank("counts of reduce_scatter_in_place", counts.size(), group_->world);
+  with_element<Machine>("reduce_scatter_in_place", dtype, [&](auto zero, uint64_t type) {
+    using T = decltype(zero);
+    const size_t longest = *std::max_element(counts.begin(), counts.end());
+    std::vector<uint64_t> agreed{type, average, bits_of(scale), number};
+    agreed.insert(agreed.end(), counts.begin(), counts.end());
+    ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, 0, pointer<T>(destination),
+                          epilogue(average, scale), window_at(window, offset, sizeof(T))};
+    require_memory("the destination of reduce_scatter_in_place", destination, counts[group_->rank], sizeof(T));
+    const T* part = pointer<T>(window[group_->rank] + offset);
+    for (int rank = 0; rank < group_->world; part += counts[rank++]) {
+      body.parts.at[rank] = part;
+      body.counts[rank] = counts[rank];
+    }
+    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(longest)), stream);
+  });
+}
+
+template <class Machine>
+Window Ranks<Machine>::window_at(const std::vector<uintptr_t>& window, size_t offset, size_t alignment) const {
+  require_one_for_each_rank("parts of a window", window.size(), group_->world);
+  Window found{{}, offset};
+  for (int rank = 0; rank < group_->world; ++rank) {
+    require_memory("the window of rank " + std::to_string(rank), window[rank], 1, alignment);
+    found.parts[rank] = pointer<const char>(window[rank]);
+  }
+  require(offset % alignment == 0, "an offset in a window must be a multiple of " + std::to_string(alignment) +
+                                       " bytes, got " + std::to_string(offset));
+  return found;
 }
 
 template <class Machine>
@@ -289,12 +359,12 @@ void Ranks<Machine>::all_gather(uintptr_t source, const std::vector<uintptr_t>& 
     if (bytes[rank] > 0) together |= destinations[rank] | bytes[rank];
   }
   // Uses the widest element that divides all addresses and sizes here. Ranks may use different ones; their packs agree.
-  const auto gather = [&](auto zero) {
+  with_width(together, [&](auto zero) {
     using T = decltype(zero);
     in_pieces(longest / sizeof(T), workspace_bytes_ / sizeof(T), [&](size_t begin, size_t length) {
       std::vector<uint64_t> agreed{begin * sizeof(T)};
       agreed.insert(agreed.end(), bytes.begin(), bytes.end());
-      AllGather<T> body{*group_, sign(operation, agreed), nullptr, {}, {}};
+      AllGather<T> body{*group_, sign(operation, agreed), nullptr, {}, {}, {}};
       for (int rank = 0; rank < group_->world; ++rank) {
         const size_t count = bytes[rank] / sizeof(T), done = std::min(begin, count);
         body.destinations.at[rank] = pointer<T>(destinations[rank]) + done;
@@ -303,13 +373,63 @@ void Ranks<Machine>::all_gather(uintptr_t source, const std::vector<uintptr_t>& 
       body.source = pointer<T>(source) + std::min(begin, bytes[group_->rank] / sizeof(T));
       Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(length)), stream);
     });
-  };
-  if (together % sizeof(uint32_t) == 0)
-    gather(uint32_t{});
-  else if (together % sizeof(uint16_t) == 0)
-    gather(uint16_t{});
-  else
-    gather(uint8_t{});
+  });
+}
+
+template <class Machine>
+void Ranks<Machine>::all_gather_in_place(const std::vector<uintptr_t>& window, size_t offset,
+                                         const std::vector<uintptr_t>& destinations, const std::vector<size_t>& bytes,
+                                         size_t unit, uintptr_t stream, size_t number) const {
+  constexpr Operation operation = Operation::all_gather_in_place;
+  require_one_for_each_rank("destinations of all_gather_in_place", destinations.size(), group_->world);
+  require_one_for_each_rank("bytes of all_gather_in_place", bytes.size(), group_->world);
+  // Elements of peers may begin at any multiple of the unit.
+  with_width(unit, [&](auto zero) {
+    using T = decltype(zero);
+    std::vector<uint64_t> agreed{sizeof(T), number};
+    agreed.insert(agreed.end(), bytes.begin(), bytes.end());
+    AllGather<T> body{*group_, sign(operation, agreed), nullptr, {}, {}, window_at(window, offset, sizeof(T))};
+    body.source = pointer<T>(window[group_->rank] + offset);
+    for (int rank = 0; rank < group_->world; ++rank) {
+      require_memory("the memory for rank " + std::to_string(rank) + " in all_gather_in_place", destinations[rank],
+                     bytes[rank], sizeof(T));
+      require(bytes[rank] % sizeof(T) == 0, "all_gather_in_place takes whole elements of " + std::to_string(unit) +
+                                                " bytes, got " + std::to_string(bytes[rank]) + " bytes of rank " +
+                                                std::to_string(rank));
+      body.destinations.at[rank] = pointer<T>(destinations[rank]);
+      body.counts[rank] = bytes[rank] / sizeof(T);
+    }
+    const size_t longest = *std::max_element(bytes.begin(), bytes.end()) / sizeof(T);
+    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(longest)), stream);
+  });
+}
+
+template <class Machine>
+void Ranks<Machine>::all_gather_by_copies(const std::vector<uintptr_t>& sources,
+                                          const std::vector<uintptr_t>& destinations, const std::vector<size_t>& bytes,
+                                          uintptr_t stream, size_t number) const {
+  constexpr Operation operation = Operation::all_gather_by_copies;
+  require_one_for_each_rank("sources of all_gather_by_copies", sources.size(), group_->world);
+  require_one_for_each_rank("destinations of all_gather_by_copies", destinations.size(), group_->world);
+  require_one_for_each_rank("bytes of all_gather_by_copies", bytes.size(), group_->world);
+  std::vector<uint64_t> agreed{number};
+  agreed.insert(agreed.end(), bytes.begin(), bytes.end());
+  AfterCopies body{*group_, sign(operation, agreed), {}, {}};
+  for (int rank = 0; rank < group_->world; ++rank) {
+    const std::string whose = "the memory of rank " + std::to_string(rank) + " in all_gather_by_copies";
+    require_memory(whose, sources[rank], bytes[rank], 1);
+    require_memory(whose, destinations[rank], bytes[rank], 1);
+    body.destinations.at[rank] = pointer<uint8_t>(destinations[rank]);
+    body.counts[rank] = bytes[rank];
+  }
+  Machine::launch(name_of(operation), Barrier{*group_, sign(operation, agreed)}, 1, stream);
+  for (int step = 0; step < group_->world; ++step) {
+    const int rank = (group_->rank + step) % group_->world;
+    if (bytes[rank] > 0 && sources[rank] != destinations[rank])
+      Machine::copy(name_of(operation), destinations[rank], sources[rank], bytes[rank], stream);
+  }
+  const size_t longest = *std::max_element(bytes.begin(), bytes.end());
+  Machine::launch(name_of(operation), body, blocks_for(packs_of<uint8_t>(longest)), stream);
 }
 
 }  // namespace weft::cuda

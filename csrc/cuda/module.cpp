@@ -96,12 +96,14 @@ void register_collectives(py::module_& m) {
            py::arg("record"), py::arg("timeout_s"), py::arg("blocks"))
       .def("load", &Ranks::load, NoGil(),
            "Load every kernel onto the current device; return whether all_reduce_multimem runs on it.")
+      .def_property_readonly("low_latency_bytes", &Ranks::low_latency_bytes,
+                             "The largest tensor of all_reduce's algorithm \"low_latency\", in bytes.")
       .def_property_readonly("marks", &Ranks::marks,
                              "Numbers of the words of this rank's pad that are not 0 once a wait has given up.")
       .def("barrier", &Ranks::barrier, NoGil(), py::arg("stream"))
       .def("all_reduce", &Ranks::all_reduce, NoGil(), py::arg("source"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),
-           "algorithm: \"one_shot\" or \"two_shot\". The source may be the destination.")
+           "algorithm: \"low_latency\", \"one_shot\" or \"two_shot\". The source may be the destination.")
       .def("all_reduce_in_place", &Ranks::all_reduce_in_place, NoGil(), py::arg("addresses"), py::arg("count"),
            py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
            "addresses[r]: address of rank r's symmetric memory as mapped here. offset: offset of that part in the "
@@ -114,7 +116,18 @@ void register_collectives(py::module_& m) {
       .def("reduce_scatter", &Ranks::reduce_scatter, NoGil(), py::arg("source"), py::arg("destination"),
            py::arg("counts"), py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("stream"))
       .def("all_gather", &Ranks::all_gather, NoGil(), py::arg("source"), py::arg("destinations"), py::arg("bytes"),
-           py::arg("stream"));
+           py::arg("stream"))
+      .def("reduce_scatter_in_place", &Ranks::reduce_scatter_in_place, NoGil(), py::arg("window"), py::arg("offset"),
+           py::arg("destination"), py::arg("counts"), py::arg("dtype"), py::arg("average"), py::arg("scale"),
+           py::arg("stream"), py::arg("number") = 0,
+           "window[r]: address of rank r's symmetric memory as mapped here. offset: of this rank's source there, in "
+           "bytes; ranks may have different ones. number: of the window; ranks that pass different ones raise an error.")
+      .def("all_gather_in_place", &Ranks::all_gather_in_place, NoGil(), py::arg("window"), py::arg("offset"),
+           py::arg("destinations"), py::arg("bytes"), py::arg("unit"), py::arg("stream"), py::arg("number") = 0,
+           "As reduce_scatter_in_place. unit: size of an element in bytes.")
+      .def("all_gather_by_copies", &Ranks::all_gather_by_copies, NoGil(), py::arg("sources"), py::arg("destinations"),
+           py::arg("bytes"), py::arg("stream"), py::arg("number") = 0,
+           "By copy engines. sources[r]: address of rank r's source as mapped here.");
 }
 
 }  // namespace

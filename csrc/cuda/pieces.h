@@ -4,7 +4,7 @@
 
 namespace weft::cuda {
 
-constexpr int most_ranks = 16;
+constexpr int most_ranks = 72;  // of one NVLink domain
 constexpr int pack_bytes = 16;
 
 template <class T>
@@ -115,18 +115,28 @@ WEFT_ON_DEVICE Packed<T> finished(const float (&sums)[per_pack<T>], const Epilog
   return result;
 }
 
-// Returns one pack of part(0) + part(1) + ..., summed in fp32 in this order, with the epilogue, rounded once. Loads of
-// aligned packs from up to eight ranks run at the same time, because each takes a round trip to a peer.
+// Sums of one pack's elements, in fp32, in the order in which packs are added.
+template <class T>
+struct Sums {
+  float at[per_pack<T>];
+
+  WEFT_ON_DEVICE Sums() {
+    WEFT_UNROLL
+    for (int k = 0; k < per_pack<T>; ++k) at[k] = -0.0f;  // -0 + x is x for every x, also for -0
+  }
+  WEFT_ON_DEVICE void operator+=(const Packed<T>& pack) {
+    WEFT_UNROLL
+    for (int k = 0; k < per_pack<T>; ++k) at[k] = add(at[k], Convert<T>::to_float(pack.values[k]));
+  }
+};
+
+constexpr int loads_at_a_time = 8;  // of packs from different ranks: each takes a round trip to a peer
+
+// Returns one pack of part(0) + part(1) + ..., summed in fp32 in this order, with the epilogue, rounded once.
 template <class T, class PartOf>
 WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bool wide, const Epilogue& epilogue) {
-  constexpr int batch = 8;
-  float sums[per_pack<T>];
-  WEFT_UNROLL
-  for (int v = 0; v < per_pack<T>; ++v) sums[v] = -0.0f;  // -0 + x is x for every x, also for -0
-  const auto count_in = [&](const Packed<T>& pack) {
-    WEFT_UNROLL
-    for (int v = 0; v < per_pack<T>; ++v) sums[v] = add(sums[v], Convert<T>::to_float(pack.values[v]));
-  };
+  constexpr int batch = loads_at_a_time;
+  Sums<T> sums;
   if (wide && valid == per_pack<T>) {
     for (int first = 0; first < world; first += batch) {
       Packed<T> packs[batch];
@@ -135,13 +145,13 @@ WEFT_ON_DEVICE Packed<T> sum_in_rank_order(PartOf part, int world, int valid, bo
         if (first + k < world) packs[k] = load_wide(part(first + k));
       WEFT_UNROLL
       for (int k = 0; k < batch; ++k)
-        if (first + k < world) count_in(packs[k]);
+        if (first + k < world) sums += packs[k];
     }
   } else {
     WEFT_ROLLED
-    for (int rank = 0; rank < world; ++rank) count_in(load_narrow(part(rank), valid));
+    for (int rank = 0; rank < world; ++rank) sums += load_narrow(part(rank), valid);
   }
-  return finished<T>(sums, epilogue);
+  return finished<T>(sums.at, epilogue);
 }
 
 // The part of a range that one rank reduces. Packs are cut evenly, so every slice begins at a pack of the whole range.

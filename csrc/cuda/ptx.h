@@ -18,6 +18,12 @@ struct Here {
   // Barrier of the block; returns whether the argument is true for all its threads.
   __device__ bool all(bool mine) const { return __syncthreads_and(mine); }
 
+  // Memory of the block for an address of each rank.
+  __device__ const void** shared() const {
+    __shared__ const void* addresses[most_ranks];
+    return addresses;
+  }
+
   __device__ uint64_t now_ns() const {
     uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
@@ -42,6 +48,21 @@ struct Here {
   }
   __device__ void write(uint32_t* flag, uint32_t value) const {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+  }
+
+  // A line of a box (boxes.h): each word is valid by itself, in any order.
+  __device__ void write_line(uint32_t* to, const Packed<uint32_t>& line) const {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(line.values[0]),
+                 "r"(line.values[1]), "r"(line.values[2]), "r"(line.values[3])
+                 : "memory");
+  }
+  __device__ Packed<uint32_t> read_line(const uint32_t* from) const {
+    Packed<uint32_t> line;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(line.values[0]), "=r"(line.values[1]), "=r"(line.values[2]), "=r"(line.values[3])
+                 : "l"(from)
+                 : "memory");
+    return line;
   }
 
   // The record is in host memory. Swaps of it are atomic among the threads of this GPU, and with the host if the

@@ -16,6 +16,7 @@ from weft import _C
 from weft.comm.backend import WeftProcessGroup
 from weft.comm.backend_communicator import BackendCommunicator
 from weft.comm.communicator import Communicator, backends_of
+from weft.comm.crossovers import NEVER, architecture_of, crossovers, default_crossovers
 from weft.comm.dtypes import AVERAGE, SUM, op_code
 from weft.comm.engine_communicator import EngineCommunicator
 from weft.comm.fusion import Fusion
@@ -23,22 +24,14 @@ from weft.comm.stream_order import StreamOrder
 from weft.comm.symmetric_memory import SymmetricMemory, open_symmetric_memory
 
 _DEVICE_TYPE = "cuda"
-_MOST_RANKS = 16
+_MOST_RANKS = 72  # of one NVLink domain (NVL72), and most_ranks in csrc/cuda
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-# Sizes are of one rank's tensor. None of them has been measured with these kernels, because that takes several GPUs.
-# Limits of one-shot: vLLM's custom all-reduce (csrc/custom_all_reduce.cuh, tuned on A100 and smaller) uses it at every
-# size with 2 ranks, below 512 KiB with up to 4, and below 256 KiB with up to 8. For more than 8 ranks the limit is that
-# of torch's Inductor, 128 KiB (torch._inductor.config._collective.one_shot_all_reduce_threshold_bytes).
-_ONE_SHOT_BELOW_BYTES = {2: 1 << 62, 4: 512 << 10, 8: 256 << 10, _MOST_RANKS: 128 << 10}
-# Above this size NCCL is used, except for sums that must be in rank order. It is the default limit of vLLM's custom
-# all-reduce (max_size in custom_all_reduce.py). all_gather has no published limit and uses the same one, for the size
-# of the gathered tensor.
-LARGEST_BYTES = 8 << 20
-
-_PADS_BYTES = 256 << 10
-_WORKSPACE_BYTES = LARGEST_BYTES  # larger tensors pass through it in pieces
-_SET_BYTES = _PADS_BYTES + _WORKSPACE_BYTES  # one set for eager launches, one for captured ones
+# There is a set of flags, boxes and staging memory for eager launches, and one for captured ones. Boxes for 64 KiB need
+# 1.5 MiB with 8 ranks, 3 MiB with 16. With more ranks low_latency takes smaller tensors only.
+_PADS_BYTES = 4 << 20
+_WORKSPACE_BYTES = 8 << 20  # larger tensors pass through it in pieces
+_SET_BYTES = _PADS_BYTES + _WORKSPACE_BYTES
 _BLOCKS = 36  # per launch; best or nearly so in vLLM's search: more blocks contend for the links
 
 
@@ -47,10 +40,14 @@ class DeviceCommunicator(Communicator):
 
     weft's kernels sum and average float32, float16 and bfloat16 on GPUs that reach each other's memory. They sum in
     rank order in fp32, divide by W for an average, and round once, as the engine does on the CPU. This holds for every
-    size: a tensor is reduced in pieces of LARGEST_BYTES, or in place if it lies in symmetric memory.
+    size. Large tensors pass through staging memory in pieces. Tensors in symmetric memory are read where they lie; for
+    one call they lie there on all ranks or on none.
 
-    The backend takes other types and operators, and sums in its own order. NCCL also takes all_gather over
-    LARGEST_BYTES, and sums over that size that may be in any order (deterministic=False).
+    The backend takes other types and operators, and sums in its own order. NCCL also takes large tensors to gather, and
+    large sums that may be in any order (deterministic=False).
+
+    Attributes:
+        crossovers: the sizes at which the algorithm changes; the same on all ranks. Set with the transport.
 
     Launches are on torch's current stream. If that is not the stream of the last launch, it first waits for the last
     one. CUDA graphs can capture launches once one collective has run. Captured launches have flags and staging memory
@@ -68,6 +65,7 @@ class DeviceCommunicator(Communicator):
         self._backend: Communicator | None = None
         self._kernels: _Kernels | None = None
         self._why_not = ""
+        self.crossovers = default_crossovers(self.world_size)
         self._connected = False
         self._lent: list[ref[Lent]] = []  # symmetric memory in use
         self._lent_so_far = 0  # the same on every rank, because lending is a collective call
@@ -82,12 +80,21 @@ class DeviceCommunicator(Communicator):
             return f"{self._host.transport}; for CUDA tensors chosen at their first collective"
         if self._kernels is None:
             return f"{self._backend_name}; weft's kernels do not run: {self._why_not}"
-        one_shot = one_shot_below(self.world_size)
-        ways = f"one-shot below {one_shot >> 10} KiB, else two-shot" if one_shot <= LARGEST_BYTES else "one-shot"
-        text = f"weft's kernels over symmetric memory ({ways})"
-        if self._backend_name == "nccl":
-            text += f"; nccl above {LARGEST_BYTES >> 20} MiB for what is not summed in order"
+        sizes, low_latency = self.crossovers, min(self._kernels.low_latency_bytes, self.crossovers.one_shot - 1)
+        ways = [f"low latency to {_size(low_latency)}"] if low_latency > 0 else []
+        if sizes.two_shot < NEVER:
+            ways += [f"one-shot below {_size(sizes.two_shot)}", "then two-shot"] if sizes.two_shot else ["two-shot"]
+        else:
+            ways += ["one-shot"]
+        text = f"weft's kernels over symmetric memory ({', '.join(ways)})"
+        if self._backend_name == "nccl" and sizes.nccl < NEVER:
+            text += f"; nccl above {_size(sizes.nccl - 1)} for what is not summed in order"
         return text
+
+    @property
+    def low_latency_bytes(self) -> int:
+        """The largest tensor of the algorithm low_latency; 0 if weft's kernels do not run."""
+        return self._kernels.low_latency_bytes if self._kernels is not None else 0
 
     def cuda_group(self) -> dist.ProcessGroup | None:
         return self.group.cuda_half() if isinstance(self.group, WeftProcessGroup) else self.group
@@ -151,12 +158,25 @@ class DeviceCommunicator(Communicator):
         if x.device.type != _DEVICE_TYPE:
             return self._host.all_gather_into(x, parts)
         backend, kernels = self._on(x.device)
-        sizes = [_bytes(part) for part in parts]
-        if kernels is None or self._is_nccls(sum(sizes)):
+        sizes, place = [_bytes(part) for part in parts], self._place_of(x)
+        if kernels is None or (place is None and self._is_nccls(sum(sizes))):
             return backend.all_gather_into(x, parts)
         _check_part("all_gather", x, parts[self.rank])
-        source, targets = _flat(x), [part.data_ptr() for part in parts]
-        kernels.launch("all_gather", source.data_ptr(), targets, sizes)
+        targets = [part.data_ptr() for part in parts]
+        if place is None:
+            source = _flat(x)
+            kernels.launch("all_gather", source.data_ptr(), targets, sizes)
+            return None
+        lent, offset = place
+        places = [self._place_of(part) for part in parts]
+        known = x.data_ptr() == targets[self.rank] and all(at is not None and at[0] is lent for at in places)
+        if known and sum(sizes) >= self.crossovers.copies:  # each rank's part is where this rank's copy of it is
+            offsets = [at[1] for at in places if at is not None]
+            sources = [address + at for address, at in zip(lent.window.addresses, offsets, strict=True)]
+            kernels.launch("all_gather_by_copies", sources, targets, sizes, number=lent.place_id(offsets[0]))
+        else:
+            window = lent.window.addresses, offset
+            kernels.launch("all_gather_in_place", *window, targets, sizes, x.element_size(), number=lent.place_id(0))
         return None
 
     def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
@@ -169,7 +189,13 @@ class DeviceCommunicator(Communicator):
         _check_part("reduce_scatter", output, parts[self.rank])
         source, counts = _side_by_side([_flat(part) for part in parts]), [part.numel() for part in parts]
         how = _NAMES[output.dtype], code == AVERAGE, 1.0
-        kernels.launch("reduce_scatter", source.data_ptr(), output.data_ptr(), counts, *how)
+        place = self._place_of(source)
+        if place is None:
+            kernels.launch("reduce_scatter", source.data_ptr(), output.data_ptr(), counts, *how)
+        else:
+            lent, offset = place
+            window = lent.window.addresses, offset
+            kernels.launch("reduce_scatter_in_place", *window, output.data_ptr(), counts, *how, number=lent.place_id(0))
         return None
 
     # Symmetric memory.
@@ -193,7 +219,7 @@ class DeviceCommunicator(Communicator):
         if self._lent and x.is_contiguous() and not x.is_neg():
             for reference in self._lent:
                 lent = reference()
-                if lent is not None and 0 <= (offset := x.data_ptr() - lent.address) < lent.bytes:
+                if lent is not None and 0 <= (offset := _address(x) - lent.address) <= lent.bytes - _bytes(x):
                     return lent, offset
         return None
 
@@ -201,7 +227,7 @@ class DeviceCommunicator(Communicator):
 
     def _is_nccls(self, bytes: int) -> bool:
         """Return whether NCCL carries this size if any order of summation is allowed or nothing is summed."""
-        return bytes > LARGEST_BYTES and self._backend_name == "nccl"
+        return bytes >= self.crossovers.nccl and self._backend_name == "nccl"
 
     def _reduce(self, kernels: "_Kernels", x: torch.Tensor, average: bool, scale: float, deterministic: bool) -> None:
         """Set x to scale times the sum of x over ranks, or the average."""
@@ -210,14 +236,16 @@ class DeviceCommunicator(Communicator):
         if place is None:
             whole = _flat(x)
             address, size = whole.data_ptr(), _bytes(x)
-            algorithm = "one_shot" if size < one_shot_below(self.world_size) else "two_shot"
+            low_latency = size <= kernels.low_latency_bytes and size < self.crossovers.one_shot
+            two_shot = size >= self.crossovers.two_shot
+            algorithm = "low_latency" if low_latency else "two_shot" if two_shot else "one_shot"
             kernels.launch("all_reduce", address, address, *operation, algorithm)
             if address != x.data_ptr():
                 x.detach().copy_(whole.view(x.shape))
             return
         lent, offset = place
         window = lent.window
-        place_id = (lent.number % 2**16 << 48) + offset  # kernels compare it: all ranks must use the same memory
+        place_id = lent.place_id(offset)
         if window.multicast and kernels.multimem and not deterministic and offset % 16 == 0 and _bytes(x) % 16 == 0:
             kernels.launch(
                 "all_reduce_multimem", window.multicast + offset, *operation, offset=place_id, own=x.data_ptr()
@@ -257,6 +285,9 @@ class DeviceCommunicator(Communicator):
                     kernels, obstacle = _made(self, window, stream)
                     self._why_not = self._first_of(obstacle)
                     if kernels is not None and not self._why_not:
+                        self.crossovers = self.all_gather_object(crossovers(architecture_of(device), self.world_size))[
+                            0
+                        ]
                         kernels.multimem = all(self.all_gather_object(kernels.multimem))
                 except (ValueError, OSError) as error:  # raised by every rank
                     self._why_not = str(error)
@@ -284,6 +315,10 @@ class Lent:
         self.window, self.number = window, number
         self.address, self.bytes = window.mine.data_ptr(), window.mine.numel()
 
+    def place_id(self, offset: int) -> int:
+        """Return what kernels compare between ranks that must use the same memory."""
+        return (self.number % 2**16 << 48) + offset
+
     @property
     def __cuda_array_interface__(self) -> dict:
         return {"version": 3, "shape": (self.bytes,), "typestr": "|u1", "data": (self.address, False)}
@@ -296,6 +331,7 @@ class _Kernels:
 
     Attributes:
         multimem: whether all_reduce_multimem runs on the devices of all ranks.
+        low_latency_bytes: the largest tensor that low_latency takes.
 
     Raises:
         RuntimeError: the driver or the device does not run the extension's kernels.
@@ -317,6 +353,7 @@ class _Kernels:
             for begin in (0, _SET_BYTES)
         ]
         self.multimem = self._sets[0].load()
+        self.low_latency_bytes = self._sets[0].low_latency_bytes
 
     def broken(self) -> bool:
         """Return whether a kernel has given up; it then marks words of its rank's pad."""
@@ -327,11 +364,6 @@ class _Kernels:
         self._record.check()
         with self._stream.next() as (handle, captured):
             getattr(self._sets[captured], name)(*arguments, handle, **more)
-
-
-def one_shot_below(world: int) -> int:
-    """Return the size in bytes below which all_reduce is one-shot: each rank reads every other's whole tensor."""
-    return next(bytes for most, bytes in _ONE_SHOT_BELOW_BYTES.items() if world <= most)
 
 
 def _made(ranks: DeviceCommunicator, window: SymmetricMemory, stream: StreamOrder) -> tuple[_Kernels | None, str]:
@@ -357,8 +389,17 @@ def _as_tensor(lent: Lent) -> torch.Tensor:
     return torch.as_tensor(lent, device=lent.window.mine.device)
 
 
+def _size(bytes: int) -> str:
+    return f"{bytes / (1 << 20):.3g} MiB" if bytes >= 1 << 20 else f"{bytes / 1024:.4g} KiB"
+
+
 def _bytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+def _address(x: torch.Tensor) -> int:
+    """Return x's address, of an empty tensor too."""
+    return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.element_size()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -368,8 +409,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return a tensor that starts where the parts lie one after another; copy only parts that do not already."""
-    unit = parts[0].element_size()
-    together = all(left.data_ptr() + len(left) * unit == right.data_ptr() for left, right in pairwise(parts))
+    together = all(_address(left) + _bytes(left) == _address(right) for left, right in pairwise(parts))
     return parts[0] if together else torch.cat(parts)
 
 

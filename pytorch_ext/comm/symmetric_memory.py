@@ -121,6 +121,7 @@ class Asked:
     process: dict[str, Any]
     machine: str
     gpu: str
+    fabric: str  # the NVLink fabric that joins the GPU with those of other machines, if any
     number: int | None  # of the GPU among those that the rank sees
     may_share_gpu: bool
 
@@ -132,7 +133,7 @@ def _with_equal_numbers(requests: list[Asked]) -> Iterator[None]:
     torch takes equal numbers for one GPU; `_check` has compared the GPUs themselves. Inside, torch makes no multicast
     address.
     """
-    numbers = {request.number for request in requests}
+    numbers = {(request.machine, request.number) for request in requests}
     before = os.environ.get(_SHARED_GPU)
     if len(numbers) < len(requests):
         os.environ[_SHARED_GPU] = "1"
@@ -146,12 +147,47 @@ def _with_equal_numbers(requests: list[Asked]) -> Iterator[None]:
 
 
 def _place(device: torch.device) -> dict[str, Any]:
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
     return {
         "machine": _describe_process()["machine"],
-        "gpu": str(torch.cuda.get_device_properties(device).uuid),
+        "gpu": gpu,
+        "fabric": fabric_of(f"GPU-{gpu}"),
         "number": device.index,
         "may_share_gpu": os.environ.get(_SHARED_GPU) == "1",
     }
+
+
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t."""
+
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+    COMPLETED = 3
+
+
+def fabric_of(gpu: str, library: str = "libnvidia-ml.so.1") -> str:
+    """Return a name of the NVLink fabric and clique that join the GPU with GPUs of other machines; "" without one.
+
+    Args:
+        gpu: the GPU's UUID, with "GPU-" before it.
+        library: the driver's management library (NVML).
+    """
+    try:
+        nvml = ctypes.CDLL(library)
+        handle, info = ctypes.c_void_p(), _FabricInfo()
+        codes = (
+            nvml.nvmlInit_v2(),
+            nvml.nvmlDeviceGetHandleByUUID(gpu.encode(), ctypes.byref(handle)),
+            nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info)),
+        )
+    except (OSError, AttributeError):  # no driver, or one from before fabrics
+        return ""
+    joined = not any(codes) and info.state == _FabricInfo.COMPLETED and info.status == 0 and any(info.cluster)
+    return f"{bytes(info.cluster).hex()}/{info.clique}" if joined else ""
 
 
 def _check(ranks: Communicator, requests: list[Asked]) -> None:
@@ -163,9 +199,10 @@ def _check(ranks: Communicator, requests: list[Asked]) -> None:
                 f'symmetric memory of group "{ranks.name}": rank 0 asks for {first.bytes} bytes, rank {rank} for '
                 f"{asked.bytes}"
             )
-        if asked.machine != first.machine:
+        if asked.machine != first.machine and not (asked.fabric and asked.fabric == first.fabric):
             raise ValueError(
-                f'symmetric memory needs a group on one machine; ranks 0 and {rank} of group "{ranks.name}" are on two'
+                f'symmetric memory needs a group on one machine; ranks 0 and {rank} of group "{ranks.name}" '
+                "are on two, whose GPUs no NVLink fabric joins"
             )
         same = next(other for other, request in enumerate(requests) if request.gpu == asked.gpu)
         if same != rank and not all(request.may_share_gpu for request in requests):

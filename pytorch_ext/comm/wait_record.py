@@ -113,10 +113,10 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 class Processes:
-    """The processes of a group's ranks, all on this machine, for a group without an engine to watch them.
+    """The processes of a group's ranks on this machine, for a group without an engine to watch them.
 
     Args:
-        processes: pid and start_time of each rank's process.
+        processes: pid, start_time and machine of each rank's process.
         rank: this rank.
     """
 
@@ -124,7 +124,7 @@ class Processes:
         self._descriptors: dict[int, int] = {}
         self._gone: list[int] = []
         for peer, process in enumerate(processes):
-            if peer == rank:
+            if peer == rank or process["machine"] != processes[rank]["machine"]:
                 continue
             with suppress(OSError):
                 self._descriptors[peer] = os.pidfd_open(process["pid"])

@@ -257,7 +257,7 @@ def make_a_wrong_collective(rank):
 
 
 def test_a_wrong_collective_is_not_timed():
-    with pytest.raises(RanksFailedError, match="all_reduce of 4096 bytes, ordinary: 2048 elements are wrong"):
+    with pytest.raises(RanksFailedError, match="all_reduce of 4096 bytes, ordinary: [0-9]+ elements are wrong"):
         run_ranks(make_a_wrong_collective, 2)
 
 

@@ -27,11 +27,13 @@ import torch.distributed as dist
 
 import weft
 from weft import _C
+from weft.bench import tune_collectives
 from weft.comm import backend
 from weft.comm import cuda as gpus
 from weft.comm import wait_record as records
 from weft.comm.backend_communicator import BackendCommunicator
-from weft.comm.cuda import LARGEST_BYTES, DeviceCommunicator, one_shot_below
+from weft.comm.crossovers import NEVER, Crossovers, crossovers, default_crossovers, table_text
+from weft.comm.cuda import DeviceCommunicator
 from weft.comm.engine_communicator import EngineCommunicator
 from weft.comm.p2p import send_recv
 from weft.comm.registry import communicator
@@ -44,6 +46,7 @@ from weft.testing import reference
 from weft.testing.ranks import SHARED_GPU, from_file, run_ranks, try_ranks
 
 BOTH = "cpu:weft,cuda:gloo"
+LARGEST_BYTES = 8 << 20  # of staging memory, and the default from which NCCL is taken
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
 
@@ -69,6 +72,7 @@ class FakeRanks:
         self.record = (ctypes.c_int64 * 16).from_address(record)
         self.workspace_bytes = workspace_bytes
         self.marks = [rank]
+        self.low_latency_bytes = 2048
 
     def load(self):
         return True
@@ -152,8 +156,42 @@ class FakeRanks:
         mine = memory_at(source, bytes[self.rank], torch.uint8)
         memory_at(self.workspace[self.rank], len(mine), torch.uint8).copy_(mine)
         assert self.meet("all_gather", bytes)
-        for at, to, size in zip(self.workspace, destinations, bytes, strict=True):
-            memory_at(to, size, torch.uint8).copy_(memory_at(at, size, torch.uint8))
+        self.gather(self.workspace, destinations, bytes)
+
+    def reduce_scatter_in_place(self, window, offset, destination, counts, dtype, average, scale, stream, number=0):
+        FakeRanks.log.append(("reduce_scatter_in_place", tuple(counts), dtype))
+        dtype = getattr(torch, dtype)
+        output = memory_at(destination, counts[self.rank], dtype)
+        places = self.share_offset(window, offset)
+        if self.meet("reduce_scatter_in_place", counts, dtype, average, scale, number):
+            skipped = sum(counts[: self.rank]) * dtype.itemsize
+            total = self.sum([at + skipped for at in places()], counts[self.rank], dtype, average, scale)
+            if self.meet("read"):
+                output.copy_(total)
+                return
+        output.fill_(float("nan"))
+
+    def all_gather_in_place(self, window, offset, destinations, bytes, unit, stream, number=0):
+        FakeRanks.log.append(("all_gather_in_place", tuple(bytes)))
+        places = self.share_offset(window, offset)
+        assert self.meet("all_gather_in_place", bytes, unit, number)
+        self.gather(places(), destinations, bytes)
+
+    def all_gather_by_copies(self, sources, destinations, bytes, stream, number=0):
+        FakeRanks.log.append(("all_gather_by_copies", tuple(bytes)))
+        assert self.meet("all_gather_by_copies", bytes, number)
+        self.gather(sources, destinations, bytes)
+
+    def share_offset(self, window, offset):
+        """Each rank's source in its window, by its own word; valid after a meeting."""
+        offsets = [ctypes.c_uint64.from_address(workspace) for workspace in self.workspace]
+        offsets[self.rank].value = offset
+        return lambda: [at + place.value for at, place in zip(window, offsets, strict=True)]
+
+    def gather(self, sources, destinations, bytes):
+        for at, to, size in zip(sources, destinations, bytes, strict=True):
+            if at != to:
+                memory_at(to, size, torch.uint8).copy_(memory_at(at, size, torch.uint8))
         assert self.meet("read")
 
     def sum(self, addresses, count, dtype, average, scale):
@@ -300,7 +338,28 @@ def check_symmetric(rank, empty):
                 assert weft.all_reduce(x[begin:]).data_ptr() == x[begin:].data_ptr()
                 assert torch.equal(x[begin:].cpu(), reference.reduce([part[begin:] for part in parts]))
                 assert torch.equal(x[:begin].cpu(), parts[rank][:begin])
+            check_symmetric_parts(rank, x, parts)
     weft.check_waits()
+
+
+def check_symmetric_parts(rank, x, parts):
+    """Gathering and scattering read symmetric memory where it lies, at a place of each rank's own."""
+    world, count, ranks = len(parts), len(x), communicator()
+    sizes = [count // world + (r < count % world) for r in range(world)]  # some are 0 if count is small
+    x.copy_(parts[rank])
+    mine = torch.empty(sizes[rank], dtype=x.dtype, device=x.device)
+    ranks.reduce_scatter_into(list(x.split(sizes)), mine)
+    assert torch.equal(mine.cpu(), reference.reduce(parts).split(sizes)[rank])
+    own = x[rank : max(rank, count - 1)]
+    lengths = [max(r, count - 1) - r for r in range(world)]
+    gathered = [torch.empty(length, dtype=x.dtype, device=x.device) for length in lengths]
+    ranks.all_gather_into(own, gathered)
+    assert all(torch.equal(got.cpu(), parts[r][r : r + lengths[r]]) for r, got in enumerate(gathered))
+    slots = list(x.split(sizes))
+    ranks.all_gather_into(slots[rank], slots)  # each rank's part is in its slot already
+    assert all(torch.equal(slot.cpu(), parts[r].split(sizes)[r]) for r, slot in enumerate(slots))
+    ranks.reduce_scatter_into([part.fill_(rank + 1) for part in slots], slots[rank])
+    assert (slots[rank] == world * (world + 1) // 2).all()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -317,7 +376,12 @@ def test_symmetric_memory_is_reduced_where_it_lies(world):
     def check(rank):
         pretend()
         check_symmetric(rank, pretended_symmetric)
-        assert {name for name, *_ in FakeRanks.log} == {"in_place"}
+        names = {"in_place", "reduce_scatter_in_place", "all_gather_in_place"}
+        assert {name for name, *_ in FakeRanks.log} == names
+        communicator().crossovers = replace(communicator().crossovers, copies=0)
+        FakeRanks.log.clear()
+        check_symmetric(rank, pretended_symmetric)
+        assert {name for name, *_ in FakeRanks.log} == {*names, "all_gather_by_copies"}
 
     run_ranks(check, world, backend=BOTH)
 
@@ -327,9 +391,16 @@ def dispatch(rank):
     world = dist.get_world_size()
     ranks = pretend()
     small, large = torch.ones(1000), torch.ones(LARGEST_BYTES // 4 + 1000)
+    weft.all_reduce(small[:512])
+    assert last_logged() == ("low_latency", 512, "float32"), "as much as fits the boxes"
     weft.all_reduce(small)
     assert last_logged() == ("one_shot", 1000, "float32")
-    first_two_shot = torch.ones(min(one_shot_below(world) // 2, LARGEST_BYTES), dtype=torch.bfloat16)
+    ranks.crossovers = replace(ranks.crossovers, one_shot=1025)
+    weft.all_reduce(small[:256])
+    assert last_logged()[0] == "low_latency"
+    weft.all_reduce(small[:257])
+    assert last_logged()[0] == "one_shot"
+    first_two_shot = torch.ones(min(ranks.crossovers.two_shot // 2, LARGEST_BYTES), dtype=torch.bfloat16)
     weft.all_reduce(first_two_shot[:-1])
     assert last_logged()[0] == "one_shot"
     weft.all_reduce(first_two_shot)
@@ -352,8 +423,8 @@ def dispatch(rank):
     symmetric = pretended_symmetric(len(large)).fill_(1)
     assert (weft.all_reduce(symmetric) == world).all()
     assert last_logged()[0] == "in_place", "nothing is staged: the kernels', whatever the size"
-    weft.all_reduce(symmetric[:1000:2])
-    assert last_logged() == ("one_shot", 500, "float32"), "not in one piece: through a copy"
+    weft.all_reduce(symmetric[:400:2])
+    assert last_logged() == ("low_latency", 200, "float32"), "not in one piece: through a copy"
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -362,8 +433,49 @@ def test_type_operator_and_size_decide_who_does_it(world):
 
 
 def test_crossovers_cover_every_number_of_ranks():
-    assert [one_shot_below(world) >> 10 for world in (3, 4, 5, 8, 9, 16)] == [512, 512, 256, 256, 128, 128]
-    assert one_shot_below(2) > LARGEST_BYTES, "two ranks read as much either way"
+    assert [default_crossovers(world).two_shot >> 10 for world in (3, 4, 5, 8, 9, 72)] == [512, 512, 256, 256, 128, 128]
+    assert default_crossovers(2).two_shot > LARGEST_BYTES, "two ranks read as much either way"
+
+
+def test_crossovers_are_of_the_table_if_it_has_enough_ranks(tmp_path):
+    of_4, of_8 = Crossovers(1, 2, 3, 4), Crossovers(5, 6, 7, 8)
+    (tmp_path / "sm_90.json").write_text(table_text({8: of_8, 4: of_4}, {"device": "a GPU"}))
+    assert [crossovers("sm_90", world, tmp_path) for world in (2, 4, 5, 8)] == [of_4, of_4, of_8, of_8]
+    assert crossovers("sm_90", 9, tmp_path) == default_crossovers(9)
+    assert crossovers("sm_80", 4, tmp_path) == default_crossovers(4)
+
+
+def forced_algorithms(rank):
+    """What `weft tune collectives` calls takes the algorithm that it names."""
+    ranks = pretend()
+    weft.all_reduce(torch.ones(1))
+    ordinary, symmetric = torch.zeros(4096), pretended_symmetric(4096)
+    for size, low_latency in ((2048, True), (8192, False)):
+        found = tune_collectives.calls(ranks, size, ordinary, symmetric)
+        names = {"low_latency", "one_shot", "two_shot", "nccl", "gather", "gather by nccl", "in place", "copies"}
+        assert set(found) == (names if low_latency else names - {"low_latency"})
+        logged = {"gather": "all_gather", "in place": "all_gather_in_place", "copies": "all_gather_by_copies"}
+        ranks._backend_name = "nccl"
+        for name, several in found.items():
+            before = len(FakeRanks.log)
+            several()
+            made = [name for name, *_ in FakeRanks.log[before:]]
+            assert made == ([] if "nccl" in name else [logged.get(name, name)] * tune_collectives._REPEATS), name
+
+
+def test_tuning_measures_what_it_names():
+    run_ranks(forced_algorithms, 2, backend=BOTH)
+
+
+def differing_tables(rank):
+    gpus.crossovers = lambda architecture, world: Crossovers(rank, NEVER, NEVER, NEVER)
+    ranks = pretend()
+    weft.all_reduce(torch.ones(1))
+    assert ranks.crossovers.one_shot == 0, "of rank 0, on every rank"
+
+
+def test_ranks_with_different_tables_use_one():
+    run_ranks(differing_tables, 2, backend=BOTH)
 
 
 def switch_sums(rank):
@@ -451,6 +563,9 @@ def asks_the_extension(rank):
         lambda: weft.all_reduce(symmetric, deterministic=False),
         lambda: weft.reduce_scatter(x),
         lambda: weft.all_gather(x),
+        lambda: weft.reduce_scatter(symmetric),
+        lambda: communicator().all_gather_into(symmetric, [torch.empty(128) for _ in range(2)]),
+        lambda: communicator().all_gather_into(symmetric[64 * rank :][:64], list(symmetric.split(64))),
     ):
         with pytest.raises(RuntimeError, match=r"cudaError\w+ \("):
             call()
@@ -605,10 +720,12 @@ def test_kernels_that_cannot_run_are_found_when_the_transport_is_chosen():
 def transport_report(rank):
     ranks = pretend()
     weft.all_reduce(torch.ones(1))
-    ways = "one-shot" if ranks.world_size == 2 else "one-shot below 512 KiB, else two-shot"
-    assert ranks.transport == f"weft's kernels over symmetric memory ({ways})"
+    ways = "one-shot" if ranks.world_size == 2 else "one-shot below 512 KiB, then two-shot"
+    assert ranks.transport == f"weft's kernels over symmetric memory (low latency to 2 KiB, {ways})"
     ranks._backend_name = "nccl"
     assert ranks.transport.endswith("; nccl above 8 MiB for what is not summed in order")
+    ranks.crossovers = Crossovers(0, 0, NEVER, 0)
+    assert ranks.transport == "weft's kernels over symmetric memory (two-shot)"
     with pytest.raises(ValueError, match="works on cpu and got a tensor on meta"):
         ranks._on(torch.device("meta"))
 

@@ -1,6 +1,8 @@
 """Windows: every rank's memory mapped by every rank, zero when it is handed out, and refused on all ranks alike."""
 
 import os
+import shutil
+import subprocess
 import time
 
 import pytest
@@ -63,10 +65,11 @@ class FakeSymmetricMemory:
     multicast_ptr = 1 << 40
 
 
-def pretend_gpus(rank, *, gpu=None, number=None, shared="0"):
+def pretend_gpus(rank, *, gpu=None, number=None, shared="0", fabric=""):
     place = {
         "machine": symmetric_memory._describe_process()["machine"],
         "gpu": gpu or f"GPU-{rank}",
+        "fabric": fabric,
         "number": rank if number is None else number,
         "may_share_gpu": shared == "1",
     }
@@ -194,6 +197,59 @@ def check_machines(rank):
         open_symmetric_memory(communicator(), 100, CPU)
 
 
+def check_fabrics(rank):
+    """GPUs of two machines reach each other's memory where one fabric joins them."""
+
+    class Memory:
+        multicast_ptr = 1 << 40
+        get_buffer = staticmethod(lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
+
+        @classmethod
+        def rendezvous(cls, memory, name):
+            cls.equal_numbers = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+            return cls()
+
+    pretend_gpus(rank, number=rank % 2, fabric="cluster/1")
+    symmetric_memory._SymmetricMemory, symmetric_memory._zeros = Memory, lambda bytes, device: torch.zeros(bytes)
+    assert len(open_on_gpu().parts) == 4
+    assert Memory.equal_numbers is None, "torch distinguishes GPUs of two machines, whatever their numbers"
+    pretend_gpus(rank, fabric=f"cluster/{rank // 2}")
+    with pytest.raises(ValueError, match="ranks 0 and 2 of group .* are on two, whose GPUs no NVLink fabric joins"):
+        open_on_gpu()
+
+
+def test_a_fabric_joins_the_gpus_of_two_machines():
+    run_ranks(check_fabrics, 4, backend=BOTH, before=on_machines("aabb"))
+
+
+NVML = """
+#include <string.h>
+struct info { unsigned char cluster[16]; unsigned status, clique; unsigned char state; };
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char* uuid, void** handle) { *handle = (void*)uuid; return 0; }
+int nvmlDeviceGetGpuFabricInfo(void* handle, struct info* info) {
+  const char* uuid = handle;
+  memset(info, 0, sizeof *info);
+  info->cluster[15] = strcmp(uuid, "GPU-alone") != 0;
+  info->clique = 7;
+  info->state = strcmp(uuid, "GPU-starting") != 0 ? 3 : 2;
+  return strcmp(uuid, "GPU-old") == 0 ? 3 : 0;
+}
+"""
+
+
+def test_the_fabric_of_a_gpu_is_asked_of_the_driver(tmp_path):
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    (tmp_path / "nvml.c").write_text(NVML)
+    library = str(tmp_path / "libnvml.so")
+    subprocess.run([compiler, "-shared", "-fPIC", tmp_path / "nvml.c", "-o", library], check=True)
+    assert symmetric_memory.fabric_of("GPU-1", library) == "0" * 31 + "1/7"
+    assert [symmetric_memory.fabric_of(gpu, library) for gpu in ("GPU-alone", "GPU-starting", "GPU-old")] == [""] * 3
+    assert symmetric_memory.fabric_of("GPU-1", str(tmp_path / "none.so")) == "", "no driver"
+
+
 def test_a_group_of_two_machines_is_refused_on_every_rank():
     for outcome in try_ranks(check_machines, 2, backend=BOTH, before=on_machines("ab")):
         assert outcome.error is None, outcome.traceback
@@ -212,7 +268,8 @@ def test_the_name_of_a_device_distinguishes_it_from_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "b71c"}))
     monkeypatch.setenv("WEFT_HOST", "left")
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
-    place = {"machine": "left", "gpu": "b71c", "number": 1, "may_share_gpu": False}
+    monkeypatch.setattr(symmetric_memory, "fabric_of", lambda gpu: f"of {gpu}")
+    place = {"machine": "left", "gpu": "b71c", "fabric": "of GPU-b71c", "number": 1, "may_share_gpu": False}
     assert symmetric_memory._place(torch.device("cuda", 1)) == place
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert symmetric_memory._place(CPU)["may_share_gpu"]

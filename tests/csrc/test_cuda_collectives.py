@@ -22,8 +22,11 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TIMED_OUT, MISMATCHED, STOPPED = (_C.wait_record.states[name] for name in ("timed_out", "mismatched", "stopped"))
-WORDS = 3  # of a block for each rank
-OPERATIONS = ["one_shot", "two_shot", "in_place", "reduce_scatter", "all_gather"]
+WORDS = 3  # flags of a block for each rank
+BOX_WORDS = 3 * 513 * 4  # the same for boxes: three, with a line for each thread and the signature's
+OPERATIONS = ["low_latency", "one_shot", "two_shot", "in_place", "reduce_scatter", "all_gather"]
+IN_WINDOWS = ["reduce_scatter_in_place", "all_gather_in_place", "all_gather_by_copies"]
+OPERATIONS += IN_WINDOWS
 
 needs_cuda_build = pytest.mark.skipif(_C.cuda is None, reason="this build has no CUDA")
 
@@ -41,8 +44,9 @@ class VirtualRanks:
     for; what they need is allocated before."""
 
     def __init__(self, world, blocks=4, workspace_bytes=2**18, timeout_s=20.0):
-        self.world = world
-        self.pads = [torch.zeros(WORDS * blocks * world, dtype=torch.int32, device="cuda") for _ in range(world)]
+        self.world, self.flags = world, WORDS * blocks * world
+        pad_words = self.flags + 4 + BOX_WORDS * blocks * world
+        self.pads = [torch.zeros(pad_words, dtype=torch.int32, device="cuda") for _ in range(world)]
         self.workspaces = [torch.zeros(workspace_bytes, dtype=torch.uint8, device="cuda") for _ in range(world)]
         self.records = [torch.zeros(16, dtype=torch.int64).pin_memory() for _ in range(world)]
         self.streams = [torch.cuda.Stream() for _ in range(world)]
@@ -52,7 +56,7 @@ class VirtualRanks:
             _C.cuda.Ranks(
                 rank,
                 pads,
-                WORDS * blocks * world,
+                pad_words,
                 workspaces,
                 workspace_bytes,
                 self.records[rank].data_ptr(),
@@ -78,7 +82,7 @@ class VirtualRanks:
 
     def assert_idle(self):
         torch.cuda.synchronize()
-        assert all(pad.count_nonzero().item() == 0 for pad in self.pads)
+        assert all(pad[: self.flags].count_nonzero().item() == 0 for pad in self.pads)
         assert all(record.count_nonzero().item() == 0 for record in self.records)
 
 
@@ -95,15 +99,18 @@ class Trial:
         world = ranks.world_size
         self.average = average
         op = "avg" if average else "sum"
-        whole = sum(counts) if operation == "reduce_scatter" else counts[0]
-        if operation == "all_gather":
+        scattered = operation.startswith("reduce_scatter")
+        if operation == "low_latency":
+            counts[0] = min(counts[0], ranks.ranks[0].low_latency_bytes // dtype.itemsize)
+        whole = sum(counts) if scattered else counts[0]
+        if operation.startswith("all_gather"):
             self.sources = [values(counts[rank], dtype, offset) for rank in range(world)]
             self.results = [[values(count, dtype, offset * (rank % 2)) for count in counts] for rank in range(world)]
             self.expected = [[source.cpu() for source in self.sources]] * world
             return
         self.sources = [values(whole, dtype, offset * (rank % 2 or operation == "in_place")) for rank in range(world)]
         total = reference.reduce([source.cpu() for source in self.sources], op)
-        if operation == "reduce_scatter":
+        if scattered:
             self.results = [[values(counts[rank], dtype, offset)] for rank in range(world)]
             self.expected = [[part] for part in total.split(counts)]
         elif operation == "in_place":
@@ -116,12 +123,21 @@ class Trial:
     def launch(self, ranks, rank, stream):
         source, results = self.sources[rank].data_ptr(), [result.data_ptr() for result in self.results[rank]]
         what = (name_of(self.dtype), self.average, 1.0)
+        bytes = [count * self.dtype.itemsize for count in self.counts]
+        sources = [x.data_ptr() for x in self.sources]
+        window = [at - 16 * r for r, at in enumerate(sources)], 16 * rank  # each rank's source lies at another offset
         if self.operation == "all_gather":
-            ranks.all_gather(source, results, [count * self.dtype.itemsize for count in self.counts], stream)
+            ranks.all_gather(source, results, bytes, stream)
+        elif self.operation == "all_gather_in_place":
+            ranks.all_gather_in_place(*window, results, bytes, self.dtype.itemsize, stream)
+        elif self.operation == "all_gather_by_copies":
+            ranks.all_gather_by_copies(sources, results, bytes, stream)
+        elif self.operation == "reduce_scatter_in_place":
+            ranks.reduce_scatter_in_place(*window, results[0], self.counts, *what, stream)
         elif self.operation == "reduce_scatter":
             ranks.reduce_scatter(source, results[0], self.counts, *what, stream)
         elif self.operation == "in_place":
-            ranks.all_reduce_in_place([x.data_ptr() for x in self.sources], self.counts[0], *what, stream)
+            ranks.all_reduce_in_place(sources, self.counts[0], *what, stream)
         else:
             ranks.all_reduce(source, results[0], self.counts[0], *what, self.operation, stream)
 
@@ -136,7 +152,7 @@ class Trial:
 
 def counts_of(operation, world, count):
     """Parts that differ in size, one of them empty, where the operation takes them."""
-    if operation not in ("reduce_scatter", "all_gather"):
+    if not operation.startswith(("reduce_scatter", "all_gather")):
         return [count]
     return [count // (rank + 1) if rank != 1 else 0 for rank in range(world)]
 
@@ -275,6 +291,10 @@ def test_a_rank_that_does_not_come_is_named_and_results_are_nan(operation):
         "in_place": ("all_reduce (in place)", "arrived"),
         "reduce_scatter": ("reduce_scatter", "staged"),
         "all_gather": ("all_gather", "staged"),
+        "low_latency": ("all_reduce (low_latency)", "staged"),
+        "reduce_scatter_in_place": ("reduce_scatter (in place)", "arrived"),
+        "all_gather_in_place": ("all_gather (in place)", "arrived"),
+        "all_gather_by_copies": ("all_gather (by copies)", "arrived"),
     }
     for rank in (0, 1):
         state, recorded_rank, operation_code, phase, peer, block, seen, expected = ranks.records[rank][:8].tolist()
@@ -282,7 +302,7 @@ def test_a_rank_that_does_not_come_is_named_and_results_are_nan(operation):
         assert [operation_code, phase] == [code_of(name) for name in codes[operation]]
         assert 0 <= block < 4 and 0 < expected < 2**31
         assert later.is_nan(rank)
-        if operation == "all_gather":  # but for its own part, which needs nobody
+        if operation.startswith("all_gather"):  # but for its own part, which needs nobody
             assert all(result.isnan().all() for r, result in enumerate(trial.results[rank]) if r != rank)
         else:
             assert trial.is_nan(rank)
@@ -348,13 +368,14 @@ def some_ranks(**changes):
         (dict(blocks=0), "blocks must be 1 or more, got 0"),
         (dict(rank=2), "rank must be 0 to 1, got 2"),
         (dict(rank=-1), "rank must be 0 to 1, got -1"),
-        (dict(pads=[4096] * 17, workspace=[4096] * 17), "1 to 16 signal pads, one for each rank; got 17"),
-        (dict(pads=[]), "1 to 16 signal pads, one for each rank; got 0"),
+        (dict(pads=[4096] * 73, workspace=[4096] * 73), "1 to 72 signal pads, one for each rank; got 73"),
+        (dict(pads=[]), "1 to 72 signal pads, one for each rank; got 0"),
         (dict(workspace=[4096]), "workspaces of Ranks: expected one for each of 2 ranks, got 1"),
         (dict(workspace=[4096, 8200]), "the workspace of rank 1 must be aligned to 16 bytes and not null, got .* 8200"),
-        (dict(pads=[4096, 0]), "the signal pad of rank 1 must be aligned to 4 bytes and not null, got address 0"),
+        (dict(pads=[4096, 0]), "the signal pad of rank 1 must be aligned to 16 bytes and not null, got address 0"),
         (dict(record=12), "the record must be aligned to 8 bytes and not null, got address 12"),
         (dict(workspace_bytes=31), "a workspace for 2 ranks needs 32 bytes or more, got 31"),
+        (dict(workspace_bytes=255), "a workspace for 32 blocks needs 256 bytes or more, got 240"),
         (dict(timeout_s=0.0), "timeout_s must be more than 0"),
         (dict(timeout_s=float("nan")), "timeout_s must be more than 0"),
     ],
@@ -370,7 +391,8 @@ def test_ranks_refuse_what_would_corrupt_memory(changes, complaint):
     ("method", "arguments", "complaint"),
     [
         ("all_reduce", (16, 16, 4, "int8", False, 1.0, "one_shot"), "takes float32, float16 and bfloat16, got int8"),
-        ("all_reduce", (16, 16, 4, "float32", False, 1.0, "ring"), 'are "one_shot" and "two_shot", got "ring"'),
+        ("all_reduce", (16, 16, 4, "float32", False, 1.0, "ring"), '"one_shot" and "two_shot", got "ring"'),
+        ("all_reduce", (16, 16, 4, "float32", False, 1.0, "low_latency"), "takes at most 0 bytes here, got 16"),
         (
             "all_reduce",
             (0, 16, 4, "float32", False, 1.0, "one_shot"),
@@ -402,6 +424,19 @@ def test_ranks_refuse_what_would_corrupt_memory(changes, complaint):
         ("all_gather", (16, [16], [4, 4]), "destinations of all_gather: expected one for each of 2 ranks, got 1"),
         ("all_gather", (16, [16, 16], [4]), "bytes of all_gather: expected one for each of 2 ranks, got 1"),
         ("all_gather", (16, [16, 0], [4, 4]), "the memory for rank 1 in all_gather .* got address 0"),
+        (
+            "reduce_scatter_in_place",
+            ([16], 0, 16, [4, 4], "float32", False, 1.0),
+            "parts of a window: expected one for each of 2 ranks, got 1",
+        ),
+        (
+            "reduce_scatter_in_place",
+            ([16, 32], 2, 16, [4, 4], "float32", False, 1.0),
+            "an offset in a window must be a multiple of 4 bytes, got 2",
+        ),
+        ("all_gather_in_place", ([16, 0], 0, [16, 16], [4, 4], 4), "the window of rank 1 .* got address 0"),
+        ("all_gather_in_place", ([16, 32], 0, [16, 16], [4, 6], 4), "whole elements of 4 bytes, got 6 bytes of rank 1"),
+        ("all_gather_by_copies", ([16, 0], [16, 16], [4, 4]), "the memory of rank 1 in .* got address 0"),
     ],
 )
 def test_calls_refuse_what_would_corrupt_memory(method, arguments, complaint):
@@ -425,6 +460,16 @@ LAUNCHES = {
     "all_reduce (multimem)": lambda ranks, dtype: ranks.all_reduce_multimem(32, 8, dtype, False, 1.0, 0, own=64),
     "reduce_scatter": lambda ranks, dtype: ranks.reduce_scatter(16, 16, [3, 4], dtype, False, 1.0, 0),
     "all_gather": lambda ranks, dtype: ranks.all_gather(16, [16, 32], [dtype_bytes(dtype), 0], 0),
+    "all_reduce (low_latency)": lambda ranks, dtype: some_ranks(pad_words=2**16).all_reduce(
+        16, 16, 9, dtype, False, 1.0, "low_latency", 0
+    ),
+    "reduce_scatter (in place)": lambda ranks, dtype: ranks.reduce_scatter_in_place(
+        [16, 32], 4, 16, [3, 4], dtype, False, 1.0, 0
+    ),
+    "all_gather (in place)": lambda ranks, dtype: ranks.all_gather_in_place(
+        [16, 32], 4, [16, 32], [dtype_bytes(dtype), 0], dtype_bytes(dtype), 0
+    ),
+    "all_gather (by copies)": lambda ranks, dtype: ranks.all_gather_by_copies([16, 32], [16, 32], [4, 4], 0),
 }
 
 
@@ -493,6 +538,9 @@ def blocking_driver(tmp_path_factory):
         "ranks.all_reduce_multimem(32, 8, 'float32', False, 1.0, 0)",
         "ranks.reduce_scatter(16, 16, [3, 4], 'float32', False, 1.0, 0)",
         "ranks.all_gather(16, [16, 32], [4, 4], 0)",
+        "ranks.reduce_scatter_in_place([16, 32], 0, 16, [3, 4], 'float32', False, 1.0, 0)",
+        "ranks.all_gather_in_place([16, 32], 0, [16, 32], [4, 4], 4, 0)",
+        "ranks.all_gather_by_copies([16, 32], [16, 32], [4, 4], 0)",
         "_C.cuda.rank_order_sum([16], 16, 1, 'float32')",
         "_C.cuda.copy_and_mark([16], [16], [1], [16], 0)",
     ],
@@ -551,7 +599,7 @@ def test_no_kernel_spills_on_any_architecture():
         [tool("cuobjdump"), "-res-usage", _C.__file__], check=True, capture_output=True, text=True
     ).stdout
     bodies = ("Barrier", "AllReduceOneShot", "AllReduceTwoShot", "AllReduceInPlace", "AllReduceMultimem",
-              "ReduceScatter", "AllGather")  # fmt: skip
+              "AllReduceLowLatency", "ReduceScatter", "AllGather", "AfterCopies")  # fmt: skip
     found = set()
     for section in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
         architecture = section.split()[0]
@@ -581,12 +629,16 @@ def machine_code(architecture):
 def test_flags_are_stores_and_no_atomics(architecture):
     """A link without native atomics (PCIe) does not make those of a peer's memory atomic."""
     kernels = {name: code for name, code in machine_code(architecture).items() if "collectives_cu" in name}
-    assert len(kernels) == 19
+    assert len(kernels) == 23
     if architecture == "sm_80":
         kernels = {name: code for name, code in kernels.items() if "Multimem" not in name}  # they are empty
     for name, code in kernels.items():
         atomics = re.findall(r"(?<!BAR\.)\b(?:ATOMG?|RED)\.\S+", code)
         assert all(".CAS.64." in atomic for atomic in atomics), (name, atomics)  # the record's, in host memory
+        if "LowLatency" in name:  # it sets no flag: words come by themselves, 16 bytes in one store
+            assert re.search(r"\bSTG?\.E\.128\.STRONG\.SYS", code) and re.search(r"\bLDG?\.E\.128\.STRONG\.SYS", code)
+            assert len(re.findall(r"\bMEMBAR", code)) == len(atomics), "fences are the record's alone"
+            continue
         flag = r"MEMBAR\S*\.SYS.*?\bST(?:G)?\.E\.STRONG\.SYS.*?\bLDG?\.E\.STRONG\.SYS\s.*?\bCCTL\.IVALL"
         assert re.search(flag, code, re.DOTALL), name
 

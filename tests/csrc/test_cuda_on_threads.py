@@ -29,14 +29,19 @@ OPERATIONS = {  # their codes, and those of their first meetings
         "all_reduce (multimem)": "arrived",
         "reduce_scatter": "staged",
         "all_gather": "staged",
+        "reduce_scatter (in place)": "arrived",
+        "all_gather (in place)": "arrived",
+        "all_gather (by copies)": "arrived",
+        "all_reduce (low_latency)": "staged",
     }.items()
 }
+IN_SYMMETRIC_MEMORY = [name for name in OPERATIONS if "(in place)" in name]
 # Meetings that order accesses. The third one in place orders the same as the second: it is there for late ranks.
-MEETINGS = [("barrier", "12")] + [
+MEETINGS = [("barrier", "12"), ("all_gather (by copies)", "12")] + [
     (name, meetings)
     for name in OPERATIONS
-    if name != "barrier"
-    for meetings in ("1", "23" if name in ("all_reduce (in place)", "all_reduce (multimem)") else "2")
+    if name not in ("barrier", "all_gather (by copies)", "all_reduce (low_latency)")
+    for meetings in ("1", "23" if name in (*IN_SYMMETRIC_MEMORY, "all_reduce (multimem)") else "2")
 ]
 
 pytestmark = [
@@ -101,6 +106,10 @@ def test_a_meeting_that_is_left_out_is_found(sanitized, operation, meetings):
     assert done.returncode == RACE_FOUND and "data race" in done.stderr, done.stdout + done.stderr
 
 
+def test_nan_of_all_ones_arrives(program):
+    output(program, "ones")
+
+
 def test_a_rank_that_does_not_come_is_named_and_results_are_nan(program):
     found = records(output(program, "missing"))
     assert len(found) == len(OPERATIONS)
@@ -124,22 +133,26 @@ def test_the_host_can_end_a_wait(program):
     assert (record["state"], record["peer"]) == (STOPPED, 1)  # as the host wrote it
 
 
-def test_a_rank_that_is_overtaken_takes_no_sum_for_right(program):
-    of_1, of_2 = records(output(program, "overtaken"))
+@pytest.mark.parametrize("operation", [*IN_SYMMETRIC_MEMORY, "all_gather (by copies)"])
+def test_a_rank_that_is_overtaken_takes_no_result_for_right(program, operation):
+    of_1, of_2 = records(output(program, "overtaken", operation))
     assert (of_1["state"], of_1["rank"]) == (TIMED_OUT, 1)
     assert (of_2["state"], of_2["rank"]) == (TIMED_OUT, 2)
 
 
 @pytest.mark.parametrize(
-    ("scenario", "fault", "complaint"),
+    ("scenario", "complaint"),
     [
-        ("missing", "marks", "has changed staging memory"),
-        ("overtaken", "3", "of all_reduce (in place) of float32 on rank 1"),
+        (["missing", "marks"], "has changed staging memory"),
+        (["overtaken", "all_reduce (in place)", "3"], "of all_reduce (in place) of float32 on rank 1"),
+        (["overtaken", "reduce_scatter (in place)", "3"], "of reduce_scatter (in place) of float32 on rank 2"),
+        (["overtaken", "all_gather (in place)", "3"], "of all_gather (in place)"),
+        (["overtaken", "all_gather (by copies)", "2"], "of all_gather (by copies)"),
     ],
-    ids=["marks unseen", "third meeting left out"],
+    ids=lambda value: " without ".join(value[1:]) if isinstance(value, list) else "",
 )
-def test_what_keeps_late_ranks_right_is_needed(program, scenario, fault, complaint):
-    done = run(program, scenario, fault)
+def test_what_keeps_late_ranks_right_is_needed(program, scenario, complaint):
+    done = run(program, *scenario)
     assert done.returncode == 1 and complaint in done.stderr, done.stdout + done.stderr
 
 

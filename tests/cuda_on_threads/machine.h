@@ -39,6 +39,7 @@ struct Barrier {
 struct Block {
   explicit Block(int threads) : barrier(threads) {}
   Barrier barrier;
+  const void* shared[weft::cuda::most_ranks] = {};
   std::atomic<int> against[3] = {};  // one for each of three votes in a row: see Here::all
 };
 
@@ -61,6 +62,7 @@ struct Here {
   int block() const { return block_; }
   int blocks() const { return blocks_; }
   bool all(bool mine);
+  const void** shared() const;
   uint64_t now_ns() const {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
@@ -69,6 +71,18 @@ struct Here {
   uint32_t take(uint32_t* flag, uint32_t value);
   uint32_t read(const uint32_t* flag) const;
   void write(uint32_t* flag, uint32_t value) const { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
+  void write_line(uint32_t* to, const weft::cuda::Packed<uint32_t>& line) {
+    for (int k = 0; k < 4; ++k) {
+      dawdle();
+      __atomic_store_n(to + k, line.values[k], __ATOMIC_RELAXED);
+    }
+  }
+  weft::cuda::Packed<uint32_t> read_line(const uint32_t* from) const {
+    weft::cuda::Packed<uint32_t> line;
+    for (int k = 0; k < 4; ++k) line.values[k] = __atomic_load_n(from + k, __ATOMIC_RELAXED);
+    if (line.values[0] == 0) sched_yield();
+    return line;
+  }
   int64_t read(const int64_t* field) const { return __atomic_load_n(field, __ATOMIC_ACQUIRE); }
   void write(int64_t* field, int64_t value) const { __atomic_store_n(field, value, __ATOMIC_RELAXED); }
   int64_t swap(int64_t* field, int64_t expected, int64_t desired) const {
@@ -163,6 +177,8 @@ inline Here::Here(Stream& stream, int thread, int block)
     : stream_(stream), thread_(thread), threads_(stream.threads), block_(block),
       random_(stream.seed * 1000 + block * 100 + thread + 1) {}
 
+inline const void** Here::shared() const { return stream_.shared[block_]->shared; }
+
 inline void Here::dawdle() {
   if (stream_.longest_delay_us > 0 && random_() % 8 == 0) usleep(random_() % stream_.longest_delay_us);
 }
@@ -249,5 +265,11 @@ struct Threads {
   static void launch(const std::string& operation, const Body& body, int blocks, uintptr_t stream) {
     if (!loaded<Body>) throw std::logic_error(operation + " is launched before it was loaded");
     reinterpret_cast<Stream*>(stream)->push([body](Here& here) { body(here); }, blocks);
+  }
+  static void copy(const std::string&, uintptr_t to, uintptr_t from, size_t bytes, uintptr_t stream) {
+    const auto copied = [=](Here& here) {
+      if (here.thread() == 0) std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+    };
+    reinterpret_cast<Stream*>(stream)->push(copied, 1);
   }
 };

@@ -53,11 +53,13 @@ using Record = std::array<int64_t, 16>;
 
 struct World {
   World(const Shape& shape, unsigned seed) : shape(shape) {
-    const size_t words = word_number(shape.world, shape.blocks, 1, 0) + 3;
+    const size_t words = first_box_word(shape.world, shape.blocks) +
+                         shape.blocks * box_words(shape.world, shape.threads) + 3;
     Multicast multicast{nothing_here.data(), symmetric_bytes, {}};
     for (int r = 0; r < shape.world; ++r) {
       pads.emplace_back(words, 0);
       workspaces.emplace_back(shape.workspace_bytes, 0);
+      std::memset(workspaces.back().data(), 0, shape.workspace_bytes);
       symmetric.emplace_back(symmetric_bytes, 0);
       records.push_back(std::make_unique<Record>(Record{}));
       cells.push_back(std::make_unique<int>(0));
@@ -82,12 +84,23 @@ struct World {
   void run(int rank, std::function<void()> work) {
     streams[rank]->push([work](Here& here) { if (here.thread() == 0) work(); }, 1);
   }
+  void copy(int rank, Buffer& to, uintptr_t from) {
+    if (to.address() == from) return;
+    char* const target = to.data();
+    run(rank, [=, bytes = to.bytes()] { std::memcpy(target, reinterpret_cast<const char*>(from), bytes); });
+  }
+  std::vector<uintptr_t> windows() {
+    std::vector<uintptr_t> addresses;
+    for (Buffer& buffer : symmetric) addresses.push_back(buffer.address());
+    return addresses;
+  }
   void drain() {
     for (auto& stream : streams) stream->drain();
   }
   void expect_idle() {
     for (int r = 0; r < shape.world; ++r) {
-      for (const uint32_t word : pads[r]) expect(word == 0, "a signal pad is not zero at the end");
+      for (size_t word = 0; word < word_number(shape.world, shape.blocks, 1, 0); ++word)
+        expect(pads[r][word] == 0, "a flag is not zero at the end");
       for (const int64_t field : *records[r]) expect(field == 0, "a record was left though no wait gave up");
       expect(workspaces[r].surroundings_are_untouched() && symmetric[r].surroundings_are_untouched(),
              "memory beside a workspace was written");
@@ -115,6 +128,8 @@ struct Trial {
   float scale;
   std::vector<size_t> counts;  // one for all ranks, or one for each
   size_t offset;               // of symmetric memory, in bytes
+  std::vector<size_t> offsets;  // the same where each rank has its own
+  size_t unit;                 // of a gathering's elements
   bool in_place;               // the destination is (a part of) the source
   std::vector<Buffer> sources, results;
   std::vector<std::vector<Buffer>> gathered;     // [rank][from]
@@ -145,6 +160,17 @@ std::vector<char> plain_sum(const std::vector<const T*>& parts, size_t count, bo
   return bytes;
 }
 
+inline bool gathers(Operation operation) {
+  return operation == Operation::all_gather || operation == Operation::all_gather_in_place ||
+         operation == Operation::all_gather_by_copies;
+}
+
+// Whether sources lie in symmetric memory, and results do not.
+inline bool reads_windows(Operation operation) {
+  return operation == Operation::reduce_scatter_in_place || operation == Operation::all_gather_in_place ||
+         operation == Operation::all_gather_by_copies;
+}
+
 inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Random& random, size_t most) {
   auto trial = std::make_unique<Trial>();
   const int ranks = world.shape.world;
@@ -159,9 +185,11 @@ inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Rand
   if (operation == Operation::barrier) return trial;
 
   const auto offset = [&](size_t unit) { return random() % 2 ? 0 : random() % (16 / unit) * unit; };
-  if (operation == Operation::all_gather) {
-    const size_t unit = size_t{1} << random() % 3;
+  if (gathers(operation)) {
+    const size_t unit = trial->unit = size_t{1} << random() % 3;
+    if (reads_windows(operation)) most = std::min(most, symmetric_bytes - 64);
     for (int r = 0; r < ranks; ++r) trial->counts.push_back(random() % 4 == 0 ? 0 : random() % (most / unit) * unit);
+    for (int r = 0; r < ranks; ++r) trial->offsets.push_back(offset(unit));
     for (int r = 0; r < ranks; ++r) {
       trial->sources.emplace_back(trial->counts[r], offset(unit));
       for (size_t i = 0; i < trial->counts[r]; ++i) trial->sources[r].data()[i] = static_cast<char>(random());
@@ -183,7 +211,10 @@ inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Rand
     trial->element_bytes = sizeof(T);
     const bool multimem = operation == Operation::all_reduce_multimem;
     const bool symmetric = multimem || operation == Operation::all_reduce_in_place;
-    const bool scattered = operation == Operation::reduce_scatter;
+    const bool scattered =
+        operation == Operation::reduce_scatter || operation == Operation::reduce_scatter_in_place;
+    if (reads_windows(operation)) most = std::min(most, (symmetric_bytes - 64) / ranks);
+    if (operation == Operation::all_reduce_low_latency) most = std::min(most, world.ranks[0]->low_latency_bytes() + 1);
     size_t total = 0;
     for (int r = 0; r < (scattered ? ranks : 1); ++r) {
       size_t count = random() % 8 == 0 ? random() % 2 : random() % (most / sizeof(T));
@@ -192,6 +223,7 @@ inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Rand
       trial->counts.push_back(count);
       total += count;
     }
+    for (int r = 0; r < ranks; ++r) trial->offsets.push_back(offset(sizeof(T)));
     if (symmetric) trial->offset = multimem ? random() % 4 * 16 : random() % 16 * sizeof(T);
     std::vector<const T*> inputs;
     for (int r = 0; r < ranks; ++r) {
@@ -209,6 +241,15 @@ inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Rand
     }
   });
   return trial;
+}
+
+// Brings the source to symmetric memory if the call wants it there. Returns where it will lie.
+inline uintptr_t put_source(World& world, Trial& trial, int rank) {
+  Buffer& source = trial.sources[rank];
+  if (!reads_windows(trial.operation)) return source.address();
+  char *to = world.symmetric[rank].data() + trial.offsets[rank], *from = source.data();
+  world.run(rank, [=, bytes = source.bytes()] { std::memcpy(to, from, bytes); });
+  return reinterpret_cast<uintptr_t>(to);
 }
 
 // Puts the trial on one rank's stream.
@@ -229,12 +270,15 @@ inline void enqueue(World& world, Trial& trial, int rank) {
       ranks.barrier(stream);
       break;
     }
+    case Operation::all_reduce_low_latency:
     case Operation::all_reduce_one_shot:
-    case Operation::all_reduce_two_shot:
+    case Operation::all_reduce_two_shot: {
+      const std::string name = name_of(trial.operation);  // "all_reduce (one_shot)"
+      const std::string algorithm = name.substr(name.find('(') + 1, name.size() - name.find('(') - 2);
       ranks.all_reduce(source(), trial.in_place ? source() : trial.results[rank].address(), trial.counts[0],
-                       trial.dtype, trial.average, trial.scale,
-                       trial.operation == Operation::all_reduce_one_shot ? "one_shot" : "two_shot", stream);
+                       trial.dtype, trial.average, trial.scale, algorithm, stream);
       break;
+    }
     case Operation::all_reduce_in_place:
     case Operation::all_reduce_multimem: {
       char* own = world.symmetric[rank].data() + trial.offset;
@@ -242,8 +286,8 @@ inline void enqueue(World& world, Trial& trial, int rank) {
       const size_t bytes = trial.sources[rank].bytes();
       world.run(rank, [=] { std::memcpy(own, from, bytes); });
       if (trial.operation == Operation::all_reduce_in_place) {
-        std::vector<uintptr_t> addresses;
-        for (Buffer& buffer : world.symmetric) addresses.push_back(buffer.address() + trial.offset);
+        std::vector<uintptr_t> addresses = world.windows();
+        for (uintptr_t& address : addresses) address += trial.offset;
         ranks.all_reduce_in_place(addresses, trial.counts[0], trial.dtype, trial.average, trial.scale, stream,
                                   trial.offset);
       } else {
@@ -254,22 +298,37 @@ inline void enqueue(World& world, Trial& trial, int rank) {
       world.run(rank, [=] { std::memcpy(to, own, bytes); });
       break;
     }
-    case Operation::reduce_scatter: {
+    case Operation::reduce_scatter:
+    case Operation::reduce_scatter_in_place: {
       size_t before = 0;
-      for (int r = 0; r < rank; ++r) before += trial.counts[r];
-      ranks.reduce_scatter(source(),
-                           trial.in_place ? source() + before * trial.element_bytes : trial.results[rank].address(),
-                           trial.counts, trial.dtype, trial.average, trial.scale, stream);
-      if (trial.in_place) {
-        char *from = trial.sources[rank].data() + before * trial.element_bytes, *to = trial.results[rank].data();
-        world.run(rank, [=, bytes = trial.results[rank].bytes()] { std::memcpy(to, from, bytes); });
-      }
+      for (int r = 0; r < rank; ++r) before += trial.counts[r] * trial.element_bytes;
+      const uintptr_t from = put_source(world, trial, rank);
+      const uintptr_t to = trial.in_place ? from + before : trial.results[rank].address();
+      if (trial.operation == Operation::reduce_scatter)
+        ranks.reduce_scatter(from, to, trial.counts, trial.dtype, trial.average, trial.scale, stream);
+      else
+        ranks.reduce_scatter_in_place(world.windows(), trial.offsets[rank], to, trial.counts, trial.dtype,
+                                      trial.average, trial.scale, stream, 1);
+      world.copy(rank, trial.results[rank], to);
       break;
     }
-    case Operation::all_gather: {
-      std::vector<uintptr_t> destinations;
+    case Operation::all_gather:
+    case Operation::all_gather_in_place:
+    case Operation::all_gather_by_copies: {
+      std::vector<uintptr_t> destinations, sources;
       for (Buffer& buffer : trial.gathered[rank]) destinations.push_back(buffer.address());
-      ranks.all_gather(trial.in_place ? destinations[rank] : source(), destinations, trial.counts, stream);
+      const bool staged = trial.operation == Operation::all_gather;
+      const uintptr_t from = staged && trial.in_place ? destinations[rank] : put_source(world, trial, rank);
+      if (trial.in_place) destinations[rank] = from;
+      for (int r = 0; r < world.shape.world; ++r) sources.push_back(world.windows()[r] + trial.offsets[r]);
+      if (staged)
+        ranks.all_gather(from, destinations, trial.counts, stream);
+      else if (trial.operation == Operation::all_gather_in_place)
+        ranks.all_gather_in_place(world.windows(), trial.offsets[rank], destinations, trial.counts, trial.unit, stream,
+                                  1);
+      else
+        ranks.all_gather_by_copies(sources, destinations, trial.counts, stream, 1);
+      world.copy(rank, trial.gathered[rank][rank], destinations[rank]);
       break;
     }
   }
@@ -282,14 +341,15 @@ inline void enqueue(World& world, Trial& trial, int rank) {
 
 // The bytes that the rank got, wherever they went.
 inline std::vector<char> received(Trial& trial, int rank) {
-  const bool reduced = trial.operation == Operation::all_reduce_one_shot ||
+  const bool reduced = trial.operation == Operation::all_reduce_low_latency ||
+                       trial.operation == Operation::all_reduce_one_shot ||
                        trial.operation == Operation::all_reduce_two_shot;
   std::vector<char> bytes;
   const auto append = [&](Buffer& buffer) {
     expect(buffer.surroundings_are_untouched(), "memory beside a result was written");
     bytes.insert(bytes.end(), buffer.data(), buffer.data() + buffer.bytes());
   };
-  if (trial.operation == Operation::all_gather)
+  if (gathers(trial.operation))
     for (Buffer& buffer : trial.gathered[rank]) append(buffer);
   else if (trial.operation != Operation::barrier)
     append(reduced && trial.in_place ? trial.sources[rank] : trial.results[rank]);
@@ -322,5 +382,6 @@ inline size_t check(Trial& trial, int rank, bool gave_up) {
 inline const Operation all_operations[] = {
     Operation::barrier,           Operation::all_reduce_one_shot, Operation::all_reduce_two_shot,
     Operation::all_reduce_in_place, Operation::all_reduce_multimem, Operation::reduce_scatter,
-    Operation::all_gather,
+    Operation::all_gather,        Operation::reduce_scatter_in_place, Operation::all_gather_in_place,
+    Operation::all_gather_by_copies, Operation::all_reduce_low_latency,
 };
