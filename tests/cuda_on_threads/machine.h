@@ -25,6 +25,7 @@
 // What a test breaks on purpose, to see that it would be found.
 struct Faults {
   int left_out = 0;           // bit m: meeting m of every call does not take place
+  bool relaxed = false;       // a flag does not publish what was written before it
   bool marks_unseen = false;  // a broken rank begins the next call as if nothing were wrong
 };
 
@@ -199,7 +200,8 @@ inline bool Here::all(bool mine) {
 inline void Here::set(uint32_t* flag, uint32_t value) {
   if (stream_.faults.left_out >> (value & 3) & 1) return;
   dawdle();
-  const bool was_free = __atomic_exchange_n(flag, value, __ATOMIC_RELEASE) == 0;
+  const bool was_free = (stream_.faults.relaxed ? __atomic_exchange_n(flag, value, __ATOMIC_RELAXED)
+                                                : __atomic_exchange_n(flag, value, __ATOMIC_RELEASE)) == 0;
   if (was_free || stream_.faults.left_out != 0 || stream_.faults.marks_unseen) return;
   std::fprintf(stderr, "wrong: a flag was set again before its owner had taken it\n");
   std::_Exit(1);
