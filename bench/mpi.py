@@ -210,34 +210,38 @@ def _installed(folder: Path, package: str) -> Path:
     return place.resolve()
 
 
-def _of_first(call: Callable, a: torch.Tensor, *_) -> None:
-    call(a)
-
-
 def _measured(rank: int, sizes: Sequence[int], pinned: bool) -> dict[str, float]:
     warnings.simplefilter("ignore", FutureWarning)  # torch renames these functions again
     torch.set_num_threads(1)
     if pinned:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     world, found = dist.get_world_size(), {}
-    meet = communicator().engine.barrier  # type: ignore[union-attr]
+    ranks = communicator()
+    meet = ranks.engine.barrier  # type: ignore[union-attr]
     for size in sizes:
         part = max(1, size // 4 // world)
         sets = min(8, max(1, _CACHED_BYTES // size))
         ordinary = [torch.zeros(part * world) for _ in range(sets)]
         symmetric = [weft.empty_symmetric(part * world) for _ in range(sets)]
         outputs = [torch.zeros(part * world) for _ in range(sets)]
-        for way, inputs in (("ordinary", ordinary), ("symmetric", symmetric)):
-            reduce = dist.all_reduce if way == "ordinary" else weft.all_reduce
-            calls: dict[str, Callable] = {  # of a buffer, one that it is sent to, and the first parts of both
-                "all_reduce": partial(_of_first, reduce),
-                "all_gather": lambda a, b, first_a, first_b: dist.all_gather_into_tensor(b, first_a),
-                "reduce_scatter": lambda a, b, first_a, first_b: dist.reduce_scatter_tensor(first_b, a),
-                "all_to_all": lambda a, b, first_a, first_b: dist.all_to_all_single(b, a),
-                "broadcast": lambda a, b, first_a, first_b: dist.broadcast(a, 0),
-                "barrier": lambda a, b, first_a, first_b: dist.barrier(),
-            }
-            operands = [(a, b, a[:part], b[:part]) for a, b in zip(inputs, outputs, strict=True)]
+        by_torch: dict[str, Callable] = {  # of a buffer, one that it is sent to, and the parts of both
+            "all_reduce": lambda a, b, *parts: dist.all_reduce(a),
+            "all_gather": lambda a, b, from_a, to_b: dist.all_gather_into_tensor(b, from_a[0]),
+            "reduce_scatter": lambda a, b, from_a, to_b: dist.reduce_scatter_tensor(to_b[0], a),
+            "all_to_all": lambda a, b, *parts: dist.all_to_all_single(b, a),
+            "broadcast": lambda a, b, *parts: dist.broadcast(a, 0),
+            "barrier": lambda *operands: dist.barrier(),
+        }
+        by_layers: dict[str, Callable] = {  # as weft's layers call them
+            "all_reduce": lambda a, b, *parts: weft.all_reduce(a),
+            "all_gather": lambda a, b, from_a, to_b: ranks.all_gather_into(from_a[0], to_b),
+            "reduce_scatter": lambda a, b, from_a, to_b: ranks.reduce_scatter_into(from_a, to_b[0]),
+            "all_to_all": lambda a, b, from_a, to_b: ranks.all_to_all_into(from_a, to_b),
+            "broadcast": lambda a, b, *parts: weft.broadcast(a),
+            "barrier": lambda *operands: weft.barrier(),
+        }
+        for way, inputs, calls in (("ordinary", ordinary, by_torch), ("symmetric", symmetric, by_layers)):
+            operands = [(a, b, list(a.split(part)), list(b.split(part))) for a, b in zip(inputs, outputs, strict=True)]
             for name, call in calls.items():
                 us = []
                 for number in range(min(1000, max(20, _CACHED_BYTES // size))):

@@ -279,12 +279,13 @@ const Definition of_engine[] = {
        Parts parts;
        return x.read(a[0]) && parts.read(a[1], group.world()) && all_gather_on(group, x, parts);
      }},
-    {"reduce_scatter", 2,
+    {"reduce_scatter", 3,
      [](Group& group, Arguments a) {
        Buffer output;
        Parts parts;
-       return output.read(a[1]) && parts.read(a[0], group.world()) &&
-              reduce_scatter_on(group, parts, output, ReduceOp::sum);
+       ReduceOp op;
+       return read_op(a[2], &op) && output.read(a[1]) && parts.read(a[0], group.world()) &&
+              reduce_scatter_on(group, parts, output, op);
      }},
     {"all_to_all", 2,
      [](Group& group, Arguments a) {
@@ -373,15 +374,44 @@ const Definition of_process_group[] = {
      }},
 };
 
-// The Python object of a method. It is looked up on the class and called without being bound, as a Python function is.
+bool requires_grad(PyObject* tensor) {
+  static PyObject* const requires_grad = name("requires_grad");
+  const auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, requires_grad));
+  if (!value) PyErr_Clear();
+  return value.ptr() != Py_False;
+}
+
+// Functions of the default group, without their options; each returns its argument.
+const Definition of_default_group[] = {
+    {"all_reduce", 1,
+     [](Group& group, Arguments a) { return !requires_grad(a[0]) && all_reduce_on(group, a[0], ReduceOp::sum); }},
+    {"broadcast", 1, [](Group& group, Arguments a) { return !requires_grad(a[0]) && broadcast_on(group, a[0], 0); }},
+    {"barrier", 0, [](Group& group, Arguments) { return enter(group, [&] { barrier(group); }); }},
+};
+
+// The Python object of a method or function. It is looked up on the class or module and called without being bound, as a
+// Python function is.
 struct Method {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   const Definition* definition;
-  PyObject* group;  // name of the attribute with the Group, which may be None
+  PyObject* group;  // name of the attribute of self with the Group, which may be None; null: the default group's
   PyObject* otherwise;
-  PyObject* result;  // of the usual call
+  PyObject* result;  // of the usual call; null: its argument
 };
+
+// Returns the Group of torch's default process group, or None.
+py::object default_group() {
+  static PyObject* const c10d = py::module_::import("torch.distributed.distributed_c10d").release().ptr();
+  static PyObject *const world = name("_world"), *const default_pg = name("default_pg"),
+                  *const group_here = name("group_here");
+  auto found = py::reinterpret_borrow<py::object>(c10d);
+  for (PyObject* attribute : {world, default_pg, group_here}) {
+    found = py::reinterpret_steal<py::object>(PyObject_GetAttr(found.ptr(), attribute));
+    if (!found) return PyErr_Clear(), py::none();  // a group of another backend
+  }
+  return found;
+}
 
 // Returns the number of arguments, with one given as opts=..., which is the last; -1 if others have names.
 Py_ssize_t count_all(size_t count, PyObject* names) {
@@ -394,12 +424,16 @@ Py_ssize_t count_all(size_t count, PyObject* names) {
 PyObject* call(PyObject* callable, Arguments arguments, size_t count, PyObject* names) {
   const auto* method = reinterpret_cast<Method*>(callable);
   const Definition& definition = *method->definition;
-  if (count_all(count, names) == definition.arguments + 1) {
+  const bool has_self = method->group != nullptr;
+  if (count_all(count, names) == definition.arguments + has_self && (has_self || names == nullptr)) {
     try {
-      const auto held = py::reinterpret_steal<py::object>(PyObject_GetAttr(arguments[0], method->group));
+      const auto held = has_self ? py::reinterpret_steal<py::object>(PyObject_GetAttr(arguments[0], method->group))
+                                 : default_group();
       if (!held) throw py::error_already_set();
-      if (!held.is_none() && definition.call(*held.cast<Group*>(), arguments + 1))
-        return Py_INCREF(method->result), method->result;
+      if (!held.is_none() && definition.call(*held.cast<Group*>(), arguments + has_self)) {
+        PyObject* const result = method->result != nullptr ? method->result : arguments[0];
+        return Py_INCREF(result), result;
+      }
     } catch (py::error_already_set& error) {
       return error.restore(), nullptr;
     } catch (...) {
@@ -407,6 +441,14 @@ PyObject* call(PyObject* callable, Arguments arguments, size_t count, PyObject* 
     }
   }
   return PyObject_Vectorcall(method->otherwise, arguments, count, names);
+}
+
+// What describes the Python function describes this one.
+PyObject* attribute(PyObject* object, PyObject* attribute) {
+  for (const char* of_function : {"__doc__", "__name__", "__qualname__", "__module__"})
+    if (PyUnicode_CompareWithASCIIString(attribute, of_function) == 0)
+      return PyObject_GetAttr(reinterpret_cast<Method*>(object)->otherwise, attribute);
+  return PyObject_GenericGetAttr(object, attribute);
 }
 
 PyObject* bind(PyObject* method, PyObject* object, PyObject*) {
@@ -420,6 +462,7 @@ PyObject* method_type() {
                                   {}};
   static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
                                 {Py_tp_descr_get, reinterpret_cast<void*>(bind)},
+                                {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
                                 {Py_tp_members, members},
                                 {}};
   static PyType_Spec spec = {"weft._C.Direct", sizeof(Method), 0,
@@ -434,14 +477,14 @@ PyObject* method_type() {
 // Methods live as long as the process.
 template <size_t count>
 py::object direct(const Definition (&definitions)[count], const char* group, const std::string& called,
-                  const py::function& otherwise, const py::object& result) {
+                  const py::function& otherwise, const py::object& result = py::object()) {
   for (const Definition& definition : definitions) {
     if (called != definition.name) continue;
     auto* method = PyObject_New(Method, reinterpret_cast<PyTypeObject*>(method_type()));
     if (method == nullptr) throw py::error_already_set();
     method->vectorcall = call;
     method->definition = &definition;
-    method->group = name(group);
+    method->group = group == nullptr ? nullptr : name(group);
     method->otherwise = py::object(otherwise).release().ptr();
     method->result = py::object(result).release().ptr();
     return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(method));
@@ -459,6 +502,15 @@ void register_methods(py::module_& m) {
         return direct(of_engine, "group", py::str(otherwise.attr("__name__")), otherwise, py::none());
       },
       py::arg("otherwise"), "Return a method of Engine that does the usual call here, and any other by `otherwise`.");
+  m.def(
+      "of_default_group",
+      [](const py::function& otherwise) {
+        const std::string called = py::str(otherwise.attr("__name__"));
+        return called == "barrier" ? direct(of_default_group, nullptr, called, otherwise, py::none())
+                                   : direct(of_default_group, nullptr, called, otherwise);
+      },
+      py::arg("otherwise"),
+      "Return a function that does the usual call on the default group here, and any other by `otherwise`.");
   m.def(
       "process_group_method",
       [](const std::string& called, const py::function& otherwise, const py::object& work) {

@@ -33,6 +33,9 @@ class BackendCommunicator(Communicator):
         dist.all_reduce(whole, op, group=self.group)
         return x if whole is x else x.copy_(whole)
 
+    def barrier(self) -> None:
+        dist.barrier(group=self.group)
+
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
         whole = x.contiguous()
         dist.broadcast(whole, group=self.group, group_src=root)

@@ -171,6 +171,10 @@ class Communicator:
         """
         return False
 
+    def barrier(self) -> None:
+        """Return once every rank has called this."""
+        raise NotImplementedError
+
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """Copy the root's x to every rank in place, and return it."""
         raise NotImplementedError

@@ -148,6 +148,9 @@ class DeviceCommunicator(Communicator):
             return self._host.fuses_scale(x)
         return self.world_size > 1 and self._on(x.device)[1] is not None and x.dtype in _NAMES
 
+    def barrier(self) -> None:
+        self._host.barrier()
+
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
         return self._with_backend(x).broadcast_(x, root) if self.world_size > 1 else x
 

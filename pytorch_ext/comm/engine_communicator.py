@@ -39,6 +39,9 @@ class EngineCommunicator(Communicator):
     def fuses_scale(self, x: torch.Tensor) -> bool:
         return True
 
+    def barrier(self) -> None:
+        self._engine.barrier()
+
     def broadcast_(self, x: torch.Tensor, root: int) -> torch.Tensor:
         self._engine.broadcast(x, root)
         return x
@@ -47,7 +50,7 @@ class EngineCommunicator(Communicator):
         self._engine.all_gather(x, parts)
 
     def reduce_scatter_into(self, parts: list[torch.Tensor], output: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
-        self._engine.reduce_scatter(parts, output, op_code(op))
+        self._engine.reduce_scatter(parts, output, SUM if op is dist.ReduceOp.SUM else op_code(op))
 
     def all_to_all_into(self, parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         self._engine.all_to_all(parts, outputs)

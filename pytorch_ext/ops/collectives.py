@@ -7,6 +7,7 @@ in autograd does not change, and the result is a new tensor. Both ways return th
 import torch
 import torch.distributed as dist
 
+from weft import _C
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.fusion import Fusion
@@ -17,6 +18,7 @@ from weft.sharding.sizes import split_sizes
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
+@_C.of_default_group
 def all_reduce(
     x: torch.Tensor,
     *,
@@ -60,7 +62,7 @@ def all_reduce(
     """
     ranks = communicator(group)
     plain = wire_dtype is None and scale == 1.0 and squared_norm is None
-    recorded = torch.is_grad_enabled() and x.requires_grad
+    recorded = x.requires_grad and torch.is_grad_enabled()
     if plain and op == "sum" and not recorded:
         return ranks.all_reduce_(x, dist.ReduceOp.SUM, None, deterministic)
     check_choice("op", op, _OPS)
@@ -115,6 +117,7 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> tor
     return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world_size))
 
 
+@_C.of_default_group
 def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Tensor:
     """Return the x of rank `src` of the group, in place where autograd does not record.
 
@@ -125,7 +128,7 @@ def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Te
         tensor([1])
     """
     ranks = communicator(group)
-    if torch.is_grad_enabled() and x.requires_grad:
+    if x.requires_grad and torch.is_grad_enabled():
         return _Broadcast.apply(x, src, ranks)
     return ranks.broadcast_(x, src)
 
@@ -152,13 +155,14 @@ def all_to_all(parts: list[torch.Tensor], *, group: Group = None) -> list[torch.
     return list(_AllToAll.apply(ranks, *parts))
 
 
+@_C.of_default_group
 def barrier(*, group: Group = None) -> None:
     """Wait until every rank of the group has called this.
 
     Examples:
         >>> weft.barrier()
     """
-    dist.barrier(group=communicator(group).group)
+    communicator(group).barrier()
 
 
 class _AllReduce(torch.autograd.Function):

@@ -234,6 +234,7 @@ def pretend(timeout_s=20.0):
     if _C.cuda is None:  # built without CUDA
         _C.cuda = SimpleNamespace(state=lambda: {"driver": ""})
     dist.group.WORLD.timeout = timedelta(seconds=timeout_s)
+    dist.group.WORLD.group_here = None  # whose calls in C++ know a CPU tensor
     FakeRanks.log.clear()
     return communicator()
 
