@@ -196,7 +196,7 @@ def plot(lines: list[Row], path: str) -> None:
     canvas, panels = pyplot.subplots(1, len(operations), figsize=(4 * len(operations), 4), layout="constrained")
     for panel, operation in zip([panels] if len(operations) == 1 else panels, operations, strict=True):
         rows = [line for line in lines if line.of["operation"] == operation]
-        for name in ("gloo", "ordinary", "symmetric", "limit"):
+        for name in dict.fromkeys(name for row in rows for name in row.times):
             points = [(line.of["bytes"], line.times[name].p50_us) for line in rows if name in line.times]
             if points:
                 panel.loglog(*zip(*points, strict=True), "o-", label=name)

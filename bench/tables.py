@@ -70,6 +70,23 @@ def _collectives(rows: list[Row]) -> list[list[str]]:
     return found
 
 
+def _beside_mpi(rows: list[Row]) -> list[list[str]]:
+    head = ["operation", "size", "symmetric memory", "`torch.distributed`", "best MPI, C", "best MPI, Python", "to C"]
+    found = [head]
+    for row in rows:
+        times = {name: time["p50_us"] for name, time in row["times"].items()}
+        from_python = {name: us for name, us in times.items() if name.endswith("from Python")}
+        from_c = {name: us for name, us in times.items() if "MPI" in name and name not in from_python}
+        best, best_python = min(from_c, key=from_c.__getitem__), min(from_python.values())
+        bytes = row["bytes"]
+        size = f"{bytes >> 20} MiB" if bytes >= 1 << 20 else f"{bytes >> 10} KiB" if bytes >= 1024 else f"{bytes} B"
+        here = [_short(times[name]) for name in ("symmetric", "ordinary")]
+        ratio = from_c[best] / times["symmetric"]
+        there = [f"{_short(from_c[best])} ({best})", _short(best_python)]
+        found.append([row["operation"], "" if row["operation"] == "barrier" else size, *here, *there, f"{ratio:.2g}x"])
+    return found
+
+
 _DDP = ("weft", "DDP on weft", "DDP on gloo")
 
 
@@ -184,6 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "data_parallel": (f"{_CPU}/data_parallel", _data_parallel),
     "data_parallel memory": (f"{_CPU}/data_parallel", _data_parallel_memory),
     "sharded_optimizer": (f"{_CPU}/sharded_optimizer", _sharded_optimizer),
+    "beside mpi": ("intel-xeon-2-cores/collectives_beside_mpi", _beside_mpi),
     "invariance": ("intel-xeon-2-cores/invariance", _invariance),
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
