@@ -1,4 +1,4 @@
-"""Command line: `weft doctor`, `bench`, `tune`, `plan`, `explain`; also as `python -m weft`."""
+"""Command line: `weft doctor`, `bench`, `tune`, `run`, `plan`, `explain`; also as `python -m weft`."""
 
 import argparse
 import importlib
@@ -40,6 +40,9 @@ def _run(arguments: list[str]) -> int:
         return importlib.import_module("weft.planner.command").run(options)
     if options.command == "explain":
         return importlib.import_module("weft.explanation.command").run(options)
+    if options.command == "run":
+        environment = {**os.environ, "WEFT_AS_GLOO": "1"}
+        os.execve(sys.executable, [sys.executable, options.script, *options.rest], environment)
     if options.command == "tune":
         return _tune(options.op, options.rest)
     return importlib.import_module("weft.bench.command").run(options, shlex.join(["weft", *arguments]))
@@ -58,6 +61,10 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
     plan = commands.add_parser("plan", help="which mesh to train a model on, by arithmetic; needs no GPU")
     importlib.import_module("weft.planner.command").add_arguments(plan)
+    run = commands.add_parser("run", help="run a Python script, with weft's groups where it asks for gloo's")
+    run.add_argument("--as-gloo", action="store_true", required=True, help="set WEFT_AS_GLOO=1 for it and its children")
+    run.add_argument("script", help="a Python file")
+    run.add_argument("rest", nargs=argparse.REMAINDER, help="the script's arguments")
     explain = commands.add_parser("explain", help='what plan="auto" splits of a Hugging Face model; needs no weights')
     explain.add_argument("config", help="a config.json, or the folder that has it")
     explain.add_argument("--tp", type=int, default=2, help="ranks that split the layers (default 2)")

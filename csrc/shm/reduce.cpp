@@ -56,7 +56,7 @@ ReduceFunction reduce_function(const ReduceTable& table, DType dtype, ReduceOp o
   const ReduceFunction function = table.functions[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
   if (function == nullptr)
     throw std::invalid_argument(std::string("no reduction \"") + name_of(op) + "\" of " + name_of(dtype) +
-                                " elements: averages need a floating-point type, bitwise operators an integer type");
+                                " elements: booleans have no average, and bitwise operators need an integer type");
   return function;
 }
 

@@ -39,7 +39,7 @@ const std::string& instruction_set();
 const ReduceTable& reduce_table();  // of that one
 const ReduceTable& reduce_table(const std::string& instruction_set);
 
-// Throws std::invalid_argument if the operator has no meaning for the type (an average of integers).
+// Throws std::invalid_argument if the operator has no meaning for the type (an average of booleans).
 ReduceFunction reduce_function(const ReduceTable& table, DType dtype, ReduceOp op);
 // Throws std::invalid_argument if a type is not floating-point or the two types do not combine.
 SumFunction sum_function(const ReduceTable& table, DType from, DType to);

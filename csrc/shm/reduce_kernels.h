@@ -76,18 +76,27 @@ inline void accumulate(const void* const* sources, size_t source_count, size_t b
   }
 }
 
+// Integers are divided as 64 bits, and what is left over is dropped.
+template <class S>
+constexpr auto divisor_of(size_t source_count) {
+  if constexpr (is_floating<S>)
+    return static_cast<S>(source_count);
+  else
+    return static_cast<int64_t>(source_count);
+}
+
 template <class Type, class Op, bool averaged>
 void reduce(const void* const* sources, size_t source_count, void* destination, size_t count) {
   using S = typename Type::Sum;
   S sums[block];
-  const S divisor = static_cast<S>(source_count);
+  const auto divisor = divisor_of<S>(source_count);
   auto* out = static_cast<typename Type::Stored*>(destination);
   for (size_t begin = 0; begin < count; begin += block) {
     const size_t n = count - begin < block ? count - begin : block;
     accumulate<Type, Op>(sources, source_count, begin, n, sums);
     for (size_t i = 0; i < n; ++i) {
       if constexpr (averaged)
-        out[begin + i] = Type::store(sums[i] / divisor);
+        out[begin + i] = Type::store(static_cast<S>(sums[i] / divisor));
       else
         out[begin + i] = Type::store(sums[i]);
     }
@@ -147,10 +156,9 @@ constexpr void fill_row(ReduceFunction* row) {
   } else {
     set(ReduceOp::sum, reduce<Type, Add, false>);
     set(ReduceOp::product, reduce<Type, Multiply, false>);
-  }
-  if constexpr (is_floating<S>) {
     set(ReduceOp::average, reduce<Type, Add, true>);
-  } else {
+  }
+  if constexpr (!is_floating<S>) {
     set(ReduceOp::bitwise_and, reduce<Type, And, false>);
     set(ReduceOp::bitwise_or, reduce<Type, Or, false>);
     set(ReduceOp::bitwise_xor, reduce<Type, Xor, false>);

@@ -23,6 +23,7 @@ from weft.comm.engine import Engine, Pending
 from weft.comm.inter_host import Message
 from weft.comm.multi_host import SpanningEngine
 from weft.comm.rendezvous import join
+from weft.comm.sparse import all_reduce_sparse
 
 _DEVICE_TYPE = "cuda"  # the device of the other half of "cpu:weft,cuda:nccl"
 
@@ -39,6 +40,7 @@ class WeftProcessGroup(dist.ProcessGroup):
     engine: Engine | SpanningEngine
     timeout: timedelta
     communicator: Communicator | None = None  # set by `comm.registry`; the ops use it
+    backend_name = "weft"  # "gloo" where the group is in its place
     _cuda_half: dist.ProcessGroup | None = None
     group_here: _C.Group | None = None  # all ranks, if they are on this machine
 
@@ -65,7 +67,10 @@ class WeftProcessGroup(dist.ProcessGroup):
     # Properties that torch reads from a backend.
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        return "weft"
+        return "weft"  # in gloo's place too: DDP's C++ would take this group for a ProcessGroupGloo
+
+    def name(self) -> str:
+        return self.backend_name
 
     # torch keeps a group's name and description in a C++ backend, which this group does not have.
 
@@ -88,6 +93,17 @@ class WeftProcessGroup(dist.ProcessGroup):
         self.timeout = timeout
 
     set_timeout = _set_default_timeout
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in backends_of(self)]
+
+    def _get_backend(self, device: torch.device):
+        return _CpuBackend(self) if device.type == "cpu" else self.cuda_half()._get_backend(device)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives so far."""
+        return self.group_here.calls if self.group_here is not None else 0
 
     def cuda_half(self) -> dist.ProcessGroup:
         """Return the group of the same ranks for CUDA tensors.
@@ -135,8 +151,13 @@ class WeftProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts=None) -> dist.Work:
         self._check_parts("all_reduce", tensors)
         opts = opts or dist.AllreduceOptions()
-        op, wait = op_code(opts.reduceOp), not opts.asyncOp
-        return _Work([self.engine.all_reduce(x, op, wait) for x in _as_list(tensors)], tensors)
+        op, wait, pending = op_code(opts.reduceOp), not opts.asyncOp, []
+        for x in _as_list(tensors):
+            if x.layout is torch.sparse_coo:
+                all_reduce_sparse(self.engine, x, op)
+            else:
+                pending.append(self.engine.all_reduce(x, op, wait))
+        return _Work(pending, tensors)
 
     allreduce_coalesced = allreduce
 
@@ -254,12 +275,16 @@ class WeftProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def monitored_barrier(self, opts=None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; an error names every late rank, as in each barrier of this group.
 
-        Call it as a method: torch.distributed.monitored_barrier refuses every backend but gloo.
+        Call it as a method: torch.distributed.monitored_barrier refuses every backend that is not called gloo.
         """
-        self.engine.barrier()
+        self.engine.set_timeout(timeout or self.timeout)
+        try:
+            self.engine.barrier()
+        finally:
+            self.engine.set_timeout(self.timeout)
 
     def _check_parts(self, operation: str, tensors: Tensors) -> None:
         """Raise for a gradient that must not be summed because each rank holds a different part of it."""
@@ -318,6 +343,21 @@ for _name in (
     *("send", "recv", "recv_anysource"),
 ):
     setattr(WeftProcessGroup, _name, _by_device(_name, getattr(WeftProcessGroup, _name)))
+
+
+class _CpuBackend:
+    """The backend of a group for CPU tensors, which is the group: what torch asks of it.
+
+    It says that it is a ProcessGroupGloo, since torch sets timeouts only of that and of NCCL's.
+    """
+
+    __class__ = dist.ProcessGroupGloo
+
+    def __init__(self, group: WeftProcessGroup):
+        self._group = group
+
+    def __getattr__(self, name: str):
+        return getattr(self._group, name)
 
 
 class _Work(dist.Work):

@@ -464,7 +464,8 @@ class SpanningEngine:
         addresses = [row.data_ptr() for row in received]
         instruction_set = _C.instruction_sets()[0]
         _C.reduce(addresses, total.data_ptr(), len(total), dtype_code(total), _inner(op), instruction_set)
-        return total.div_(self.world_size) if op == AVERAGE else total
+        rounding = None if total.is_floating_point() else "trunc"
+        return total.div_(self.world_size, rounding_mode=rounding) if op == AVERAGE else total
 
     def _from_all_machines(self, piece: torch.Tensor | None, like: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Return the ranges of all machines, concatenated.

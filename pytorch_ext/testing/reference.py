@@ -61,5 +61,5 @@ def reduce(parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
         else:
             total = REDUCTIONS[op](total, part.to(wide))
     if op == "avg":
-        total = total / len(parts)
+        total = total.div(len(parts), rounding_mode=None if wide.is_floating_point else "trunc")
     return total.to(dtype)

@@ -6,12 +6,15 @@ import os
 import random
 import subprocess
 import sys
+import time
+import warnings
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import weft
 from weft.comm import rendezvous
@@ -79,6 +82,80 @@ def every_operator(rank):
     x = torch.view_as_complex(torch.full((3, 2), float(rank + 1)))
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((3,), complex(world * (world + 1) / 2, world * (world + 1) / 2)))
+
+
+def sparse_tensors(rank):
+    """What a dense sum gives, whatever each rank has, coalesced or not."""
+    world = dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for dense in ((), (3,)):
+            torch.manual_seed(3)
+            parts = []
+            for r in range(world):
+                indices = torch.randint(0, 6, (2, 5 * r))  # rank 0 has nothing
+                parts.append(
+                    torch.sparse_coo_tensor(indices, torch.randint(-9, 9, (5 * r, *dense)).to(dtype), (6, 6, *dense))
+                )
+            for op, name in ((dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg")):
+                x = parts[rank].clone()
+                dist.all_reduce(x, op)
+                assert x.is_coalesced() and torch.equal(
+                    x.to_dense(), reference.reduce([p.to_dense() for p in parts], name)
+                )
+    with pytest.raises(ValueError, match="not reduced by 'max'"):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    if world > 1:
+        with pytest.raises(ValueError, match="ranks have other shapes: .*6, 6.*6, 5"):
+            dist.all_reduce(torch.sparse_coo_tensor(size=(6, 6 - min(rank, 1))))
+    torch.manual_seed(0)
+    words = torch.nn.Embedding(10, 4, sparse=True)
+    model = torch.nn.parallel.DistributedDataParallel(words)
+    model(torch.tensor([rank, 9])).sum().backward()
+    expected = torch.zeros(10)
+    expected[:world], expected[9] = 1 / world, 1
+    assert torch.allclose(words.weight.grad.to_dense(), expected[:, None].expand(10, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sparse_tensors_are_summed(world):
+    run_ranks(sparse_tensors, world)
+
+
+def what_torch_asks(rank):
+    group = dist.group.WORLD
+    assert group._device_types == [torch.device("cpu")]
+    before = group._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    assert group._get_sequence_number_for_group() == before + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    begin = time.monotonic()
+    if rank == 0:
+        with pytest.raises(weft.CollectiveTimeoutError):
+            dist.barrier()
+        assert 0.5 < time.monotonic() - begin < 10
+    else:
+        time.sleep(3)
+
+
+def test_the_timeout_of_a_group_can_be_set():
+    run_ranks(what_torch_asks, 2)
+
+
+def monitored(rank):
+    group = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=20))
+    if rank == 0:
+        with pytest.raises(weft.CollectiveTimeoutError, match="rank 1"):
+            group.monitored_barrier(timedelta(seconds=1))
+    else:
+        time.sleep(3)
+
+
+def test_a_monitored_barrier_has_a_timeout_of_its_own():
+    run_ranks(monitored, 2)
 
 
 def test_every_operator_and_complex_numbers():
@@ -249,7 +326,7 @@ def refusals(rank):
         ),
         (ValueError, "the output has 3 elements; 2 ranks", lambda: dist.all_gather_into_tensor(torch.empty(3), x)),
         (ValueError, "the input has 3 elements", lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.empty(3))),
-        (TypeError, "takes dense tensors", lambda: dist.group.WORLD.allreduce([x.to_sparse()])),
+        (TypeError, "takes dense tensors", lambda: dist.group.WORLD.broadcast([x.to_sparse()])),
     ):
         with pytest.raises(error, match=words):
             call()

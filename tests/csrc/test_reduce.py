@@ -28,7 +28,9 @@ def same_bits(a, b):
 
 def operators(dtype):
     common = ["sum", "min", "max", "product"]
-    return [*common, "avg"] if dtype.is_floating_point else [*common, "bitwise_and", "bitwise_or", "bitwise_xor"]
+    average = ["avg"] if dtype != torch.bool else []
+    bitwise = ["bitwise_and", "bitwise_or", "bitwise_xor"] if not dtype.is_floating_point else []
+    return [*common, *average, *bitwise]
 
 
 def random_parts(dtype, count, world):
@@ -94,9 +96,16 @@ def test_the_destination_may_be_a_source():
     assert same_bits(parts[1], expected)
 
 
-def test_an_average_of_integers_and_bits_of_floats_are_refused():
-    whole, real = [torch.ones(4, dtype=torch.int32)], [torch.ones(4)]
-    with pytest.raises(ValueError, match='"avg" of int32'):
+def test_an_average_of_integers_drops_what_is_left_over():
+    parts = [torch.tensor([-7, 7, 1, 120], dtype=torch.int8), torch.tensor([-4, 4, 1, 1], dtype=torch.int8)]
+    assert reduce(parts, "avg").tolist() == [-5, 5, 1, 60]
+    many = [torch.ones(3, dtype=torch.int8)] * 200  # more than the type's largest number
+    assert reduce(many, "avg").tolist() == [0, 0, 0], "200 ones are -56 in 8 bits, and -56 / 200 is 0"
+
+
+def test_an_average_of_booleans_and_bits_of_floats_are_refused():
+    whole, real = [torch.ones(4, dtype=torch.bool)], [torch.ones(4)]
+    with pytest.raises(ValueError, match='"avg" of bool'):
         reduce(whole, "avg")
     with pytest.raises(ValueError, match='"bitwise_or" of float32'):
         reduce(real, "bitwise_or")

@@ -88,7 +88,7 @@ struct Reduction {
 
   bool known() const {
     const bool bitwise = op >= ReduceOp::bitwise_and;
-    return is_floating(dtype) ? !bitwise : op != ReduceOp::average;
+    return is_floating(dtype) ? !bitwise : op != ReduceOp::average || dtype != DType::boolean;
   }
 
   double of(const std::vector<double>& values) const {
@@ -105,6 +105,7 @@ struct Reduction {
   uint64_t of(const std::vector<int64_t>& values) const {
     int64_t result = values[0];
     for (size_t rank = 1; rank < values.size(); ++rank) result = combine(result, values[rank]);
+    if (op == ReduceOp::average) result = integer(result) / static_cast<int64_t>(values.size());  // of what fits the type
     return dtype == DType::boolean ? result != 0 : result;
   }
 
