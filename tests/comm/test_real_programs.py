@@ -1,0 +1,141 @@
+"""Programs of other projects, unchanged, over gloo and over weft in its place: they pass, and print the same numbers."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow("pytorch_ext/comm")
+
+TRAINER = """
+import torch, torch.distributed as dist, transformers
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+transformers.utils.logging.set_verbosity_error()
+torch.manual_seed(0)
+class Words(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, i):
+        x = torch.randint(0, 60, (12,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": x, "labels": x}
+found = []
+class Keep(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        found.extend(value for name, value in logs.items() if name in ("loss", "grad_norm", "eval_loss"))
+model = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=12, n_embd=16, n_layer=2, n_head=2))
+options = dict(per_device_train_batch_size=4, max_steps=6, logging_steps=1, gradient_accumulation_steps=2)
+saving = dict(save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3)
+arguments = TrainingArguments("saved", use_cpu=True, report_to=[], disable_tqdm=True, **options, **saving)
+Trainer(model, arguments, train_dataset=Words(), eval_dataset=Words(), callbacks=[Keep()]).train()
+assert len(found) == 14
+if dist.get_rank() == 0:
+    print("found", type(dist.group.WORLD).__name__, found, sum(p.double().sum().item() for p in model.parameters()))
+"""
+
+SHARDED = """
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), dist.init_device_mesh("cpu", (2,))
+def new():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 3))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+def step(model, optimizer, seed):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * seed + rank))
+    loss = model(x).square().mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item()
+model, optimizer = new()
+found = [step(model, optimizer, seed) for seed in range(3)]
+state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+dcp.save(state, checkpoint_id="saved")
+found += [step(model, optimizer, seed) for seed in range(3, 6)]
+model, optimizer = new()
+step(model, optimizer, 9)
+state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+dcp.load(state, checkpoint_id="saved")
+set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+assert [step(model, optimizer, seed) for seed in range(3, 6)] == found[3:], "resumed"
+a, b = (torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+product = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
+found.append(product.redistribute(placements=[Replicate()]).to_local().sum().item())
+if rank == 0:
+    print("found", type(dist.group.WORLD).__name__, found)
+dist.destroy_process_group()
+"""
+
+FABRIC = """
+import torch, torch.distributed as dist
+from lightning_fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+found = []
+for seed in range(4):
+    loss = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * seed + fabric.global_rank))).square().mean()
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    found.append(fabric.all_reduce(loss.detach(), reduce_op="mean").item())
+count = fabric.all_reduce(torch.tensor([7]), reduce_op="mean")
+found += [fabric.all_gather(torch.tensor(fabric.global_rank)).tolist(), fabric.broadcast({"from": fabric.global_rank}), count.tolist()]
+if fabric.global_rank == 0:
+    print("found", type(dist.group.WORLD).__name__, found)
+"""
+
+
+def needed(module):
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
+
+
+def torchrun(program, folder, as_gloo):
+    folder.mkdir()
+    environment = {
+        **os.environ,
+        "WEFT_AS_GLOO": str(int(as_gloo)),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(program)], cwd=folder, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@needed("accelerate")
+@pytest.mark.parametrize("script", ["test_script", "test_ops", "test_sync"])
+def test_what_accelerate_checks_holds(script, tmp_path):
+    folder = Path(importlib.util.find_spec("accelerate").origin).parent / "test_utils" / "scripts"
+    torchrun(folder / f"{script}.py", tmp_path / "weft", True)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(TRAINER, id="transformers.Trainer", marks=needed("transformers")),
+        pytest.param(SHARDED, id="FSDP2, DTensor and checkpoints"),
+        pytest.param(FABRIC, id="Lightning Fabric", marks=needed("lightning_fabric")),
+    ],
+)
+def test_a_program_prints_the_same_numbers(program, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    lines = [torchrun(path, tmp_path / name, name == "weft") for name in ("gloo", "weft")]
+    over_gloo, over_weft = ([line for line in text.splitlines() if line.startswith("found")] for text in lines)
+    assert over_gloo[0].split()[1] == "ProcessGroup" and over_weft[0].split()[1] == "WeftProcessGroup"
+    assert over_gloo[0].split()[2:] == over_weft[0].split()[2:]
