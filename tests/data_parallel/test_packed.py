@@ -118,7 +118,7 @@ def over_pretended_gpus(rank, wire_dtype, shards):
         model.zero_grad()
         log.clear()
         loss_of(model(batch(step, rank))).backward()
-    way = "reduce_scatter" if shards else "in_place"
+    way = "reduce_scatter_in_place" if shards else "in_place"
     sent = str(wire_dtype or torch.float32).removeprefix("torch.")
     assert [dtype for name, *_, dtype in log if name == way] == [sent] * len(model.reducer.buckets)
     per_rank = [rank_order_gradients(mlp(), [lambda one, r=r: loss_of(one(batch(1, r)))], "sum") for r in range(world)]
