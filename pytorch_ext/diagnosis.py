@@ -238,16 +238,24 @@ def _self_test() -> tuple[bool | None, str]:
 
 
 def two_ranks() -> None:
-    """Check an all_reduce of two ranks on this machine and print its time."""
+    """Check an all_reduce of two ranks on this machine; print its time and how ordinary tensors move."""
     from weft.testing.ranks import run_ranks
 
-    print("two ranks: all_reduce of {:.0f} KiB in {:.1f} us".format(*run_ranks(_reduce, 2, timeout_s=SELF_TEST_S)[0]))
+    kib, microseconds, single_copy = run_ranks(_reduce, 2, timeout_s=SELF_TEST_S)[0]
+    print(f"two ranks: all_reduce of {kib:.0f} KiB in {microseconds:.1f} us")
+    if single_copy:
+        print("ordinary tensors are copied once: ranks read one another's memory")
+    else:
+        print(
+            "ordinary tensors are copied twice: ranks may not read one another's memory (ptrace, seccomp, namespaces)"
+        )
 
 
-def _reduce(rank: int) -> tuple[float, float]:
+def _reduce(rank: int) -> tuple[float, float, bool]:
     import time
 
     import torch
+    import torch.distributed as dist
 
     import weft
 
@@ -261,7 +269,8 @@ def _reduce(rank: int) -> tuple[float, float]:
         times.append(time.perf_counter() - start)
         if not torch.equal(x, torch.full_like(x, 3)):
             raise RuntimeError(f"all_reduce of ones and twos gave {x.unique().tolist()}")
-    return x.nbytes / 1024, sorted(times)[len(times) // 2] * 1e6
+    single_copy = dist.group.WORLD.engine.group.single_copy  # type: ignore[union-attr]
+    return x.nbytes / 1024, sorted(times)[len(times) // 2] * 1e6, single_copy
 
 
 PROBES: dict[str, Callable[[], tuple[bool | None, str]]] = {

@@ -36,25 +36,29 @@ class Pass {
   bool converts() const { return narrow_ != nullptr; }
   bool measures() const { return squared_norm_ != nullptr; }
 
-  void to_wire(void* staging, const void* input, size_t count) const {
-    if (narrow_ != nullptr)
-      narrow_(input, staging, count);
-    else
-      copy_bytes(staging, input, count * element_bytes);
+  void to_wire(const Call& call, void* staging, const void* input, size_t count) const {
+    share(call, count, [&](size_t begin, size_t n) {
+      const void* from = at(input, begin * element_bytes);
+      void* to = at(staging, begin * wire_bytes);
+      narrow_ != nullptr ? narrow_(from, to, n) : copy_bytes(to, from, n * element_bytes);
+    });
   }
-  void from_wire(void* output, const void* staging, size_t count) const {
-    if (widen_ != nullptr)
-      widen_(staging, output, count);
-    else
-      copy_bytes(output, staging, count * element_bytes);
+  void from_wire(const Call& call, void* output, const void* staging, size_t count) const {
+    share(call, count, [&](size_t begin, size_t n) {
+      const void* from = at(staging, begin * wire_bytes);
+      void* to = at(output, begin * element_bytes);
+      widen_ != nullptr ? widen_(from, to, n) : copy_bytes(to, from, n * element_bytes);
+    });
   }
-  void reduce_to_wire(const std::vector<const void*>& sources, void* staging, size_t count) const {
-    fused_ ? to_wire_(sources.data(), sources.size(), staging, count, epilogue_)
-           : plain_(sources.data(), sources.size(), staging, count);
+  void reduce_to_wire(const Call& call, const std::vector<const void*>& sources, void* staging, size_t count) const {
+    reduce_shared(call, sources, staging, count, to_wire_, wire_bytes);
   }
+  void reduce_to_output(const Call& call, const std::vector<const void*>& sources, void* output, size_t count) const {
+    reduce_shared(call, sources, output, count, to_output_, element_bytes);
+  }
+  // As the one before, on this thread.
   void reduce_to_output(const std::vector<const void*>& sources, void* output, size_t count) const {
-    fused_ ? to_output_(sources.data(), sources.size(), output, count, epilogue_)
-           : plain_(sources.data(), sources.size(), output, count);
+    reduce_alone(sources, output, count, to_output_);
   }
 
   // Sets the norm if every rank has reduced every element.
@@ -78,6 +82,26 @@ class Pass {
   const size_t element_bytes, wire_bytes;
 
  private:
+  template <class Work>
+  void share(const Call& call, size_t count, const Work& work) const {  // work(first element, elements)
+    call.share(count * element_bytes, [&](size_t begin, size_t end) {
+      work(begin / element_bytes, (end - begin) / element_bytes);
+    });
+  }
+  void reduce_alone(const std::vector<const void*>& sources, void* destination, size_t count, SumFunction sum) const {
+    fused_ ? sum(sources.data(), sources.size(), destination, count, epilogue_)
+           : plain_(sources.data(), sources.size(), destination, count);
+  }
+  void reduce_shared(const Call& call, const std::vector<const void*>& sources, void* destination, size_t count,
+                     SumFunction sum, size_t destination_bytes) const {
+    if (measures()) return reduce_alone(sources, destination, count, sum);  // the norm is added up in order
+    share(call, count, [&](size_t begin, size_t n) {
+      std::vector<const void*> parts;
+      for (const void* source : sources) parts.push_back(at(source, begin * wire_bytes));
+      reduce_alone(parts, at(destination, begin * destination_bytes), n, sum);
+    });
+  }
+
   ReduceFunction plain_ = nullptr;
   bool fused_ = false;
   SumFunction to_wire_ = nullptr, to_output_ = nullptr;
@@ -94,11 +118,11 @@ void all_reduce_one_shot(Call& call, const void* input, void* output, size_t cou
   size_t begin = 0;
   do {
     const size_t n = piece(count, begin, chunk), offset = begin * pass.element_bytes;
-    pass.to_wire(call.next_staging(), at(input, offset), n);
+    pass.to_wire(call, call.next_staging(), at(input, offset), n);
     call.exchange();
     for (int rank = 0; rank < call.world(); ++rank) sources[rank] = call.staged(rank);
     if (!pass.converts()) sources[call.rank()] = at(input, offset);
-    pass.reduce_to_output(sources, at(output, offset), n);
+    pass.reduce_to_output(call, sources, at(output, offset), n);
     begin += n;
   } while (begin < count);
   pass.norm_is_whole();
@@ -115,17 +139,17 @@ void all_reduce_two_shot(Call& call, const void* input, void* output, size_t cou
     const size_t mine = std::min(n, slice * call.rank());
 
     const size_t after = pass.converts() ? mine : mine + piece(n, mine, slice);  // its own slice it needs itself
-    pass.to_wire(call.next_staging(), at(input, offset), mine);
-    pass.to_wire(call.next_staging() + after * pass.wire_bytes, at(input, offset + after * pass.element_bytes),
+    pass.to_wire(call, call.next_staging(), at(input, offset), mine);
+    pass.to_wire(call, call.next_staging() + after * pass.wire_bytes, at(input, offset + after * pass.element_bytes),
                  n - after);
     call.exchange();
     for (int rank = 0; rank < world; ++rank) sources[rank] = call.staged(rank) + mine * pass.wire_bytes;
     if (!pass.converts()) sources[call.rank()] = at(input, offset + mine * pass.element_bytes);
-    pass.reduce_to_wire(sources, call.next_staging() + mine * pass.wire_bytes, piece(n, mine, slice));
+    pass.reduce_to_wire(call, sources, call.next_staging() + mine * pass.wire_bytes, piece(n, mine, slice));
     call.exchange();
     for (int rank = 0; rank < world; ++rank) {
       const size_t theirs = std::min(n, slice * rank);
-      pass.from_wire(at(output, offset + theirs * pass.element_bytes), call.staged(rank) + theirs * pass.wire_bytes,
+      pass.from_wire(call, at(output, offset + theirs * pass.element_bytes), call.staged(rank) + theirs * pass.wire_bytes,
                      piece(n, theirs, slice));
     }
   }
@@ -142,12 +166,13 @@ void all_reduce_in_place(Call& call, const Direct& direct, void* data, size_t co
   const size_t bytes = count * pass.element_bytes;
   const size_t slice_bytes = (bytes / world + line_bytes) / line_bytes * line_bytes;
   const size_t begin = std::min(bytes, slice_bytes * call.rank());
-  std::vector<const void*> sources(world);
-  reduce_direct(call, direct, sources, begin, begin + piece(bytes, begin, slice_bytes), [&](size_t offset, size_t n) {
+  const auto reduce = [&](const std::vector<const void*>& sources, size_t offset, size_t n) {
     pass.reduce_to_output(sources, at(data, offset), n / pass.element_bytes);
     for (int rank = 0; rank < world; ++rank)
       copy_bytes(const_cast<std::byte*>(direct.at(rank, offset)), at(data, offset), n);
-  });
+  };
+  // The norm is added up from the first block to the last.
+  reduce_direct(call, direct, begin, begin + piece(bytes, begin, slice_bytes), pass.measures(), reduce);
   pass.stage_norm(call);
   call.exchange();  // after it every slice is written on every rank
   pass.add_staged_norms(call);

@@ -108,13 +108,13 @@ void reduce_scatter(Group& group, const std::vector<const void*>& inputs, void* 
   const bool whole = in_one_piece(safe.data, in_bytes(counts, unit));
   Direct direct(group, header, safe.data[0], whole ? total(counts) * unit : 0);
   Call call(group, header);
-  std::vector<const void*> sources(call.world());
   if (direct.announce(call, safe.data, longest)) {
-    reduce_direct(call, direct, sources, 0, own_bytes, [&](size_t offset, size_t bytes) {
-      reduce(sources.data(), sources.size(), at(output, offset), bytes / unit);
+    reduce_direct(call, direct, 0, own_bytes, false, [&](const auto& parts, size_t offset, size_t bytes) {
+      reduce(parts.data(), parts.size(), at(output, offset), bytes / unit);
     });
     return call.exchange();
   }
+  std::vector<const void*> sources(call.world());
   const size_t chunk_bytes = share_of_staging(call);
   size_t offset = 0;
   do {
@@ -157,14 +157,14 @@ void reduce(Group& group, const void* input, void* output, size_t count, DType d
   CallHeader header{CallKind::reduce, dtype, op, static_cast<uint32_t>(root), count};
   Direct direct(group, header, input, bytes);
   Call call(group, header);
-  std::vector<const void*> sources(call.world());
   if (direct.announce(call, std::vector<const void*>(group.world(), input), bytes)) {
     if (call.rank() == root)
-      reduce_direct(call, direct, sources, 0, bytes, [&](size_t offset, size_t n) {
-        reduce(sources.data(), sources.size(), at(output, offset), n / size_of(dtype));
+      reduce_direct(call, direct, 0, bytes, false, [&](const auto& parts, size_t offset, size_t n) {
+        reduce(parts.data(), parts.size(), at(output, offset), n / size_of(dtype));
       });
     return call.exchange();
   }
+  std::vector<const void*> sources(call.world());
   const size_t chunk_bytes = call.staging_bytes();
   size_t offset = 0;
   do {
@@ -234,14 +234,22 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
   Direct direct(group, header, safe.data[0], in_one_piece(safe.data, bytes) ? total(bytes) : 0);
   Call call(group, header);
 
-  // First the sizes: how much each rank sends to each, and how much it expects from each.
+  // First the sizes: how much each rank sends to each, and how much it expects from each. Little data goes with them.
   auto* announced = reinterpret_cast<uint64_t*>(call.next_staging());
   std::copy(input_counts.begin(), input_counts.end(), announced);
   std::copy(output_counts.begin(), output_counts.end(), announced + world);
+  const size_t sizes_bytes = 2 * world * sizeof *announced;
+  const size_t little_bytes = std::min<size_t>(32 << 10, call.staging_bytes() - sizes_bytes);
+  if (total(bytes) <= little_bytes) {
+    std::byte* place = call.next_staging() + sizes_bytes;
+    for (int rank = 0; rank < world; place += bytes[rank++]) copy_bytes(place, safe.data[rank], bytes[rank]);
+  }
   call.exchange();
   uint64_t most_elements = 0;
+  bool all_little = true;
   for (int from = 0; from < world; ++from) {
     const auto* sent = reinterpret_cast<const uint64_t*>(call.staged(from));
+    all_little = all_little && std::accumulate(sent, sent + world, uint64_t{0}) * unit <= little_bytes;
     for (int to = 0; to < world; ++to) {
       const uint64_t expected = reinterpret_cast<const uint64_t*>(call.staged(to))[world + from];
       if (sent[to] != expected)
@@ -250,6 +258,15 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
                                       ", which expects " + std::to_string(expected) + ".");
       most_elements = std::max(most_elements, sent[to]);
     }
+  }
+
+  if (all_little) {
+    for (int from = 0; from < world; ++from) {
+      const auto* sent = reinterpret_cast<const uint64_t*>(call.staged(from));
+      const size_t before = std::accumulate(sent, sent + call.rank(), uint64_t{0}) * unit;
+      copy_bytes(outputs[from], call.staged(from) + sizes_bytes + before, output_counts[from] * unit);
+    }
+    return;
   }
 
   const size_t longest = most_elements * unit;

@@ -2,6 +2,7 @@
 // the system.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -51,13 +52,18 @@ class Direct {
   }
   void read(const Call& call, int rank, size_t offset, void* destination, size_t bytes) const {
     if (bytes == 0) return;
-    const bool here = mapped_ || rank == call.rank();
-    if (here && bytes >= beyond_cache_bytes && destination != at(rank, offset))
-      copy_past_cache(destination, at(rank, offset), bytes);
-    else if (here)
-      copy_bytes(destination, at(rank, offset), bytes);
-    else
+    call.share(bytes, [&](size_t begin, size_t end) {
+      read_alone(call, rank, offset + begin, weft::shm::at(destination, begin), end - begin, bytes >= beyond_cache_bytes);
+    });
+  }
+  // As `read`, on this thread.
+  void read_alone(const Call& call, int rank, size_t offset, void* destination, size_t bytes, bool past_cache) const {
+    if (!mapped_ && rank != call.rank())
       call.read_memory(rank, destination, addresses_[rank] + offset, bytes);
+    else if (past_cache && destination != at(rank, offset))
+      copy_past_cache(destination, at(rank, offset), bytes);
+    else
+      copy_bytes(destination, at(rank, offset), bytes);
   }
 
  private:
@@ -71,28 +77,37 @@ class Direct {
   std::vector<uint64_t> addresses_;  // of the data of each rank for this rank
 };
 
-// Has `reduce(offset, bytes)` reduce the ranks' data from `begin` to `end`, in blocks that stay in the caches. `sources`
-// are then the ranks' blocks, in order.
+// Has `reduce(sources, offset, bytes)` reduce the ranks' data from `begin` to `end`, in blocks that stay in the caches.
+// `sources` are the ranks' blocks, in order. One thread reduces all if the blocks must follow one another.
 template <class Reduce>
-void reduce_direct(Call& call, const Direct& direct, std::vector<const void*>& sources, size_t begin, size_t end,
-                   Reduce reduce) {
+void reduce_direct(Call& call, const Direct& direct, size_t begin, size_t end, bool in_order, const Reduce& reduce) {
   constexpr size_t mapped_bytes = 16 << 10;  // stays in the first-level cache
-  // No other rank reads this rank's next buffer before the next exchange.
-  const size_t read_bytes = call.staging_bytes() / call.world() / line_bytes * line_bytes;
-  const size_t block_bytes = direct.mapped() ? mapped_bytes : read_bytes;
-  for (size_t block = begin; block < end; block += block_bytes) {
-    const size_t bytes = std::min(block_bytes, end - block);
-    for (int rank = 0; rank < call.world(); ++rank) {
-      if (direct.mapped() || rank == call.rank()) {
-        sources[rank] = direct.at(rank, block);
-      } else {
-        std::byte* copy = call.next_staging() + rank * block_bytes;
-        direct.read(call, rank, block, copy, bytes);
-        sources[rank] = copy;
+  constexpr size_t least_bytes = 1 << 10;   // of a copy by the system
+  // No other rank reads this rank's next buffer before the next exchange. Each thread takes a part of it.
+  const auto read_bytes_of = [&](int of_threads) {
+    return call.staging_bytes() / call.world() / of_threads / line_bytes * line_bytes;
+  };
+  const bool alone = in_order || (!direct.mapped() && read_bytes_of(call.threads()) < least_bytes);
+  const size_t read_bytes = read_bytes_of(alone ? 1 : call.threads());
+  std::atomic<size_t> threads{0};
+  const auto reduce_part = [&](size_t part_begin, size_t part_end) {
+    std::vector<const void*> sources(call.world());
+    std::byte* copies = call.next_staging() + threads++ * call.world() * read_bytes;
+    const size_t block_bytes = direct.mapped() ? mapped_bytes : read_bytes;
+    for (size_t block = begin + part_begin; block < begin + part_end; block += block_bytes) {
+      const size_t bytes = std::min(block_bytes, begin + part_end - block);
+      for (int rank = 0; rank < call.world(); ++rank) {
+        if (direct.mapped() || rank == call.rank()) {
+          sources[rank] = direct.at(rank, block);
+        } else {
+          direct.read_alone(call, rank, block, copies + rank * read_bytes, bytes, false);
+          sources[rank] = copies + rank * read_bytes;
+        }
       }
+      reduce(sources, block, bytes);
     }
-    reduce(block, bytes);
-  }
+  };
+  alone ? reduce_part(0, end - begin) : call.share(end - begin, reduce_part);
 }
 
 }  // namespace weft::shm

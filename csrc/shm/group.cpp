@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "collectives.h"
+#include "handover.h"
 #include "reduce.h"
 
 namespace weft::shm {
@@ -120,6 +121,12 @@ size_t Group::segment_bytes(int world, size_t staging_bytes) {
          round_up(Messenger::segment_bytes(world), page_bytes) + 2 * world * staging_bytes;
 }
 
+void Group::reserve(Segment& segment, int rank, int world, size_t staging_bytes) {
+  const size_t head_bytes = segment_bytes(world, 0);
+  if (rank == 0) segment.reserve(0, head_bytes);
+  segment.reserve(head_bytes + 2 * rank * staging_bytes, 2 * staging_bytes);
+}
+
 Group::Control& Group::control(int rank) const {
   return reinterpret_cast<Control*>(segment_.data() + sizeof(Failure))[rank];
 }
@@ -137,6 +144,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
       segment_(std::move(segment)),
       options_(std::move(options)),
       timeout_(options_.timeout),
+      threads_(options_.threads),
       queue_(std::make_shared<Queue>()) {
   if (options_.staging_bytes % page_bytes != 0 || options_.staging_bytes < 64 * static_cast<size_t>(world_))
     throw std::invalid_argument("staging buffers of " + std::to_string(options_.staging_bytes) +
@@ -148,7 +156,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
   try {
     reduce_table();  // throws for a WEFT_ISA that does not run here
     for (; peer < world_; ++peer)
-      peers_.push_back(peer == rank_ ? nullptr : Peer::of(ranks[peer].pid, ranks[peer].start_time));
+      peers_.push_back(peer == rank_ ? nullptr : Peer::of(ranks[peer].key));
   } catch (const std::exception& error) {  // the other ranks have the segment already and wait for this one
     const auto* refused = dynamic_cast<const std::system_error*>(&error);
     const bool peer_has_gone = refused != nullptr && refused->code().value() == ESRCH;
@@ -171,6 +179,7 @@ Group::~Group() {
   if (forked()) {  // the threads and the membership belong to the parent
     queue_->abandon();
     messenger_->abandon();
+    threads_.abandon();
     new std::shared_ptr<Queue>(std::move(queue_));  // never destroyed
     messenger_.release();
     return;
@@ -193,6 +202,7 @@ void Group::inject(const InjectedFaults& faults) {
 
 void Group::fault_point() {
   if (faults_.longest_delay_us == 0 && faults_.die_at_point == 0) return;
+  if (Threads::on_one_of_them()) return;
   ++fault_points_;
   if (faults_.die_at_point == fault_points_) raise(SIGKILL);
   if (faults_.longest_delay_us == 0) return;
@@ -256,7 +266,9 @@ bool Group::lost(int peer) const {
 std::string Group::how_it_ended(int peer) const {
   if (peer == any_rank) return " has ended";
   if (control(peer).left.load(std::memory_order_acquire) != 0) return " left the group";
-  return " (pid " + std::to_string(peers_[peer]->pid()) + ", exit status: " + peers_[peer]->exit_status() + ") died";
+  const pid_t pid = peers_[peer]->pid();
+  const std::string process = pid == 0 ? "in another process namespace" : "pid " + std::to_string(pid);
+  return " (" + process + ", exit status: " + peers_[peer]->exit_status() + ") died";
 }
 
 std::vector<int> Group::lost_ranks() const {
@@ -397,7 +409,8 @@ uint64_t Group::place_of(const void* data, size_t bytes, std::shared_ptr<Region>
 
 std::shared_ptr<Region> Group::create_region(size_t bytes) {
   struct Offer {
-    int64_t pid = 0, descriptor = -1;
+    uint64_t creator = 0;
+    int64_t descriptor = -1;
     int64_t bytes = 0;
     int64_t error = 0;
   } offer;
@@ -422,7 +435,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
   if (rank_ == 0) {
     try {
       segment = std::make_unique<Segment>(Segment::create(part_bytes * world_));
-      offer = {getpid(), segment->descriptor(), static_cast<int64_t>(part_bytes), 0};
+      offer = {process_key(), segment->descriptor(), static_cast<int64_t>(part_bytes), 0};
     } catch (const std::system_error& error) {
       offer.error = error.code().value();
       reason = error.what();
@@ -433,7 +446,15 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
   if (error == 0 && rank_ != 0) {
     try {
       segment = std::make_unique<Segment>(
-          Segment::open(static_cast<pid_t>(offer.pid), static_cast<int>(offer.descriptor), part_bytes * world_));
+          Segment::open(offer.creator, static_cast<int>(offer.descriptor), part_bytes * world_));
+    } catch (const std::system_error& failed) {
+      error = failed.code().value();
+      reason = failed.what();
+    }
+  }
+  if (error == 0) {
+    try {
+      segment->reserve(part_bytes * rank_, part_bytes);
     } catch (const std::system_error& failed) {
       error = failed.code().value();
       reason = failed.what();

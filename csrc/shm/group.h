@@ -11,6 +11,7 @@
 // it has read all that it needs from s-2, the last use of that parity. So two buffers suffice, no collective ends with
 // a barrier, and no flag is ever reset.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <forward_list>
 #include <functional>
@@ -19,11 +20,13 @@
 #include <string>
 #include <vector>
 
+#include "bytes.h"
 #include "errors.h"
 #include "liveness.h"
 #include "messenger.h"
 #include "queue.h"
 #include "segment.h"
+#include "threads.h"
 #include "types.h"
 #include "wait.h"
 
@@ -77,8 +80,8 @@ struct Region {
 };
 
 struct RankIdentity {
-  pid_t pid;
-  uint64_t start_time;
+  pid_t pid;  // for errors; it means nothing in another process namespace
+  uint64_t key;  // of its process (handover.h)
 };
 
 struct GroupOptions {
@@ -88,6 +91,8 @@ struct GroupOptions {
   std::function<void()> on_slice;  // called from time to time during long waits; may throw to interrupt
   std::vector<int> labels = {};    // names of the ranks in errors; empty means their numbers
   bool single_copy = true;         // if the system lets every rank read the memory of every other
+  int threads = 1;                 // that share this rank's copies and sums
+  size_t shared_from = 64 << 10;   // bytes of one thread's part: copying them takes longer than waking it
 };
 
 // Injected faults for tests: random delays at every point where ranks meet, and death at the n-th such point.
@@ -101,6 +106,8 @@ struct InjectedFaults {
 class Group {
  public:
   static size_t segment_bytes(int world, size_t staging_bytes);
+  // Reserves a rank's own part of the segment. Each rank does so before it makes the group.
+  static void reserve(Segment& segment, int rank, int world, size_t staging_bytes);
 
   Group(std::string name, int rank, Segment segment, const std::vector<RankIdentity>& ranks, GroupOptions options);
 
@@ -186,6 +193,7 @@ class Group {
   uint32_t step_ = 0;
   std::atomic<uint64_t> calls_{0};
   std::atomic<bool> left_{false};
+  Threads threads_;
   InjectedFaults faults_;
   uint64_t fault_points_ = 0;
   mutable std::mutex regions_mutex_;
@@ -209,6 +217,18 @@ class Call {
 
   std::byte* next_staging();                 // this rank's buffer for the coming exchange
   const std::byte* staged(int rank) const;   // data that a rank wrote before the last exchange
+  // Runs work(begin, end) on parts of `bytes` bytes that are cut at whole lines: on several threads if there are many.
+  template <class Work>
+  void share(size_t bytes, const Work& work) const {
+    const int parts = static_cast<int>(std::min<size_t>(bytes / group_.options_.shared_from, threads()));
+    if (parts < 2) return work(size_t{0}, bytes);
+    const size_t part_bytes = (bytes / parts / line_bytes + 1) * line_bytes;
+    group_.threads_.run(parts, [&](int number) {
+      const size_t begin = std::min(bytes, number * part_bytes);
+      work(begin, std::min(bytes, begin + part_bytes));
+    });
+  }
+  int threads() const { return group_.threads_.count(); }
   void exchange();
   bool same_place() const;  // after an exchange: whether all ranks' data is at the same place in symmetric memory
   // From here on this rank reads memory of other ranks that they may free if they fail: an exchange after that checks.

@@ -3,34 +3,37 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/ioctl.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cerrno>
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <utility>
 #include <vector>
 
-#include "errors.h"
-
-#ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434
-#endif
+#include "handover.h"
 
 namespace weft::shm {
 
 namespace {
 
-std::string stat_path(pid_t pid) { return "/proc/" + std::to_string(pid) + "/stat"; }
+// Returns the pid of a pidfd's process; 0 if it has ended or is not seen from here.
+pid_t pid_behind(int descriptor) {
+  FILE* file = fopen(("/proc/self/fdinfo/" + std::to_string(descriptor)).c_str(), "re");
+  if (file == nullptr) return 0;
+  int pid = 0;
+  for (char line[256]; fgets(line, sizeof line, file) != nullptr;)
+    if (sscanf(line, "Pid: %d", &pid) == 1) break;
+  fclose(file);
+  return std::max(pid, 0);
+}
 
-// Returns the fields of /proc/<pid>/stat from the third (state) on; none, with errno set, if it cannot be read. The
-// second field, the command, may hold spaces and parentheses.
+// Returns the fields of /proc/<pid>/stat from the third (state) on; none if it cannot be read. The second field, the
+// command, may hold spaces and parentheses.
 std::vector<std::string> process_stat(pid_t pid) {
-  const std::string path = stat_path(pid);
+  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
   std::vector<std::string> fields;
   FILE* file = fopen(path.c_str(), "re");
   if (file == nullptr) return fields;
@@ -63,36 +66,17 @@ std::string describe(int status) {
 
 }  // namespace
 
-uint64_t process_start_time(pid_t pid) {
-  constexpr size_t start_time_field = 22 - 3;
-  errno = 0;
-  const auto fields = process_stat(pid);
-  // Other errors, for example no descriptor left, do not mean that the process is gone.
-  if (fields.empty() && errno != 0 && errno != ENOENT && errno != ESRCH) throw_errno(errno, "cannot read " + stat_path(pid));
-  return fields.size() > start_time_field ? std::stoull(fields[start_time_field]) : 0;
-}
-
-std::shared_ptr<const Peer> Peer::of(pid_t pid, uint64_t start_time) {
+std::shared_ptr<const Peer> Peer::of(uint64_t key) {
   static std::mutex mutex;
-  static std::map<std::pair<pid_t, uint64_t>, std::weak_ptr<const Peer>> known;
+  static std::map<uint64_t, std::weak_ptr<const Peer>> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  std::weak_ptr<const Peer>& place = known[{pid, start_time}];
+  std::weak_ptr<const Peer>& place = known[key];
   std::shared_ptr<const Peer> peer = place.lock();
-  if (!peer) place = peer = std::make_shared<const Peer>(pid, start_time);
+  if (!peer) place = peer = std::make_shared<const Peer>(key);
   return peer;
 }
 
-Peer::Peer(pid_t pid, uint64_t start_time)
-    : pid_(pid), descriptor_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
-  if (descriptor_ < 0) throw_errno(errno, "cannot watch process " + std::to_string(pid) + " (pidfd_open)");
-  try {  // after the open, because the pid cannot be reused from then on
-    if (process_start_time(pid) != start_time)
-      throw_errno(ESRCH, "process " + std::to_string(pid) + " is no longer the rank that announced itself");
-  } catch (...) {
-    ::close(descriptor_);
-    throw;
-  }
-}
+Peer::Peer(uint64_t key) : descriptor_(descriptor_of(key, the_process_itself)), pid_(pid_behind(descriptor_)) {}
 
 Peer::~Peer() {
   if (descriptor_ >= 0) ::close(descriptor_);

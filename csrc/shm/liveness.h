@@ -8,27 +8,23 @@
 
 namespace weft::shm {
 
-// Returns the start time of a process in ticks since boot; 0 if there is no such process. A pid and a start time
-// together identify one process.
-uint64_t process_start_time(pid_t pid);
-
 class Peer {
  public:
-  // Returns the process, which all groups of this one share. Throws std::system_error if it is gone, or if another
-  // process has its pid now.
-  static std::shared_ptr<const Peer> of(pid_t pid, uint64_t start_time);
+  // Returns the process of that key (handover.h), which all groups of this one share. Throws std::system_error: ESRCH
+  // if it has ended.
+  static std::shared_ptr<const Peer> of(uint64_t key);
 
-  Peer(pid_t pid, uint64_t start_time);  // use `of`
+  explicit Peer(uint64_t key);  // use `of`
   Peer(const Peer&) = delete;
   ~Peer();
 
-  pid_t pid() const { return pid_; }
+  pid_t pid() const { return pid_; }  // as this process sees it; 0 in a process namespace that it does not see
   bool alive() const;
   std::string exit_status() const;  // "signal 9", "exit code 1" or "unknown"
 
  private:
-  pid_t pid_;
   int descriptor_;
+  pid_t pid_;
 };
 
 }  // namespace weft::shm

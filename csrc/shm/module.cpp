@@ -9,6 +9,7 @@
 
 #include "../families.h"
 #include "collectives.h"
+#include "handover.h"
 #include "methods.h"
 #include "reduce.h"
 #include "streaming.h"
@@ -230,11 +231,11 @@ using GroupHolder = std::unique_ptr<Group, EndWithoutGil>;
 
 GroupHolder make_group(std::string name, int rank, Segment& segment,
                        const std::vector<std::pair<pid_t, uint64_t>>& ranks, size_t staging_bytes, double timeout_s,
-                       bool oversubscribed, std::vector<int> labels, bool single_copy) {
+                       bool oversubscribed, std::vector<int> labels, bool single_copy, int threads) {
   std::vector<RankIdentity> identities;
-  for (const auto& [pid, start_time] : ranks) identities.push_back({pid, start_time});
+  for (const auto& [pid, key] : ranks) identities.push_back({pid, key});
   GroupOptions options{staging_bytes, seconds(timeout_s), oversubscribed, raise_pending_signals, std::move(labels),
-                       single_copy};
+                       single_copy, threads};
   if (!options.labels.empty() && options.labels.size() != identities.size())
     throw std::invalid_argument("labels: one a rank, or none");
   const py::gil_scoped_release no_gil;
@@ -372,11 +373,13 @@ void register_messages(py::module_& m, py::class_<Group, GroupHolder>& group) {
 }
 
 void register_group(py::module_& m) {
-  m.def("process_start_time", &process_start_time, py::arg("pid"));
+  m.def("process_key", &process_key, NoGil());
+  m.def("has_ended", &has_ended, py::arg("key"), NoGil());
+  m.def("descriptor_of", &descriptor_of, py::arg("key"), py::arg("number"), NoGil());
 
   py::class_<Segment>(m, "Segment", "Shared memory of a group: created by one rank, opened by the others.")
       .def_static("create", &Segment::create, py::arg("bytes"))
-      .def_static("open", &Segment::open, py::arg("creator"), py::arg("descriptor"), py::arg("bytes"))
+      .def_static("open", &Segment::open, py::arg("creator"), py::arg("descriptor"), py::arg("bytes"), NoGil())
       .def_property_readonly("descriptor", &Segment::descriptor);
 
   py::class_<Region, std::shared_ptr<Region>>(m, "Region", py::buffer_protocol(),
@@ -398,7 +401,9 @@ void register_group(py::module_& m) {
   group
       .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("segment"), py::arg("ranks"),
            py::arg("staging_bytes"), py::arg("timeout_s"), py::arg("oversubscribed"), py::arg("labels"),
-           py::arg("single_copy"))
+           py::arg("single_copy"), py::arg("threads"))
+      .def_static("reserve", &Group::reserve, py::arg("segment"), py::arg("rank"), py::arg("world"),
+                  py::arg("staging_bytes"), NoGil())
       .def_static("segment_bytes", &Group::segment_bytes, py::arg("world"), py::arg("staging_bytes"))
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("world", &Group::world)

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "errors.h"
+#include "handover.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
@@ -19,22 +20,25 @@ namespace weft::shm {
 
 namespace {
 
+constexpr size_t huge_page_bytes = 2 << 20;
+
+std::string no_memory(size_t bytes) {
+  return "cannot reserve " + std::to_string(bytes) +
+         " bytes of shared memory for a group; free memory, raise the container's memory limit or lower "
+         "WEFT_STAGING_KIB";
+}
+
 int create_descriptor(size_t bytes) {
   int fd = memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING);  // before Linux 6.3
   if (fd < 0) throw_errno(errno, "memfd_create failed");
   int error = 0;
-  if (fchmod(fd, 0600) != 0) error = errno;
-  // fallocate, not posix_fallocate, which writes page by page if the file system lacks support.
-  while (error == 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes)) != 0)
-    if (errno != EINTR) error = errno;
+  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) error = errno;
   // Sealed against shrinking, so that no rank can make another's access fault.
   if (error == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) error = errno;
   if (error != 0) {
     ::close(fd);
-    throw_errno(error, "cannot reserve " + std::to_string(bytes) +
-                           " bytes of shared memory for a group; free memory, raise the container's memory limit or "
-                           "lower WEFT_STAGING_KIB");
+    throw_errno(error, no_memory(bytes));
   }
   return fd;
 }
@@ -43,19 +47,25 @@ int create_descriptor(size_t bytes) {
 
 Segment Segment::create(size_t bytes) { return Segment(create_descriptor(bytes), bytes); }
 
-Segment Segment::open(pid_t creator, int creator_descriptor, size_t bytes) {
-  const std::string path = "/proc/" + std::to_string(creator) + "/fd/" + std::to_string(creator_descriptor);
-  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0)
-    throw_errno(errno, "cannot open the group's shared memory at " + path +
-                           "; the ranks of a group must run as one user and see each other's processes");
+Segment Segment::open(uint64_t creator, int creator_descriptor, size_t bytes) {
+  const int fd = descriptor_of(creator, creator_descriptor);
   struct stat status;
   if (fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) != bytes) {
     ::close(fd);
-    throw_errno(EINVAL, path + " is not a segment of " + std::to_string(bytes) +
+    throw_errno(EINVAL, "the group's shared memory is not a segment of " + std::to_string(bytes) +
                             " bytes; every rank must run the same version of weft with the same WEFT_STAGING_KIB");
   }
   return Segment(fd, bytes);
+}
+
+void Segment::reserve(size_t offset, size_t bytes) {
+#ifdef MADV_POPULATE_WRITE  // a page is huge only if it is reserved by an access to memory that has asked for it
+  if (bytes >= huge_page_bytes && madvise(data_ + offset, bytes, MADV_HUGEPAGE) == 0)
+    madvise(data_ + offset, bytes, MADV_POPULATE_WRITE);
+#endif
+  // fallocate, not posix_fallocate, which writes page by page if the file system lacks support.
+  while (fallocate(descriptor_, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0)
+    if (errno != EINTR) throw_errno(errno, no_memory(bytes));
 }
 
 Segment::Segment(int descriptor, size_t bytes) : descriptor_(descriptor), bytes_(bytes) {

@@ -120,7 +120,7 @@ class Communicator:
         """Stop waiting kernels once a rank's process has ended, also if the group has no engine that would notice.
 
         Args:
-            processes: pid, start_time and machine of each rank's process.
+            processes: key and machine of each rank's process.
         """
         if self.engine is None and self._processes is None and self.world_size > 1:
             self._processes = Processes(processes, self.rank)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from weft import _C
@@ -93,12 +94,14 @@ def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
         segment_bytes = _C.Group.segment_bytes(world, staging_bytes)
         if rank == 0:
             segment = _C.Segment.create(segment_bytes)
-            meeting.announce("segment", {"pid": os.getpid(), "descriptor": segment.descriptor})
+            _C.Group.reserve(segment, rank, world, staging_bytes)
+            meeting.announce("segment", {"descriptor": segment.descriptor})
         else:
             place = meeting.read("segment", 0)
             if "error" not in place:
                 with meeting.losing_ranks():
-                    segment = _C.Segment.open(place["pid"], place["descriptor"], segment_bytes)
+                    segment = _C.Segment.open(processes[0]["key"], place["descriptor"], segment_bytes)
+                _C.Group.reserve(segment, rank, world, staging_bytes)
     except (OSError, ValueError, _C.RankLostError) as reason:
         error = reason
         if rank == 0:
@@ -115,17 +118,19 @@ def _share_memory(meeting: "_Rendezvous", ranks_on_machine: int) -> _C.Group:
             raise OSError(f'rank {meeting.labels[peer]} could not join group "{meeting.name}": {state["error"]}')
 
     assert segment is not None  # every rank is ready
+    oversubscribed = _oversubscribed(processes, ranks_on_machine)
     with meeting.losing_ranks():
         return _C.Group(
             name=meeting.name,
             rank=rank,
             segment=segment,
-            ranks=[(process["pid"], process["start_time"]) for process in processes],
+            ranks=[(process["pid"], process["key"]) for process in processes],
             staging_bytes=staging_bytes,
             timeout_s=meeting.timeout_s,
-            oversubscribed=_oversubscribed(processes, ranks_on_machine),
+            oversubscribed=oversubscribed,
             labels=meeting.labels,
             single_copy=os.environ.get("WEFT_SINGLE_COPY", "1") != "0",
+            threads=1 if oversubscribed else _threads(processes, rank, ranks_on_machine),
         )
 
 
@@ -141,6 +146,19 @@ def _oversubscribed(processes: list[dict], ranks_on_machine: int) -> bool:
         return True
     by_cgroup = Counter(process["cgroup"] for process in processes)
     return any(by_cgroup[process["cgroup"]] > process["cpu_quota"] for process in processes)
+
+
+def _threads(processes: list[dict], rank: int, ranks_on_machine: int) -> int:
+    """Return how many threads share a rank's copies and sums: torch's, as far as the other ranks leave cores for them.
+
+    Ranks that may run on one of this rank's cores are taken to be as many as those of the machine.
+    """
+    own = processes[rank]
+    cores = set(own["cores"])
+    alone = all(peer == rank or cores.isdisjoint(process["cores"]) for peer, process in enumerate(processes))
+    in_cgroup = sum(process["cgroup"] == own["cgroup"] for process in processes)
+    usable = min(len(cores) // (1 if alone else max(ranks_on_machine, len(processes))), own["cpu_quota"] // in_cgroup)
+    return max(1, min(torch.get_num_threads(), int(usable)))
 
 
 def _cpu_quota() -> float:
@@ -232,27 +250,17 @@ class _Rendezvous:
             return True
         if not self.processes:
             return False
-        process = self.processes[rank]
-        try:
-            started = _C.process_start_time(process["pid"])
-        except OSError:  # for example no descriptor left; the rank's state is unknown
-            return False
-        return started != process["start_time"] or _is_zombie(process["pid"])
-
-
-def _is_zombie(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] == "Z"
-    return False
+        with contextlib.suppress(OSError):  # for example no descriptor left; the rank's state is unknown
+            return _C.has_ended(self.processes[rank]["key"])
+        return False
 
 
 def _describe_process() -> dict:
-    pid = os.getpid()
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
-        machine = f"{os.uname().nodename}, boot {boot_id.read().strip()}, {os.readlink('/proc/self/ns/pid')}"
+        machine = f"{os.uname().nodename}, boot {boot_id.read().strip()}, {os.readlink('/proc/self/ns/net')}"
     return {
-        "pid": pid,
-        "start_time": _C.process_start_time(pid),
+        "pid": os.getpid(),
+        "key": _C.process_key(),
         "machine": os.environ.get("WEFT_HOST", machine),
         "version": _C.build["version"],
         "cores": sorted(os.sched_getaffinity(0)),

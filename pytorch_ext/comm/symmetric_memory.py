@@ -148,8 +148,9 @@ def _with_equal_numbers(requests: list[Asked]) -> Iterator[None]:
 
 def _place(device: torch.device) -> dict[str, Any]:
     gpu = str(torch.cuda.get_device_properties(device).uuid)
+    processes = os.readlink("/proc/self/ns/pid")  # CUDA shares memory within one process namespace
     return {
-        "machine": _describe_process()["machine"],
+        "machine": f"{_describe_process()['machine']}, {processes}",
         "gpu": gpu,
         "fabric": fabric_of(f"GPU-{gpu}"),
         "number": device.index,

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -116,7 +115,7 @@ class Processes:
     """The processes of a group's ranks on this machine, for a group without an engine to watch them.
 
     Args:
-        processes: pid, start_time and machine of each rank's process.
+        processes: key and machine of each rank's process.
         rank: this rank.
     """
 
@@ -126,10 +125,12 @@ class Processes:
         for peer, process in enumerate(processes):
             if peer == rank or process["machine"] != processes[rank]["machine"]:
                 continue
-            with suppress(OSError):
-                self._descriptors[peer] = os.pidfd_open(process["pid"])
-            if _C.process_start_time(process["pid"]) != process["start_time"]:  # gone, or its pid is another's now
+            try:
+                self._descriptors[peer] = _C.descriptor_of(process["key"], -1)
+            except ProcessLookupError:
                 self._gone.append(peer)
+            except OSError:  # no descriptor is left, for example: that rank is not watched
+                pass
 
     def lost_ranks(self) -> list[int]:
         """Return the ranks whose processes have ended."""

@@ -189,6 +189,45 @@ def test_layout_does_not_change_bits(world, dtype, monkeypatch):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def digests_of_everything(rank):
+    """Sizes that threads share unevenly, in ordinary and in symmetric memory."""
+    world, found = dist.get_world_size(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        count = 70_001 * world
+        parts = [shard_of_rank(r, count, dtype) for r in range(world)]
+        shared = weft.empty_symmetric(count, dtype=dtype)
+        for x in (parts[rank].clone(), shared.copy_(parts[rank])):
+            shard, gathered = torch.empty(70_001, dtype=dtype), torch.empty(world * count, dtype=dtype)
+            moved = torch.empty(count, dtype=dtype)
+            dist.reduce_scatter_tensor(shard, x)
+            dist.all_gather_into_tensor(gathered, x)
+            dist.all_to_all_single(moved, x)
+            found += [shard, gathered, moved]
+            dist.all_reduce(x)
+            found.append(x.clone())
+            norm = torch.zeros(1, dtype=torch.float64)
+            weft.all_reduce(x, squared_norm=norm, scale=0.1)
+            found += [x.clone(), norm]
+    narrow = parts[rank].float()
+    weft.all_reduce(narrow, wire_dtype=torch.bfloat16, scale=0.3)
+    threads = len(os.listdir("/proc/self/task"))
+    return [*found, narrow], threads
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_threads_do_not_change_bits(world, copies, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_oversubscribed", lambda *_: False)
+    outcomes = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(rendezvous, "_threads", lambda *_, threads=threads: threads)
+        outcomes.append(run_ranks(digests_of_everything, world))
+    for rank in range(world):
+        (one, started), *others = (outcome[rank] for outcome in outcomes)
+        for more, (found, running) in enumerate(others, 1):
+            assert running == started + more
+            assert all(map(torch.equal, found, one))
+
+
 def gather_and_scatter(rank):
     world = dist.get_world_size()
     delay_wherever_ranks_meet(rank)
@@ -773,6 +812,23 @@ def test_ranks_share_cores_if_there_are_fewer(masks, on_machine, quota, expected
     assert rendezvous._oversubscribed(ranks, on_machine) is expected
 
 
+@pytest.mark.parametrize(
+    ("masks", "on_machine", "quota", "expected"),
+    [
+        ([range(8)] * 2, 2, math.inf, 4),
+        ([range(8)] * 2, 4, math.inf, 2),  # two more ranks in another group
+        ([range(4), range(4, 8)], 2, math.inf, 4),  # each has cores of its own
+        ([range(8)] * 2, 2, 3.0, 1),  # a container of three cores for both
+        ([range(64)], 1, math.inf, 6),  # torch's threads
+        ([range(2)] * 3, 3, math.inf, 1),
+    ],
+)
+def test_a_rank_takes_torchs_threads_if_there_are_cores(masks, on_machine, quota, expected, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    ranks = [{"cores": list(mask), "cpu_quota": quota, "cgroup": "/"} for mask in masks]
+    assert rendezvous._threads(ranks, 0, on_machine) == expected
+
+
 def many_groups(rank):
     groups = [dist.new_group([0, 1, 2]) for _ in range(4)]
     links = []
@@ -787,4 +843,4 @@ def many_groups(rank):
 
 
 def test_all_groups_watch_a_process_by_one_descriptor():
-    assert run_ranks(many_groups, 3) == [2, 2, 2]
+    assert run_ranks(many_groups, 3) == [3, 3, 3]  # of each rank, its own process among them

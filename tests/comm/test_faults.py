@@ -405,13 +405,20 @@ def test_signals_do_not_make_a_live_rank_look_dead():
 
 
 def run_out_of_memory(rank, victim):
-    if rank == victim:
+    if rank == victim == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    elif rank == victim:
+
+        def refuse(segment, *_):
+            raise OSError(errno.ENOMEM, "cannot reserve 4096 bytes of shared memory")
+
+        rendezvous._C.Group.reserve = refuse
     dist.new_group([0, 1, 2])
 
 
-def test_memory_that_cannot_be_had_is_an_error_on_every_rank():
-    outcomes = try_ranks(run_out_of_memory, 3, 0)
+@pytest.mark.parametrize("victim", [0, 2])  # the first makes the segment, the others reserve their own parts of it
+def test_memory_that_cannot_be_had_is_an_error_on_every_rank(victim):
+    outcomes = try_ranks(run_out_of_memory, 3, victim)
     for outcome in outcomes:
         assert isinstance(outcome.error, OSError) and "bytes of shared memory" in str(outcome.error), outcome
 
@@ -423,7 +430,7 @@ def run_out_of_descriptors(rank):
     if rank == 1:
         held = [os.dup(0) for _ in range(100)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, limits[1]))
-        for number in held[-3:]:
+        for number in held[-5:]:
             os.close(number)
     try:
         dist.new_group([0, 1, 2], backend="weft")

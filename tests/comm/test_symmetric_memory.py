@@ -269,7 +269,8 @@ def test_the_name_of_a_device_distinguishes_it_from_others(monkeypatch):
     monkeypatch.setenv("WEFT_HOST", "left")
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
     monkeypatch.setattr(symmetric_memory, "fabric_of", lambda gpu: f"of {gpu}")
-    place = {"machine": "left", "gpu": "b71c", "fabric": "of GPU-b71c", "number": 1, "may_share_gpu": False}
+    machine = f"left, {os.readlink('/proc/self/ns/pid')}"
+    place = {"machine": machine, "gpu": "b71c", "fabric": "of GPU-b71c", "number": 1, "may_share_gpu": False}
     assert symmetric_memory._place(torch.device("cuda", 1)) == place
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert symmetric_memory._place(CPU)["may_share_gpu"]

@@ -34,7 +34,7 @@ Segment Segment::create(size_t bytes) {
   return Segment(last_number, bytes);
 }
 
-Segment Segment::open(pid_t, int number, size_t bytes) {
+Segment Segment::open(uint64_t, int number, size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (mappings.count(number) == 0) throw_errno(ENOENT, "the rank that created the segment has let go of it");
   return Segment(number, bytes);
@@ -63,6 +63,8 @@ Segment::~Segment() {
     return;
   }
 }
+
+void Segment::reserve(size_t, size_t) {}
 
 void Segment::close_descriptor() { descriptor_ = -1; }
 

@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "group.h"
+#include "handover.h"
 #include "reduce.h"
 #include "values.h"
 
@@ -36,7 +37,7 @@ struct Team {
   std::atomic<uint32_t> arrived, meetings;
   std::atomic<uint64_t> groups, calls, messages, deaths;
   RankIdentity identities[most_ranks];
-  pid_t creator;
+  uint64_t creator;
   int descriptor;
 
   void meet() {
@@ -74,7 +75,7 @@ using Body = std::function<void(Team&, int rank)>;
 
 inline void live(Team& team, int rank, const Body& body) {
   try {
-    team.identities[rank] = {getpid(), process_start_time(getpid())};
+    team.identities[rank] = {getpid(), process_key()};
     team.meet();
     body(team, rank);
   } catch (const std::exception& error) {
@@ -87,6 +88,7 @@ inline void live(Team& team, int rank, const Body& body) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const auto sets = supported_instruction_sets();  // which all give the same bits
   setenv("WEFT_ISA", sets[(team.seed + first_rank) % sets.size()].c_str(), 1);
+  process_key();  // its socket stays as long as the process
   const size_t held = held_resources();
   if (ranks_are_threads) {
     std::vector<std::thread> ranks;
@@ -139,15 +141,18 @@ inline std::unique_ptr<Group> join(Team& team, int rank, uint64_t key, std::func
   std::unique_ptr<Segment> segment;
   if (rank == 0) {
     segment = std::make_unique<Segment>(Segment::create(bytes));
-    team.creator = getpid();
+    team.creator = process_key();
     team.descriptor = segment->descriptor();
     ++team.groups;
   }
   team.meet();
   if (rank != 0) segment = std::make_unique<Segment>(Segment::open(team.creator, team.descriptor, bytes));
+  Group::reserve(*segment, rank, team.world, staging_bytes);
   const std::vector<RankIdentity> ranks(team.identities, team.identities + team.world);
   GroupOptions options{staging_bytes, std::chrono::seconds(100), plan.one_in(2), std::move(on_slice)};
   options.single_copy = plan.one_in(2);
+  options.threads = 1 + static_cast<int>(plan.below(3));
+  options.shared_from = 256;
   auto group = std::make_unique<Group>("test", rank, std::move(*segment), ranks, std::move(options));
   constexpr uint32_t delays_us[] = {0, 0, 20, 200};
   group->inject({key_of(key, rank), delays_us[plan.below(4)], 0});
