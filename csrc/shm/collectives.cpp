@@ -239,7 +239,7 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
   std::copy(input_counts.begin(), input_counts.end(), announced);
   std::copy(output_counts.begin(), output_counts.end(), announced + world);
   const size_t sizes_bytes = 2 * world * sizeof *announced;
-  const size_t little_bytes = std::min<size_t>(32 << 10, call.staging_bytes() - sizes_bytes);
+  const size_t little_bytes = std::min<size_t>(8 << 10, call.staging_bytes() - sizes_bytes);
   if (total(bytes) <= little_bytes) {
     std::byte* place = call.next_staging() + sizes_bytes;
     for (int rank = 0; rank < world; place += bytes[rank++]) copy_bytes(place, safe.data[rank], bytes[rank]);

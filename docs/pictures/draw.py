@@ -5,11 +5,13 @@ for a light and for a dark page.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 WIDTH = 760
-RESULTS = Path(__file__).parent.parent.parent / "bench" / "results" / "amd-epyc-2-cores"
+ALL_RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
+RESULTS = ALL_RESULTS / "amd-epyc-2-cores"
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1b1f24; }
 .small { font-size: 11px; fill: #57606a; } .title { font-weight: 600; } .on { fill: #ffffff; }
@@ -322,6 +324,54 @@ def measured() -> Drawing:
     return d
 
 
+def beside_mpi() -> Drawing:
+    rows = json.loads((ALL_RESULTS / "intel-xeon-2-cores" / "collectives_beside_mpi.json").read_text())["rows"]
+    operations = [name for name in dict.fromkeys(row["operation"] for row in rows) if name != "barrier"]
+    lines = {  # a contender's colour and dashes
+        "symmetric": ("#3b6fd4", ""),
+        "ordinary": ("#3b6fd4", "5 3"),
+        **{name: (colour, "") for name, colour in zip(_MPIS, ("#d9822b", "#2c9a78", "#a1529f"), strict=True)},
+    }
+    d = Drawing("Time of collectives against their size, two ranks: weft beside three MPIs", 60 + 210 * 2)
+    d.text(14, 20, "Time against size, two CPU ranks; both axes logarithmic", "title", "start")
+    for number, operation in enumerate(operations):
+        left, top, width, height = 50 + 240 * (number % 3), 56 + 210 * (number // 3), 180, 140
+        d.box(left, top, width, height, "", "edge")
+        d.text(left + width / 2, top - 8, operation)
+        for power in (6, 12, 18, 24):
+            d.text(left + width * (power - 6) / 18, top + height + 15, _bytes(2**power), "small")
+        for power in range(5):
+            d.text(left - 5, top + height * (1 - (power + 0.7) / 5) + 4, _time(10.0**power), "small", "end")
+        of_operation = [row for row in rows if row["operation"] == operation]
+        for name, (colour, dashes) in lines.items():
+            points = [
+                f"{left + width * (math.log2(row['bytes']) - 6) / 18:.1f},"
+                f"{top + height * (1 - (math.log10(row['times'][name]['p50_us']) + 0.7) / 5):.1f}"
+                for row in of_operation
+            ]
+            style = f"fill: none; stroke: {colour}; stroke-width: 1.6; stroke-dasharray: {dashes or 'none'}"
+            d.parts.append(f'<polyline points="{" ".join(points)}" style="{style}"/>')
+    for number, (name, (colour, dashes)) in enumerate(lines.items()):
+        y = 290 + 24 * number
+        style = f"stroke: {colour}; stroke-width: 2; stroke-dasharray: {dashes or 'none'}"
+        d.parts.append(f'<line x1="530" y1="{y}" x2="560" y2="{y}" style="{style}"/>')
+        d.text(
+            568,
+            y + 4,
+            {"symmetric": "weft, symmetric memory", "ordinary": "weft, torch.distributed"}.get(name, name),
+            "small",
+            "start",
+        )
+    return d
+
+
+_MPIS = ("Open MPI", "MPICH", "Intel MPI")
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB" if size >= 1024 else f"{size} B"
+
+
 def _time(us: float) -> str:
     return f"{us:.3g} us" if us < 1000 else f"{us / 1e3:.3g} ms"
 
@@ -336,6 +386,7 @@ PICTURES: list[Callable[[], Drawing]] = [
     exchange,
     planner_passes,
     measured,
+    beside_mpi,
 ]
 
 if __name__ == "__main__":
