@@ -112,6 +112,7 @@ def main():
         options.out.mkdir(parents=True, exist_ok=True)
         torch.save(model.module.state_dict(), options.out / "weights.pt")  # under the module's own names
         (options.out / "figures.json").write_text(json.dumps(figures) + "\n")
+    dist.barrier()  # nobody ends before rank 0 has written
     dist.destroy_process_group()
 
 

@@ -92,6 +92,7 @@ def main():
     if dist.get_rank() == 0 and options.out:
         figures = {"losses": losses, "tokens_per_s": sorted(speeds)[len(speeds) // 2], "peak_memory_mb": peaks}
         options.out.write_text(json.dumps({**figures, "parameters_per_rank": held}) + "\n")
+    dist.barrier()  # nobody ends before rank 0 has written
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gloo_exit import succeeded
 
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -18,7 +19,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 
 def run(*command, **options):
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert succeeded(done, over_gloo="gloo" in command), f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
