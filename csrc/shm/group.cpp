@@ -388,7 +388,7 @@ void Group::wait_for(int peer, const Call& call) {
     char after[32];
     snprintf(after, sizeof after, "%.3g", std::chrono::duration<double>(timeout()).count());
     std::rethrow_exception(record_failure(
-        FailureKind::timed_out, list_of(silent) + " did not arrive in " + call.text() + " within " + after +
+        FailureKind::timed_out, list_of(silent) + " did not arrive in " + call.text() + " within the timeout of " + after +
                                     " s (rank " + std::to_string(label(rank_)) + " waited; the process is alive but silent)."));
   }
 }

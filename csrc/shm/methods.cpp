@@ -413,6 +413,13 @@ py::object default_group() {
   return found;
 }
 
+// Returns whether a profiler of torch runs, which the Python functions tell of their calls.
+bool profiling() {
+  static PyObject* const names = PyModule_GetDict(py::module_::import("torch.autograd.profiler").release().ptr());
+  static PyObject* const enabled = name("_is_profiler_enabled");
+  return PyDict_GetItem(names, enabled) == Py_True;
+}
+
 // Returns the number of arguments, with one given as opts=..., which is the last; -1 if others have names.
 Py_ssize_t count_all(size_t count, PyObject* names) {
   static PyObject* const opts = name("opts");
@@ -425,7 +432,7 @@ PyObject* call(PyObject* callable, Arguments arguments, size_t count, PyObject* 
   const auto* method = reinterpret_cast<Method*>(callable);
   const Definition& definition = *method->definition;
   const bool has_self = method->group != nullptr;
-  if (count_all(count, names) == definition.arguments + has_self && (has_self || names == nullptr)) {
+  if (count_all(count, names) == definition.arguments + has_self && (has_self || names == nullptr) && !profiling()) {
     try {
       const auto held = has_self ? py::reinterpret_steal<py::object>(PyObject_GetAttr(arguments[0], method->group))
                                  : default_group();

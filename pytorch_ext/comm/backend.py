@@ -9,6 +9,7 @@ it returns.
 # mypy: disable-error-code="override, assignment, call-arg"
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -22,6 +23,7 @@ from weft.comm.dtypes import op_code
 from weft.comm.engine import Engine, Pending
 from weft.comm.inter_host import Message
 from weft.comm.multi_host import SpanningEngine
+from weft.comm.profile_events import EVENTS, ProfileEvent, profiling
 from weft.comm.rendezvous import join
 from weft.comm.sparse import all_reduce_sparse
 
@@ -276,15 +278,33 @@ class WeftProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; an error names every late rank, as in each barrier of this group.
+        """Wait for all ranks; an error names every late rank, as in each barrier of this group, and as gloo does.
 
         Call it as a method: torch.distributed.monitored_barrier refuses every backend that is not called gloo.
         """
-        self.engine.set_timeout(timeout or self.timeout)
+        limit = self.timeout if timeout is None else timeout
+        limit = limit if isinstance(limit, timedelta) else timedelta(seconds=limit)
+        self.engine.set_timeout(max(limit, timedelta(milliseconds=1)))
         try:
             self.engine.barrier()
+        except _C.CollectiveTimeoutError as error:
+            raise _C.CollectiveTimeoutError(
+                f"{self._gloos_words(limit, str(error), wait_all_ranks)}: {error}"
+            ) from None
         finally:
             self.engine.set_timeout(self.timeout)
+
+    def _gloos_words(self, limit: timedelta, text: str, wait_all_ranks: bool) -> str:
+        """Return what gloo's monitored_barrier says of a timeout, for programs that read it."""
+        if self.rank() != 0:
+            reached = f"Rank {self.rank()} successfully reached monitoredBarrier"
+            return f"{reached}, but received errors while waiting for send/recv from rank 0"
+        after_ms = round(1000 * limit.total_seconds())
+        if after_ms <= 0:
+            return f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {after_ms} ms"
+        late = re.findall(r"\d+", text.partition(" did not arrive")[0])
+        those = f"Ranks {', '.join(late)}" if wait_all_ranks and len(late) > 1 else f"Rank {late[0]}"
+        return f"[Rank 0]: {those} failed to pass monitoredBarrier in {after_ms} ms"
 
     def _check_parts(self, operation: str, tensors: Tensors) -> None:
         """Raise for a gradient that must not be summed because each rank holds a different part of it."""
@@ -323,14 +343,26 @@ def _first_tensor(arguments) -> torch.Tensor | None:
 
 
 def _by_device(name: str, on_cpu: Callable) -> Callable:
-    """Return a method that calls `on_cpu` for CPU tensors and the CUDA half's method `name` for CUDA tensors."""
+    """Return a method that calls `on_cpu` for CPU tensors and the CUDA half's method `name` for CUDA tensors.
+
+    A profiler sees calls of `on_cpu`.
+    """
+    event, inputs = EVENTS.get(name, (None, 0))
 
     @functools.wraps(on_cpu)
     def method(self, *arguments, **options):
         x = _first_tensor(arguments)
-        if x is None or not _on_gpu(x):
+        if x is not None and _on_gpu(x):
+            return getattr(self.cuda_half(), name)(*arguments, **options)
+        if event is None or not profiling():
             return on_cpu(self, *arguments, **options)
-        return getattr(self.cuda_half(), name)(*arguments, **options)
+        in_gloos_place = self.backend_name == "gloo"
+        profiled = ProfileEvent(f"{self.backend_name}:{event}", arguments[inputs : inputs + 1], in_gloos_place)
+        try:
+            return on_cpu(self, *arguments, **options).profiled_as(profiled)
+        except BaseException:
+            profiled.end()
+            raise
 
     return method
 
@@ -340,7 +372,7 @@ for _name in (
     *("all_gather_single", "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
     *("reduce_scatter_tensor_coalesced", "scatter", "alltoall", "all_to_all_single", "alltoall_base"),
-    *("send", "recv", "recv_anysource"),
+    *("send", "recv", "recv_anysource", "barrier"),
 ):
     setattr(WeftProcessGroup, _name, _by_device(_name, getattr(WeftProcessGroup, _name)))
 
@@ -367,6 +399,14 @@ class _Work(dist.Work):
         super().__init__()
         self._pending = [operation for operation in pending if operation is not None]
         self._result = result
+        self._event: ProfileEvent | None = None
+
+    def profiled_as(self, event: ProfileEvent) -> "_Work":
+        """Return this handle, which ends the event when the operations are done."""
+        self._event = event
+        if not self._pending:
+            event.end()
+        return self
 
     @classmethod
     def all_of(cls, works: list["_Work"], result) -> "_Work":
@@ -377,6 +417,8 @@ class _Work(dist.Work):
         for operation in self._pending:
             if not operation.wait(limit_s):
                 raise TimeoutError(f"the operation was not done within {limit_s:.3g} s; it goes on")
+        if self._event is not None:
+            self._event.end()
         return True
 
     synchronize = wait
@@ -410,6 +452,8 @@ class _Work(dist.Work):
         def one_is_done(error: BaseException | None) -> None:
             nonlocal left
             left -= 1
+            if left <= 0 and self._event is not None:
+                self._event.end()
             if future.done():
                 return
             if error is not None:

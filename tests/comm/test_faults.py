@@ -204,7 +204,9 @@ def fall_silent(rank):
 def test_a_silent_rank_is_named_by_a_timeout():
     for outcome in try_ranks(fall_silent, 3):
         assert isinstance(outcome.error, weft.CollectiveTimeoutError), outcome
-        assert "rank 1 did not arrive in all_reduce #2" in str(outcome.error) and "within 2 s" in str(outcome.error)
+        assert "rank 1 did not arrive in all_reduce #2" in str(outcome.error) and "within the timeout of 2 s" in str(
+            outcome.error
+        )
 
 
 def stop_one(rank):
