@@ -24,6 +24,7 @@ from weft.mesh import init_mesh as init_mesh
 from weft.nn import ColumnParallelLinear as ColumnParallelLinear
 from weft.nn import ParallelConv2d as ParallelConv2d
 from weft.nn import ParallelEmbedding as ParallelEmbedding
+from weft.nn import ParallelExperts as ParallelExperts
 from weft.nn import ParallelLinear as ParallelLinear
 from weft.nn import RowParallelLinear as RowParallelLinear
 from weft.ops import parallel_cross_entropy as parallel_cross_entropy

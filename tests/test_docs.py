@@ -186,6 +186,12 @@ fsdp_module = fully_shard(model)
         + "mesh = weft.init_mesh(tp=2)\nif dist.get_rank() == 0:\n    model.save_pretrained('.')\ndist.barrier()\n",
         {'"path/of/the/model"': '"."'},
     ),
+    ("experts.md", 0): (2, HUGGING_FACE, {}),
+    ("experts.md", 1): (
+        2,
+        "mesh = weft.init_mesh(tp=2)\nrouter, x = nn.Linear(64, 8), torch.randn(3, 64)\n",
+        {},
+    ),
     ("adapters.md", 0): (
         2,
         """

@@ -6,6 +6,7 @@ from weft.nn.conv1d import ParallelConv1D
 from weft.nn.convolution import ParallelConv2d
 from weft.nn.dropout import OwnDropout2d, ShardedDropout
 from weft.nn.embedding import ParallelEmbedding
+from weft.nn.experts import Experts, ParallelExpertList, ParallelExperts
 from weft.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from weft.nn.norm import ChannelBatchNorm2d, ChannelGroupNorm
 from weft.nn.sequence import sum_gradients
@@ -15,10 +16,13 @@ __all__ = [
     "ChannelBatchNorm2d",
     "ChannelGroupNorm",
     "ColumnParallelLinear",
+    "Experts",
     "OwnDropout2d",
     "ParallelConv1D",
     "ParallelConv2d",
     "ParallelEmbedding",
+    "ParallelExpertList",
+    "ParallelExperts",
     "ParallelLinear",
     "ParallelMultiheadAttention",
     "RowParallelLinear",

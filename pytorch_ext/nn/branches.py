@@ -1,6 +1,5 @@
 """Branches: a block (an Inception block, say) with its branches on different ranks."""
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
@@ -11,17 +10,17 @@ from torch import nn
 from weft.arguments import check_choice
 from weft.comm.registry import Group, communicator
 from weft.nn.branch_trace import SideBySide, of_block, of_modules
+from weft.nn.placed import PlacedModules, check_apart, tensors_of
 from weft.nn.sharded import ShardHolder, lost_with
 from weft.ops.empty_grad import with_absent
 from weft.ops.mappings import gather, total, used_by_parts
 from weft.rng import own_random_numbers
-from weft.sharding.shard import Shard
 from weft.sharding.sizes import Cut
 
 _COMBINE = ("concat", "sum")
 
 
-class Branches(ShardHolder):
+class Branches(PlacedModules):
     """Branches of one input, each computed by one rank; every rank gets the outputs, joined or summed.
 
         forward   y = all_gather of the branches' outputs along `dim`, in the branches' order (all_reduce, for a sum)
@@ -77,7 +76,7 @@ class Branches(ShardHolder):
         if lost := lost_with(block, parameters=False):
             raise ValueError(f"{type(block).__name__} has {lost}, which its replacement would lose: remove that first")
         layer = cls.__new__(cls)
-        ShardHolder.__init__(layer)
+        PlacedModules.__init__(layer)
         layer._place(of_block(block), dict(block.named_children()), group, assignment)
         odd = sorted({*dict(block.named_parameters()), *dict(block.named_buffers())} - layer._known)
         if odd:
@@ -94,7 +93,7 @@ class Branches(ShardHolder):
             y = total(sum(outputs.values()), ranks)  # type: ignore[arg-type]
         else:
             y = self._concatenated(outputs, self._found.dim)
-        return with_absent(y, [self.get_parameter(name) for name in self._absent])
+        return with_absent(y, self.absent_parameters())
 
     def _concatenated(self, outputs: dict[int, torch.Tensor], dim: int) -> torch.Tensor:
         joined = torch.cat(list(outputs.values()), dim)
@@ -123,70 +122,15 @@ class Branches(ShardHolder):
         tree = nn.Module()
         for name, module in modules.items():
             tree.add_module(name, module)
-        of_branch = [_tensors(tree, branch.modules) for branch in found.branches]
-        _check_apart(of_branch)
+        of_branch = [tensors_of(tree, branch.modules) for branch in found.branches]
+        check_apart(of_branch, "branches")
         weights = [sum(p.numel() for p in tensors.values() if isinstance(p, nn.Parameter)) for tensors in of_branch]
         self.assignment = _assigned(weights, ranks.world_size, assignment)
-        memo: dict[int, torch.Tensor | None] = {}
-        self._absent_buffers: set[str] = set()
-        for tensors, rank in zip(of_branch, self.assignment, strict=True):
-            for name, tensor in tensors.items():
-                if isinstance(tensor, nn.Parameter):
-                    self.shards[name] = _shard(name, tensor, rank, ranks)
-                    if id(tensor) not in memo:
-                        part = self.shards[name].take(tensor.detach())
-                        memo[id(tensor)] = nn.Parameter(part, tensor.requires_grad)
-                elif rank == ranks.rank:
-                    memo[id(tensor)] = tensor
-                else:
-                    memo[id(tensor)] = None
-                    self._absent_buffers.add(name)
-        self._known = {*self.shards, *(name for tensors in of_branch for name in tensors)}
-        for name, module in copy.deepcopy(dict(modules), memo).items():
-            self.add_module(name, module)
-        self._absent = [name for name, shard in self.shards.items() if shard.size == 0]
-        self._mark()
-        self.register_load_state_dict_post_hook(_mark_again)
-
-    def _mark(self) -> None:
-        for name, shard in self.shards.items():
-            shard.mark(self.get_parameter(name))
-
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        for name in self._absent_buffers:
-            state_dict.pop(prefix + name, None)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def reset_parameters(self) -> None:
-        raise NotImplementedError("Branches draws nothing: draw the block's parameters before it is split")
+        self._place_modules(modules, of_branch, self.assignment, ranks)
 
     def extra_repr(self) -> str:
         how = "summed" if self._found.dim is None else f"joined along {self._found.dim}"
         return f"{how}, on ranks {', '.join(map(str, self.assignment))}; this is rank {self.communicator.rank}"
-
-
-def _mark_again(layer: Branches, _) -> None:
-    """Mark the parameters again, since a load with assign=True replaces them."""
-    layer._mark()
-
-
-def _tensors(tree: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of modules, by their names in the tree."""
-    found: dict[str, torch.Tensor] = {}
-    for name in names:
-        module = tree.get_submodule(name)
-        for key, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
-            found[f"{name}.{key}"] = tensor
-    return found
-
-
-def _check_apart(of_branch: Sequence[dict[str, torch.Tensor]]) -> None:
-    owner: dict[int, tuple[int, str]] = {}
-    for number, tensors in enumerate(of_branch):
-        for name, tensor in tensors.items():
-            first, other = owner.setdefault(id(tensor), (number, name))
-            if first != number:
-                raise ValueError(f"{other} and {name} are one parameter in two branches, which may be on two ranks")
 
 
 def _assigned(weights: Sequence[int], world: int, given: Sequence[int] | None) -> tuple[int, ...]:
@@ -211,9 +155,3 @@ def _assigned(weights: Sequence[int], world: int, given: Sequence[int] | None) -
         found[number] = rank
         loads[rank] = (load + weights[number], branches + 1, rank)
     return tuple(found)
-
-
-def _shard(name: str, parameter: torch.Tensor, rank: int, ranks) -> Shard:
-    if parameter.dim() == 0:
-        raise ValueError(f"{name} has no dimension and cannot be on one rank alone: give it the shape (1,)")
-    return Shard.on_one_rank(tuple(parameter.shape), rank, ranks)

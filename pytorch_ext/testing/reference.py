@@ -63,3 +63,12 @@ def reduce(parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
     if op == "avg":
         total = total.div(len(parts), rounding_mode=None if wide.is_floating_point else "trunc")
     return total.to(dtype)
+
+
+def routed(x, index, weights, expert: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return the sum of weights * expert(number, its tokens) over the experts that `index` [T, k] names, one by one."""
+    y = torch.zeros_like(x)
+    for number in range(int(index.max()) + 1):
+        token, choice = torch.where(index == number)
+        y = y.index_add(0, token, expert(number, x[token]) * weights[token, choice, None]) if len(token) else y
+    return y

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.nn.expert_form import ExpertForm, form_of, has_form
 from weft.tensor_parallel.styles import kind_of
 
 
@@ -27,7 +28,13 @@ class LayerSpec:
 
 
 def known(module: nn.Module) -> LayerSpec | None:
-    return LAYERS.get(kind_of(module))
+    spec = LAYERS.get(kind_of(module))
+    return EXPERTS if spec is None and is_experts(module) else spec
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether the module is a layer of fused experts that the style "experts" splits."""
+    return has_form(module) and isinstance(form_of(module), ExpertForm)
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
@@ -63,10 +70,21 @@ def _attention(layer, width, query, key, value, *args, need_weights=True, averag
     return query.new_empty((*query.shape[:-1], layer.embed_dim), device="meta"), weights if need_weights else None
 
 
+def _experts(layer, width, x, *args, **kwargs):
+    return torch.empty_like(x, device="meta")
+
+
+def _hidden(layer) -> tuple[int, int]:
+    form = form_of(layer)
+    assert isinstance(form, ExpertForm)
+    return form.hidden, form.hidden
+
+
 def _named(*names: str) -> Callable[[Any], tuple[int, int]]:
     return lambda layer: (getattr(layer, names[0]), getattr(layer, names[-1]))
 
 
+EXPERTS = LayerSpec(_experts, -1, _hidden)
 LAYERS = {
     "nn.Linear": LayerSpec(_linear, -1, _named("in_features", "out_features")),
     "transformers.Conv1D": LayerSpec(_linear, -1, _named("nx", "nf")),

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.nn.expert_form import form_of, has_form
 from weft.tensor_parallel.auto.axis_layout import Axis
 from weft.tensor_parallel.auto.layer_specs import known
 from weft.tensor_parallel.auto.propagation import Propagation
@@ -116,7 +117,7 @@ def conflict_in(model: nn.Module, world: int, automatic: AutomaticPlan, call: Ca
 
 def _is_whole_outside(entry: str | Mapping) -> bool:
     """Return whether the layer takes and gives whole tensors in any surroundings."""
-    return entry in ("vocabulary", "lookup", "heads", GATHERED)
+    return entry in ("vocabulary", "lookup", "heads", "experts", GATHERED)
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -175,7 +176,8 @@ def _whole(model: nn.Module, plan: Mapping, reasons: Mapping[str, str]) -> dict[
         if not any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             continue
         if known(module) is None and (name not in reasons or not isinstance(module, nn.Embedding)):
-            whole[name] = f"there is no style for {kind_of(module)}"
+            form = form_of(module) if has_form(module) else ""
+            whole[name] = form if isinstance(form, str) and form else f"there is no style for {kind_of(module)}"
             continue
         places = (place for place in [name, *above, ""] if place in reasons)
         whole[name] = next((reasons[place] for place in places), "it is not called when the model is")

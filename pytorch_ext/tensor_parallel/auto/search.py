@@ -8,7 +8,7 @@ from torch import nn
 
 from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
 from weft.tensor_parallel.auto.example_inputs import calling, calls
-from weft.tensor_parallel.auto.layer_specs import known, sizes_of
+from weft.tensor_parallel.auto.layer_specs import is_experts, known, sizes_of
 from weft.tensor_parallel.auto.propagation import RETURNED, Flow, Propagation
 from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
@@ -233,7 +233,8 @@ class Search:
             kind, (width, wide) = kind_of(module), sizes_of(module)
             if layer in self.flow.fixed or layer in self.kept:
                 continue
-            if self.prefix and kind != "nn.MultiheadAttention":
+            experts = is_experts(module)
+            if self.prefix and kind != "nn.MultiheadAttention" and not experts:
                 continue  # the caller of this part might use the layer's weights in another way
             if isinstance(module, nn.Embedding):
                 reason = self._not_a_vocabulary(module, node.inputs[-1])
@@ -241,6 +242,8 @@ class Search:
             elif kind == "nn.MultiheadAttention":
                 reason = self._not_by_heads(module)
                 entry = "heads"
+            elif experts:
+                reason, entry = self._too_few_experts(module), "experts"
             elif kind in DENSE and self._scores(found, layer):
                 reason = None if wide > width and wide >= self.world_size else f"{RETURNED}, and there are few of them"
                 entry = GATHERED
@@ -279,6 +282,10 @@ class Search:
         if module.bias_k is not None or module.add_zero_attn:
             return "it adds keys of its own (add_bias_kv, add_zero_attn)"
         return None
+
+    def _too_few_experts(self, module: nn.Module) -> str | None:
+        experts = next(module.parameters()).size(0)
+        return None if experts >= self.world_size else f"{experts} experts are fewer than {self.world_size} ranks"
 
     def _ties_hold(self, found: Propagation, alone: dict) -> bool:
         """Return whether shared weights are split alike. If not, note for the next pass not to split their layers."""

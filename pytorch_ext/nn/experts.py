@@ -1,0 +1,311 @@
+"""ParallelExperts: the experts of a mixture, each on one rank of a group."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.comm.communicator import Communicator
+from weft.comm.registry import Group, communicator
+from weft.nn.expert_form import ExpertForm, form_of
+from weft.nn.placed import PlacedModules, check_apart, tensors_of
+from weft.nn.sharded import ShardedModule
+from weft.ops.activation import activation_of
+from weft.ops.empty_grad import with_absent
+from weft.ops.experts import ExpertRanks, grouped, routed_experts
+from weft.sharding.shard import Shard
+
+
+class Experts(nn.Module):
+    """Feed-forward experts with fused weights, all on this rank: what ParallelExperts splits.
+
+        expert e   down_e @ (activation(gate_e @ x) * (up_e @ x)), or down_e @ activation(up_e @ x) without a gate
+        layer      the sum over the chosen experts, each times its routing weight
+
+    Args:
+        num_experts, hidden_size, intermediate_size: sizes of the layer.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        gated: whether the up projection has a gate. The weight `gate_up_proj` [E, 2 I, H] then has gate and up one
+            after another; otherwise `up_proj` is [E, I, H].
+        bias: whether the projections have biases.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if min(num_experts, hidden_size, intermediate_size) < 1:
+            raise ValueError(
+                f"Experts: num_experts={num_experts}, hidden_size={hidden_size} and "
+                f"intermediate_size={intermediate_size} must be at least 1"
+            )
+        activation_of(activation)
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        self.activation, self.gated = activation, gated
+        up, wide = ("gate_up_proj", 2 * intermediate_size) if gated else ("up_proj", intermediate_size)
+        for name, *shape in ((up, wide, hidden_size), ("down_proj", hidden_size, intermediate_size)):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype)))
+            if bias:
+                of_bias = torch.empty(num_experts, shape[0], device=device, dtype=dtype)
+                self.register_parameter(f"{name}_bias", nn.Parameter(of_bias))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's projections uniformly, as nn.Linear draws its own."""
+        for name in ("gate_up_proj" if self.gated else "up_proj", "down_proj"):
+            weight = self.get_parameter(name)
+            bound = weight.size(-1) ** -0.5
+            for parameter in (weight, self._parameters.get(f"{name}_bias")):
+                if parameter is not None:
+                    nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Return [..., H] for tokens [..., H], the chosen experts [..., k] and the routing weights [..., k]."""
+        return routed_experts(x, top_k_index, top_k_weights, self._rows, ExpertRanks(self.num_experts, None, None))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, activation={self.activation!r}"
+
+    def _rows(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return grouped(rows, expert, self.num_experts, self._expert) * scale.unsqueeze(-1).to(rows.dtype)
+
+    def _expert(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        activation = activation_of(self.activation)
+        assert activation is not None
+        if self.gated:
+            gate, up = self._project("gate_up_proj", number, rows).chunk(2, -1)
+            return self._project("down_proj", number, activation.apply(gate) * up)
+        return self._project("down_proj", number, activation.apply(self._project("up_proj", number, rows)))
+
+    def _project(self, name: str, number: int, rows: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
+        assert weight is not None
+        return F.linear(rows, weight[number], None if bias is None else bias[number])
+
+
+class ParallelExperts(ShardedModule):
+    """Experts split over ranks. The router stays whole on every rank and gets its whole gradient.
+
+        y = sum over the chosen experts e of top_k_weights[e] * expert_e(x)
+
+    Two ways, which may be combined:
+        group: the ranks have the same tokens ("tp"). Each computes the tokens of its experts; one all_reduce adds the
+            results. Backward sums the gradients of the tokens and of the routing weights, once.
+        ep_group: the ranks have tokens of their own ("ep"). Tokens travel to their experts and back by all_to_all, and
+            backward sends the gradients the same way. The gradient of an expert is the sum over all tokens of the
+            group; `weft.DataParallel` averages it as it averages the rest of the model.
+
+    No token is dropped, however uneven the load. Experts need not divide by the number of ranks.
+
+    Args:
+        num_experts, hidden_size, intermediate_size, activation, gated, bias, device, dtype: of the whole layer, as in
+            `weft.nn.Experts`. A layer built from a seed holds this rank's experts of the Experts built from that seed.
+        group: the ranks with the same tokens: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default
+            group. With ep_group, None means that no ranks have the same tokens.
+        ep_group: the ranks with tokens of their own.
+        all_group: with both, the ranks of both together, ep changing slowest.
+        capacity_factor: drop tokens on purpose: an expert takes at most this many times its even share of the tokens of
+            a rank, in the order of tokens (Fedus et al. 2022). None drops nothing.
+
+    Raises:
+        ValueError: fewer experts than ranks; an option that does not exist. Raised before any communication.
+        ValueError: in forward, a router that chooses an expert that does not exist; on every rank.
+
+    Examples:
+        >>> layer = weft.ParallelExperts(4, 16, 32)
+        >>> index, weights = torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2), 0.5)
+        >>> layer(torch.ones(2, 16), index, weights).shape, layer.down_proj.shape  # 2 of the 4 experts on this rank
+        (torch.Size([2, 16]), torch.Size([2, 16, 32]))
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        group: Group = None,
+        ep_group: Group = None,
+        all_group: Group = None,
+        capacity_factor: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        _check_capacity(capacity_factor)
+        options: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias, "dtype": dtype}
+        whole = Experts(num_experts, hidden_size, intermediate_size, device=device, **options)
+        sizes = num_experts, hidden_size, intermediate_size
+        self._whole: Callable[..., Experts] | None = partial(Experts, *sizes, **options)
+        self._split(whole, _form(whole), _ranks(num_experts, group, ep_group, capacity_factor), all_group)
+
+    @classmethod
+    def from_experts(
+        cls,
+        experts: nn.Module,
+        *,
+        group: Group = None,
+        ep_group: Group = None,
+        all_group: Group = None,
+        capacity_factor: float | None = None,
+    ) -> "ParallelExperts | ParallelExpertList":
+        """Return this rank's part of existing experts.
+
+        Args:
+            experts: fused experts, forward(tokens, chosen experts, routing weights) with parameters stacked along their
+                first dimension (as in transformers), which then runs its own forward on this rank's experts; or an
+                nn.ModuleList of experts, each a module that takes and returns rows. The result is called with (tokens,
+                chosen experts, routing weights) in either case.
+
+        Raises:
+            ValueError: the module's forward is no sum over experts that are stacked so, as a trial on small random
+                weights shows.
+            TypeError: experts is no such module.
+        """
+        _check_capacity(capacity_factor)
+        if isinstance(experts, nn.ModuleList):
+            return ParallelExpertList(experts, _ranks(len(experts), group, ep_group, capacity_factor), all_group)
+        form = _form(experts)
+        layer = cls.__new__(cls)
+        ShardedModule.__init__(layer)
+        layer._whole = None
+        layer._split(experts, form, _ranks(form.experts, group, ep_group, capacity_factor), all_group)
+        return layer.train(experts.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return [..., H]; the arguments are those of the whole layer's forward.
+
+        They are tokens [..., H], the chosen experts [..., k] and the routing weights [..., k].
+        """
+        x, index, weights = self._given(args, kwargs)
+        return routed_experts(x, index, weights, self._compute, self.place)
+
+    def extra_repr(self) -> str:
+        own, ranks = self.place.own, self.place
+        return f"experts {own.start} to {own.stop - 1} of {ranks.experts}, rank {ranks.rank} of {ranks.world_size}"
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """The ranks that hold the experts; None for one rank."""
+        return self._ranks
+
+    def _split(self, experts: nn.Module, form: ExpertForm, place: ExpertRanks, all_group: Group) -> None:
+        """Adopt this rank's experts, and a copy of the module that runs its own forward with them."""
+        self.place, self._ranks, self._form = place, _ranks_of_all(place, all_group), form
+        for name, parameter in experts._parameters.items():
+            shard = None
+            if parameter is not None and self._ranks is not None:
+                shard = Shard(tuple(parameter.shape), 0, place.cut, self._ranks)
+            self.adopt(name, parameter, shard)
+        self._modules.update(experts._modules)
+        part = form.part_of(experts, self._parameters, len(place.own))
+        vars(part)["_modules"] = self._modules
+        self._part = [part]  # in a list, so that it is no submodule
+        self._names = list(inspect.signature(type(experts).forward).parameters)[1:4]
+
+    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if len(rows) == 0:  # the gradient of fused weights is zeros where no token chose an expert
+            return with_absent(rows.new_zeros(rows.shape), [p for p in self._parameters.values() if p is not None])
+        self._part[0].training = self.training
+        return self._form.run(self._part[0], rows, expert, scale)
+
+    def _given(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if len(args) > 3 or set(given) != set(self._names):
+            raise TypeError(
+                f"ParallelExperts takes {', '.join(self._names)} and nothing else; got {len(args)} arguments and "
+                f"{', '.join(kwargs) or 'none by name'}"
+            )
+        return [given[self._names[self._form.order.index(role)]] for role in range(3)]
+
+    def _draw_whole(self) -> nn.Module:
+        if self._whole is None:
+            raise NotImplementedError("ParallelExperts of existing experts draws nothing: draw before the split")
+        return self._whole(device=next(self.parameters()).device)
+
+
+class ParallelExpertList(PlacedModules, ShardedModule):
+    """Experts that are modules of their own, each on one rank; `ParallelExperts.from_experts` makes it.
+
+    Called with (tokens [..., H], chosen experts [..., k], routing weights [..., k]). An expert without tokens gets no
+    gradient, as in one process.
+    """
+
+    def __init__(self, experts: nn.ModuleList, place: ExpertRanks, all_group: Group = None):
+        super().__init__()
+        self.place, self.communicator = place, _ranks_of_all(place, all_group)
+        if self.communicator is None:
+            raise ValueError("ParallelExperts: a list of experts on one rank is what it was: leave it whole")
+        of_expert = [tensors_of(experts, [str(number)]) for number in range(len(experts))]
+        check_apart(of_expert, "experts")
+        owners = [rank for rank, ((start, stop),) in enumerate(place.cut.stretches) for _ in range(start, stop)]
+        self._place_modules(dict(experts.named_children()), of_expert, owners, self.communicator)
+        self.train(experts.training)
+
+    def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        y = routed_experts(x, top_k_index, top_k_weights, self._compute, self.place)
+        return with_absent(y, self.absent_parameters())
+
+    def extra_repr(self) -> str:
+        return ParallelExperts.extra_repr(self)  # type: ignore[arg-type]
+
+    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        y = grouped(rows, expert, len(self.place.own), self._expert)
+        return y * scale.unsqueeze(-1).to(y.dtype)
+
+    def _expert(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule(str(self.place.own[number]))(rows)
+
+
+def _ranks(experts: int, group: Group, ep_group: Group, capacity_factor: float | None) -> ExpertRanks:
+    """Return the ranks over which experts are split; a group of one rank is none."""
+    tp = None if group is None and ep_group is not None else communicator(group)
+    ep = None if ep_group is None else communicator(ep_group)
+    tp, ep = (None if ranks is None or ranks.world_size == 1 else ranks for ranks in (tp, ep))
+    try:
+        return ExpertRanks(experts, tp, ep, capacity_factor)
+    except ValueError as error:
+        raise ValueError(f"ParallelExperts: the experts: {error}") from None
+
+
+def _ranks_of_all(place: ExpertRanks, all_group: Group) -> Communicator | None:
+    if place.tp is None or place.ep is None:
+        return place.tp or place.ep
+    if all_group is None:
+        raise ValueError("ParallelExperts: experts over group and ep_group need all_group, the ranks of both together")
+    ranks = communicator(all_group)
+    if (ranks.world_size, ranks.rank) != (place.world_size, place.rank):
+        raise ValueError(
+            f"ParallelExperts: all_group has {ranks.world_size} ranks and this is its rank {ranks.rank}; of group and "
+            f"ep_group together it is rank {place.rank} of {place.world_size}, ep changing slowest"
+        )
+    return ranks
+
+
+def _form(experts: nn.Module) -> ExpertForm:
+    form = form_of(experts)
+    if isinstance(form, str):
+        raise ValueError(f"ParallelExperts: {type(experts).__name__} cannot be split by experts: {form}")
+    return form
+
+
+def _check_capacity(factor: float | None) -> None:
+    if factor is not None and not factor > 0:
+        raise ValueError(f"ParallelExperts: capacity_factor={factor} must be more than 0; None drops no token")
