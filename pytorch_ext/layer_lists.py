@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -33,13 +34,30 @@ def lists_in(model: nn.Module) -> set[str]:
     return {name for name in opened_in(model) if type(model.get_submodule(name)) in _LISTS}
 
 
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the elements of the outermost module lists, and every other module that contains no such list."""
+    opened = opened_in(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name not in opened and name.rpartition(".")[0] in opened
+    }
+
+
+def tensors_outside(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of no layer, which the model's own code uses."""
+    opened = [model.get_submodule(name) for name in opened_in(model)]
+    tensors = [x for module in opened for x in (*module._parameters.values(), *module._buffers.values())]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def refuse_caches(module: nn.Module, args: Sequence, kwargs: Mapping, why: str) -> None:
     """Raise ValueError if a module is called with a cache of keys and values.
 
     Args:
         why: the reason, as a clause about the cache, for the message.
     """
-    names = [name for name, value in kwargs.items() if "past_key_value" in name and value is not None]
+    names = [name for name, value in kwargs.items() if "past_key_value" in name and not isinstance(value, int | None)]
     names += [type(value).__name__ for value in args if _is_cache(value)]
     if names:
         raise ValueError(

@@ -153,13 +153,21 @@ fsdp_module = fully_shard(model)
     ),
     ("pipeline.md", 1): (1, "tokens_in_batch = 12\n", {}),
     ("pipeline.md", 2): (
+        2,
+        "import transformers\nsizes = dict(hidden_size=16, intermediate_size=32, num_attention_heads=4, vocab_size=17)\n"
+        "model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, **sizes))\n"
+        "labels = torch.randint(17, (8, 5), generator=torch.Generator().manual_seed(0))\nlabels[0, :3] = -100\n"
+        'batch = {"input_ids": labels.clamp(min=0), "labels": labels}\nmesh = weft.init_mesh(pp=2)\n',
+        {},
+    ),
+    ("pipeline.md", 3): (
         8,
         LLAMA
         + "tokens = torch.randint(Llama.WORDS, (16, 12))\ninputs = targets = tokens\noptimizer = torch.optim.SGD(model.parameters())\n",
         {},
     ),
-    ("pipeline.md", 3): (4, SAVED + "pipeline.md", {}),
-    ("pipeline.md", 4): (
+    ("pipeline.md", 4): (4, SAVED + "pipeline.md", {}),
+    ("pipeline.md", 5): (
         2,
         MODEL + BATCH + "import copy\nwhole, loss = copy.deepcopy(model), nn.functional.cross_entropy\n",
         {'"cuda:0", "cuda:1"': '"cpu", "cpu"', "LayerSplit(model, weft": "LayerSplit(whole, weft"},

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.pipeline.layer_graph import Chain
 
-_ROUNDS = 3  # of timing; the fastest round counts
+ROUNDS = 3  # of timing; the fastest round counts
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
@@ -47,7 +47,7 @@ def times(chain: Chain, inputs: Sequence[torch.Tensor]) -> list[float]:
     stages = chain.stages([1] * len(chain.layers))
     fastest = [float("inf")] * len(stages)
     with undisturbed(chain.model), torch.no_grad():
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             values = tuple(inputs)
             for number, stage in enumerate(stages):
                 _synchronize(values)

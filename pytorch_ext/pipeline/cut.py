@@ -1,10 +1,11 @@
 """The cut of a model into the stages of a pipeline, the same on all ranks, and the checks before it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.activation_checkpoint import recomputes
@@ -13,10 +14,12 @@ from weft.comm.registry import communicator
 from weft.context_parallel.region import sharing_in
 from weft.context_parallel.shared_sequence import Sharing
 from weft.data_parallel.data_parallel import DataParallel
-from weft.pipeline.balance import balanced, times
-from weft.pipeline.layer_graph import Chain, ReadAttributes, chain_of
+from weft.pipeline.balance import ROUNDS, balanced, times
+from weft.pipeline.forward_cut import Call, CallRecording, CountingError, ForwardCut, recorded, stages_of
+from weft.pipeline.layer_graph import ReadAttributes, UncuttableError, chain_of
 from weft.pipeline.layer_split import LayerSplit
 from weft.pipeline.schedules import SCHEDULES, Schedule
+from weft.tensor_parallel.auto.example_inputs import calls
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,14 @@ class StageCut:
         layers_per_stage: number of layers of each stage.
         inputs: names of the arguments of the model's forward that a step gives.
         settings: attributes of the model that its code has read and that must stay as they were.
+        forward: the cut of the model's own forward, if it cannot be traced; else None.
     """
 
-    stages: list[fx.GraphModule]
+    stages: list
     layers_per_stage: tuple[int, ...]
     inputs: list[str]
     settings: ReadAttributes
+    forward: ForwardCut | None = None
 
 
 def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> None:
@@ -50,11 +55,13 @@ def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> No
             "Pipeline: the loss has parameters, which the last rank alone would train: make what they compute a "
             "layer of the model"
         )
-    if SCHEDULES[schedule].halves and recomputes(model):
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    if SCHEDULES[schedule].halves and (recomputes(model) or checkpoints):
         whole = ", ".join(repr(name) for name, plan in SCHEDULES.items() if not plan.halves)
         raise ValueError(
             f"Pipeline: schedule={schedule!r} takes each backward in parts, and every part would compute the "
-            f'activations again: use {whole}, or recompute="none" in weft.parallelize'
+            f'activations again: use {whole}, or recompute="none" in weft.parallelize '
+            "(model.gradient_checkpointing_disable() in transformers)"
         )
 
 
@@ -94,30 +101,140 @@ def cut_of(
     arguments: Sequence[str] | None,
     balance: str | Sequence[int],
     example,
+    loss,
+    device: torch.device,
 ) -> StageCut:
     """Cut a model into stages as the first rank would cut it. A collective call.
+
+    A model that torch.fx cannot trace is cut by the order in which its own forward calls its layers.
 
     Raises:
         ValueError: as in Pipeline.
     """
     plan, ranks = SCHEDULES[schedule], along["pp"].size()
     total = _number_of_stages(plan, schedule, ranks, stages_per_rank, microbatches)
-    chain = chain_of("Pipeline", model, layers, arguments)
-    sizes = _sizes(chain, total, schedule, balance, example)
+    own = None
+    try:
+        if loss is None or isinstance(example, Mapping):
+            raise UncuttableError("Pipeline: a loss or arguments by name")
+        chain = chain_of("Pipeline", model, layers, arguments)
+        names, elements = [layer.name for layer in chain.layers], [layer.elements for layer in chain.layers]
+    except UncuttableError as error:
+        if layers is not None or arguments is not None:
+            raise
+        own = _recorded(model, sharing_of(model, along), example, device, error)
+        names, elements = own[0].names, _elements(model, own[0].names)
+
+    def seconds() -> list[float]:
+        if example is None:
+            raise ValueError(
+                'Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example='
+            )
+        if own is None:
+            return times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example))
+        runs = [recorded(own[0], own[1]).seconds for _ in range(ROUNDS)]
+        return [min(run) for run in zip(*runs, strict=True)]
+
+    try:
+        sizes = _sizes(names, elements, seconds, total, schedule, balance)
+    except ValueError:
+        if own is not None:
+            own[0].undo()
+        raise
     for dimension in along.values():  # shards and times may differ between ranks, the cut must not
-        cuts = communicator(dimension).all_gather_object((schedule, microbatches, total, len(chain.layers), sizes))
+        cuts = communicator(dimension).all_gather_object((schedule, microbatches, total, len(names), sizes))
         if any(cut[:4] != cuts[0][:4] for cut in cuts):
             raise ValueError(
                 "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
                 + "; ".join(f"rank {rank} has {cut[:4]}" for rank, cut in enumerate(cuts))
             )
         sizes = cuts[0][4]
-    stages = chain.stages(sizes)
-    _refuse_shared_means(stages, [plan.rank_of(stage, ranks) for stage in range(total)])
-    return StageCut(stages, tuple(sizes), [str(node.target) for node in chain.inputs], chain.settings)
+    if own is None:
+        inputs = [str(node.target) for node in chain.inputs]
+        cut = StageCut(chain.stages(sizes), tuple(sizes), inputs, chain.settings)
+    else:
+        forward, _, recording = own
+        forward.stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        stages = stages_of(forward, recording, loss)
+        cut = StageCut(stages, tuple(sizes), [], ReadAttributes("Pipeline"), forward)
+    _refuse_shared_means(cut.stages, [plan.rank_of(stage, ranks) for stage in range(total)])
+    return cut
 
 
-def _refuse_shared_means(stages: Sequence[fx.GraphModule], owners: Sequence[int]) -> None:
+def _recorded(model, sharing, example, device, error: UncuttableError) -> tuple[ForwardCut, Call, CallRecording]:
+    """Cut the model's own forward; return it with the example call that ran, and its recording.
+
+    Raises:
+        ValueError: no example call runs.
+    """
+    if sharing is not None:
+        raise UncuttableError(
+            f'{error} (With "cp", Pipeline takes only models that torch.fx can trace: use weft.LayerSplit)'
+        ) from error
+    cut, reasons = ForwardCut(model, device), []
+    for inputs in [call_with(example)] if example is not None else _guesses(model, device):
+        try:
+            recording = recorded(cut, inputs)
+        except CountingError:
+            cut.undo()
+            raise
+        except Exception as reason:
+            reasons.append(f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}")
+            continue
+        cut.names = recording.names
+        if not cut.names:
+            break
+        return cut, inputs, recording
+    cut.undo()
+    if not reasons:
+        raise ValueError("Pipeline: the model has no layer with parameters; there is nothing to split") from error
+    raise UncuttableError(
+        f"{error} Its own forward can be cut instead, but it did not run with "
+        f"{'example=' if example is not None else 'a guessed example'} ({reasons[0]}): pass "
+        "example=, a micro-batch of its inputs (a dict for arguments by name)"
+    ) from error
+
+
+def call_with(inputs) -> Call:
+    """Return the arguments of a call of the model: a tensor, several, or a mapping of names."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return ((inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)), {}
+
+
+_RECORDED = ("output_hidden_states", "output_attentions")
+
+
+def _guesses(model: nn.Module, device: torch.device) -> Iterator[Call]:
+    """Yield the calls that an automatic plan tries, with zeros for tensors without values."""
+    found: list[Call] = []
+
+    def noted(*args: Any, **named: Any) -> None:
+        found.append((args, {name: x for name, x in named.items() if name not in _RECORDED}))
+
+    def filled(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.zeros(x.shape, dtype=x.dtype, device=device) if x.is_meta else x.to(device)
+
+    for call in calls(model):
+        call(noted)  # type: ignore[arg-type]
+        args, named = found.pop()
+        yield tuple(map(filled, args)), {name: filled(x) for name, x in named.items()}
+
+
+def _elements(model: nn.Module, names: Sequence[str]) -> list[int]:
+    """Return the number of parameters of each call's layer that no earlier call has."""
+    seen: set[int] = set()
+    elements = []
+    for name in names:
+        new = {id(x): x.numel() for x in model.get_submodule(name).parameters() if id(x) not in seen}
+        seen |= set(new)
+        elements.append(sum(new.values()))
+    return elements
+
+
+def _refuse_shared_means(stages: Sequence[nn.Module], owners: Sequence[int]) -> None:
     """Raise ValueError if stages of several ranks use one norm with running means.
 
     Gradients of a parameter on several ranks are summed, but each rank would keep its own running means.
@@ -150,26 +267,25 @@ def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | Non
     return stages
 
 
-def _sizes(chain: Chain, stages: int, name: str, balance, example) -> list[int]:
+def _sizes(
+    names: Sequence[str], elements: Sequence[int], seconds: Callable[[], list[float]], stages: int, name: str, balance
+) -> list[int]:
     """Return the number of layers of each stage."""
-    layers = len(chain.layers)
-    if layers < stages:
+    if len(names) < stages:
         raise ValueError(
-            f"Pipeline: schedule {name!r} needs {stages} stages, and the model has {layers} layers with parameters "
-            f'({", ".join(layer.name for layer in chain.layers)}). Use fewer ranks along "pp", a schedule with one '
+            f"Pipeline: schedule {name!r} needs {stages} stages, and the model has {len(names)} layers with parameters "
+            f'({", ".join(names)}). Use fewer ranks along "pp", a schedule with one '
             'stage on a rank ("1f1b"), or split containers further with layers=[...]'
         )
     if not isinstance(balance, str):
         sizes = list(balance)
-        if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != layers:
+        if len(sizes) != stages or min(sizes) < 1 or sum(sizes) != len(names):
             raise ValueError(
-                f"Pipeline: balance={sizes} must be {stages} numbers, 1 or more, that add up to {layers} layers"
+                f"Pipeline: balance={sizes} must be {stages} numbers, 1 or more, that add up to {len(names)} layers"
             )
         return sizes
     if balance == "parameters":
-        return balanced([layer.elements for layer in chain.layers], stages)
+        return balanced(elements, stages)
     if balance != "time":
         raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
-    if example is None:
-        raise ValueError('Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example=')
-    return balanced(times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example)), stages)
+    return balanced(seconds(), stages)

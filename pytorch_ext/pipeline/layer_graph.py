@@ -302,7 +302,7 @@ def _traced(caller: str, model: nn.Module, arguments: Sequence[str] | None, sett
             )
     given, defaults = _arguments(caller, model, arguments)
     graphs, constants = [], []
-    before, drawn = _numbers_in(model, opened), _random_states()
+    before, drawn = numbers_in(model, opened), _random_states()
     was_training = [(module, module.training) for module in model.modules()]
     try:
         for mode in (True, False):
@@ -323,7 +323,7 @@ def _traced(caller: str, model: nn.Module, arguments: Sequence[str] | None, sett
     finally:
         for module, mode in was_training:
             module.training = mode
-    kept = [name for name, value in _numbers_in(model, opened).items() if value != before.get(name, value)]
+    kept = [name for name, value in numbers_in(model, opened).items() if value != before.get(name, value)]
     for name in kept:
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, before[name])
@@ -345,7 +345,7 @@ def _traced(caller: str, model: nn.Module, arguments: Sequence[str] | None, sett
     return graphs[0]
 
 
-def _numbers_in(model: nn.Module, opened: set[str]) -> dict[str, float]:
+def numbers_in(model: nn.Module, opened: set[str]) -> dict[str, float]:
     """Return the attributes of these modules that are numbers, for example a count of calls."""
     return {
         f"{name}.{attribute}".removeprefix("."): value

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import share_in_stages, sharing_in
-from weft.layer_lists import opened_in
+from weft.layer_lists import layers_of, tensors_outside
 from weft.pipeline.layer_graph import Chain, UncuttableError, chain_of
 from weft.pipeline.layer_split_broadcast import Relay
 from weft.pipeline.layer_split_p2p import run
@@ -114,33 +114,16 @@ class _Uncopied:
 
 def _over_devices(model: nn.Module, devices: list[torch.device]) -> None:
     """Move every layer to its device, and its arguments in every call."""
-    layers = [layer for layer in _layers_of(model).values() if _tensors_of(layer)]
-    for tensor in _tensors_outside(model):
+    layers = [layer for layer in layers_of(model).values() if _tensors_of(layer)]
+    for tensor in tensors_outside(model):
         tensor.data = tensor.data.to(devices[0])
     for layer, place in zip(layers, placed([_tensors_of(layer) for layer in layers], len(devices)), strict=True):
         layer.to(devices[place])
         layer.register_forward_pre_hook(_to(devices[place]), with_kwargs=True)
 
 
-def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the elements of the outermost module lists, and every other module that contains no such list."""
-    opened = opened_in(model)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name not in opened and name.rpartition(".")[0] in opened
-    }
-
-
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _tensors_outside(model: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of no layer, which the model's own code uses."""
-    opened = [model.get_submodule(name) for name in opened_in(model)]
-    tensors = [x for module in opened for x in (*module._parameters.values(), *module._buffers.values())]
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _to(device: torch.device):
@@ -200,13 +183,13 @@ def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers,
 def _relayed(split: LayerSplit, model: nn.Module, ranks: Communicator, device: torch.device):
     """Keep this rank's layers of a model that cannot be cut; return the call of the model, which every rank runs."""
     owners = _owners(model, ranks.world_size)
-    layers = _layers_of(model)
+    layers = layers_of(model)
     own = [layer for name, layer in layers.items() if owners.get(name, ranks.rank) == ranks.rank]
-    outside = nn.ParameterList(x for x in _tensors_outside(model) if isinstance(x, nn.Parameter))
+    outside = nn.ParameterList(x for x in tensors_outside(model) if isinstance(x, nn.Parameter))
     mark({parameter: {ranks.rank} for layer in own for parameter in layer.parameters()}, ranks)
     mark({parameter: set(range(ranks.world_size)) for parameter in outside}, ranks)
     others = nn.Module()
-    for number, tensor in enumerate(_tensors_outside(model)):
+    for number, tensor in enumerate(tensors_outside(model)):
         if not isinstance(tensor, nn.Parameter):
             others.register_buffer(str(number), tensor)
     hold(split, model, [*own, outside, others])
@@ -228,8 +211,8 @@ def _owners(model: nn.Module, ranks: int) -> dict[str, int]:
     Raises:
         ValueError: more ranks than layers, or a layer's parameter is also used outside of layers.
     """
-    layers = {name: layer for name, layer in _layers_of(model).items() if any(True for _ in layer.parameters())}
-    outside = {id(tensor) for tensor in _tensors_outside(model)}
+    layers = {name: layer for name, layer in layers_of(model).items() if any(True for _ in layer.parameters())}
+    outside = {id(tensor) for tensor in tensors_outside(model)}
     for name, layer in layers.items():
         if any(id(parameter) in outside for parameter in layer.parameters()):
             raise ValueError(

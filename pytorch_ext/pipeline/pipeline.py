@@ -4,21 +4,25 @@ The schedules are those of torch.distributed.pipelining. weft cuts the model, su
 measures the time of each action.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten
 
 from weft._C import CommError
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import share_in_stages
 from weft.pipeline.balance import undisturbed
-from weft.pipeline.cut import check_arguments, cut_of, dimensions_of, sharing_of
+from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
+from weft.pipeline.forward_cut import leave_out, refuse_layerdrop
+from weft.pipeline.layer_split_broadcast import refuse_records
+from weft.pipeline.microbatches import check_batch, check_means, microbatches_of
 from weft.pipeline.schedules import SCHEDULES
 from weft.pipeline.stage import Marks, Stage, begin
 from weft.pipeline.stage_boundary import differentiable
@@ -32,7 +36,7 @@ from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import gradient_like, local
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Inputs = torch.Tensor | Sequence[torch.Tensor]
+Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, Any]
 
 
 class Pipeline(nn.Module):
@@ -43,6 +47,11 @@ class Pipeline(nn.Module):
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
         loss = pipe.step(inputs, targets)  # of the whole batch, on every rank; so are the gradients
         optimizer.step()
+
+    Any model that LayerSplit takes can be cut, also those of transformers, with the loss that they compute themselves:
+
+        pipe = weft.Pipeline(model, mesh, microbatches=8)
+        loss = pipe.step({"input_ids": tokens, "attention_mask": mask, "labels": tokens})
 
     Parameters keep the model's names. The state_dicts of all ranks together are the model's state_dict. A parameter
     that several stages use (tied embeddings) has a copy on the rank of each stage; after a step every copy has the sum
@@ -56,20 +65,23 @@ class Pipeline(nn.Module):
     "dp", or added up with reduction="sum". See docs/pipeline.md.
 
     Args:
-        model: the same whole model on every rank. A rank can free the stages of other ranks afterwards.
+        model: the same whole model on every rank. A rank can free the stages of other ranks afterwards. A model that
+            torch.fx cannot trace is changed: it becomes this rank's part, without the parameters of other ranks.
         mesh: a mesh of init_mesh, or its "pp" alone.
         schedule: "afab" (GPipe), "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
         microbatches: number of equal parts, along the first dimension, into which a step cuts inputs and targets.
-        loss: loss(output, targets) -> scalar, of a micro-batch.
+        loss: loss(output, targets) -> scalar, of a micro-batch. None: the model returns it, as `.loss` or alone.
         reduction: "mean": the loss is a mean over the micro-batch, and the loss of a step is the mean of these. "sum":
             losses add up, for a loss that is divided by its own count (tokens that are not padding).
         balance: "parameters": the largest stage has as few parameters as possible. "time": the slowest stage takes as
             little forward time as possible, measured per layer on `example`. Or a list: the number of layers of each
             stage.
-        example: a micro-batch of inputs, for balance="time".
+        example: a micro-batch of inputs, for balance="time". For a model that cannot be traced also if no guessed one
+            runs, or if batches run other layers than a guessed one; a dict gives arguments by name.
         layers: names of modules that run one after another, `*` for the elements of a list: ["embedding", "blocks.*",
-            "head"]. For a model whose forward cannot be traced.
-        arguments: names of the arguments of forward that a step gives. The default is those without a default value.
+            "head"].
+        arguments: names of the arguments of forward that a step gives, for a model that can be traced. The default is
+            those without a default value.
         stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
         check_calls, check_replicas_every: as in `weft.parallelize`. Each step counts as a call; its inputs and targets
             are compared over "pp" and "tp".
@@ -94,7 +106,7 @@ class Pipeline(nn.Module):
         *,
         schedule: str = "1f1b",
         microbatches: int,
-        loss: Loss,
+        loss: Loss | None = None,
         reduction: str = "mean",
         balance: str | Sequence[int] = "parameters",
         example: Inputs | None = None,
@@ -110,12 +122,25 @@ class Pipeline(nn.Module):
         self._ranks: Communicator = communicator(along["pp"])
         self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
         self._plan, self._microbatches, self._reduction = SCHEDULES[schedule], microbatches, reduction
-        self._name, self._loss = schedule, partial(loss)  # partial: a loss that is a module must not become a submodule
-        self._sharing = sharing_of(model, along)
-        cut = cut_of(model, along, schedule, microbatches, stages_per_rank, layers, arguments, balance, example)
-        self._total, self.layers_per_stage = len(cut.stages), cut.layers_per_stage
-        self._taken, self._settings = cut.inputs, cut.settings
         self._device = _device_of(mesh)
+        self._name = schedule
+        self._loss = None if loss is None else partial(loss)  # a loss that is a module must not become a submodule
+        self._sharing = sharing_of(model, along)
+        cut = cut_of(
+            model,
+            along,
+            schedule,
+            microbatches,
+            stages_per_rank,
+            layers,
+            arguments,
+            balance,
+            example,
+            self._loss,
+            self._device,
+        )
+        self._total, self.layers_per_stage = len(cut.stages), cut.layers_per_stage
+        self._taken, self._settings, self._forward = cut.inputs, cut.settings, cut.forward
         fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # before the cut: all stages
         self._loss_type = torch.float64 if fp64 else torch.float32
         self._keep_own_stages(model, cut.stages)
@@ -126,20 +151,23 @@ class Pipeline(nn.Module):
         splitters = {shard.communicator for shard in map(shard_of, self.parameters()) if shard is not None}
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
 
-    def step(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+    def step(self, inputs: Inputs, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Run forward and backward of a batch. A collective call.
 
         Args:
             inputs: the arguments of the model, a tensor or several, [batch, ...] each. The same on every rank of the
-                pipeline: only the rank of the first stage reads the values, the other ranks read the shapes.
-            targets: [batch, ...], read by the rank of the last stage.
+                pipeline. For a model that cannot be traced also a dict of arguments by name; numbers and flags in it go
+                to every micro-batch.
+            targets: [batch, ...], read by the rank of the last stage. None if the model computes its loss.
 
         Returns:
             The batch's loss, a detached fp32 scalar (fp64 for an fp64 model), the same on every rank. The gradients are
             added to `.grad`.
 
         Raises:
-            ValueError: the batch is not a multiple of the micro-batches; raised before any rank sends.
+            ValueError: the batch is not a multiple of the micro-batches; the micro-batches of a model with its own loss
+                have different numbers of labels that count; the forward runs other layers than when it was cut. Raised
+                on every rank before activations are sent.
             RankLostError: a rank is lost.
         """
         self._ties.renew(self._held.renew(self))
@@ -150,6 +178,8 @@ class Pipeline(nn.Module):
         self._clock.reset()
         earlier = self._put_aside()
         losses: list[torch.Tensor] = []
+        if self._forward is not None:  # its stages have their micro-batches; torch gives the first one numbers
+            given, targets = (numbers := torch.arange(self._microbatches),), numbers
         batch = given if 0 in self._stages else ()
         ends = {"target": targets, "losses": losses} if self._ends_here else {}
         try:
@@ -166,21 +196,42 @@ class Pipeline(nn.Module):
         return self._loss_everywhere(losses)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, inputs: Inputs, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return the batch's loss as `step` does, without gradients. A collective call.
 
-        Micro-batches run one after another.
+        Micro-batches follow one another through the stages, so that all ranks compute.
         """
         self._ties.renew(self._held.renew(self))
         given = self._checked(inputs, targets)
-        begun = self._begun(given, targets)
-        for stage in self._stages.values():
-            stage.begin(*begun)
-        losses = []
-        for number, part in enumerate(zip(*(x.chunk(self._microbatches) for x in given), strict=True)):
-            output = self._through(part)
-            if self._ends_here:
-                losses.append(self._scaled_loss(output, targets.chunk(self._microbatches)[number]))
+        self._schedule_for(given, self._begun(given, targets))
+        parts = (
+            [] if self._forward is not None else list(zip(*(x.chunk(self._microbatches) for x in given), strict=True))
+        )
+        group, sends = self._ranks.p2p_group(self._device), []
+        ready: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        losses: list[torch.Tensor] = []
+        # Every rank goes through its work in this order, so each message is sent before a later one is waited for.
+        work = sorted((number + part, number, part) for number in self._stages for part in range(self._microbatches))
+        for _, number, part in work:
+            stage = self._stages[number]
+            values = ready.pop((number, part), None) or (parts[part] if number == 0 and parts else ())
+            if number > 0 and self._owner(number - 1) != self._ranks.rank:
+                values = tuple(torch.empty_like(x, device=self._device) for x in self._entering[number])
+                for value in values:
+                    dist.recv(value, group=group, group_src=self._owner(number - 1))
+            stage.microbatch = part
+            output = stage(*values)
+            if stage.last:
+                target = None if targets is None else targets.chunk(self._microbatches)[part]
+                losses.append(self._scaled_loss(output, target))
+            elif self._owner(number + 1) == self._ranks.rank:
+                ready[number + 1, part] = output
+            else:
+                to = self._owner(number + 1)
+                sends += [(dist.isend(value, group=group, group_dst=to), value) for value in output]
+        for sending, _ in sends:
+            assert sending is not None  # this rank is in the group
+            sending.wait()
         return self._loss_everywhere(losses)
 
     def timeline(self) -> Timeline:
@@ -202,9 +253,13 @@ class Pipeline(nn.Module):
             "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
         )
 
-    def _keep_own_stages(self, model: nn.Module, stages: Sequence[fx.GraphModule]) -> None:
+    def _keep_own_stages(self, model: nn.Module, stages: Sequence) -> None:
         numbers = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
-        self._stages = {number: Stage(stages[number], number, self._total) for number in numbers}
+        self._stages: dict[int, Any] = {
+            number: stages[number] if self._forward else Stage(stages[number], number, self._total)
+            for number in numbers
+        }
+        forward = self._forward
         hold(self, model, self._stages.values())
         holders = holders_of(stages, self._owner)
         mark(holders, self._ranks)
@@ -212,7 +267,9 @@ class Pipeline(nn.Module):
         self._ranks.p2p_group(self._device)  # with all ranks: a tie has messages of a few
         self._ties = Ties(holders, self._ranks)
         self._ties.align()
-        self._held = StageParams(self, (stage.stage for stage in self._stages.values()))
+        self._held = StageParams(self, [stage.stage for stage in self._stages.values()] if forward is None else [model])
+        if forward is not None:
+            leave_out(forward, list(self._stages.values()))
 
     def _owner(self, stage: int) -> int:
         return self._plan.rank_of(stage, self._ranks.world_size)
@@ -230,9 +287,41 @@ class Pipeline(nn.Module):
     def _ends_here(self) -> bool:
         return self._total - 1 in self._stages
 
-    def _checked(self, inputs: Inputs, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    def train(self, mode: bool = True) -> "Pipeline":
+        forward = vars(self).get("_forward")
+        if forward is not None:
+            forward.model.train(mode)  # its own code may read `training`
+        return super().train(mode)
+
+    def _checked(self, inputs: Inputs, targets: torch.Tensor | None) -> tuple:
+        """Check a batch; return the arguments of the model, for its own forward by micro-batch."""
         self._settings.check()
+        given = self._by_name(inputs, targets) if self._forward is not None else self._by_place(inputs, targets)
+        tied = {tie.parameter for tie in self._ties.ties}
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "main_grad") and (self._replicas is not None or parameter in tied):
+                raise ValueError(
+                    f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
+                    'and "dp": remove main_grad, or use dp=1 and no ties'
+                )
+        return given
+
+    def _by_name(self, inputs: Inputs, targets: torch.Tensor | None) -> tuple:
+        assert self._forward is not None
+        call = call_with(inputs)
+        refuse_records(self._forward.model, call[1])
+        refuse_layerdrop(self._forward.model)
+        if self._loss is None and self._reduction == "mean":
+            check_means(call[1], self._microbatches)
+        return tuple(microbatches_of(call, targets, self._microbatches))
+
+    def _by_place(self, inputs: Inputs, targets: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        if isinstance(inputs, Mapping):
+            raise TypeError(
+                "Pipeline: the model was cut for inputs by their place. To give them by name, give a micro-batch of "
+                "them to Pipeline(example={...})"
+            )
+        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         if len(given) != len(self._taken):
             raise TypeError(
                 f"Pipeline: the model was cut for the inputs {', '.join(self._taken)}, and got {len(given)}: name "
@@ -241,21 +330,11 @@ class Pipeline(nn.Module):
         for name, x in [("targets", targets), *((f"inputs[{number}]", x) for number, x in enumerate(given))]:
             if not isinstance(x, torch.Tensor) or x.dim() == 0:
                 raise TypeError(f"Pipeline: {name} must be a tensor [batch, ...], got {type(x).__name__}")
-            if x.size(0) != targets.size(0):
-                raise ValueError(f"Pipeline: {name} has a batch of {x.size(0)}, and targets one of {targets.size(0)}")
-        if targets.size(0) == 0 or targets.size(0) % self._microbatches:
-            fitting = [m for m in range(1, targets.size(0) + 1) if targets.size(0) % m == 0]
-            raise ValueError(
-                f"Pipeline: a batch of {targets.size(0)} cannot be cut into {self._microbatches} equal micro-batches. "
-                f"Pad or drop to a multiple of {self._microbatches}, or choose microbatches from {fitting}"
-            )
-        tied = {tie.parameter for tie in self._ties.ties}
-        for name, parameter in self.named_parameters():
-            if hasattr(parameter, "main_grad") and (self._replicas is not None or parameter in tied):
+            if x.size(0) != targets.size(0):  # type: ignore[union-attr]
                 raise ValueError(
-                    f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
-                    'and "dp": remove main_grad, or use dp=1 and no ties'
+                    f"Pipeline: {name} has a batch of {x.size(0)}, and targets one of {targets.size(0)}"  # type: ignore[union-attr]
                 )
+        check_batch(given[0].size(0), self._microbatches)
         return tuple(x.contiguous() for x in given)  # contiguous: a stage is built for these strides
 
     def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -269,33 +348,41 @@ class Pipeline(nn.Module):
             parameter.grad = None
         return earlier
 
-    def _begun(self, given: tuple[torch.Tensor, ...], targets: torch.Tensor):
+    def _begun(self, given: tuple, targets: torch.Tensor | None) -> tuple:
         """Return the arguments of Stage.begin for a batch: how its sequence is shared, and a seed."""
+        if self._forward is not None:  # the code between layers must draw alike on every stage
+            seed = self._ranks.broadcast_(torch.randint(2**62, (1,)).to(self._device), 0)
+            parts = () if targets is None else targets.chunk(self._microbatches)
+            return list(given), parts, int(seed)
         alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # read on this rank
         return begin("Pipeline", self._sharing, given, alike)
 
-    def _schedule_for(self, given: tuple[torch.Tensor, ...], begun):
+    def _schedule_for(self, given: tuple, begun: tuple):
         """Return torch's schedule for inputs of these shapes.
 
         A new schedule is built if the shapes change, or the dtypes of the values that stages send.
         """
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        shapes = [(x.shape, x.dtype) for x in given], autocast, [parameter.dtype for parameter in self.parameters()]
-        if self._built_for != shapes:
+        leaves, structure = tree_flatten(given)
+        shapes = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves], str(structure), autocast
+        key = *shapes, [parameter.dtype for parameter in self.parameters()], self._forward is not None and self.training
+        if self._built_for != key:
             for stage in self._stages.values():
                 stage.begin(*begun)
-            # clones: a model may change its inputs in place, and the step still needs them
-            self._schedule = self._built(tuple(x.chunk(self._microbatches)[0].clone() for x in given))
-            self._built_for = shapes
-            self._arriving = {number: stage.arriving for number, stage in self._stages.items()}
+            entering, leaving = self._crossing(given)
+            self._entering = entering
+            self._schedule = self._built(entering, leaving)
+            self._built_for = key
+            self._arriving = {} if self._forward else {number: stage.arriving for number, stage in self._stages.items()}
         for number, stage in self._stages.items():
             stage.begin(*begun)
-            stage.arriving = self._arriving[number]
+            if self._forward is None:
+                stage.arriving = self._arriving[number]
         return self._schedule
 
-    def _built(self, microbatch: tuple[torch.Tensor, ...]):
-        """Build torch's schedule, with the shapes of a real micro-batch.
+    def _crossing(self, given: tuple) -> tuple[dict[int, tuple], dict[int, tuple]]:
+        """Return the tensors that this rank's stages take and give for a micro-batch, on the meta device.
 
         torch finds the shapes between stages by running the stages on uninitialised memory: a norm would keep its
         values in its running means, and an embedding would be indexed with them. So a real micro-batch runs through the
@@ -303,17 +390,35 @@ class Pipeline(nn.Module):
         """
         shapes: dict[int, tuple] = {}
         with undisturbed(self), torch.no_grad():
-            self._through(microbatch, shapes)
+            if self._forward is None:
+                # clones: a model may change its inputs in place, and the step still needs them
+                self._through(tuple(x.chunk(self._microbatches)[0].clone() for x in given), shapes)
+            else:
+                shapes = self._planned()
+        entering = {number: tuple(_like(x, number > 0) for x in values) for number, (values, _) in shapes.items()}
+        return entering, {number: tuple(_like(x, True) for x in values) for number, (_, values) in shapes.items()}
+
+    def _planned(self) -> dict[int, tuple]:
+        assert self._forward is not None
+        plan = self._forward.plan(self._stages, self._owner, self._ranks)
+        for stage in self._stages.values():
+            stage.plan = plan
+        sent = [tuple(plan.made(root).empty("meta") for root in roots) for roots in plan.leaving]
+        ends = (torch.zeros(1, dtype=torch.int64),), (torch.zeros((), dtype=self._loss_type),)
+        chain = [ends[0], *sent, ends[1]]
+        return {number: (chain[number], chain[number + 1]) for number in self._stages}
+
+    def _built(self, entering: dict[int, tuple], leaving: dict[int, tuple]):
+        """Build torch's schedule for stages that take and give tensors of these shapes."""
         built = []
         for number, module in self._stages.items():
-            entering, leaving = shapes[number]
             stage = ClockedStage(
                 module,
                 number,
                 self._total,
                 self._device,
-                input_args=tuple(_like(x, number > 0) for x in entering),
-                output_args=tuple(_like(x, True) for x in leaving),
+                input_args=entering[number],
+                output_args=leaving[number],
                 group=self._ranks.p2p_group(self._device),
             )
             stage.clock = self._clock
@@ -352,7 +457,7 @@ class Pipeline(nn.Module):
         return output if self._ends_here else None
 
     def _scaled_loss(self, output, target) -> torch.Tensor:
-        value = self._loss(output, target)
+        value = output if self._forward is not None else self._loss(output, target)  # type: ignore[misc]
         return value / self._microbatches if self._reduction == "mean" else value * 1.0
 
     def _timed_loss(self, output, target) -> torch.Tensor:

@@ -41,6 +41,7 @@ class Stage(nn.Module):
     Attributes:
         arriving: marks of the values from the stage before; the caller sets them.
         leaving: marks of the values that this stage sends.
+        microbatch: number of the micro-batch; the caller sets it.
     """
 
     def __init__(self, stage: fx.GraphModule, number: int, total: int):
@@ -48,23 +49,23 @@ class Stage(nn.Module):
         self.stage, self.number, self.last = stage, number, number + 1 == total
         self.arriving: Marks = ()
         self.leaving: Marks = ()
+        self.microbatch = 0
         # A tuple, so that they are not registered again. Their containers belong to the trace, and their `training` is
         # not the model's.
         names = [str(node.target) for node in stage.graph.nodes if node.op == "call_module"]
         self._called = tuple(stage.get_submodule(name) for name in names)
         self._begun: tuple[SharedCall | None, int] = (None, 0)
-        self._trains, self._runs = False, 0
+        self._trains = False
 
     def begin(self, call: SharedCall | None, seed: int) -> None:
         """Prepare for the forwards of a batch."""
-        self._begun, self._runs = (call, seed), 0
+        self._begun = call, seed
         self._trains = any(part.training for module in self._called for part in module.modules())
 
     def forward(self, *values):
         call, seed = self._begun
         device = next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        own = random_numbers_of((seed + _PRIME * self.number + self._runs) % 2**63, device)
-        self._runs += 1
+        own = random_numbers_of((seed + _PRIME * self.number + self.microbatch) % 2**63, device)
         with own if self._trains else nullcontext():
             if call is None:
                 return self.stage(*values)

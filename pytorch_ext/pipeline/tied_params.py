@@ -18,8 +18,9 @@ from weft.sharding.sharded_grad import gradient_like, local
 
 @dataclass
 class Tie:
-    """A parameter and the ranks that hold it."""
+    """A parameter and the ranks that hold it; the number is the same on all of them."""
 
+    number: int
     parameter: nn.Parameter
     holders: tuple[int, ...]
 
@@ -29,10 +30,12 @@ class Ties:
 
     def __init__(self, holders: dict[nn.Parameter, set[int]], ranks: Communicator):
         self.ranks = ranks
+        shared = [(parameter, places) for parameter, places in holders.items() if len(places) > 1]
+        self._exist = bool(shared)  # on any rank
         self.ties = [
-            Tie(parameter, tuple(sorted(places)))
-            for parameter, places in holders.items()
-            if len(places) > 1 and ranks.rank in places
+            Tie(number, parameter, tuple(sorted(places)))
+            for number, (parameter, places) in enumerate(shared)
+            if ranks.rank in places
         ]
 
     @torch.no_grad()
@@ -51,9 +54,15 @@ class Ties:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Set .grad of every tied parameter to the sum over its holders."""
+        """Set .grad of every tied parameter to the sum over its holders. A collective call.
+
+        A parameter that no holder used keeps no gradient, so that an optimizer passes over it.
+        """
+        if not self._exist:
+            return
+        used = self.ranks.all_gather_object({tie.number for tie in self.ties if tie.parameter.grad is not None})
         for tie in self.ties:
-            if not tie.parameter.requires_grad:
+            if not tie.parameter.requires_grad or not any(tie.number in numbers for numbers in used):
                 continue
             own = None if tie.parameter.grad is None else local(tie.parameter.grad)
             wide = torch.float64 if tie.parameter.dtype == torch.float64 else torch.float32

@@ -73,6 +73,7 @@ class ClockedStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id, *arguments, **options):
         start = self.clock.now()
+        self.submod.microbatch = fwd_chunk_id
         result = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
         self._mark("F", fwd_chunk_id, start)
         return result

@@ -1,0 +1,447 @@
+"""weft.Pipeline of models that cannot be traced: every stage runs the model's own forward."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft.pipeline.absent import Absent, AbsentValueError, like
+from weft.testing.ranks import run_ranks
+
+BATCH, LENGTH, VOCABULARY = 8, 6, 17
+TEXT = dict(
+    **dict(hidden_size=16, intermediate_size=32, num_attention_heads=4, num_hidden_layers=3, vocab_size=VOCABULARY),
+    **dict(max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+)
+PAIR = dict(
+    **dict(d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4),
+    **dict(encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0),
+    **dict(bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
+)
+IMAGES = dict(hidden_size=16, intermediate_size=32, num_attention_heads=4, num_hidden_layers=4, image_size=16)
+IMAGES |= dict(patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+CAUSAL = TEXT | dict(num_key_value_heads=2, attention_dropout=0.0)
+T5 = dict(d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0)
+WAVES = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32, conv_dim=(8, 8))
+WAVES |= dict(conv_stride=(5, 4), conv_kernel=(10, 8), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+WAVES |= dict(layerdrop=0.0, num_feat_extract_layers=2, feat_extract_norm="layer", classifier_proj_size=8)
+WAVES |= dict(feat_proj_dropout=0.0, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+WAVES |= dict(mask_time_prob=0.0, final_dropout=0.0)
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+EXPERTS = dict(num_local_experts=4, experts_implementation="eager")
+FAMILIES = {  # name -> class, its configuration, the kind of its batch
+    "llama": ("LlamaForCausalLM", CAUSAL, "causal"),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        dict(n_embd=16, n_layer=3, n_head=4, vocab_size=VOCABULARY, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        "causal",
+    ),
+    "gemma3": ("Gemma3ForCausalLM", CAUSAL | dict(head_dim=4), "causal"),
+    "mixtral": ("MixtralForCausalLM", CAUSAL | EXPERTS, "causal"),
+    "bloom": (
+        "BloomForCausalLM",
+        dict(hidden_size=16, n_layer=3, n_head=4, vocab_size=VOCABULARY, hidden_dropout=0.0, attention_dropout=0.0),
+        "causal",
+    ),
+    "mamba": ("MambaForCausalLM", dict(hidden_size=16, num_hidden_layers=3, vocab_size=17, state_size=4), "causal"),
+    "bert": ("BertForSequenceClassification", TEXT | NO_DROPOUT | dict(classifier_dropout=0.0), "classes"),
+    "albert": (
+        "AlbertForSequenceClassification",
+        TEXT | dict(embedding_size=8, classifier_dropout_prob=0.0, **NO_DROPOUT),
+        "classes",
+    ),
+    "bart": ("BartForConditionalGeneration", PAIR | dict(dropout=0.0), "pair"),
+    "t5": ("T5ForConditionalGeneration", T5 | dict(dropout_rate=0.0), "pair"),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        PAIR | dict(num_mel_bins=4, max_source_positions=10, max_target_positions=16, dropout=0.0),
+        "spectrum",
+    ),
+    "vit": ("ViTForImageClassification", IMAGES, "image"),
+    "swin": (
+        "SwinForImageClassification",
+        dict(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1, 2], num_heads=[1, 2, 4], window_size=4)
+        | dict(drop_path_rate=0.0),
+        "image",
+    ),
+    "wav2vec2": ("Wav2Vec2ForSequenceClassification", WAVES, "wave"),
+    "clip": (
+        "CLIPModel",
+        dict(text_config=TEXT | dict(projection_dim=16), vision_config=IMAGES | dict(projection_dim=16)),
+        "both",
+    ),
+}
+TO_EVERY_SCHEDULE = ("llama", "t5")
+
+
+def model_of(family, **changes):
+    transformers = pytest.importorskip("transformers")
+    kind, options, _ = FAMILIES[family]
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    kind = getattr(transformers, kind)
+    return kind(kind.config_class(**{**options, **changes})).double()
+
+
+def batch_of(family, step=0):
+    generator = torch.Generator().manual_seed(step)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(3, VOCABULARY, (2, BATCH, LENGTH), generator=generator)
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    mask[::2, -2:] = 0  # in every micro-batch, so that masks are made
+    classes = torch.arange(BATCH) % 2
+    return {
+        "causal": dict(input_ids=tokens[0], attention_mask=mask, labels=tokens[0]),
+        "classes": dict(input_ids=tokens[0], attention_mask=mask, labels=classes),
+        "pair": dict(input_ids=tokens[0], attention_mask=mask, labels=tokens[1][:, :-1].contiguous()),
+        "spectrum": dict(input_features=draw(BATCH, 4, 20), labels=tokens[1]),
+        "image": dict(pixel_values=draw(BATCH, 3, 16, 16), labels=classes),
+        "wave": dict(input_values=draw(BATCH, 600), labels=classes),
+        "both": dict(input_ids=tokens[0], attention_mask=mask, pixel_values=draw(BATCH, 3, 16, 16), return_loss=True),
+    }[FAMILIES[family][2]]
+
+
+def part_of(batch, number, microbatches):
+    return {name: x.chunk(microbatches)[number] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+def assert_trains_as_plain(model, batches, world, loss_of, **options):
+    """Loss, gradients and three AdamW steps are those of the plain model. Returns this rank's names and layers."""
+    plain = copy.deepcopy(model)
+    pipe = weft.Pipeline(model, weft.init_mesh(pp=world, device_type="cpu"), **options)
+    ours, theirs = (torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (pipe, plain))
+    for batch in batches:
+        theirs.zero_grad()
+        ours.zero_grad()
+        expected = loss_of(plain, batch)
+        expected.backward()
+        loss = pipe.step(batch)
+        torch.testing.assert_close(loss.double(), expected.detach().double(), rtol=1e-6, atol=1e-6)
+        for name, parameter in pipe.named_parameters():
+            gradient = plain.get_parameter(name).grad
+            assert (gradient is None) == (parameter.grad is None), name
+            if gradient is not None:
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-8, atol=1e-12)
+        ours.step()
+        theirs.step()
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        pipe.evaluate(batches[0]), loss_of(plain, batches[0]).to(loss.dtype), rtol=1e-6, atol=1e-6
+    )
+    return set(pipe.state_dict()), sum(x.numel() for x in pipe.parameters())
+
+
+def train_family(rank, cases):
+    world, results = torch.distributed.get_world_size(), []
+    for family, schedule in cases:
+        model = model_of(family)
+        batches = [batch_of(family, step) for step in range(3)]
+        microbatches = 4 if world == 2 else 6
+        if world == 3:
+            batches = [{k: x[:6] if isinstance(x, torch.Tensor) else x for k, x in batch.items()} for batch in batches]
+        contrast = family == "clip"  # its loss compares the examples of a micro-batch
+
+        def loss_of(plain, batch, parts=microbatches if contrast else 1):
+            return sum(plain(**part_of(batch, number, parts)).loss for number in range(parts)) / parts
+
+        example = part_of(batches[0], 0, microbatches) if contrast else None
+        options = dict(schedule=schedule, microbatches=microbatches, example=example)
+        results.append(assert_trains_as_plain(model, batches, world, loss_of, **options))
+    return results
+
+
+def check_families(world, cases):
+    per_rank = run_ranks(train_family, world, cases, timeout_s=240)
+    for (family, schedule), held in zip(cases, zip(*per_rank, strict=True), strict=True):
+        names, sizes = zip(*held, strict=True)
+        model = model_of(family)
+        assert set().union(*names) == set(model.state_dict()), (family, schedule)
+        assert max(sizes) < sum(x.numel() for x in model.parameters()), (family, schedule)
+
+
+def test_models_of_transformers_train_as_the_plain_model():
+    check_families(2, [("llama", "1f1b"), ("bert", "zero-bubble"), ("t5", "1f1b"), ("vit", "zbv")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_as_the_plain_model(family):
+    check_families(2, [(family, "1f1b")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["afab", "interleaved", "zero-bubble", "zbv", "dualpipev"])
+def test_every_schedule_trains_models_of_transformers(schedule):
+    layered = [(family, schedule) for family in TO_EVERY_SCHEDULE]
+    check_families(2, layered[1:] if schedule == "dualpipev" else layered)
+    if schedule != "dualpipev":  # six micro-batches for six stages
+        check_families(3, layered[1:])
+
+
+def pad(rank):
+    batch = batch_of("llama")
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, :4] = -100
+    counted = (batch["labels"][:, 1:] != -100).sum()
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    pipe = weft.Pipeline(model_of("llama"), mesh, microbatches=4)
+    with pytest.raises(ValueError, match=r"\[8, 12, 12, 12\] labels that count.*reduction=.sum"):
+        pipe.step(batch)
+    with pytest.raises(ValueError, match="num_items_in_batch divides .*reduction=.sum"):
+        pipe.step(batch | dict(num_items_in_batch=counted))
+    plain = model_of("llama")
+    pipe = weft.Pipeline(model_of("llama"), mesh, microbatches=4, reduction="sum")
+    loss, expected = pipe.step(batch | dict(num_items_in_batch=counted)), plain(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected.double(), rtol=1e-6, atol=1e-6)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-8, atol=1e-12)
+
+    def loss_of(output, targets):
+        return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+    tokens = batch_of("llama")["input_ids"]
+    pipe = weft.Pipeline(model_of("llama"), mesh, microbatches=2, loss=loss_of)
+    loss = pipe.step({"input_ids": tokens}, tokens)
+    torch.testing.assert_close(loss, loss_of(model_of("llama")(tokens), tokens).detach())
+    short = {"input_ids": tokens[:, :3]}  # another length
+    torch.testing.assert_close(
+        pipe.step(short, tokens[:, :3]), loss_of(plain.eval()(**short), tokens[:, :3]), rtol=1, atol=1
+    )
+    with pytest.raises(ValueError, match="without a scalar loss: give it labels"):
+        weft.Pipeline(model_of("llama"), mesh, microbatches=2).step({"input_ids": tokens})
+    with pytest.raises(ValueError, match=r"position_ids is \(1, 6\), and the batch is 8"):
+        pipe.step({"input_ids": tokens, "position_ids": torch.arange(6)[None]}, tokens)
+
+
+def test_labels_that_do_not_count_are_counted_over_the_batch_or_refused():
+    run_ranks(pad, 2, timeout_s=120)
+
+
+class Own(nn.Module):
+    """Its own code branches on values, uses parameters and a buffer, writes in place, and passes on what it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(4))
+        self.unused = nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.randn(4))
+        self.layers = nn.ModuleList(Pair() for _ in range(4))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.layers[0].linear.weight
+
+    def forward(self, x, *, flip=False):
+        x = torch.cat([self.token.expand(len(x), -1), x], 1)[:, :4] * self.scale + self.shift
+        first = side = None
+        for layer in self.layers:
+            if x.sum() < 1e9:
+                x, side, kept = layer(x, side)
+                assert kept["shape"] == x.size(1)
+                first = kept["x"] if first is None else first
+        with torch.no_grad():
+            weights = torch.rand(4)  # the same on every stage
+        x = self.norm(x * weights)
+        x[:, 0] = 0
+        return self.head(x - first if flip else x + first) * weights + side
+
+
+class Pair(nn.Module):
+    """Layer that gives its first argument's sum once, passes on its second one, and returns a dict as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, side=None):
+        side = x.sum(1, keepdim=True) if side is None else side
+        y = torch.tanh(self.linear(x))
+        return y, side, {"x": y * 2, "shape": 4}
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), Adding(), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        if x.sum() < 1e9:  # no trace
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+class Adding(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return super().forward(x.add_(1))
+
+
+class Writing(InPlace):
+    """The code between its layers changes a result that a later stage needs too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        if x.sum() < 1e9:
+            first.mul_(2)
+        return self.layers[2](self.layers[1](first) + first) + first
+
+
+class Dropping(nn.Module):
+    """Stages must drop the same elements of what two of them use."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Noisy(), Noisy(), Noisy()])
+
+    def forward(self, x):
+        x = F.dropout(self.layers[0](x), 0.5, self.training)
+        y = self.layers[1](x)  # on the stage before the last one
+        return self.layers[2](y) * (x == 0)  # zero only if the stages agree
+
+
+class Noisy(nn.Linear):
+    """Identity that draws random numbers of its own."""
+
+    def __init__(self):
+        super().__init__(4, 4, bias=False)
+        nn.init.eye_(self.weight)
+
+    def forward(self, x):
+        return super().forward(x) + 0 * F.dropout(x, 0.5, self.training)
+
+
+class Hooked(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+        self.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+class Frozen(nn.Module):
+    """Switches gradients off around a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad() if self.training else nullcontext():
+            x = self.layers[0](x)
+        return self.layers[2](F.relu(self.layers[1](x)))
+
+
+def train_own(rank, schedule):
+    world = torch.distributed.get_world_size()
+    mesh, x, y = weft.init_mesh(pp=world, device_type="cpu"), torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    names = []
+    for kind in (Own, Writing, Hooked, Frozen):
+        torch.manual_seed(0)
+        model = kind().double()
+        plain = copy.deepcopy(model)
+        drawn = kind is Own
+        example = {"x": x[:2], "flip": True} if drawn else None
+        options = dict(schedule=schedule, microbatches=4, loss=F.mse_loss, example=example)
+        pipe = weft.Pipeline(model, mesh, **options)
+        batch = {"x": x, "flip": True} if drawn else x
+        loss = pipe.step(batch, y)
+        if drawn:  # with the first rank's seed, which the step drew
+            names = list(pipe.state_dict())
+            seeds = [number * 1_000_003 for number in range(4)]
+        for part, target, number in zip(x.chunk(4), y.chunk(4), range(4), strict=True):
+            if drawn:
+                torch.manual_seed(pipe._stages[min(pipe._stages)]._seed + seeds[number])
+                for _ in range(4):
+                    torch.randint(2**62, (1,))
+            output = plain(part, flip=True) if drawn else plain(part)
+            part_loss = F.mse_loss(output, target) / 4
+            part_loss.backward()
+            loss = loss - part_loss.detach()
+        torch.testing.assert_close(loss, torch.zeros_like(loss), rtol=0, atol=1e-12)
+        for name, parameter in pipe.named_parameters():
+            expected = plain.get_parameter(name).grad
+            assert (expected is None) == (parameter.grad is None), (kind, name)
+            if expected is not None:
+                torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=1e-14)
+        for name, buffer in pipe.named_buffers():
+            torch.testing.assert_close(buffer, plain.get_buffer(name))
+    torch.manual_seed(rank)
+    sizes = [2, 1] if world == 2 else [1, 1, 1]
+    options = dict(schedule=schedule, microbatches=4, balance=sizes)
+    pipe = weft.Pipeline(Dropping(), mesh, loss=lambda output, _: output.abs().sum(), **options)
+    for _ in range(3):
+        assert pipe.step(torch.ones(64, 4), torch.ones(64, 4)) == 0
+    return names
+
+
+@pytest.mark.parametrize("schedule", ["1f1b"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_code_between_layers_may_do_anything(world, schedule):
+    per_rank = run_ranks(train_own, world, schedule, timeout_s=120)
+    assert set().union(*per_rank) == set(Own().state_dict())
+
+
+def refuse(rank):
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    x = torch.randn(8, 4)
+    pipe = weft.Pipeline(InPlace(), mesh, microbatches=4, loss=F.mse_loss)
+    with pytest.raises(ValueError, match=r"layers.1, a Adding, changes its input in place.*inplace=False"):
+        pipe.step(x, x)
+    pipe = weft.Pipeline(InPlace(), mesh, microbatches=4, loss=F.mse_loss, example=x)
+    pipe._forward.names[1] = "layers.2"  # as if the example had run others
+    with pytest.raises(ValueError, match=r"calls layers.1 where it called layers.2 when it was cut.*example="):
+        pipe.step(x, x)
+    with pytest.raises(ValueError, match="cannot be traced.*did not run with example= .*pass example="):
+        weft.Pipeline(model := InPlace(), mesh, microbatches=4, loss=F.mse_loss, example=torch.randn(4, 5))
+    assert not vars(model.layers[0]).get("forward")
+    model = model_of("wav2vec2", layerdrop=0.1)
+    pipe = weft.Pipeline(model, mesh, microbatches=4)
+    with pytest.raises(ValueError, match="layerdrop=0.1 of Wav2Vec2.* skips layers at random"):
+        pipe.step(batch_of("wav2vec2"))
+    model = model_of("llama")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        weft.Pipeline(model, mesh, schedule="zero-bubble", microbatches=4)
+    with pytest.raises(TypeError, match="cut for inputs by their place"):
+        weft.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, microbatches=4, loss=F.mse_loss).step(
+            {"x": x}, x
+        )
+    with pytest.raises(ValueError, match="output_attentions asks for what is recorded"):
+        weft.Pipeline(model_of("llama"), mesh, microbatches=4).step(batch_of("llama") | dict(output_attentions=True))
+
+
+def test_what_a_forward_cannot_be_cut_into_is_refused():
+    run_ranks(refuse, 2, timeout_s=120)
+
+
+def test_absent_values_have_shapes_and_name_their_origins():
+    x, y = like(torch.empty(2, 3), "x"), like(torch.empty(3), "y")
+    z = (x + y)[:, :2]
+    assert isinstance(z, Absent) and z.shape == (2, 2) and z.device.type == "cpu" and z.origins == {"x", "y"}
+    assert not isinstance(torch.ones_like(z), Absent)
+    z[0] = like(torch.empty(2), "z")
+    assert z.origins == {"x", "y", "z"}
+    view = x[0]
+    view += y
+    assert x.origins == {"x", "y"}  # the view's memory is x's
+    for needing in (x.sum().item, lambda: torch.zeros(2, 3).copy_(x), lambda: x.nonzero(), lambda: bool(x.all())):
+        with pytest.raises(AbsentValueError) as found:
+            needing()
+        assert found.value.origins == {"x", "y"}
+    torch.manual_seed(0)
+    F.dropout(x, 0.5)
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    F.dropout(torch.empty(2, 3), 0.5)
+    assert torch.equal(after, torch.rand(1))
