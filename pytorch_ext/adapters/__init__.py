@@ -5,6 +5,7 @@ hugging_face.py    attn_implementation="weft" for transformers
 trainer.py         transformers' Trainer on a model that several ranks hold
 accelerate.py      an accelerate mesh as weft.parallelize takes it
 lightning.py       a strategy for Lightning's Trainer
+vllm.py            the communicator of vLLM's groups on CPUs
 """
 
 from importlib.metadata import PackageNotFoundError, version
