@@ -1,7 +1,8 @@
 """parallelize: one call that puts a model on a mesh, with tensor, context, pipeline and data parallelism."""
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +28,7 @@ from weft.tensor_parallel.invariant_plan import InAnyShape, check_same_layers, i
 from weft.tensor_parallel.local_sizes import Forward, is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
+from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrappers
 from weft.tensor_parallel.plan_check import check_flow, check_meeting, own_plan
 from weft.tensor_parallel.styles import KEPT, Plan, part_of
 from weft.tensor_parallel.ties import keep_parameters, tie
@@ -136,11 +138,12 @@ def parallelize(
         raise ValueError(
             f'parallelize: context={context!r}, and the mesh has no dimension "cp" to share a sequence over'
         )
+    refuse_other_tuners(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if invariant is not None:
         _check_invariant(ranks, recompute)
     automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict, invariant)
-    entries = match(plan, model)
+    entries = through_wrappers(match(plan, model), model)
     if invariant is not None:
         entries = in_units(entries, model, invariant)
     between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
@@ -154,6 +157,7 @@ def parallelize(
                 made[key] = part_of(name, module, entry, ranks.tp)
             replacements[name] = made[key]
     tie(model, replacements)
+    adapters = _split_adapters(model, replacements)
     summed = [*between, *(name for name, layer in replacements.items() if is_summed(layer))]
     own = None
     if automatic is None and ranks.tp is not None:
@@ -174,6 +178,8 @@ def parallelize(
         parent, _, child = name.rpartition(".")
         keep_parameters(model.get_submodule(name), layer)
         setattr(model.get_submodule(parent), child, layer)
+    for install in adapters:
+        install()
     for layer in dict.fromkeys(map(model.get_submodule, summed)):
         sum_gradients(layer, ranks.tp)
     return_whole(model)
@@ -291,6 +297,16 @@ def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:
             'weft.Pipeline(weft.parallelize(model, mesh["cp", "tp"]), mesh, microbatches=..., loss=...) instead'
         )
     check_layers(model, stages.size())
+
+
+def _split_adapters(model: nn.Module, replacements: dict[str, nn.Module]) -> list[Callable[[], None]]:
+    """Return functions that split the adapters of peft around the replaced layers. From now on peft knows weft's."""
+    if "peft" not in sys.modules:
+        return []
+    from weft.adapters.peft import register, split_wrappers
+
+    register()
+    return list(split_wrappers(model, replacements))
 
 
 def _draw_alike(group: Communicator, model: nn.Module) -> None:

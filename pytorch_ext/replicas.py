@@ -47,6 +47,17 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
 
 
 @torch.no_grad()
+def check_same_draw(drawn: Mapping[str, torch.Tensor], ranks: Communicator) -> None:
+    """Check that all ranks have drawn the same whole tensors. A collective call.
+
+    Raises:
+        ValueError: they differ; raised on every rank.
+    """
+    if difference := _difference(ranks, {name: sum_of_bits(x) for name, x in drawn.items() if not x.is_meta}):
+        raise ValueError(f"{difference}: seed all ranks alike, without the rank (torch.manual_seed), before the draw")
+
+
+@torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
     """Check that replicated tensors have the same bits on all their ranks. A collective call.
 

@@ -139,6 +139,12 @@ fsdp_module = fully_shard(model)
 """,
         {},
     ),
+    ("fine_tuning.md", 0): (
+        2,
+        SAVED + HUGGING_FACE + "import peft\ntokens = torch.randint(64, (2, 6))\n",
+        {},
+    ),
+    ("fine_tuning.md", 1): (2, "", {}),
     ("first_hour.md", 0): (2, "", {}),
     ("first_hour.md", 1): (2, "", {}),
     ("first_hour.md", 2): (2, "first_hour.md", {}),

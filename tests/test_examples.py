@@ -72,6 +72,19 @@ def test_a_plan_by_hand_gives_the_same_model():
     assert float(loss) == pytest.approx(float(whole), abs=1e-5) and float(gap) < 1e-4
 
 
+def test_an_adapter_is_the_same_over_two_ranks_as_in_one_process(tmp_path):
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    texts = [example("finetune_lora", "--steps", "3", "--out", tmp_path / "1", ranks=1)]
+    texts.append(example("finetune_lora", "--steps", "3", "--out", tmp_path / "2", "--tp", "2"))
+    first, second = ([float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for text in texts)
+    assert first == pytest.approx(second, abs=1e-4) and first[-1] < first[0]
+    one, two = (load_file(tmp_path / number / "adapter_model.safetensors") for number in "12")
+    assert one.keys() == two.keys()
+    assert all(two[name].numpy() == pytest.approx(one[name].numpy(), abs=2e-3) for name in one)
+
+
 @pytest.mark.slow("examples", "pytorch_ext/context_parallel")
 def test_a_long_sequence_is_shared():
     text = example("long_sequence", "--sequence", "256", "--steps", "2")

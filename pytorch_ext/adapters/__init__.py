@@ -3,6 +3,7 @@
 styles.py          ParallelStyles for torch's parallelize_module
 hugging_face.py    attn_implementation="weft" for transformers
 trainer.py         transformers' Trainer on a model that several ranks hold
+peft.py            LoRA on split layers
 accelerate.py      an accelerate mesh as weft.parallelize takes it
 lightning.py       a strategy for Lightning's Trainer
 vllm.py            the communicator of vLLM's groups on CPUs

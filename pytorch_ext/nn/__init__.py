@@ -8,6 +8,7 @@ from weft.nn.dropout import OwnDropout2d, ShardedDropout
 from weft.nn.embedding import ParallelEmbedding
 from weft.nn.experts import Experts, ParallelExpertList, ParallelExperts
 from weft.nn.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from weft.nn.lora import LoRA
 from weft.nn.norm import ChannelBatchNorm2d, ChannelGroupNorm
 from weft.nn.sequence import sum_gradients
 
@@ -17,6 +18,7 @@ __all__ = [
     "ChannelGroupNorm",
     "ColumnParallelLinear",
     "Experts",
+    "LoRA",
     "OwnDropout2d",
     "ParallelConv1D",
     "ParallelConv2d",

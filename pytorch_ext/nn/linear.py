@@ -147,11 +147,31 @@ class ParallelLinear(ShardedModule):
         layer._hold(linear)
         return layer.train(linear.training)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.split_input:
-            x = split(x, -1, self.communicator, self._split.cut)
-        y = self._op(x, self.held("weight"), self.held("bias"), self.place)
+    def forward(self, x: torch.Tensor, *, in_parts: bool = False, addend: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the layer's output.
+
+        Args:
+            in_parts: take and give this rank's parts in spite of split_input and gather_output.
+            addend: row only; this rank's term of one more sum over the ranks, added to the layer's own before it
+                travels.
+        """
+        if not in_parts:
+            x = self.part_of_input(x)
+        more = () if addend is None else (addend,)
+        y = self._op(x, self.held("weight"), self.held("bias"), self.place, *more)
+        return y if in_parts else self.whole_output(y)
+
+    def part_of_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole x with split_input; otherwise x."""
+        return split(x, -1, self.communicator, self._split.cut) if self.split_input else x
+
+    def whole_output(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the whole of the ranks' y with gather_output; otherwise y."""
         return gather(y, -1, self.communicator, self._split.cut) if self.gather_output else y
+
+    def without_bias(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of x, as with in_parts, without the bias."""
+        return self._op(x, self.held("weight"), None, self.place)
 
     @property
     def parts_here(self) -> tuple[int, ...]:
@@ -161,6 +181,10 @@ class ParallelLinear(ShardedModule):
             sum(max(0, min(last, stop) - max(first, start)) for first, last in self._split.stretches)
             for start, stop in pairwise(ends)
         )
+
+    def shard_of_outputs(self) -> Shard:
+        """Return the place of this rank's output features of a column layer."""
+        return self._shard((self.out_features,), 0)
 
     def _draw_whole(self) -> nn.Module:
         return self._whole(self.bias is not None, self.weight.device, self.weight.dtype)
@@ -206,7 +230,7 @@ class ParallelLinear(ShardedModule):
 
     def _hold(self, linear) -> None:
         self.adopt("weight", linear.weight, self._split)
-        of_bias = self._shard((self.out_features,), 0) if self.style == "column" else None
+        of_bias = self.shard_of_outputs() if self.style == "column" else None
         self.adopt("bias", linear.bias, of_bias)
 
 

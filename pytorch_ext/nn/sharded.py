@@ -56,7 +56,8 @@ class ShardHolder(nn.Module):
                 self.register_parameter(name, None)
         elif isinstance(whole, nn.Parameter):
             copy = nn.Parameter(whole.detach().clone(), whole.requires_grad)
-            self.register_parameter(name, copy if shard is None else shard.parameter(whole))
+            self.register_parameter(name, None)  # accelerate's init_empty_weights makes marked parameters anew
+            self._parameters[name] = copy if shard is None else shard.parameter(whole)
         else:
             self.register_buffer(name, whole.clone() if shard is None else shard.mark(shard.take(whole).clone()))
         if whole is not None and shard is not None:

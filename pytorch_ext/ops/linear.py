@@ -30,7 +30,11 @@ def column_parallel_linear(
 
 
 def row_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: ParallelContext
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    place: ParallelContext,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return activation(sum over ranks of x @ weight.T + bias) from one rank's shard of the input features.
 
@@ -38,11 +42,15 @@ def row_parallel_linear(
         x: [..., K_r].
         weight: [N, K_r].
         bias: [N], the same on every rank and added once.
+        addend: [..., N], whole along the sequence; this rank's term of one more sum over the ranks (LoRA's), added to
+            the product before it travels. Product and transfer then do not overlap.
 
     Returns:
         [..., N] the same on every rank; in a sequence-parallel region, this rank's shard along the sequence.
     """
-    return _apply(RowParallelLinearFunction, x, weight, bias, place)
+    if addend is not None and place.units is not None:
+        raise ValueError("linear: an addend with invariant does not exist")
+    return _apply(RowParallelLinearFunction, x, weight, bias, place, addend)
 
 
 class ColumnParallelLinearFunction(torch.autograd.Function):
@@ -104,19 +112,20 @@ class RowParallelLinearFunction(torch.autograd.Function):
 
     Per rank, with M tokens, K inputs, N outputs, W ranks:
         x_shard_k [M, K_r]        w_shard_k [N, K_r]        b [N] whole        y [M, N] whole
-    In a sequence-parallel region y leaves as y_shard_m [M_r, N].
+    In a sequence-parallel region y leaves as y_shard_m [M_r, N]. An addend a [M, N] is this rank's term of the sum.
 
-    forward   z = all_reduce(x_shard_k @ w_shard_k.T) + b          (z_shard_m = reduce_scatter(...) + b)
+    forward   z = all_reduce(x_shard_k @ w_shard_k.T + a) + b      (z_shard_m = reduce_scatter(...) + b)
     dact      dz = act'(z) dy                                      (dz = all_gather(act'(z_shard_m) dy_shard_m))
     dgrad     dx_shard_k = dz @ w_shard_k
     wgrad     dw_shard_k = dz.T @ x_shard_k
     dbias     db = dz.sum(0), the same on every rank               (db = all_reduce(dz_shard_m.sum(0)))
+    daddend   da = dz
 
     Saves x_shard_k, and z (z_shard_m) where there is an activation.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, place, main_grad):
+    def forward(ctx, x, weight, bias, place, main_grad, addend):
         ctx.main_grad = main_grad
         ctx.place = place
         world, dim = place.ranks.world_size, place.sequence_dim
@@ -128,12 +137,13 @@ class RowParallelLinearFunction(torch.autograd.Function):
                 z = z.split(ctx.sizes, dim)[place.ranks.rank].contiguous()
         elif world == 1:  # the product adds the bias and rounds once, as in nn.Linear
             _, z = matmul.forward(x, weight, bias)
+            z = z if addend is None else z + addend.to(z.dtype)
         else:
             b = weight.t()
             if dim is None:
-                z = products.matmul_all_reduce(place, x, b)
+                z = products.matmul_all_reduce(place, x, b, addend)
             else:
-                z = products.matmul_reduce_scatter(place, x, b, ctx.sizes)
+                z = products.matmul_reduce_scatter(place, x, b, ctx.sizes, addend)
             if bias is not None:
                 z.add_(bias)
         if place.activation is None:
@@ -148,7 +158,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         place: ParallelContext = ctx.place
         x, weight, *z = ctx.saved_tensors
         dz = dy if place.activation is None else place.activation.backward(dy, *z)
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _, _, needs_addend = ctx.needs_input_grad
         dx = dw = db = None
         dim = place.sequence_dim
         split = dim is not None
@@ -161,13 +171,13 @@ class RowParallelLinearFunction(torch.autograd.Function):
             dx = _local(place).multiply(dz, weight) if needs_x else None
         elif needs_x:
             dx, _, dz = _split(place).all_gather_matmul(place, dz, ctx.sizes, weight)
-        elif needs_weight or bias_of_whole:
+        elif needs_weight or bias_of_whole or needs_addend:
             dz = place.ranks.all_gather(dz, dim, ctx.sizes)
         if bias_of_whole:
             db = invariant.column_sums(dz)
         if needs_weight:
             dw = _local(place).wgrad(dz, x, ctx.main_grad)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, dz if needs_addend else None
 
 
 def _local(place: ParallelContext):
@@ -180,17 +190,17 @@ def _split(place: ParallelContext):
     return products if place.units is None else invariant
 
 
-def _apply(function, x, weight, bias, place):
+def _apply(function, x, weight, bias, place, *addend):
     """Apply the function after autocast's casts and after every check that must precede communication."""
     main_grad = getattr(weight, "main_grad", None)
     device = weight.device.type
     if not autocasts(device):
         _check(x, weight)
-        return function.apply(x, weight, bias, place, main_grad)
+        return function.apply(x, weight, bias, place, main_grad, *addend)
     x, weight, bias = cast_operands(x, weight, bias)
     _check(x, weight)
     with torch.autocast(device, enabled=False):
-        return function.apply(x, weight, bias, place, main_grad)
+        return function.apply(x, weight, bias, place, main_grad, *addend)
 
 
 def _writable(y: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.tensor_parallel.peft_wrappers import without_peft
+
 
 def is_transformers(model: nn.Module) -> bool:
+    """Return whether the model is of transformers, with or without peft's wrapper around it."""
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return transformers is not None and isinstance(without_peft(model), transformers.PreTrainedModel)
 
 
 def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[nn.Module], Any]]:
@@ -21,7 +24,7 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
     The first calls also return hidden states and attention weights, if the model can. The trace then shows which of
     these are whole and which must be gathered.
     """
-    named = inspect.signature(model.forward).parameters
+    named = inspect.signature(without_peft(model).forward).parameters
     main, config = model.main_input_name, model.config
     texts = _tokens(batch, length)
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}

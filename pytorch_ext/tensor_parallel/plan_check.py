@@ -14,6 +14,7 @@ from weft.tensor_parallel.auto.propagation import Flow, Propagation
 from weft.tensor_parallel.auto.trace import trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.local_sizes import has_numbers
+from weft.tensor_parallel.peft_wrappers import is_of_adapter, wrappers_in
 
 _log = logging.getLogger(__name__)
 _FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, ShardedDropout, OwnDropout2d)
@@ -79,14 +80,14 @@ def _check_column(
     rows: Mapping[str, ParallelLinear],
     replacements: Mapping[str, nn.Module],
 ) -> None:
-    sizes = _outputs(column)
+    sizes, wrappers = _outputs(column), dict(wrappers_in(model))
     for around in _around(name):
         if any(other.startswith(around) and row.in_features in sizes for other, row in rows.items()):
             return
         for other, layer in model.get_submodule(around.rstrip(".")).named_modules():
             whole = f"{around}{other}"
             takes = type(layer) is nn.Linear and layer.in_features == column.out_features
-            if takes and whole not in replacements and whole != name:
+            if takes and whole not in replacements and whole != name and not is_of_adapter(whole, wrappers):
                 raise ValueError(
                     f"parallelize: {name} gives each rank a part of its {column.out_features} output features. "
                     f"{whole} is not in the plan and takes as many, perhaps these: name it too (as a row layer if it "

@@ -129,15 +129,20 @@ def _rows(x: torch.Tensor, dim: int, sizes) -> int:
     return rows
 
 
-def matmul_reduce_scatter(place: ParallelContext, a: torch.Tensor, b: torch.Tensor, sizes) -> torch.Tensor:
-    """Return this rank's shard, along the sequence, of the sum over ranks of a @ b.
+def matmul_reduce_scatter(
+    place: ParallelContext, a: torch.Tensor, b: torch.Tensor, sizes, addend: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return this rank's shard, along the sequence, of the sum over ranks of a @ b + addend.
 
     Args:
         a: [..., K_r], whole along the sequence.
         b: [K_r, N].
         sizes: sizes of the ranks' shards along the sequence.
+        addend: [..., N], whole along the sequence.
     """
     ranks, dim = place.ranks, _dim(place, a)
+    if addend is not None:
+        return ranks.reduce_scatter(matmul.multiply(a, b).add_(addend), dim, sizes)
     if not _fuses(place, a, a.numel() // a.size(-1), b, "reduce_scatter"):
         return ranks.reduce_scatter(matmul.multiply(a, b), dim, sizes)
     from weft.kernels.chunks import Rows
@@ -151,14 +156,19 @@ def matmul_reduce_scatter(place: ParallelContext, a: torch.Tensor, b: torch.Tens
     return matmul_reduce_scatter(as_matrix(a), b, peers, rows).view(shape)
 
 
-def matmul_all_reduce(place: ParallelContext, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the sum over ranks of a @ b.
+def matmul_all_reduce(
+    place: ParallelContext, a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum over ranks of a @ b + addend.
 
     Args:
         a: [..., K_r].
         b: [K_r, N].
+        addend: [..., N].
     """
     ranks = place.ranks
+    if addend is not None:
+        return ranks.all_reduce_(matmul.multiply(a, b).add_(addend))
     if not _fuses(place, a, a.numel() // a.size(-1), b, "all_reduce"):
         return ranks.all_reduce_(matmul.multiply(a, b))
     from weft.kernels.all_reduce import matmul_all_reduce

@@ -17,6 +17,7 @@ from weft.tensor_parallel.auto.axis_layout import Axis
 from weft.tensor_parallel.auto.layer_specs import known
 from weft.tensor_parallel.auto.propagation import Propagation
 from weft.tensor_parallel.auto.search import GATHERED, Search, Structure, runs_of, structures
+from weft.tensor_parallel.peft_wrappers import is_of_adapter, through_wrappers, wrappers_in
 from weft.tensor_parallel.styles import kind_of
 
 
@@ -88,6 +89,7 @@ def automatic_plan(
             plan[_joined(part.prefix, layer)] = entry
         for layer, reason in part.reasons.items():
             reasons[_joined(part.prefix, layer)] = reason
+    plan = through_wrappers(plan, model)
     return AutomaticPlan(_under_all_names(model, plan), _whole(model, plan, reasons), loss_parallel, tuple(parts))
 
 
@@ -169,7 +171,10 @@ def _under_all_names(model: nn.Module, plan: dict) -> dict:
 def _whole(model: nn.Module, plan: Mapping, reasons: Mapping[str, str]) -> dict[str, str]:
     """Return the modules with matrices that no entry splits, with the reasons."""
     whole = {}
+    wrappers = dict(wrappers_in(model))
     for name, module in model.named_modules():
+        if is_of_adapter(name, wrappers):
+            continue
         above = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
         if any(_splits(plan.get(place)) for place in [name, *above]):
             continue

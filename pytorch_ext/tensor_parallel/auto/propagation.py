@@ -14,6 +14,7 @@ from weft.tensor_parallel.auto.layer_specs import known, sizes_of
 from weft.tensor_parallel.auto.op_rules import AxisJoin, Layouts, UnknownOperationError, rule_of
 from weft.tensor_parallel.auto.trace import ACTIVATION, Node, Trace, Value
 from weft.tensor_parallel.hugging_face import is_transformers
+from weft.tensor_parallel.peft_wrappers import inseparable
 from weft.tensor_parallel.styles import kind_of
 
 SPLIT = ("nn.Linear", "transformers.Conv1D", "nn.Conv2d")  # by columns and rows
@@ -169,7 +170,7 @@ class Flow:
             for parameter in module.parameters(recurse=False):
                 self.owners.setdefault(names[id(parameter)], []).append(owner)
         self.lookups: dict[str, Node] = {}
-        self.fixed = self._hooked() | self._elsewhere()
+        self.fixed = self._hooked() | self._elsewhere() | inseparable(model)
         self.refused: dict[str, str] = {}
         self.lone = frozenset[str]()
 

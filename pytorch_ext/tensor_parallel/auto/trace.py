@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.metadata import metadata, set_metadata
 from weft.tensor_parallel.auto.layer_specs import known
 from weft.tensor_parallel.local_sizes import SIZES, arguments_of
+from weft.tensor_parallel.peft_wrappers import disable_adapters
 
 # Copies are not recorded: strides, and so sizes, decide whether a tensor is copied or a view needs a copy first.
 _COPIES = ("clone", "alias", "contiguous")
@@ -119,7 +120,10 @@ class UntraceableError(Exception):
 
 
 def without_values(model: nn.Module, training: bool = True) -> nn.Module:
-    """Return a copy of the model with parameters on the meta device, in training or evaluation mode."""
+    """Return a copy of the model with parameters on the meta device, in training or evaluation mode.
+
+    Adapters of peft are disabled in the copy.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         bare = torch.empty_like(parameter.detach(), device="meta")
@@ -128,6 +132,7 @@ def without_values(model: nn.Module, training: bool = True) -> nn.Module:
         twin_of_it._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         memo[id(parameter)] = twin_of_it
     twin = copy.deepcopy(model, memo).train(training)
+    disable_adapters(twin)
     for module in twin.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()  # its statistics do not matter here
