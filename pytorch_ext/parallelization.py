@@ -19,6 +19,7 @@ from weft.explanation.summary import log_summary
 from weft.metadata import set_metadata
 from weft.nn import sum_gradients
 from weft.pipeline.layer_split import LayerSplit, check_layers
+from weft.pipeline.pipeline import Pipeline
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
 from weft.rng import restore_rng_state, rng_states
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
@@ -47,6 +48,7 @@ def parallelize(
     check_replicas_every: int = 0,
     tune: bool = False,
     invariant: int | None = None,
+    pipeline: Mapping | None = None,
 ) -> nn.Module:
     """Put a model on the whole mesh. Its arguments and outputs stay the same.
 
@@ -65,8 +67,8 @@ def parallelize(
             them alike.
         cp: the ranks share the model's sequence.
         pp: `weft.LayerSplit` cuts the model. Each rank keeps its layers, one rank computes at a time, and every rank
-            calls the model with the same inputs and the same loss. To let all ranks compute at once, use
-            `weft.Pipeline(weft.parallelize(model, mesh["cp", "tp"]), mesh, ...)`.
+            calls the model with the same inputs and the same loss. To let all ranks compute at once, pass `pipeline`:
+            a pipeline needs micro-batches and runs backward itself, so it is not called like the model.
         dp: `weft.DataParallel` wraps the result. Each of these ranks passes its own part of the batch. To set the
             options of DataParallel, leave dp out (`mesh["pp", "cp", "tp"]`) and wrap the result yourself.
 
@@ -110,10 +112,13 @@ def parallelize(
             turns it off.
         invariant: a number of units, which the number of ranks must divide: outputs and gradients have the same bits on
             every such number, one included (docs/invariance.md). For meshes of "tp" alone, on CPUs.
+        pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp: the result is a Pipeline,
+            which has `step` and covers "dp" too.
 
     Returns:
-        The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it. With dp, a
-        DataParallel around either. `weft.explain` takes any of them.
+        The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it, or a
+        Pipeline if `pipeline` is given. With dp, a DataParallel around the model or the LayerSplit. `weft.explain`
+        takes any of them.
 
     Raises:
         ValueError: the mesh has other dimensions; a pattern matches nothing (the message lists the names); a layer
@@ -131,6 +136,25 @@ def parallelize(
         (torch.Size([32, 16]), torch.Size([4, 16]))
     """
     ranks = _ranks_of(mesh)
+    if pipeline is not None:
+        within = _within_stages(mesh, ranks)
+        options = {"check_calls": check_calls, "check_replicas_every": check_replicas_every, **pipeline}
+        if within is not None:
+            model = parallelize(
+                model,
+                within,
+                plan=plan,
+                sequence_parallel=sequence_parallel,
+                context=context,
+                recompute=recompute,
+                strict=strict,
+                check_calls=check_calls,
+                tune=tune,
+                invariant=invariant,
+            )
+        elif recompute != "none":
+            recompute_modules(recomputed_in(model, recompute))
+        return Pipeline(model, mesh, **options)  # type: ignore[arg-type]
     sharing = None if ranks.cp is None else sharing_of(ranks.cp, context)
     if sharing is not None and "" in sharing_in(model):
         raise ValueError("parallelize: the model shares its sequence already")
@@ -234,6 +258,16 @@ class _Ranks:
 _DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
+def _within_stages(mesh, ranks: _Ranks) -> DeviceMesh | None:
+    """Return the dimensions of a mesh that split the layers of a stage; None if there are none."""
+    if ranks.stages is None:
+        raise ValueError(
+            f'parallelize: pipeline={{...}} is for a mesh with "pp" larger than 1; this one has {ranks.sizes}'
+        )
+    names = tuple(name for name in ("cp", "tp") if name in mesh.mesh_dim_names and mesh[name].size() > 1)
+    return mesh[names] if names else None
+
+
 def _ranks_of(mesh) -> _Ranks:
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     if not isinstance(mesh, DeviceMesh) or (mesh.ndim == 1 and not set(names) & set(_DIMENSIONS)):
@@ -293,8 +327,8 @@ def _check_invariant(ranks: _Ranks, recompute: str) -> None:
 def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:
     if strict:
         raise ValueError(
-            f'parallelize: strict, and of the {stages.size()} ranks along "pp" one would compute at a time: call '
-            'weft.Pipeline(weft.parallelize(model, mesh["cp", "tp"]), mesh, microbatches=..., loss=...) instead'
+            f'parallelize: strict, and of the {stages.size()} ranks along "pp" one would compute at a time: pass '
+            'pipeline={"microbatches": ..., "loss": ...} for a weft.Pipeline'
         )
     check_layers(model, stages.size())
 

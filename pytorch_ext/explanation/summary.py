@@ -48,6 +48,11 @@ def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, who
     named = [f"{name} ({why})" for name, why in list(short.items())[:_MOST]]
     more = [f"{len(short) - _MOST} more"] if len(short) > _MOST else []
     stayed = f"; whole on every rank: {', '.join(named + more)}" if named else ""
+    if sizes.get("pp", 1) > 1:
+        stayed += (
+            "; one rank of pp computes at a time (LayerSplit), because a call has no micro-batches: "
+            'pipeline={"microbatches": ...} gives a weft.Pipeline, with step()'
+        )
     line = (
         f"parallelize ({mesh}): a rank holds {100 * share:.0f}% of {parameters:,} parameters{stayed}; "
         "weft.explain(model) for the rest"

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from weft.pipeline.split_backward import can_be_halved
+
 
 @dataclass(frozen=True)
 class Action:
@@ -67,9 +69,10 @@ class StageClock:
 
 
 class ClockedStage(PipelineStage):
-    """PipelineStage that leaves marks on a clock."""
+    """PipelineStage that leaves marks on a clock, and halves a backward only if torch can."""
 
     clock: StageClock
+    halves_checked = False
 
     def forward_one_chunk(self, fwd_chunk_id, *arguments, **options):
         start = self.clock.now()
@@ -80,6 +83,11 @@ class ClockedStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         start = self.clock.now()
+        if not full_backward and not self.is_first and not self.halves_checked:
+            outputs, inputs = self.fwd_cache[bwd_chunk_id]
+            if not can_be_halved(outputs if loss is None else [loss], inputs, self.submod.parameters()):
+                self.dw_builder = lambda: lambda: None  # the first half is the whole backward
+            self.halves_checked = True
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
         self._mark("B" if full_backward else "I", bwd_chunk_id, start)
 

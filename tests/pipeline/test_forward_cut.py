@@ -11,6 +11,7 @@ from torch import nn
 
 import weft
 from weft.pipeline.absent import Absent, AbsentValueError, like
+from weft.pipeline.split_backward import can_be_halved
 from weft.testing.ranks import run_ranks
 
 BATCH, LENGTH, VOCABULARY = 8, 6, 17
@@ -65,7 +66,7 @@ FAMILIES = {  # name -> class, its configuration, the kind of its batch
     "vit": ("ViTForImageClassification", IMAGES, "image"),
     "swin": (
         "SwinForImageClassification",
-        dict(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1, 2], num_heads=[1, 2, 4], window_size=4)
+        dict(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1, 2], num_heads=[1, 2, 4], window_size=2)
         | dict(drop_path_rate=0.0),
         "image",
     ),
@@ -110,7 +111,7 @@ def part_of(batch, number, microbatches):
     return {name: x.chunk(microbatches)[number] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
 
-def assert_trains_as_plain(model, batches, world, loss_of, **options):
+def assert_trains_as_plain(model, batches, world, loss_of, rtol, **options):
     """Loss, gradients and three AdamW steps are those of the plain model. Returns this rank's names and layers."""
     plain = copy.deepcopy(model)
     pipe = weft.Pipeline(model, weft.init_mesh(pp=world, device_type="cpu"), **options)
@@ -126,11 +127,11 @@ def assert_trains_as_plain(model, batches, world, loss_of, **options):
             gradient = plain.get_parameter(name).grad
             assert (gradient is None) == (parameter.grad is None), name
             if gradient is not None:
-                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-8, atol=1e-12)
+                torch.testing.assert_close(parameter.grad, gradient, rtol=rtol, atol=1e-4 * rtol)
         ours.step()
         theirs.step()
     for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=100 * rtol, atol=10 * rtol)
     torch.testing.assert_close(
         pipe.evaluate(batches[0]), loss_of(plain, batches[0]).to(loss.dtype), rtol=1e-6, atol=1e-6
     )
@@ -146,13 +147,14 @@ def train_family(rank, cases):
         if world == 3:
             batches = [{k: x[:6] if isinstance(x, torch.Tensor) else x for k, x in batch.items()} for batch in batches]
         contrast = family == "clip"  # its loss compares the examples of a micro-batch
+        rtol = 1e-4 if family in ("gemma3", "mamba") else 1e-8  # norms and scans in fp32
 
         def loss_of(plain, batch, parts=microbatches if contrast else 1):
             return sum(plain(**part_of(batch, number, parts)).loss for number in range(parts)) / parts
 
-        example = part_of(batches[0], 0, microbatches) if contrast else None
+        example = part_of(batches[0], 0, microbatches) if family in ("clip", "swin") else None
         options = dict(schedule=schedule, microbatches=microbatches, example=example)
-        results.append(assert_trains_as_plain(model, batches, world, loss_of, **options))
+        results.append(assert_trains_as_plain(model, batches, world, loss_of, rtol, **options))
     return results
 
 
@@ -169,13 +171,13 @@ def test_models_of_transformers_train_as_the_plain_model():
     check_families(2, [("llama", "1f1b"), ("bert", "zero-bubble"), ("t5", "1f1b"), ("vit", "zbv")])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("pipeline")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_as_the_plain_model(family):
     check_families(2, [(family, "1f1b")])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("pipeline")
 @pytest.mark.parametrize("schedule", ["afab", "interleaved", "zero-bubble", "zbv", "dualpipev"])
 def test_every_schedule_trains_models_of_transformers(schedule):
     layered = [(family, schedule) for family in TO_EVERY_SCHEDULE]
@@ -445,3 +447,45 @@ def test_absent_values_have_shapes_and_name_their_origins():
     torch.manual_seed(0)
     F.dropout(torch.empty(2, 3), 0.5)
     assert torch.equal(after, torch.rand(1))
+
+
+def step_on_mesh(rank, sizes, family, options):
+    model, mesh = model_of(family), weft.init_mesh(**sizes, device_type="cpu")
+    plain, batch = copy.deepcopy(model), batch_of(family)
+    with pytest.raises(ValueError, match='for a mesh with "pp" larger than 1'):
+        weft.parallelize(model, mesh["tp"], pipeline={"microbatches": 2})
+    pipe = weft.parallelize(model, mesh, pipeline={"microbatches": 2}, **options)
+    assert isinstance(pipe, weft.Pipeline)
+    loss = pipe.step(part_of(batch, mesh["dp"].get_local_rank(), mesh["dp"].size()))
+    expected = plain(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected.detach().double(), rtol=1e-6, atol=1e-6)
+    for name, parameter in pipe.named_parameters():
+        take = getattr(weft.shard_of(parameter), "take", lambda whole: whole)
+        torch.testing.assert_close(parameter.grad, take(plain.get_parameter(name).grad), rtol=1e-8, atol=1e-12)
+    assert any(weft.shard_of(parameter) for parameter in pipe.parameters()) == ("tp" in sizes)
+    whole = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    torch.testing.assert_close(weft.clip_grad_norm_(pipe, 1.0), whole)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "family", "options"),
+    [
+        ({"pp": 2, "tp": 2}, "llama", {"recompute": "full"}),
+        pytest.param({"pp": 2, "tp": 2}, "t5", {}, marks=pytest.mark.slow("pipeline")),
+        pytest.param({"pp": 2, "dp": 2}, "llama", {"recompute": "selective"}, marks=pytest.mark.slow("pipeline")),
+    ],
+    ids=str,
+)
+def test_parallelize_gives_a_pipeline_over_a_whole_mesh(sizes, family, options):
+    run_ranks(step_on_mesh, 4, sizes, family, options, timeout_s=120)
+
+
+def test_a_backward_is_halved_only_where_each_weight_meets_the_inputs_once():
+    x, weight, other = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
+    weights = (weight, other)
+    assert can_be_halved([(x @ weight).relu() @ other], [x, None], weights)
+    assert can_be_halved([x @ weight, x @ other], [x], weights)
+    assert not can_be_halved([(x @ weight) @ weight], [x], weights)  # torch would count its gradient twice, or fail
+    assert not can_be_halved([x @ (bias := weight * 2), bias * 1], [x], weights)  # and lose this output's
+    assert not can_be_halved([x.exp(), other * 1], [x], weights)
