@@ -47,6 +47,7 @@ SUITES = {
     "paradigms": Suite("one model's training step on two and four CPU ranks, split in every way, beside one process"),
     "invariance": Suite("a training step with the same bits on any number of ranks beside the ordinary one"),
     "collectives": Suite("the collectives beside gloo, with nccl-tests' flags and columns"),
+    "experts": Suite("a layer of experts over CPU ranks beside one process, and the way of its tokens beside gloo"),
     "matmul": Suite(
         "the linear layers' products at published models' shards beside torch.matmul, on a GPU", True, COLD
     ),

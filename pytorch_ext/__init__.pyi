@@ -37,6 +37,8 @@ from weft.ops.collectives import barrier as barrier
 from weft.ops.collectives import broadcast as broadcast
 from weft.ops.collectives import reduce_scatter as reduce_scatter
 from weft.ops.context_attention import context_attention as context_attention
+from weft.ops.router_losses import load_balancing_loss as load_balancing_loss
+from weft.ops.router_losses import router_z_loss as router_z_loss
 from weft.ops.sequence_layout import shard_sequence as shard_sequence
 from weft.ops.sequence_layout import unshard_sequence as unshard_sequence
 from weft.optim import LAMB as LAMB

@@ -6,22 +6,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from weft.metadata import metadata, set_metadata
 
-def init_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
+
+def init_mesh(
+    *, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, device_type: str | None = None
+) -> DeviceMesh:
     """Return a mesh with the dimensions pp (pipeline), dp (data), cp (context) and tp (tensor); tp changes fastest.
+
+    With ep, the ranks of dp also hold experts. Every `ep` consecutive ones hold the experts of a mixture together, one
+    part each, and tokens travel between them. All other parameters see these ranks as ranks of dp. The mesh has no
+    further dimension; `expert_mesh` returns the ranks in this order.
 
     The call starts the process group if none is up: from torchrun's environment, or with one rank if there is no such
     environment. The backend is "weft" on CPU and "nccl" on CUDA.
 
     Args:
         pp, dp, cp, tp: ranks along each dimension; their product must be the number of ranks.
+        ep: ranks among which experts are split, a divisor of dp.
         device_type: "cpu" or "cuda"; None is "cuda" if torch has it, else "cpu".
 
     Returns:
         The DeviceMesh. Layers take mesh["tp"] as their group.
 
     Raises:
-        ValueError: a size is below 1, or the product is not the number of ranks.
+        ValueError: a size is below 1, the product is not the number of ranks, or ep does not divide dp.
 
     Examples:
         >>> mesh = weft.init_mesh(tp=2)
@@ -29,7 +38,7 @@ def init_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type
         2
     """
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-    for name, size in sizes.items():
+    for name, size in {**sizes, "ep": ep}.items():
         if size < 1:
             raise ValueError(f"init_mesh: {name}={size} must be at least 1; 1 leaves the dimension out")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,9 +50,39 @@ def init_mesh(*, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, device_type
             f"init_mesh: {text} makes {product} ranks, and this run has {world}. "
             f"Start {product} ranks (torchrun --nproc-per-node {product} ...) or change the sizes."
         )
+    if dp % ep:
+        way_out = ""
+        if (dp * cp) % ep == 0:
+            way_out = f" Ranks of cp={cp} do not hold experts of their own yet; make dp a multiple of {ep}."
+        raise ValueError(
+            f"init_mesh: ep={ep} must divide dp={dp}, because the ranks of dp hold the experts together.{way_out}"
+        )
     if not dist.is_initialized():
         _start(device_type)
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if ep > 1:
+        shape = {"pp": pp, "edp": dp // ep, "ep": ep, "cp": cp, "tp": tp}
+        ranks = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        together = ranks["ep"]
+        if tp > 1:
+            rows = ranks.mesh.permute(0, 1, 3, 2, 4).reshape(-1, ep * tp).tolist()
+            together, _ = dist.new_subgroups_by_enumeration(rows)
+        set_metadata(mesh, "experts", (ranks, together))
+    return mesh
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the ranks of a mesh of init_mesh as ("pp", "edp", "ep", "cp", "tp"); None if its ep is 1.
+
+    Ranks along "ep" have different experts; ranks along "edp" have the same ones and are replicas of each other.
+    """
+    known = metadata(mesh._get_root_mesh(), "experts")
+    return None if known is None else known[0]
+
+
+def ranks_of_experts(mesh: DeviceMesh):
+    """Return the group of "ep" and "tp" together, ep changing slowest, for a mesh with ep."""
+    return metadata(mesh._get_root_mesh(), "experts")[1]
 
 
 def _start(device_type: str) -> None:

@@ -12,6 +12,8 @@ KEYS = {
     "summed_over": "Communicator: the ranks over which the gradient of a whole parameter is summed",
     "part": "(dimension, every rank's size, the ranks): of a module's output that is split over ranks",
     "constant": "True: an argument that gets no gradient",
+    # of a mesh
+    "experts": "(mesh with ep, the group of ep and tp): of a mesh whose ranks of dp also hold experts",
     # of a module
     "mesh": "dimension to size: of a model that parallelize put on a mesh",
     "plan": "AutomaticPlan: the plan that split it",

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,7 @@ from weft.comm.registry import Group, communicator
 from weft.context_parallel.region import share, sharing_in, sharing_of
 from weft.data_parallel.data_parallel import DataParallel
 from weft.explanation.summary import log_summary
+from weft.mesh import expert_mesh, ranks_of_experts
 from weft.metadata import set_metadata
 from weft.nn import sum_gradients
 from weft.pipeline.layer_split import LayerSplit, check_layers
@@ -71,6 +73,7 @@ def parallelize(
             a pipeline needs micro-batches and runs backward itself, so it is not called like the model.
         dp: `weft.DataParallel` wraps the result. Each of these ranks passes its own part of the batch. To set the
             options of DataParallel, leave dp out (`mesh["pp", "cp", "tp"]`) and wrap the result yourself.
+        ep: layers of experts are split over these ranks of dp, and tokens travel between them (docs/experts.md).
 
     Args:
         model: the same whole model on every rank. Weights that layers share (tied embeddings, a layer with several
@@ -168,6 +171,8 @@ def parallelize(
         _check_invariant(ranks, recompute)
     automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict, invariant)
     entries = through_wrappers(match(plan, model), model)
+    if ranks.experts is not None:
+        entries = _with_experts(entries, ranks.experts)
     if invariant is not None:
         entries = in_units(entries, model, invariant)
     between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
@@ -191,7 +196,8 @@ def parallelize(
     recomputed = recomputed_in(model, recompute)
     if ranks.stages is not None:
         _check_stages(model, ranks.stages, strict)
-    for group in (ranks.tp, ranks.cp, None if ranks.stages is None else communicator(ranks.stages)):
+    of_experts = None if ranks.experts is None else communicator(ranks.experts["ep_group"])
+    for group in (ranks.tp, ranks.cp, of_experts, None if ranks.stages is None else communicator(ranks.stages)):
         if group is not None:
             check_same_model(model, group)
     if ranks.tp is not None:
@@ -246,6 +252,7 @@ class _Ranks:
     cp: Communicator | None
     stages: DeviceMesh | None
     replicas: DeviceMesh | None
+    experts: dict[str, Any] | None = None  # options of ParallelExperts, where ranks of dp hold experts
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -280,7 +287,28 @@ def _ranks_of(mesh) -> _Ranks:
     along = {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
     tp, cp = (communicator(along[name]) if name in along else None for name in ("tp", "cp"))
     stages, replicas = (along[name] if name in along and along[name].size() > 1 else None for name in ("pp", "dp"))
-    return _Ranks(tp, cp, stages, replicas)
+    apart = expert_mesh(mesh)
+    experts: dict[str, Any] | None = None
+    if apart is not None:
+        experts = {"ep_group": apart["ep"], "replica_group": apart["edp"]}
+        if tp is not None and tp.world_size > 1:
+            experts["all_group"] = ranks_of_experts(mesh)
+    return _Ranks(tp, cp, stages, replicas, experts)
+
+
+def _with_experts(entries: Mapping, experts: Mapping[str, Any]) -> dict:
+    """Return the entries with the ranks of "ep" in those of experts."""
+    if not any(_splits_experts(entry) for entry in entries.values()):
+        raise ValueError(
+            "parallelize: the mesh has ep, and the plan splits no layer of experts: leave ep out of weft.init_mesh, or "
+            'name the layers in the plan, {"layers.*.mlp.experts": "experts"} (docs/experts.md)'
+        )
+    found = {name: {"style": entry} if entry == "experts" else entry for name, entry in entries.items()}
+    return {name: {**entry, **experts} if _splits_experts(entry) else entry for name, entry in found.items()}
+
+
+def _splits_experts(entry: str | Mapping) -> bool:
+    return (entry if isinstance(entry, str) else entry.get("style")) == "experts"
 
 
 def _plan_of(
@@ -293,7 +321,7 @@ def _plan_of(
 ) -> tuple[AutomaticPlan | None, Plan]:
     if plan == "auto" or isinstance(plan, AutomaticPlan):
         if ranks.tp is None or (ranks.tp.world_size == 1 and invariant is None):
-            return None, {}
+            return None, {} if ranks.experts is None else _plan_of_experts(model, plan)
         automatic = plan if isinstance(plan, AutomaticPlan) else None
         automatic = automatic or automatic_plan(model, ranks.tp.world_size, sequence_parallel=sequence_parallel)
         if invariant is not None:
@@ -310,10 +338,17 @@ def _plan_of(
             'layer: {"style": "row", "sequence_parallel": True}'
         )
     plan = plan or {}
-    split = [pattern for pattern, entry in plan.items() if entry != "tokenwise"]
+    elsewhere = ranks.experts is not None
+    split = [p for p, entry in plan.items() if entry != "tokenwise" and not (elsewhere and _splits_experts(entry))]
     if ranks.tp is None and split:
         raise ValueError(f'parallelize: the plan splits {", ".join(split)}, and the mesh has no dimension "tp"')
     return None, plan
+
+
+def _plan_of_experts(model: nn.Module, plan: str | AutomaticPlan) -> Plan:
+    """Return the part of an automatic plan that splits experts."""
+    automatic = plan if isinstance(plan, AutomaticPlan) else automatic_plan(model, 1)
+    return {name: entry for name, entry in automatic.plan.items() if _splits_experts(entry)}
 
 
 def _check_invariant(ranks: _Ranks, recompute: str) -> None:

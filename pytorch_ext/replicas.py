@@ -22,6 +22,7 @@ from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
 
 FIRST_CALLS = 3
+_SAME_EXPERTS = "have the same experts"
 _DIFFERENCES = "with arguments of different kinds", "one to train and one not", "with different batches"
 
 
@@ -64,7 +65,8 @@ def check_replicas(model: nn.Module) -> None:
     The check compares:
         over "tp": whole parameters and buffers, and rows that several ranks have;
         over "cp": all parameters and buffers;
-        over "dp": all parameters (each rank may keep its own running means);
+        over "dp": all parameters (each rank may keep its own running means); of experts over "ep", those that two
+            ranks have;
         over "pp": copies of tied parameters.
 
     Args:
@@ -81,14 +83,25 @@ def check_replicas(model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     tensors = parameters | dict(model.named_buffers())
     compared: list[tuple[Communicator, Mapping[str, torch.Tensor], str]] = []
+    apart = {name: shard.replicas for name, x in parameters.items() if (shard := shard_of(x)) and shard.replicas}
+    over_ep = {shard_of(parameters[name]).communicator for name in apart}  # type: ignore[union-attr]
     for ranks in _splitters(model):
-        whole = {name: x for name, x in tensors.items() if _splitters_of(x) != ranks}
+        if ranks in over_ep:  # they have tokens of their own, so they are replicas of all else
+            continue
+        whole = {name: x for name, x in tensors.items() if _splitters_of(x) != ranks and name not in apart}
         compared.append((ranks, whole, "split the layers"))
     sharers = dict.fromkeys(sharing.ranks for sharing in sharing_in(model).values())
     compared += [(ranks, tensors, "share the sequence") for ranks in sharers]
-    compared += [(ranks, parameters, "are replicas") for ranks in _replicas(model)]
+    replicated = {name: x for name, x in parameters.items() if name not in apart}
+    compared += [(ranks, replicated, "are replicas") for ranks in _replicas(model)]
+    for ranks in dict.fromkeys(apart.values()):
+        of_ranks = {name: parameters[name] for name, others in apart.items() if others == ranks}
+        compared.append((ranks, of_ranks, _SAME_EXPERTS))
     for ranks, alike, role in compared:
-        if difference := _difference(ranks, {name: sum_of_bits(x) for name, x in alike.items()}):
+        difference = _difference(ranks, {name: sum_of_bits(x) for name, x in alike.items()})
+        for all_ranks in _replicas(model) if role == _SAME_EXPERTS else []:  # ranks with other experts raise too
+            difference = next(filter(None, all_ranks.all_gather_object(difference)), "")
+        if difference:
             raise ValueError(
                 f"check_replicas: of the ranks that {role}, {difference}. Something wrote to it on one rank alone, or "
                 "its gradients were not summed"

@@ -206,6 +206,17 @@ fsdp_module = fully_shard(model)
         "mesh = weft.init_mesh(tp=2)\nrouter, x = nn.Linear(64, 8), torch.randn(3, 64)\n",
         {},
     ),
+    ("experts.md", 2): (
+        4,
+        "model = nn.ModuleDict({'experts': weft.nn.Experts(4, 8, 8)})\n",
+        {"parallelize(model, mesh)": "parallelize(model, mesh, plan={'experts': 'experts'})"},
+    ),
+    ("experts.md", 3): (
+        2,
+        "mesh = weft.init_mesh(dp=2)\nrouter, x = nn.Linear(64, 8), torch.randn(3, 64)\n"
+        "scores = router(x).softmax(-1)\nindex = scores.topk(2).indices\n",
+        {},
+    ),
     ("adapters.md", 0): (
         2,
         """

@@ -81,7 +81,7 @@ class OnEngine(Transport):
         engine = self.ranks.engine
         assert engine is not None
         if self.scatter:
-            return self._scatter(engine, bucket, overlap)
+            return self._scatter(engine, bucket, among, overlap)
         op, scale = self.averaging(among)
         fusion = Fusion(self.wire_of(bucket.flat), scale, bucket.squared_norm)
         pending = engine.all_reduce(bucket.flat, op_code(op), wait=not overlap, fusion=fusion)
@@ -93,7 +93,7 @@ class OnEngine(Transport):
         pending = engine.all_gather(part, parts, wait=not overlap)
         return _nothing if pending is None else pending.wait
 
-    def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Wait:
+    def _scatter(self, engine, bucket: Bucket, among: int, overlap: bool) -> Wait:
         wire, world_size = self.wire_of(bucket.flat), self.ranks.world_size
         sent = bucket.flat if wire is None else bucket.flat.to(wire)
         parts, own = list(sent.chunk(world_size)), bucket.parts(world_size)[self.ranks.rank]
@@ -105,6 +105,8 @@ class OnEngine(Transport):
                 pending.wait()
             if wire is not None:
                 own.copy_(parts[self.ranks.rank])
+            if self.average and among != world_size:  # experts, which fewer ranks have
+                own.mul_(world_size / among)
             measure(own, bucket)
 
         return wait

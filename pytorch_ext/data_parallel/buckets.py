@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -77,6 +78,7 @@ class Bucket:
         shard_ranks: ranks that hold the other shards of the parameters, under tensor parallelism.
         replicated: some of these ranks have rows of the parameters that a lower rank has too.
         counts: no lower rank of a model in stages has the same parameters.
+        ranks: ranks that reduce the bucket: all of the wrapper's, or those that have the same experts.
         is_last: the bucket travels last.
         missing: number of slots that wait for their gradient in this backward.
         squared_norm: float64 [1], squared norm of the part that the last reduction left this rank.
@@ -90,6 +92,7 @@ class Bucket:
     shard_ranks: Communicator | None
     replicated: bool
     counts: bool
+    ranks: Communicator
     is_last: bool
     missing: int = 0
     squared_norm: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
@@ -171,7 +174,8 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     """Group slots into buckets, and return the buckets in the order in which they become full.
 
     A bucket takes gradients of one type and one kind until it has bucket_bytes. The kinds are whole parameters and
-    shards over the same ranks, because their norms are counted differently.
+    shards over the same ranks, because their norms are counted differently. All ranks get the same plan, also where
+    they have different numbers of experts.
     """
     opened: dict[tuple, list[Slot]] = {}
     opened_bytes: dict[tuple, int] = {}
@@ -179,10 +183,11 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     for slot in slots:
         shard = shard_of(slot.parameter)
         kinds = slot.dtype, slot.parameter.dtype  # main_grad makes them differ; a bucket's parameters are gathered too
-        key = kinds, (shard.communicator, shard.cut.replicated) if shard else None, _counts(slot)
+        of_shard = (shard.communicator, shard.cut.replicated, shard.replicas) if shard else None
+        key = kinds, of_shard, _counts(slot)
         members = opened.setdefault(key, [])
         members.append(slot)
-        opened_bytes[key] = opened_bytes.get(key, 0) + padded_bytes(slot)
+        opened_bytes[key] = opened_bytes.get(key, 0) + _largest_bytes(slot)
         if opened_bytes[key] >= bucket_bytes:
             full.append(opened.pop(key))
             del opened_bytes[key]
@@ -196,8 +201,26 @@ def _counts(slot: Slot) -> bool:
 
 
 def padded_bytes(slot: Slot) -> int:
-    gradient_bytes = slot.parameter.numel() * slot.dtype.itemsize
-    return -(-gradient_bytes // _LINE_BYTES) * _LINE_BYTES
+    return _padded(slot.parameter.numel() * slot.dtype.itemsize)
+
+
+def _padded(bytes: int) -> int:
+    return -(-bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _largest_bytes(slot: Slot) -> int:
+    """Return the padded bytes of the slot's gradient on the rank that has most of it."""
+    shard = shard_of(slot.parameter)
+    if shard is None or shard.replicas is None:
+        return padded_bytes(slot)
+    rest = prod(size for dim, size in enumerate(shard.global_shape) if dim != shard.dim)
+    return _padded(max(shard.sizes) * rest * slot.dtype.itemsize)
+
+
+def ranks_that_reduce(parameter: torch.Tensor, ranks: Communicator) -> Communicator:
+    """Return the ranks that have the same parameter, out of the ranks of a wrapper."""
+    shard = shard_of(parameter)
+    return ranks if shard is None or shard.replicas is None else shard.replicas
 
 
 def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucket]:
@@ -206,16 +229,23 @@ def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucke
     The memory is symmetric if possible. This is a collective call, and all ranks pass the same plan. Gradients that
     slots have already are moved one after another.
     """
-    unit = _LINE_BYTES * ranks.world_size
-    sizes = [max(unit, -(-sum(map(padded_bytes, members)) // unit) * unit) for members in groups]
-    memory = shared_memory(sum(sizes), groups[0][0].parameter.device, ranks).split(sizes)
+    reducing = [ranks_that_reduce(members[0].parameter, ranks) for members in groups]
+    units = [_LINE_BYTES * those.world_size for those in reducing]
+    bytes = [sum(map(padded_bytes, members)) for members in groups]
+    sizes = [max(unit, -(-size // unit) * unit) for unit, size in zip(units, bytes, strict=True)]
+    device = groups[0][0].parameter.device
+    memory: dict[Communicator, list[torch.Tensor]] = {}
+    for those in dict.fromkeys(reducing):
+        of_those = [size for size, others in zip(sizes, reducing, strict=True) if others == those]
+        memory[those] = list(shared_memory(sum(of_those), device, those).split(of_those))
     buckets = []
-    for index, (members, part) in enumerate(zip(groups, memory, strict=True)):
+    for index, (members, those) in enumerate(zip(groups, reducing, strict=True)):
+        part = memory[those].pop(0)
         shard = shard_of(members[0].parameter)
         shard_ranks, replicated = (shard.communicator, shard.cut.replicated) if shard else (None, False)
         is_last = index == len(groups) - 1
         flat, counts = part.view(members[0].dtype), _counts(members[0])
-        bucket = Bucket(index, flat, list(members), shard_ranks, replicated, counts, is_last)
+        bucket = Bucket(index, flat, list(members), shard_ranks, replicated, counts, those, is_last)
         offset = 0
         for slot in members:
             _settle(slot, bucket, offset)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from weft._C import CollectiveMismatchError
 from weft.comm.communicator import Communicator
 from weft.data_parallel.buckets import Slot
+from weft.sharding.shard import shard_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ def check_same_module(
 
 
 def _description(tensor: torch.Tensor, order: str = "") -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}{order} on {tensor.device.type}"
+    shard = shard_of(tensor)
+    apart = shard is not None and shard.replicas is not None  # ranks may have unequal numbers of experts
+    shape = shard.global_shape if apart else tuple(tensor.shape)  # type: ignore[union-attr]
+    return f"{tensor.dtype} {shape}{'' if apart else order} on {tensor.device.type}"
 
 
 def _order(parameter: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.data_parallel.bucket_comm import transport_to
-from weft.data_parallel.buckets import Slot
+from weft.data_parallel.buckets import Slot, ranks_that_reduce
 from weft.data_parallel.comm_hooks import ByHook, Hook
 from weft.data_parallel.join import Shadow, agree_on_iteration
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast
@@ -121,7 +121,7 @@ class DataParallel(nn.Module, Joinable):
         self._divides_by_all = True  # even if some ranks have run out of inputs
         self._trained = Trained(module)
         mark_wrapped(module, self)
-        broadcast([*module.parameters(), *module.buffers()], self.ranks)
+        self._broadcast_from(0)
 
         named = enumerate(module.named_parameters())
         slots = [Slot(number, name, parameter, into_main_grad=main_grad) for number, (name, parameter) in named]
@@ -140,7 +140,7 @@ class DataParallel(nn.Module, Joinable):
         self._first_use = FirstUse(module, self._shards) if self._shards and overlap_param_gather else None
 
     def _sharded(self, overlap_param_gather: bool) -> Shards:
-        shards = self.reducer.owner = Shards(self.reducer.buckets, self.reducer.transport, overlap_param_gather)
+        shards = self.reducer.owner = Shards(self.reducer.buckets, self.reducer.transport_of, overlap_param_gather)
         hook = self.module.register_load_state_dict_post_hook(OfWrapper(lambda *_: shards.reload()))
         weakref.finalize(self, hook.remove)
         return shards
@@ -334,6 +334,8 @@ class DataParallel(nn.Module, Joinable):
         transport = self.reducer.transport
         if isinstance(transport, ByHook):
             raise ValueError("register_comm_hook: a hook is registered already, and only one is possible")
+        if self._has_experts_apart():
+            raise ValueError('register_comm_hook: experts over "ep" are reduced by fewer ranks, of which no hook knows')
         if transport.scatter or transport.wire_dtype is not None:
             raise ValueError(
                 "register_comm_hook goes with shard_optimizer=False and wire_dtype=None: the hook decides how "
@@ -364,6 +366,10 @@ class DataParallel(nn.Module, Joinable):
         Raises:
             ValueError: the model was made with shard_optimizer=True.
         """
+        if self._has_experts_apart():
+            raise ValueError(
+                'join() does not go with experts over "ep": a rank without inputs would leave tokens of others waiting'
+            )
         if self._shards is not None:
             raise ValueError("join() goes with shard_optimizer=False: a rank without inputs would not step its part")
         self._divides_by_all = divide_by_initial_world_size
@@ -392,7 +398,18 @@ class DataParallel(nn.Module, Joinable):
 
     def adopt(self, root: int) -> None:
         """Copy the root's parameters and buffers to every rank."""
-        broadcast([*self.parameters(), *self.buffers()], self.ranks, root)
+        self._broadcast_from(root)
+
+    def _broadcast_from(self, root: int) -> None:
+        """Copy a rank's parameters and buffers to every rank; those of experts to the ranks that have the same."""
+        of_ranks: dict[Communicator, list[torch.Tensor]] = {self.ranks: list(self.module.buffers())}
+        for parameter in self.module.parameters():
+            of_ranks.setdefault(ranks_that_reduce(parameter, self.ranks), []).append(parameter)
+        for ranks, tensors in of_ranks.items():
+            broadcast(tensors, ranks, root if ranks == self.ranks else 0)
+
+    def _has_experts_apart(self) -> bool:
+        return any(ranks_that_reduce(parameter, self.ranks) != self.ranks for parameter in self.module.parameters())
 
     def __deepcopy__(self, memo):
         raise TypeError(

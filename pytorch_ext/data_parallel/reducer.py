@@ -17,15 +17,17 @@ depends on which bucket was full first.
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from weft.comm.communicator import Communicator
 from weft.data_parallel import consensus
 from weft.data_parallel.bucket_comm import BLOCK, Transport, Wait, measure
-from weft.data_parallel.buckets import Bucket, Slot, alike, lay_out, pack_by_kernels, plan, put
+from weft.data_parallel.buckets import Bucket, Slot, alike, lay_out, pack_by_kernels, plan, put, ranks_that_reduce
 from weft.data_parallel.consensus import BackwardErrors, ErrorConsensus
 from weft.data_parallel.grad_norm import counted, powers
 from weft.sharding.owners import owners_of
@@ -47,7 +49,7 @@ class Reducer:
 
     Attributes:
         slots: the module's parameters, each with the place of its gradient.
-        transport: transport of the buckets.
+        transport: transport of the buckets; `transport_of` gives that of experts, which fewer ranks have.
         ranks: ranks that reduce.
         sync: the next backward reduces; otherwise gradients add up on each rank. Each forward sets it, and a backward
             that reaches an output of an earlier forward restores that forward's value.
@@ -71,6 +73,7 @@ class Reducer:
     ):
         self.slots, self.transport, self.ranks = list(slots), transport, transport.ranks
         self.sync, self.among = True, self.ranks.world_size
+        self._of_fewer: dict[Communicator, Transport] = {}
         self.buckets: list[Bucket] = []
         self.backwards = 0
         self.norm_squared = torch.zeros(1, dtype=torch.float64)
@@ -113,7 +116,15 @@ class Reducer:
         """Lay out buckets for slots in this order. A collective call; every rank passes the same order."""
         self.buckets = lay_out(plan(order, self._bucket_bytes), self.ranks)
         if self.transport.packs:
-            pack_by_kernels(self.buckets, self.ranks, self.transport.wire_dtype)
+            for ranks in dict.fromkeys(bucket.ranks for bucket in self.buckets):
+                of_ranks = [bucket for bucket in self.buckets if bucket.ranks == ranks]
+                pack_by_kernels(of_ranks, ranks, self.transport.wire_dtype)
+
+    def transport_of(self, bucket: Bucket) -> Transport:
+        """Return the transport of a bucket, between the ranks that have its parameters."""
+        if bucket.ranks == self.ranks:
+            return self.transport
+        return self._of_fewer.setdefault(bucket.ranks, replace(self.transport, ranks=bucket.ranks))
 
     # During backward.
 
@@ -229,7 +240,7 @@ class Reducer:
         Call before the first gradient is added to that result. The next sum then counts the result once, not W times.
         """
         slot.reduced = False
-        if not self.transport.average and self.ranks.rank > 0:
+        if not self.transport.average and ranks_that_reduce(slot.parameter, self.ranks).rank > 0:
             slot.parameter.grad = None
 
     def _has_arrived(self, slot: Slot) -> None:
@@ -282,7 +293,8 @@ class Reducer:
     def _launch_full(self) -> None:
         """Start full buckets in bucket order, up to the first that is not full."""
         while len(self._waits) < len(self.buckets) and self.buckets[len(self._waits)].missing <= 0:
-            self._waits.append(self.transport.start(self.buckets[len(self._waits)], self.among, self._overlap))
+            bucket = self.buckets[len(self._waits)]
+            self._waits.append(self.transport_of(bucket).start(bucket, self.among, self._overlap))
 
     # At the end of backward.
 
@@ -371,13 +383,16 @@ class Reducer:
         model in stages the result is then summed over the ranks that have the stages.
         """
         owners = owners_of(self.slots[0].parameter)
-        then = [self.ranks] if self.transport.scatter else []
-        then += [] if owners is None else [owners.ranks]
-        parts = [
-            (self._counted_norm(bucket), () if bucket.shard_ranks is None else (bucket.shard_ranks,))
-            for bucket in self.buckets
-        ]
-        return over_ranks(parts, then, self.buckets[0].squared_norm)
+        stages = [] if owners is None else [owners.ranks]
+        total = torch.zeros_like(self.buckets[0].squared_norm)
+        for ranks in dict.fromkeys(bucket.ranks for bucket in self.buckets):
+            parts = [
+                (self._counted_norm(bucket), () if bucket.shard_ranks is None else (bucket.shard_ranks,))
+                for bucket in self.buckets
+                if bucket.ranks == ranks
+            ]
+            total += over_ranks(parts, [*([ranks] if self.transport.scatter else []), *stages], total)
+        return total
 
     def _counted_norm(self, bucket: Bucket) -> torch.Tensor:
         """Return the squared norm of this rank's part of the bucket, without elements that another rank counts."""
@@ -448,7 +463,7 @@ class Reducer:
         return found
 
     def _bad(self, bucket: Bucket, held: torch.Tensor) -> Iterator[str]:
-        begin = 0 if self.owner is None else self.ranks.rank * held.numel()
+        begin = 0 if self.owner is None else bucket.ranks.rank * held.numel()
         for slot in bucket.slots:
             start, stop = max(slot.offset - begin, 0), slot.offset + slot.parameter.numel() - begin
             if not held[start : max(stop, 0)].isfinite().all():

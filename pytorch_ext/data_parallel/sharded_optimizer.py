@@ -11,7 +11,7 @@ Every rank has a piece of every parameter, which may be empty. Optimizers that u
 the empty pieces. Optimizers that sum norms over the ranks get them, so that all ranks count the same parameters.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,8 +110,8 @@ class Shards:
         under_way: parts that are being gathered, each with the function that waits for it.
     """
 
-    def __init__(self, buckets: list[Bucket], transport: Transport, gathers_late: bool):
-        self._transport, self._ranks, self._gathers_late = transport, transport.ranks, gathers_late
+    def __init__(self, buckets: list[Bucket], transport_of: Callable[[Bucket], Transport], gathers_late: bool):
+        self._transport_of, self._gathers_late = transport_of, gathers_late
         self._parts = {bucket: self._share(bucket) for bucket in buckets}
         self._part_of = {id(slot.parameter): part for part in self._parts.values() for slot in part.places}
         self.under_way: dict[_BucketPart, Wait] = {}
@@ -168,7 +168,7 @@ class Shards:
         `.grad` of each parameter of the module then refers to the gradient of its piece.
         """
         for bucket, part in self._parts.items():
-            reduced = bucket.parts(self._ranks.world_size)[self._ranks.rank]
+            reduced = bucket.parts(bucket.ranks.world_size)[bucket.ranks.rank]
             if part.add(reduced):
                 measure(part.gradients, bucket)
             for at in part.places.values():
@@ -187,11 +187,11 @@ class Shards:
     @torch.no_grad()
     def gather(self) -> None:
         """Send every part to every rank. Parameters are whole when this returns, or after `wait` if gathered late."""
-        for part in reversed(self._parts.values()):  # forward first needs the parameters with the last gradients
+        for bucket, part in reversed(self._parts.items()):  # forward first needs those with the last gradients
             if part.stepped is not part.local:
                 part.local.copy_(part.stepped)
-            parts = list(part.flat.chunk(self._ranks.world_size))
-            self.under_way[part] = self._transport.gather(part.local, parts, self._gathers_late)
+            parts = list(part.flat.chunk(bucket.ranks.world_size))
+            self.under_way[part] = self._transport_of(bucket).gather(part.local, parts, self._gathers_late)
             if not self._gathers_late:
                 self.wait()
 
@@ -246,21 +246,21 @@ class Shards:
         """Move the bucket's parameters into the layout of their gradients, and cut this rank's pieces."""
         first = bucket.slots[0].parameter
         count = bucket.flat.numel()
-        flat = shared_memory(count * first.element_size(), first.device, self._ranks).view(first.dtype)
+        flat = shared_memory(count * first.element_size(), first.device, bucket.ranks).view(first.dtype)
         for slot in bucket.slots:
             place = place_in(flat, slot)
             place.copy_(slot.parameter)
             slot.parameter.data = place
-        local = flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        local = flat.chunk(bucket.ranks.world_size)[bucket.ranks.rank]
         stepped = local.to(bucket.flat.dtype)
         part = _BucketPart(bucket, flat, local, stepped, torch.zeros_like(stepped))
-        begin = self._ranks.rank * local.numel()
+        begin = bucket.ranks.rank * local.numel()
         for slot in bucket.slots:
             elements = slot.parameter.numel()
             start, stop = (min(max(end - slot.offset, 0), elements) for end in (begin, begin + local.numel()))
             here = slice(slot.offset + start - begin, slot.offset + stop - begin) if start < stop else slice(0, 0)
             piece = nn.Parameter(stepped[here])
-            set_metadata(piece, "piece", Piece(slot.name, slot.parameter, start, stop, self._ranks))
+            set_metadata(piece, "piece", Piece(slot.name, slot.parameter, start, stop, bucket.ranks))
             gradient = part.gradients[here]
             shown = gradient_like(piece, gradient), gradient_elsewhere(slot.parameter, piece)
             part.places[slot] = _PartPlace(piece, gradient, *shown)

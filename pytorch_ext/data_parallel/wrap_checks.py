@@ -12,7 +12,7 @@ from weft.comm.communicator import Communicator
 from weft.data_parallel.consensus import check_same_module
 from weft.data_parallel.param_prefetch import obstacle_to_waiting
 from weft.sharding.owners import owners_of
-from weft.sharding.shard import shard_of
+from weft.sharding.shard import Shard, shard_of
 
 _WIRES = (None, torch.bfloat16, torch.float16)
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -81,10 +81,19 @@ def _obstacle(module: nn.Module, ranks: Communicator) -> str:
     return ""
 
 
+def _lies_among(shard: Shard, ranks: Communicator) -> bool:
+    """Return whether the group's ranks have all experts equally often, as `shard.replicas` says."""
+    if shard.replicas is None:
+        return False
+    wrapped = set(dist.get_process_group_ranks(ranks.group))
+    holders, same = (set(dist.get_process_group_ranks(x.group)) for x in (shard.communicator, shard.replicas))
+    return same <= wrapped and len(holders & wrapped) * len(same) == len(wrapped)
+
+
 def _partners(parameter: torch.Tensor, ranks: Communicator) -> list[int]:
     """Return the ranks of the group that have other shards of a parameter, or other stages of its model."""
     shard, owners = shard_of(parameter), owners_of(parameter)
-    groups = [shard.communicator] if shard is not None else []
+    groups = [shard.communicator] if shard is not None and not _lies_among(shard, ranks) else []
     groups += [owners.ranks] if owners is not None else []
     wrapped = set(dist.get_process_group_ranks(ranks.group))
     for group in groups:

@@ -21,7 +21,7 @@ from weft.explanation.reports import (
 )
 from weft.explanation.summary import share_held
 from weft.metadata import metadata
-from weft.nn import ParallelEmbedding, ParallelLinear
+from weft.nn import ParallelEmbedding, ParallelExpertList, ParallelExperts, ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops import kernel_choice
 from weft.ops.overlap import products
@@ -103,6 +103,8 @@ def _of_layers(model: nn.Module, tokens: int) -> Iterator[LayerReport]:
             yield _linear(name, module, tokens)
         elif isinstance(module, ParallelEmbedding):
             yield _embedding(name, module, tokens)
+        elif isinstance(module, ParallelExperts | ParallelExpertList) and module.shards:
+            yield _experts(name, module, tokens)
         elif isinstance(module, ShardHolder) and module.shards:
             yield _other(name, module)
 
@@ -224,6 +226,37 @@ def _embedding(name: str, layer: ParallelEmbedding, tokens: int) -> LayerReport:
         {},
         (_traffic("forward", "all_reduce", "y", whole_bytes, layer.communicator.world_size),),
     )
+
+
+def _experts(name: str, layer: ParallelExperts | ParallelExpertList, tokens: int) -> LayerReport:
+    """Report a layer of experts. The number of experts of a token, and the load, are known once it was called."""
+    place, kind = layer.place, f"{type(layer).__name__} {layer.extra_repr()}"
+    traffic: list[Traffic] | None = None
+    if layer.seen is not None:
+        kind += f", tokens of the last call {', '.join(map(str, layer.seen.load()))}"
+        row_bytes, chosen = layer.seen.row_bytes, layer.seen.chosen
+        traffic = []
+        for product in ("forward", "dgrad"):
+            if place.tp is not None:
+                sizes = {"x": row_bytes} | ({"w": chosen * layer.seen.weight_bytes} if product == "dgrad" else {})
+                for tensor, size in sizes.items():
+                    traffic.append(_traffic(product, "all_reduce", tensor, tokens * size, place.tp.world_size))
+            if place.ep is not None:
+                world = place.ep.world_size
+                there = (
+                    tokens
+                    * chosen
+                    * (2 * row_bytes + layer.seen.weight_bytes)
+                    // (place.tp.world_size if place.tp else 1)
+                )
+                traffic.append(_traffic(product, "all_to_all", "x, w and y", there, world))
+    computed = {
+        product: ProductReport(ATEN, "the experts' own forward, on this rank's experts")
+        for product in ("forward", "backward")
+    }
+    ranks = next(iter(layer.shards.values())).communicator
+    sent = None if traffic is None else tuple(traffic)
+    return LayerReport(name, kind, _shard(layer), ranks.transport, computed, {}, sent)
 
 
 def _other(name: str, layer: ShardHolder) -> LayerReport:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -97,7 +98,46 @@ class Experts(nn.Module):
         return F.linear(rows, weight[number], None if bias is None else bias[number])
 
 
-class ParallelExperts(ShardedModule):
+@dataclass(frozen=True)
+class LastCall:
+    """Sizes of the last call of a layer of experts, for `weft.explain`.
+
+    Attributes:
+        chosen: number of experts of a token.
+        row_bytes, weight_bytes: size of a token and of a routing weight.
+        counts: tokens of each expert of this rank.
+    """
+
+    chosen: int
+    row_bytes: int
+    weight_bytes: int
+    counts: torch.Tensor
+
+    def load(self) -> list[int]:
+        """Return the tokens of each expert of this rank. On a GPU this waits for the call."""
+        return self.counts.tolist()
+
+
+class _Routed:
+    """Mixin of layers of experts: calls `_compute` for this rank's rows and notes the sizes."""
+
+    place: ExpertRanks
+    seen: LastCall | None = None
+
+    def _route(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def compute(rows, expert, scale):
+            counts = torch.bincount(expert, minlength=len(self.place.own))
+            sizes = index.size(-1), x.size(-1) * x.element_size(), weights.element_size()
+            self.seen = LastCall(*sizes, counts)
+            return self._compute(rows, expert, scale)
+
+        return routed_experts(x, index, weights, compute, self.place)
+
+    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ParallelExperts(_Routed, ShardedModule):
     """Experts split over ranks. The router stays whole on every rank and gets its whole gradient.
 
         y = sum over the chosen experts e of top_k_weights[e] * expert_e(x)
@@ -118,6 +158,8 @@ class ParallelExperts(ShardedModule):
             group. With ep_group, None means that no ranks have the same tokens.
         ep_group: the ranks with tokens of their own.
         all_group: with both, the ranks of both together, ep changing slowest.
+        replica_group: with ep_group, the ranks that have the same experts: those of data parallelism are ep_group times
+            these. `weft.DataParallel` needs it. None: this rank alone.
         capacity_factor: drop tokens on purpose: an expert takes at most this many times its even share of the tokens of
             a rank, in the order of tokens (Fedus et al. 2022). None drops nothing.
 
@@ -144,6 +186,7 @@ class ParallelExperts(ShardedModule):
         group: Group = None,
         ep_group: Group = None,
         all_group: Group = None,
+        replica_group: Group = None,
         capacity_factor: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -154,7 +197,9 @@ class ParallelExperts(ShardedModule):
         whole = Experts(num_experts, hidden_size, intermediate_size, device=device, **options)
         sizes = num_experts, hidden_size, intermediate_size
         self._whole: Callable[..., Experts] | None = partial(Experts, *sizes, **options)
-        self._split(whole, _form(whole), _ranks(num_experts, group, ep_group, capacity_factor), all_group)
+        self._split(
+            whole, _form(whole), _ranks(num_experts, group, ep_group, capacity_factor), all_group, replica_group
+        )
 
     @classmethod
     def from_experts(
@@ -164,6 +209,7 @@ class ParallelExperts(ShardedModule):
         group: Group = None,
         ep_group: Group = None,
         all_group: Group = None,
+        replica_group: Group = None,
         capacity_factor: float | None = None,
     ) -> "ParallelExperts | ParallelExpertList":
         """Return this rank's part of existing experts.
@@ -181,12 +227,14 @@ class ParallelExperts(ShardedModule):
         """
         _check_capacity(capacity_factor)
         if isinstance(experts, nn.ModuleList):
-            return ParallelExpertList(experts, _ranks(len(experts), group, ep_group, capacity_factor), all_group)
+            place = _ranks(len(experts), group, ep_group, capacity_factor)
+            return ParallelExpertList(experts, place, all_group, replica_group)
         form = _form(experts)
         layer = cls.__new__(cls)
         ShardedModule.__init__(layer)
         layer._whole = None
-        layer._split(experts, form, _ranks(form.experts, group, ep_group, capacity_factor), all_group)
+        place = _ranks(form.experts, group, ep_group, capacity_factor)
+        layer._split(experts, form, place, all_group, replica_group)
         return layer.train(experts.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -195,7 +243,7 @@ class ParallelExperts(ShardedModule):
         They are tokens [..., H], the chosen experts [..., k] and the routing weights [..., k].
         """
         x, index, weights = self._given(args, kwargs)
-        return routed_experts(x, index, weights, self._compute, self.place)
+        return self._route(x, index, weights)
 
     def extra_repr(self) -> str:
         own, ranks = self.place.own, self.place
@@ -206,13 +254,16 @@ class ParallelExperts(ShardedModule):
         """The ranks that hold the experts; None for one rank."""
         return self._ranks
 
-    def _split(self, experts: nn.Module, form: ExpertForm, place: ExpertRanks, all_group: Group) -> None:
+    def _split(
+        self, experts: nn.Module, form: ExpertForm, place: ExpertRanks, all_group: Group, replica_group: Group
+    ) -> None:
         """Adopt this rank's experts, and a copy of the module that runs its own forward with them."""
         self.place, self._ranks, self._form = place, _ranks_of_all(place, all_group), form
+        replicas = None if place.ep is None or replica_group is None else communicator(replica_group)
         for name, parameter in experts._parameters.items():
             shard = None
             if parameter is not None and self._ranks is not None:
-                shard = Shard(tuple(parameter.shape), 0, place.cut, self._ranks)
+                shard = Shard(tuple(parameter.shape), 0, place.cut, self._ranks, replicas)
             self.adopt(name, parameter, shard)
         self._modules.update(experts._modules)
         part = form.part_of(experts, self._parameters, len(place.own))
@@ -241,14 +292,16 @@ class ParallelExperts(ShardedModule):
         return self._whole(device=next(self.parameters()).device)
 
 
-class ParallelExpertList(PlacedModules, ShardedModule):
+class ParallelExpertList(_Routed, PlacedModules, ShardedModule):
     """Experts that are modules of their own, each on one rank; `ParallelExperts.from_experts` makes it.
 
     Called with (tokens [..., H], chosen experts [..., k], routing weights [..., k]). An expert without tokens gets no
     gradient, as in one process.
     """
 
-    def __init__(self, experts: nn.ModuleList, place: ExpertRanks, all_group: Group = None):
+    def __init__(
+        self, experts: nn.ModuleList, place: ExpertRanks, all_group: Group = None, replica_group: Group = None
+    ):
         super().__init__()
         self.place, self.communicator = place, _ranks_of_all(place, all_group)
         if self.communicator is None:
@@ -256,11 +309,12 @@ class ParallelExpertList(PlacedModules, ShardedModule):
         of_expert = [tensors_of(experts, [str(number)]) for number in range(len(experts))]
         check_apart(of_expert, "experts")
         owners = [rank for rank, ((start, stop),) in enumerate(place.cut.stretches) for _ in range(start, stop)]
-        self._place_modules(dict(experts.named_children()), of_expert, owners, self.communicator)
+        replicas = None if place.ep is None or replica_group is None else communicator(replica_group)
+        self._place_modules(dict(experts.named_children()), of_expert, owners, self.communicator, replicas)
         self.train(experts.training)
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        y = routed_experts(x, top_k_index, top_k_weights, self._compute, self.place)
+        y = self._route(x, top_k_index, top_k_weights)
         return with_absent(y, self.absent_parameters())
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -23,19 +24,21 @@ class PlacedModules(ShardHolder):
         of_unit: Sequence[Mapping[str, torch.Tensor]],
         assignment: Sequence[int],
         ranks: Communicator,
+        replicas: Communicator | None = None,
     ) -> None:
         """Add copies of the modules: this rank's units share the originals' memory, the others have none.
 
         Args:
             of_unit: the parameters and buffers of each unit that stays together, by name.
             assignment: the rank of each unit.
+            replicas: as in Shard.
         """
         memo: dict[int, torch.Tensor | None] = {}
         self._absent_buffers: set[str] = set()
         for tensors, rank in zip(of_unit, assignment, strict=True):
             for name, tensor in tensors.items():
                 if isinstance(tensor, nn.Parameter):
-                    self.shards[name] = _shard(name, tensor, rank, ranks)
+                    self.shards[name] = replace(_shard(name, tensor, rank, ranks), replicas=replicas)
                     if id(tensor) not in memo:
                         part = self.shards[name].take(tensor.detach())
                         memo[id(tensor)] = nn.Parameter(part, tensor.requires_grad)

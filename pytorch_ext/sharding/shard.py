@@ -26,6 +26,8 @@ class Shard:
         dim: the dimension that is cut.
         cut: the stretches that each rank has.
         communicator: the ranks that hold the parts.
+        replicas: of the ranks of data parallelism, those that have the same part, if the others have other parts
+            (experts over "ep"); None if all of them have the same.
 
     Examples:
         >>> weft.shard_of(weft.ParallelLinear(16, 64, style="row").weight).dim
@@ -36,6 +38,7 @@ class Shard:
     dim: int
     cut: Cut
     communicator: Communicator
+    replicas: Communicator | None = None
 
     @classmethod
     def of_shape(

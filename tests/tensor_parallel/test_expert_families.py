@@ -204,3 +204,45 @@ def test_what_is_no_sum_over_experts_stays_whole_with_the_reason():
         layer.mlp.experts.__class__ = Normalised
     reason = automatic_plan(model, 2).whole["model.layers.0.mlp.experts"]
     assert "the sum over parts of its experts is not what all of them give" in reason
+
+
+def check_own_tokens(rank, families, sizes):
+    """Ranks with tokens of their own: gradients are averaged over them, as one process averages over the batch."""
+    mesh = weft.init_mesh(**sizes)
+    replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    for family in families:
+        exact = 1e-6 if family in ("NemotronH", "Phimoe") else 1e-9
+        plain = model_of(family)
+        plain.config.output_router_logits = False  # a product of means: of a rank's tokens it is another number
+        model = weft.parallelize(copy.deepcopy(plain), mesh)
+        tokens = torch.randint(3, 61, (2, 2 * replicas, 7), generator=torch.Generator().manual_seed(1))
+        optimizers = [torch.optim.AdamW(x.parameters(), lr=1e-2, weight_decay=0.1) for x in (plain, model)]
+        of_plain = dict(plain.named_parameters())
+        for step, batch in enumerate(tokens):
+            for x, given, optimizer in ((plain, batch, optimizers[0]), (model, batch.split(2)[place], optimizers[1])):
+                optimizer.zero_grad()
+                x(input_ids=given, labels=given).loss.backward()
+            for name, parameter in model.module.named_parameters():
+                if of_plain[name].grad is None:
+                    assert parameter.grad is None, name
+                    continue
+                compare(whole_gradient(parameter), of_plain[name].grad, f"{family} step {step} {name}", 100 * exact)
+            for optimizer in optimizers:
+                optimizer.step()
+        model.check_replicas()
+
+
+def test_a_family_learns_with_experts_over_ep():
+    run_ranks(check_own_tokens, 2, ["Qwen3Moe"], dict(dp=2, ep=2))
+
+
+FIXED = [family for family in FAMILIES if family != "Phimoe"]  # the others draw nothing at random
+
+
+@pytest.mark.slow("tensor_parallel", "nn", "ops", "data_parallel")
+@pytest.mark.parametrize(
+    ("families", "world", "sizes"),
+    [(FIXED[:6], 2, dict(dp=2, ep=2)), (FIXED[6:], 2, dict(dp=2, ep=2)), (["GptOss"], 4, dict(dp=2, tp=2, ep=2))],
+)
+def test_families_learn_with_experts_over_ep(families, world, sizes):
+    run_ranks(check_own_tokens, world, families, sizes, timeout_s=200, group_timeout_s=120)

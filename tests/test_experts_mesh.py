@@ -1,0 +1,193 @@
+"""A mesh with ep: ranks of dp hold experts together, and a model learns what one process learns from the whole batch."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft.mesh import expert_mesh
+from weft.nn import Experts, ParallelExperts
+from weft.testing.ranks import run_ranks
+
+HIDDEN, EXPERTS = 6, 5
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, EXPERTS)
+        self.experts = Experts(EXPERTS, HIDDEN, 4, bias=True)
+        self.shared = nn.Sequential(nn.Linear(HIDDEN, 8), nn.GELU(), nn.Linear(8, HIDDEN))
+
+    def forward(self, x):
+        x = self.norm(x)
+        weights, index = self.router(x).softmax(-1).topk(2, -1)
+        return x + self.experts(x, index, weights) + self.shared(x)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, 11)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step, replicas):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(11, (2 * replicas, 5), generator=generator)
+
+
+def whole(parameter, tensor):
+    shard = weft.shard_of(parameter)
+    tensor = tensor.detach().as_subclass(torch.Tensor)
+    return tensor if shard is None else shard.gather(tensor)
+
+
+def check_learning(rank, sizes, options, clips):
+    mesh = weft.init_mesh(**sizes)
+    replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    plain = Mixture().double()
+    model = weft.parallelize(copy.deepcopy(plain), mesh["pp", "cp", "tp"])
+    assert len([layer for layer in model.modules() if isinstance(layer, ParallelExperts)]) == 2
+    inside, model = model, weft.DataParallel(model, group=mesh["dp"], **options)
+    sharded = options.get("shard_optimizer", False)
+    make = model.optimizer if sharded else lambda kind, **settings: kind(model.parameters(), **settings)
+    optimizer = make(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    of_plain = dict(plain.named_parameters())
+    for step in range(10):
+        tokens = batch(step, replicas)
+        model.zero_grad()
+        loss_of(model, tokens.split(2)[place]).backward()
+        plain.zero_grad()
+        loss_of(plain, tokens).backward()
+        exact = 1e-5 if options.get("main_grad") else 1e-8  # which is in fp32
+        for name, parameter in inside.named_parameters() if not sharded else ():
+            gradient = parameter.main_grad.double() if options.get("main_grad") else parameter.grad
+            found, expected = whole(parameter, gradient), of_plain[name].grad
+            assert torch.allclose(found, expected, exact, exact / 100), f"{name}: {(found - expected).abs().max()}"
+        if options.get("main_grad"):
+            return
+        if clips:
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            assert torch.allclose(model.grad_norm, norm)
+            found = model.clip_grad_norm_(0.1) if sharded else weft.clip_grad_norm_(model, 0.1)
+            assert torch.allclose(found, norm)
+        optimizer.step()
+        reference.step()
+    for name, parameter in inside.named_parameters():
+        found, expected = whole(parameter, parameter), of_plain[name]
+        assert torch.allclose(found, expected, 1e-6, 1e-8), f"{name} at the end: {(found - expected).abs().max()}"
+    model.check_replicas()
+    experts = inside.layers[0].experts
+    with torch.no_grad():
+        if rank == dist.get_world_size() - 1:
+            experts.down_proj.add_(1)
+    if expert_mesh(mesh)["edp"].size() > 1:
+        with pytest.raises(ValueError, match="have the same experts"):
+            model.check_replicas()
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(2, dict(dp=2, ep=2)), (4, dict(dp=4, ep=2))],
+    ids=["ep", "ep-and-dp"],
+)
+def test_a_model_with_experts_over_ep_learns_what_one_process_learns(world, sizes):
+    run_ranks(check_learning, world, sizes, {}, True)
+
+
+@pytest.mark.slow("data_parallel", "nn", "ops")
+@pytest.mark.parametrize(
+    ("world", "sizes", "options"),
+    [
+        (3, dict(dp=3, ep=3), {}),
+        (4, dict(dp=4, ep=4), {}),
+        (4, dict(dp=2, tp=2, ep=2), {}),
+        (2, dict(dp=2, ep=2), dict(shard_optimizer=True)),
+        (4, dict(dp=4, ep=2), dict(shard_optimizer=True, bucket_mb=1e-3)),
+        (4, dict(dp=2, tp=2, ep=2), dict(shard_optimizer=True)),
+        (4, dict(dp=4, ep=2), dict(main_grad=True)),
+        (4, dict(dp=4, ep=2), dict(bucket_mb=1e-3, overlap=False)),
+    ],
+)
+def test_so_do_other_meshes_and_options(world, sizes, options):
+    run_ranks(check_learning, world, sizes, options, True)
+
+
+def check_mesh(rank):
+    mesh = weft.init_mesh(dp=4, ep=2)
+    assert mesh.mesh_dim_names == ("pp", "dp", "cp", "tp") and mesh["dp"].size() == 4
+    apart = expert_mesh(mesh["dp"])
+    assert apart["ep"].mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert apart["edp"].mesh.tolist() == [rank % 2, rank % 2 + 2]
+    assert expert_mesh(weft.init_mesh(dp=4)) is None
+    with pytest.raises(ValueError, match="ep=3 must divide dp=4"):
+        weft.init_mesh(dp=4, ep=3)
+    with pytest.raises(ValueError, match="Ranks of cp=2 do not hold experts of their own yet"):
+        weft.init_mesh(dp=2, cp=2, ep=4)
+    with pytest.raises(ValueError, match="ep=0 must be at least 1"):
+        weft.init_mesh(dp=4, ep=0)
+    with pytest.raises(ValueError, match="the plan splits no layer of experts"):
+        weft.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh)
+    with pytest.raises(ValueError, match="3 elements cannot be split over 4 ranks"):
+        few = nn.ModuleDict({"experts": Experts(3, 4, 4)})
+        weft.parallelize(few, weft.init_mesh(dp=4, ep=4), plan={"experts": "experts"})
+
+
+def test_ranks_of_dp_hold_experts_together_and_what_does_not_fit_is_refused():
+    run_ranks(check_mesh, 4)
+
+
+def check_explained(rank):
+    tokens = batch(0, 1)
+    for sizes, sent in ((dict(tp=2), 4096 * 6 * 4), (dict(dp=2, ep=2), 4096 * 2 * (2 * 6 * 4 + 4) // 2)):
+        model = weft.parallelize(Mixture(), weft.init_mesh(**sizes))
+        of_experts = [layer for layer in weft.explain(model).layers if "ParallelExperts" in layer.layer]
+        assert len(of_experts) == 2 and of_experts[0].forward_bytes is None
+        weft.verify(model, Mixture(), tokens)
+        layer = next(layer for layer in weft.explain(model).layers if "ParallelExperts" in layer.layer)
+        assert layer.forward_bytes == sent, (sizes, layer.forward_bytes)
+        load = [int(n) for n in layer.layer.rpartition("last call ")[2].split(",")]
+        total = weft.all_reduce(torch.tensor(sum(load)))
+        assert total == tokens.numel() * 2 * sizes.get("dp", 1), "every token has two experts"
+
+
+def test_explain_counts_what_travels_and_the_load_and_verify_finds_the_gradients_right():
+    run_ranks(check_explained, 2)
+
+
+def check_checkpoint(rank, folder):
+    plain = Mixture()
+    plan = {"layers.*.experts": "experts"}
+    model = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(dp=4, ep=2), plan=plan)
+    weft.save_checkpoint(model, None, folder)
+    other = weft.parallelize(Mixture().apply(scramble), weft.init_mesh(dp=2, tp=2, ep=2), plan=plan)
+    weft.load_checkpoint(other, None, folder)
+    for name, tensor in weft.full_state_dict(other.module).items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
+def scramble(module):
+    for parameter in module.parameters(recurse=False):
+        parameter.data.add_(1)
+
+
+def test_a_checkpoint_moves_to_another_ep(tmp_path):
+    run_ranks(check_checkpoint, 4, str(tmp_path))
