@@ -50,6 +50,7 @@ from weft.parallelization import parallelize as parallelize
 from weft.pipeline import LayerSplit as LayerSplit
 from weft.pipeline import Pipeline as Pipeline
 from weft.planner import plan as plan
+from weft.pretrained import from_pretrained as from_pretrained
 from weft.replicas import check_replicas as check_replicas
 from weft.sharding.dtensors import as_dtensors as as_dtensors
 from weft.sharding.shard import Shard as Shard

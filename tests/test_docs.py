@@ -144,7 +144,19 @@ fsdp_module = fully_shard(model)
         SAVED + HUGGING_FACE + "import peft\ntokens = torch.randint(64, (2, 6))\n",
         {},
     ),
-    ("fine_tuning.md", 1): (2, "", {}),
+    ("fine_tuning.md", 1): (
+        2,
+        SAVED
+        + HUGGING_FACE
+        + "mesh = weft.init_mesh(tp=2)\nif dist.get_rank() == 0:\n    model.save_pretrained('.')\ndist.barrier()\n",
+        {'"path/of/the/model"': '"."'},
+    ),
+    ("fine_tuning.md", 2): (
+        2,
+        HUGGING_FACE + "tokens = torch.randint(64, (2, 6))\nmodel = weft.parallelize(model, weft.init_mesh(tp=2))\n",
+        {},
+    ),
+    ("fine_tuning.md", 3): (2, "", {}),
     ("first_hour.md", 0): (2, "", {}),
     ("first_hour.md", 1): (2, "", {}),
     ("first_hour.md", 2): (2, "first_hour.md", {}),

@@ -85,6 +85,15 @@ def test_an_adapter_is_the_same_over_two_ranks_as_in_one_process(tmp_path):
     assert all(two[name].numpy() == pytest.approx(one[name].numpy(), abs=2e-3) for name in one)
 
 
+def test_two_ranks_generate_the_tokens_of_one(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 46, "num_hidden_layers": 2, "num_attention_heads": 4}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=128, **sizes)).save_pretrained(tmp_path)
+    for more in ([], ["--sample"]):
+        one, two = (example("generate", tmp_path, "--tokens", "8", *more, ranks=ranks) for ranks in (1, 2))
+        assert re.search("tokens: .*", one)[0] == re.search("tokens: .*", two)[0]
+
+
 @pytest.mark.slow("examples", "pytorch_ext/context_parallel")
 def test_a_long_sequence_is_shared():
     text = example("long_sequence", "--sequence", "256", "--steps", "2")

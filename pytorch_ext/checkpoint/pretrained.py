@@ -120,10 +120,14 @@ def _computed(model: nn.Module, prefix: str, module: nn.Module, names: list[str]
     owner = next((m for m in around if hasattr(m, "_init_weights") and hasattr(m, "main_input_name")), None)
     buffers = [module.get_buffer(name) for name in names]
     known = all(id(parameter) in made for parameter in module.parameters(recurse=False))
-    if owner is None or not known or not all(buffer.is_floating_point() for buffer in buffers):
+    if owner is None or not known or any(buffer.is_complex() or buffer.dtype == torch.bool for buffer in buffers):
         return False
     with torch.no_grad(), torch.random.fork_rng([]):
         for buffer in buffers:
-            buffer.fill_(float("nan"))
+            buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
         owner._init_weights(module)  # type: ignore[operator]
-    return not any(buffer.isnan().any() for buffer in buffers)
+    return not any(_is_unset(buffer).any() for buffer in buffers)
+
+
+def _is_unset(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min

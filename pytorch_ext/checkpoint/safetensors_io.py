@@ -25,6 +25,8 @@ _FORMAT = "weft checkpoint 1"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
+_MOST_MAPPED_BYTES = 32 << 20
+
 # Names of types in the format.
 _CODES = {
     torch.float64: "F64",
@@ -255,11 +257,16 @@ def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) ->
 
 
 class Files:
-    """Open safetensors files of a folder. A fault of a file raises a CheckpointError that names it."""
+    """Open safetensors files of a folder. A fault of a file raises a CheckpointError that names it.
+
+    Files are mapped, and pages that were read count as this process's memory. So a file is closed again after
+    _MOST_MAPPED_BYTES.
+    """
 
     def __init__(self, folder: Path, bytes_written: Mapping[str, int] | None = None):
         self._folder, self._bytes = folder, bytes_written or {}
         self._open: dict[str, Any] = {}
+        self._read_bytes = 0
 
     def __enter__(self) -> "Files":
         return self
@@ -288,8 +295,12 @@ class Files:
 
     def read(self, box: Box, inside: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Return the box's elements, or those of a slice of it."""
+        if self._read_bytes > _MOST_MAPPED_BYTES:
+            self._open.clear()
+            self._read_bytes = 0
         handle = self[box.file]
         with self._naming(box.file):
+            self._read_bytes += prod(box.shape) * dtype_of(handle.get_slice(box.key).get_dtype()).itemsize
             if inside is None or all(part == slice(0, size) for part, size in zip(inside, box.shape, strict=True)):
                 return handle.get_tensor(box.key)
             return handle.get_slice(box.key)[inside]

@@ -1,0 +1,129 @@
+"""from_pretrained: a model of transformers from its folder, of which each rank reads and holds its own part."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.adapters import need
+from weft.checkpoint import CheckpointError, load_safetensors
+from weft.checkpoint.on_all_ranks import ranks_of, together
+from weft.checkpoint.safetensors_io import dtype_of, source_at
+from weft.comm.registry import Group
+from weft.parallelization import parallelize
+
+
+def from_pretrained(
+    path: str | Path,
+    mesh: Group = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    model_class: type | None = None,
+    config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Return the model in a folder of transformers, split over the mesh, in evaluation mode. A collective call.
+
+        model = weft.from_pretrained("path/of/the/model", weft.init_mesh(tp=2))
+
+    The model is first built without memory (on the meta device) and split. Then each rank reads its own part of each
+    tensor. A rank never holds more than its part of the model and one tensor.
+
+    Args:
+        path: a folder with config.json and safetensors, as `save_pretrained` writes it: model.safetensors, or
+            model.safetensors.index.json and its files.
+        mesh: a mesh with tp, cp or both, or a group that splits the layers, as for weft.parallelize.
+        dtype: type of the parameters. None is the config's, or else that of the stored tensors.
+        device: where this rank's parts are.
+        model_class: a class of transformers. None is the one that the config names, AutoModelForCausalLM's if none.
+        config: values that replace those of the config (`attn_implementation` too).
+        options: further options of weft.parallelize.
+
+    Raises:
+        CheckpointError: the folder has no config.json, an index names a missing file, a file is torn, or tensors are
+            missing, unknown or of another shape. The message names all of them.
+        ValueError: the stored weights are quantised; the mesh has dp or pp; the config names no class.
+        All of these are raised on every rank, before a weight is read.
+        ImportError: transformers is older than 5.23.
+    """
+    need("weft.from_pretrained", "transformers", "5.23")
+    _check_mesh(mesh)
+    folder, made = Path(path), []
+
+    def build() -> None:
+        found = _config_of(folder, config or {})
+        kind = model_class or _class_of(found)
+        stored = source_at(folder).model.values()  # the files' headers, so that a missing or torn file is named now
+        named = getattr(found, "dtype", None)
+        known = dtype or named or next((t for s in stored if (t := dtype_of(s.code)).is_floating_point), torch.float32)
+        with torch.device("meta"):
+            made.append(kind._from_config(found, dtype=known))  # type: ignore[attr-defined]
+
+    together(ranks_of(None), build)
+    model = parallelize(made[0].eval(), mesh, **options)
+    try:
+        load_safetensors(model, folder, device=device, cast=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_RENAMED if 'not stored' in str(error) else ''}") from error
+    _load_generation_config(model, folder)
+    return model
+
+
+_RENAMED = (
+    "\nSome models of transformers have other names in their files (experts one by one, say). Save such a model once "
+    "by model.save_pretrained(path, save_original_format=False)"
+)
+
+
+def _check_mesh(mesh: Group) -> None:
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    large = [f"{name}={mesh[name].size()}" for name in names if name in ("dp", "pp") and mesh[name].size() > 1]  # type: ignore[index]
+    if large:
+        raise ValueError(
+            f"from_pretrained: the mesh has {', '.join(large)}; it takes tp and cp. Wrap the result: "
+            'weft.DataParallel(weft.from_pretrained(path, mesh["tp"]), group=mesh["dp"])'
+        )
+
+
+def _config_of(folder: Path, changes: Mapping[str, Any]):
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").exists():
+        there = "the folder has no config.json" if folder.exists() else "there is no such folder"
+        raise CheckpointError(f"no model of transformers at {folder}: {there}")
+    try:
+        config = AutoConfig.from_pretrained(folder, **changes)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    method = getattr(config, "quantization_config", None)
+    if method is not None:
+        kind = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
+        raise ValueError(
+            f"from_pretrained: the weights at {folder} are quantised ({kind}), and only plain ones can be read part by "
+            "part: save the model without quantisation"
+        )
+    return config
+
+
+def _class_of(config) -> type:
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise ValueError(f"from_pretrained: {config.architectures} of the config is no class of transformers: pass one")
+    kind: Any = mapping[type(config)]
+    return kind
+
+
+def _load_generation_config(model: nn.Module, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)  # type: ignore[assignment]
