@@ -1,7 +1,6 @@
 """parallelize: one call that puts a model on a mesh, with tensor, context, pipeline and data parallelism."""
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.activation_checkpoint import recompute as recompute_modules
 from weft.activation_checkpoint import recomputed_in
+from weft.adapters.peft_import import register_with_peft
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.context_parallel.region import share, sharing_in, sharing_of
@@ -31,7 +31,7 @@ from weft.tensor_parallel.invariant_plan import InAnyShape, check_same_layers, i
 from weft.tensor_parallel.local_sizes import Forward, is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
-from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrappers
+from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrappers, wrappers_in
 from weft.tensor_parallel.plan_check import check_flow, check_meeting, own_plan
 from weft.tensor_parallel.styles import KEPT, Plan, part_of
 from weft.tensor_parallel.ties import keep_parameters, tie
@@ -370,11 +370,11 @@ def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:
 
 def _split_adapters(model: nn.Module, replacements: dict[str, nn.Module]) -> list[Callable[[], None]]:
     """Return functions that split the adapters of peft around the replaced layers. From now on peft knows weft's."""
-    if "peft" not in sys.modules:
+    register_with_peft()
+    if not any(True for _ in wrappers_in(model)):
         return []
-    from weft.adapters.peft import register, split_wrappers
+    from weft.adapters.peft import split_wrappers
 
-    register()
     return list(split_wrappers(model, replacements))
 
 

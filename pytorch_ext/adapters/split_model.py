@@ -1,11 +1,13 @@
 """Changes to a Trainer for a model with sharded parameters."""
 
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from weft.checkpoint.full_state import full_state_dict
+from weft.tensor_parallel.peft_wrappers import without_peft
 
 
 class SavedByAll(TrainingArguments):
@@ -19,13 +21,15 @@ class SavedByAll(TrainingArguments):
 class SplitModel(TrainerCallback):
     """Callback that makes save_pretrained write the whole model."""
 
-    def on_init_end(self, args, state, control, model=None, **_):
+    def on_init_end(self, args, state, control, model: Any = None, **_):
         if not hasattr(model, "save_pretrained"):
             raise TypeError(
                 f"weft.adapters.trainer: {type(model).__name__} has no save_pretrained, and Trainer.save_model would "
                 "write a rank's shards: derive the model from transformers.PreTrainedModel, or write a loop of your own"
             )
-        model.save_pretrained = partial(save_whole, model)
+        has_adapters = without_peft(model) is not model
+        if not has_adapters:  # adapters/peft.py saves those
+            model.save_pretrained = partial(save_whole, model)
 
     on_train_begin = on_init_end  # a model_init makes another model
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 import warnings
 from functools import partial
 
@@ -433,6 +435,91 @@ def test_a_plan_of_ones_own_may_name_the_wrappers():
 @pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/context_parallel")
 def test_adapters_train_on_a_shared_sequence():
     run_ranks(check_over_a_sequence, 4, timeout_s=120)
+
+
+# transformers' Trainer
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return {key: x[0] for key, x in batch_of(index, rows=1).items()}
+
+
+def options_of(folder):
+    return dict(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.1,
+        learning_rate=1e-2,
+        eval_strategy="steps",
+        eval_steps=1,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def history_of(trainer):
+    trainer.train()
+    kept = ("loss", "grad_norm", "eval_loss")
+    return [entry[key] for entry in trainer.state.log_history for key in kept if key in entry]
+
+
+def trains_plain(rank, folder):
+    torch.manual_seed(3)
+    model = with_adapter(FAMILIES["Llama"]()).float()
+    arguments = transformers.TrainingArguments(use_cpu=True, save_strategy="no", **options_of(folder))
+    trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), eval_dataset=Sentences())
+    history = history_of(trainer)
+    trainer.save_model(str(folder))
+    return history
+
+
+def trains_split(rank, folder):
+    from weft.adapters.trainer import settings
+
+    warnings.simplefilter("ignore")
+    mesh = weft.init_mesh(tp=2, device_type="cpu")
+    torch.manual_seed(3)
+    model = weft.parallelize(with_adapter(FAMILIES["Llama"]()).float(), mesh)
+    given = settings(mesh, **options_of(folder))
+    trainer = transformers.Trainer(model, train_dataset=Sentences(), eval_dataset=Sentences(), **given)
+    history = history_of(trainer)
+    trainer.save_model(str(folder))
+    return history
+
+
+def test_trainer_with_an_adapter_is_trainer_of_the_plain_one(tmp_path):
+    expected = run_ranks(trains_plain, 1, tmp_path / "plain", backend=None)[0]
+    for result in run_ranks(trains_split, 2, tmp_path / "split"):
+        assert result == pytest.approx(expected, rel=1e-4) and len(result) == 9
+    plain, split = (load_file(tmp_path / which / "adapter_model.safetensors") for which in ("plain", "split"))
+    assert plain.keys() == split.keys()
+    assert all(torch.allclose(split[name], x, rtol=1e-3, atol=1e-3) for name, x in plain.items())
+    moved = max(x.abs().max() for name, x in split.items() if "lora_B" in name)
+    assert moved > 1e-2
+
+
+LATER = """
+import sys
+import weft
+from torch import nn
+weft.parallelize(nn.Linear(4, 4), weft.init_mesh(tp=1, device_type="cpu"))
+assert not {"peft", "transformers"} & set(sys.modules)
+import peft
+from peft.tuners.lora.model import dispatch_default
+print(dispatch_default.__wrapped__.__name__, peft.PeftModel.save_pretrained.__wrapped__.__name__)
+"""
+
+
+def test_peft_may_be_imported_after_the_split():
+    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True)
+    assert done.stdout == "dispatch_default save_pretrained\n", done.stderr
 
 
 # Mistakes
