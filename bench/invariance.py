@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _measure(rank: int, kind: type[Llama], dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
-    mesh = weft.init_mesh(tp=dist.get_world_size())
+    mesh = weft.init_mesh(tp=dist.get_world_size())["tp"]
     steps = {}
     for name, units in (("weft", UNITS), (PEER, None)):
         torch.manual_seed(0)

@@ -1,6 +1,5 @@
 """clip_grad_norm_: torch's function for a model that lies on several ranks."""
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -11,11 +10,10 @@ from torch.distributed.tensor import DTensor
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.data_parallel.data_parallel import DataParallel
-from weft.data_parallel.grad_norm import counted, gradient_of, powers
+from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.owners import owners_of
-from weft.sharding.shard import shard_of
-from weft.sharding.sharded_grad import GradientElsewhere, over_ranks
+from weft.sharding.sharded_grad import GradientElsewhere
 
 
 @torch.no_grad()
@@ -48,8 +46,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, with error_if_nonfinite; on every rank.
-        ValueError: norm_type is not above 0; parameters are pieces of a sharded optimizer; a parameter belongs to no
-            stage although the mesh has "pp".
+        ValueError: norm_type is not above 0; it is neither 2 nor inf, and the model was made with `invariant`;
+            parameters are pieces of a sharded optimizer; a parameter belongs to no stage although the mesh has "pp".
         TypeError: a parameter is a DTensor.
 
     Examples:
@@ -69,7 +67,7 @@ def clip_grad_norm_(
             _check_finite(parameters.grad_norm, True)
         return parameters.clip_grad_norm_(max_norm)
     listed = _listed(parameters)
-    norm = _norm(listed, norm_type, _stages(listed, mesh))
+    norm = norm_of(listed, norm_type, _stages(listed, mesh))
     _check_finite(norm, error_if_nonfinite)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in listed:
@@ -93,22 +91,6 @@ def _listed(parameters) -> list[torch.Tensor]:
                 "the weft.DataParallel itself"
             )
     return listed
-
-
-def _norm(listed: list[torch.Tensor], norm_type: float, stages: Communicator | None) -> torch.Tensor:
-    device = listed[0].device if listed else torch.device("cpu")
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    together: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
-    for parameter in listed:
-        shard, owners, gradient = shard_of(parameter), owners_of(parameter), gradient_of(parameter)
-        groups = () if shard is None else (shard.communicator,)
-        same = together.setdefault(groups, [])  # also where there is no gradient
-        if gradient is not None and (owners is None or owners.counts):
-            same.append(counted(parameter, gradient))
-    parts = [(powers(same, norm_type) if same else zero, ranks) for ranks, same in together.items()]
-    largest = math.isinf(norm_type)
-    total = over_ranks(parts, [] if stages is None else [stages], zero, largest)
-    return total if largest else total.pow(1 / norm_type)
 
 
 def _stages(listed: list[torch.Tensor], mesh: DeviceMesh | None) -> Communicator | None:

@@ -11,6 +11,7 @@ KEYS = {
     "watched": "True: gradients of this parameter become ShardedGradients",
     "summed_over": "Communicator: the ranks over which the gradient of a whole parameter is summed",
     "part": "(dimension, every rank's size, the ranks): of a module's output that is split over ranks",
+    "invariant": "int: a parameter of a model with the same bits on any number of ranks, in that many units",
     "constant": "True: an argument that gets no gradient",
     # of a mesh
     "experts": "(mesh with ep, the group of ep and tp): of a mesh whose ranks of dp also hold experts",

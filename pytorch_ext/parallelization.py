@@ -15,7 +15,9 @@ from weft.adapters.peft_import import register_with_peft
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.context_parallel.region import share, sharing_in, sharing_of
+from weft.data_parallel.batch_units import check_units
 from weft.data_parallel.data_parallel import DataParallel
+from weft.data_parallel.grad_norm import mark_invariant
 from weft.explanation.summary import log_summary
 from weft.mesh import expert_mesh, ranks_of_experts
 from weft.metadata import set_metadata
@@ -113,15 +115,16 @@ def parallelize(
         tune: start the first call with a `weft.warm_up` on its arguments: it measures each product of the model on this
             GPU, unless an earlier run has. WEFT_TUNE=1 in the environment means the same for every model, WEFT_TUNE=0
             turns it off.
-        invariant: a number of units, which the number of ranks must divide: outputs and gradients have the same bits on
-            every such number, one included (docs/invariance.md). For meshes of "tp" alone, on CPUs.
+        invariant: a number of units, which "tp" and "dp" must divide: outputs and gradients have the same bits on every
+            such mesh, one process included (docs/invariance.md). With a mesh that has "dp", of any size, as that of
+            init_mesh, the batch is in units too, and the result is a DataParallel. On CPUs.
         pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp: the result is a Pipeline,
             which has `step` and covers "dp" too.
 
     Returns:
         The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it, or a
-        Pipeline if `pipeline` is given. With dp, a DataParallel around the model or the LayerSplit. `weft.explain`
-        takes any of them.
+        Pipeline if `pipeline` is given. With dp, a DataParallel around the model or the LayerSplit, with
+        `invariant` for a dp of 1 too. `weft.explain` takes any of them.
 
     Raises:
         ValueError: the mesh has other dimensions; a pattern matches nothing (the message lists the names); a layer
@@ -138,7 +141,9 @@ def parallelize(
         >>> model[0].weight.shape, model(torch.ones(4, 16)).shape
         (torch.Size([32, 16]), torch.Size([4, 16]))
     """
-    ranks = _ranks_of(mesh)
+    ranks = _ranks_of(mesh, invariant is not None)
+    if invariant is not None:
+        _check_invariant(model, ranks, invariant, recompute)
     if pipeline is not None:
         within = _within_stages(mesh, ranks)
         options = {"check_calls": check_calls, "check_replicas_every": check_replicas_every, **pipeline}
@@ -167,8 +172,6 @@ def parallelize(
         )
     refuse_other_tuners(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if invariant is not None:
-        _check_invariant(ranks, recompute)
     automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict, invariant)
     entries = through_wrappers(match(plan, model), model)
     if ranks.experts is not None:
@@ -230,7 +233,9 @@ def parallelize(
         watched = called[name] if name else model
         check.watch(watched)
         watched.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
-    wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas)
+    if invariant is not None:
+        mark_invariant(model, invariant)
+    wrapped = model if ranks.replicas is None else DataParallel(model, group=ranks.replicas, invariant=invariant)
     # With a user's plan and sequence_parallel, a caller may pass this rank's part of the sequence.
     by_parts = automatic is None and any(getattr(layer, "sequence_parallel", False) for layer in replacements.values())
     alike = {} if ranks.tp is None or by_parts else {ranks.tp: True}
@@ -275,7 +280,7 @@ def _within_stages(mesh, ranks: _Ranks) -> DeviceMesh | None:
     return mesh[names] if names else None
 
 
-def _ranks_of(mesh) -> _Ranks:
+def _ranks_of(mesh, in_units: bool) -> _Ranks:
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     if not isinstance(mesh, DeviceMesh) or (mesh.ndim == 1 and not set(names) & set(_DIMENSIONS)):
         return _Ranks(communicator(mesh), None, None, None)
@@ -286,7 +291,8 @@ def _ranks_of(mesh) -> _Ranks:
         )
     along = {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
     tp, cp = (communicator(along[name]) if name in along else None for name in ("tp", "cp"))
-    stages, replicas = (along[name] if name in along and along[name].size() > 1 else None for name in ("pp", "dp"))
+    stages = along["pp"] if "pp" in along and along["pp"].size() > 1 else None
+    replicas = along["dp"] if "dp" in along and (along["dp"].size() > 1 or in_units) else None
     apart = expert_mesh(mesh)
     experts: dict[str, Any] | None = None
     if apart is not None:
@@ -351,12 +357,14 @@ def _plan_of_experts(model: nn.Module, plan: str | AutomaticPlan) -> Plan:
     return {name: entry for name, entry in automatic.plan.items() if _splits_experts(entry)}
 
 
-def _check_invariant(ranks: _Ranks, recompute: str) -> None:
-    others = [name for name, size in ranks.sizes.items() if name != "tp" and size > 1]
-    if others or ranks.tp is None:
-        raise ValueError(f'parallelize: invariant takes a mesh of "tp" alone; this one has {ranks.sizes}')
+def _check_invariant(model: nn.Module, ranks: _Ranks, invariant: int, recompute: str) -> None:
+    others = [name for name in ("pp", "cp") if ranks.sizes.get(name, 1) > 1]
+    if others or ranks.tp is None or ranks.experts is not None:
+        raise ValueError(f'parallelize: invariant takes a mesh of "dp" and "tp" alone; this one has {ranks.sizes}')
     if recompute != "none":
         raise ValueError(f"parallelize: invariant with recompute={recompute!r} does not exist")
+    if ranks.replicas is not None:
+        check_units(model, communicator(ranks.replicas), invariant)
 
 
 def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:

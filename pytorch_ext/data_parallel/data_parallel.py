@@ -1,21 +1,21 @@
 """DataParallel, the replacement of torch's DistributedDataParallel. It connects the parts of `weft.data_parallel`."""
 
-import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.utils._pytree import tree_leaves
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
+from weft.data_parallel.batch_units import BatchUnits, tensors_in
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot, ranks_that_reduce
 from weft.data_parallel.comm_hooks import ByHook, Hook
+from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.join import Shadow, agree_on_iteration
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast
 from weft.data_parallel.param_prefetch import FirstUse
@@ -65,11 +65,14 @@ class DataParallel(nn.Module, Joinable):
         overlap: reduce buckets during backward; False reduces them after it.
         check_gradients: check this rank's own gradients before they travel, which costs a pass over them.
             `nonfinite_parameters` then names the ranks.
+        invariant: a number V of units of the batch, which the number of ranks must divide. The module then runs on one
+            unit at a time, and gradients have the same bits on every such number of ranks, one included. `in_units`
+            computes a loss in the same way. On CPUs (docs/invariance.md).
 
     Attributes:
         module: the wrapped module.
         ranks: communicator of `group`.
-        reducer: reducer of the gradients.
+        reducer: reducer of the gradients; with `invariant` there is none.
         require_backward_grad_sync: the next forward's backward reduces gradients; `no_sync` sets it to False. The name
             is DDP's.
 
@@ -100,6 +103,7 @@ class DataParallel(nn.Module, Joinable):
         broadcast_buffers: bool = True,
         overlap: bool = True,
         check_gradients: bool = False,
+        invariant: int | None = None,
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -112,6 +116,7 @@ class DataParallel(nn.Module, Joinable):
             "unused_parameters": unused_parameters,
             "main_grad": main_grad,
             "broadcast_buffers": broadcast_buffers,
+            "invariant": invariant,
         }
         self.ranks = communicator(group)
         device = check_wrap(module, self.ranks, options)
@@ -123,13 +128,19 @@ class DataParallel(nn.Module, Joinable):
         mark_wrapped(module, self)
         self._broadcast_from(0)
 
+        bucket_bytes = max(1, int(bucket_mb * _MIB))
+        self._shards = self._first_use = self._batch = None
+        self._fixed = shard_optimizer or main_grad  # the layout is known outside the reducer, so it must not change
+        if invariant is not None:
+            self._batch = BatchUnits(module, self.ranks, invariant, average, unused_parameters, bucket_bytes)
+            mark_invariant(module, invariant)
+            return
         named = enumerate(module.named_parameters())
         slots = [Slot(number, name, parameter, into_main_grad=main_grad) for number, (name, parameter) in named]
-        self._fixed = shard_optimizer or main_grad  # the layout is known outside the reducer, so it must not change
         self.reducer = Reducer(
             slots,
             transport_to(device, self.ranks)(self.ranks, wire_dtype, average, shard_optimizer),
-            bucket_bytes=max(1, int(bucket_mb * _MIB)),
+            bucket_bytes=bucket_bytes,
             overlap=overlap,
             unused=unused_parameters,
             check_gradients=check_gradients,
@@ -160,13 +171,15 @@ class DataParallel(nn.Module, Joinable):
         Raises:
             ValueError: a parameter was added, removed, replaced, converted, or frozen where that is not allowed.
         """
+        if self._batch is not None:
+            return self.in_units(self.module, *inputs, **options)
         trains = torch.is_grad_enabled()
         if trains:
             self._prepare()
         with self._first_use.watched() if self._first_use is not None else nullcontext():
             output = self.module(*inputs, **options)
         if trains:
-            self.reducer.begin_at([x for x in _tensors_in(output) if x.grad_fn is not None])
+            self.reducer.begin_at([x for x in tensors_in(output) if x.grad_fn is not None])
         return output
 
     def _prepare(self) -> None:
@@ -176,10 +189,12 @@ class DataParallel(nn.Module, Joinable):
                     "DataParallel: parameters were frozen or unfrozen after wrapping, which shard_optimizer and "
                     "main_grad do not allow: freeze first, then wrap"
                 )
-            self.reducer.watch()
-        self.reducer.sync = self.require_backward_grad_sync
-        shares = self._broadcasts and self.module.training and self.reducer.sync and any(True for _ in self.buffers())
+            self._gradients.watch()
+        sync = self.require_backward_grad_sync
+        shares = self._broadcasts and self.module.training and sync and any(True for _ in self.buffers())
         root: int | None = 0 if shares else None
+        if self._batch is None:
+            self.reducer.sync = sync
         if self._join_config.enable:
             Join.notify_join_context(self)
             iteration = agree_on_iteration(self, has_inputs=True, reduces=self.reducer.sync, shares=shares)
@@ -200,6 +215,36 @@ class DataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    def in_units(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call a function with each unit of the batch, for a model made with `invariant`. A collective call.
+
+            loss = model.in_units(lambda x, y: F.cross_entropy(model(x), y), x, y)
+
+        The function may call this model. Losses that are computed in it have the same bits on any number of ranks.
+
+        Args:
+            function: called once for each unit that this rank has.
+            *args: passed to the function. In tensors, also in lists and dicts, the first dimension is this rank's part
+                of the batch and is cut; a scalar, or a first dimension of 1, is passed whole.
+            **kwargs: as args.
+
+        Returns:
+            What the function returns: tensors joined along the first dimension, scalars averaged over all units of all
+            ranks, equal numbers and strings as they are, and other objects as the list of the units' objects.
+
+        Raises:
+            ValueError: the model was made without invariant; the batch is not so many equal units; a tensor has another
+                first dimension.
+            TypeError: a scalar is not floating point.
+        """
+        if self._batch is None:
+            raise ValueError("in_units: make the model with weft.DataParallel(..., invariant=V)")
+        if self._batch.inside:
+            return function(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._prepare()
+        return self._batch.run(function, args, kwargs)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the module's parameters, pieces and `main_grad` included.
 
@@ -209,12 +254,16 @@ class DataParallel(nn.Module, Joinable):
         self.module.zero_grad(set_to_none)
         if self._shards is not None:
             self._shards.zero_grad()
-        for slot in self.reducer.slots:
+        for slot in self.reducer.slots if self._batch is None else ():
             if slot.into_main_grad and slot.view is not None:
                 slot.view.zero_()
                 slot.reduced = slot.touched = False
 
     # Norms and checks of gradients, after backward.
+
+    @property
+    def _gradients(self) -> Reducer | BatchUnits:
+        return self.reducer if self._batch is None else self._batch
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -224,12 +273,12 @@ class DataParallel(nn.Module, Joinable):
         each shard counts once, and each whole parameter once in all. For a weft.LayerSplit the gradients of every rank
         count.
         """
-        return self.reducer.norm_squared.sqrt().squeeze(0)
+        return self._gradients.norm_squared.sqrt().squeeze(0)
 
     @property
     def found_nonfinite(self) -> torch.Tensor:
         """Float32 [1]: 1.0 if a gradient is infinite or NaN, else 0.0. torch.amp.GradScaler has the same flag."""
-        return (~self.reducer.norm_squared.isfinite()).float()
+        return (~self._gradients.norm_squared.isfinite()).float()
 
     def nonfinite_parameters(self) -> dict[str, list[int]]:
         """Return the parameters with an infinite or NaN element in their gradient. A collective call.
@@ -238,7 +287,7 @@ class DataParallel(nn.Module, Joinable):
             {name: ranks}, with the ranks that had such an element in their own gradient before the reduction. The lists
             are empty without check_gradients=True.
         """
-        return self.reducer.nonfinite()
+        return self._gradients.nonfinite()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -252,11 +301,11 @@ class DataParallel(nn.Module, Joinable):
         Returns:
             The norm before clipping, a float64 scalar with the same value on every rank.
         """
-        self.reducer.measure_anew()
+        self._gradients.measure_anew()
         norm = self.grad_norm
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if factor.is_cuda or factor != 1:
-            for flat in self.reducer.held():
+            for flat in self._gradients.held():
                 flat.mul_(factor)
         return norm
 
@@ -331,6 +380,8 @@ class DataParallel(nn.Module, Joinable):
         Raises:
             ValueError: a hook is registered already, or the model has an option that conflicts with a hook.
         """
+        if self._batch is not None:
+            raise ValueError("register_comm_hook goes with invariant=None: a hook adds gradients in its own order")
         transport = self.reducer.transport
         if isinstance(transport, ByHook):
             raise ValueError("register_comm_hook: a hook is registered already, and only one is possible")
@@ -372,6 +423,8 @@ class DataParallel(nn.Module, Joinable):
             )
         if self._shards is not None:
             raise ValueError("join() goes with shard_optimizer=False: a rank without inputs would not step its part")
+        if self._batch is not None:
+            raise ValueError("join() goes with invariant=None: every rank has equally many units of the batch")
         self._divides_by_all = divide_by_initial_world_size
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -420,14 +473,3 @@ class DataParallel(nn.Module, Joinable):
         raise TypeError(
             "a DataParallel cannot be pickled, because it belongs to these ranks: save model.module, or a state_dict"
         )
-
-
-def _tensors_in(output) -> list[torch.Tensor]:
-    """Return the tensors in a module's output: in lists, dicts, dataclasses and other trees that torch knows."""
-    found = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors_in([getattr(leaf, entry.name) for entry in dataclasses.fields(leaf)])
-    return found

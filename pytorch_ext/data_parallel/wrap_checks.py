@@ -52,6 +52,10 @@ def _check_options(options: dict) -> None:
         raise ValueError(
             "overlap_param_gather=True goes with shard_optimizer=True: no parameter is gathered without it"
         )
+    if options["invariant"] is not None:
+        for name in ("shard_optimizer", "main_grad", "wire_dtype"):
+            if options[name]:
+                raise ValueError(f"{name}={options[name]} has no form with invariant={options['invariant']}")
     if options["main_grad"] and not options["average"]:
         raise ValueError("main_grad=True needs average=True: a sum that is added to again would be counted W times")
 

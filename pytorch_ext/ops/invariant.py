@@ -9,8 +9,9 @@ exchange the tree's nodes that lie within them. Every other sum is within a rank
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = {dtype: _C.dtypes[str(dtype).removeprefix("torch.")] for dtype in _DTYPES}
 _VECTORS = 64  # elements of the most vectors that ATen's loops take at once
 _MOST_THREADS = 8
+_Sum = TypeVar("_Sum")
 _ONE_THREAD = 16384  # elements that ATen leaves to one thread, of GELU too
 
 
@@ -102,6 +104,42 @@ def add_nodes(sums: dict[tuple[int, int], torch.Tensor], low: int, high: int) ->
     return add_nodes(sums, low, middle) + add_nodes(sums, middle, high)
 
 
+class Tree(Generic[_Sum]):
+    """Sums of units that are added as they come, in any order, to the sums of the tree's nodes.
+
+    Args:
+        total: number of units.
+        add: returns the sum of two sums.
+
+    Attributes:
+        sums: the sums of the largest nodes that are complete, as (first unit, unit after the last).
+    """
+
+    def __init__(self, total: int, add: Callable[[_Sum, _Sum], _Sum]):
+        self.total, self._add = total, add
+        self.sums: dict[tuple[int, int], _Sum] = {}
+
+    def __contains__(self, unit: int) -> bool:
+        return any(low <= unit < high for low, high in self.sums)
+
+    def put(self, unit: int, value: _Sum) -> None:
+        """Add a unit, which must be new."""
+        self.sums[unit, unit + 1] = value
+        for low, middle, high in reversed(list(_nodes_above(unit, 0, self.total))):
+            left, right = (low, middle), (middle, high)
+            if left not in self.sums or right not in self.sums:
+                return
+            self.sums[low, high] = self._add(self.sums.pop(left), self.sums.pop(right))
+
+
+def _nodes_above(unit: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the nodes with two sides that have the unit, from the root on, as (low, middle, high)."""
+    while high - low > 1:
+        middle = _middle(low, high)
+        yield low, middle, high
+        low, high = (low, middle) if unit < middle else (middle, high)
+
+
 def _middle(low: int, high: int) -> int:
     """Return where a node's right side begins: the largest power of two below its size is the left side."""
     return low + (1 << (high - low - 1).bit_length() - 1)
@@ -175,6 +213,22 @@ def _of_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack([multiply(*pair) for pair in zip(a, b, strict=True)])
 
 
+class ContiguousGradFunction(torch.autograd.Function):
+    """y = x.
+
+    backward  dx = dy in row-major memory, whatever the strides of dy
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return dy.contiguous()
+
+
 def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,15 +267,20 @@ def sum_over_ranks(ranks: Communicator, units: Units, a: torch.Tensor, b: torch.
     sums = [product_sum(a[..., k], b[k], high - low) for k, (low, high) in zip(places, own, strict=True)]
     if ranks.world_size == 1:
         return sums[0]
-    if ranks.world_size == 2 and len(own) == 1:
-        return ranks.all_reduce_(sums[0])  # two terms
+    if len(sums) == 1:
+        return sum_over_nodes(ranks, units, sums[0].view(1, -1, sums[0].size(-1))).view(sums[0].shape)
     shape = sums[0].shape
     local = torch.stack([total.reshape(-1, shape[-1]) for total in sums])
-    return _exchange(ranks, units, local).view(shape)
+    return sum_over_nodes(ranks, units, local).view(shape)
 
 
-def _exchange(ranks: Communicator, units: Units, local: torch.Tensor) -> torch.Tensor:
-    """Return the sum [M, N] of all ranks' nodes [nodes, M, N]: each rank adds some of the rows for all."""
+def sum_over_nodes(ranks: Communicator, units: Units, local: torch.Tensor) -> torch.Tensor:
+    """Return the sum [M, N] of all ranks' nodes [nodes, M, N], which may be overwritten.
+
+    Each rank adds some of the rows for all.
+    """
+    if ranks.world_size == 2 and len(local) == 1:
+        return ranks.all_reduce_(local)[0]  # two terms
     each, more = divmod(local.size(1), ranks.world_size)
     rows = [each + (rank < more) for rank in range(ranks.world_size)]
     nodes = [units.of_rank(ranks, rank) for rank in range(ranks.world_size)]

@@ -41,7 +41,34 @@ class InAnyShape(TorchFunctionMode):
             return invariant.batched_product(*args)
         if func in _DROPS and _drops(func, args, kwargs):
             raise ValueError(f"invariant: {func.__name__} drops other elements on another number of ranks; set it to 0")
+        if func is F.scaled_dot_product_attention:
+            return _attention_by_heads(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _attention_by_heads(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """Return the attention [..., heads, T, D], with one call for each KV head and its query heads.
+
+    ATen's products within it follow the number of heads: with one head of 6 elements the gradients of keys and values
+    have other bits than with two. Here every call has the same shape and strides.
+    """
+    if query.dim() < 4 or query.size(-3) % max(1, key.size(-3)):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    together = query.size(-3) // max(1, key.size(-3))
+    parts = []
+    for head in range(key.size(-3)):
+        own = query.narrow(-3, head * together, together), key.narrow(-3, head, 1), value.narrow(-3, head, 1)
+        mask = attn_mask
+        if mask is not None and mask.dim() > 2 and mask.size(-3) > 1:
+            mask = mask.narrow(-3, head * together, together).contiguous()
+        q, k, v = (part.contiguous() for part in own)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=together > 1)
+        parts.append(invariant.ContiguousGradFunction.apply(y))
+    return torch.cat(parts, -3) if parts else query.new_empty(*query.shape[:-1], value.size(-1))
 
 
 def _drops(func, args: tuple, kwargs: dict) -> bool:

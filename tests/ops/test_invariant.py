@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from same_bits import assert_same_bits, make_model
 from torch import nn
 
 import weft
@@ -13,6 +14,7 @@ from weft import _C
 from weft.comm.registry import communicator
 from weft.ops import invariant
 from weft.ops.activation import ACTIVATIONS
+from weft.tensor_parallel.invariant_plan import InAnyShape
 from weft.testing.ranks import run_ranks, try_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -145,13 +147,6 @@ def train_an_mlp(rank, units, kind, dtype):
     return found
 
 
-def assert_same_bits(of_one, of_ranks):
-    for found in of_ranks:
-        assert found.keys() == of_one.keys()
-        different = [name for name, value in of_one.items() if not torch.equal(value, found[name])]
-        assert not different
-
-
 @pytest.mark.parametrize(("units", "worlds"), [(8, (2, 4, 8)), (12, (2, 3, 6))])
 @pytest.mark.parametrize("kind", ["plain", "sequence", "parts"])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -203,28 +198,9 @@ def test_units_that_do_not_exist_are_refused(options, error, text):
     run_ranks(make_what_is_refused, 2, options, error, text)
 
 
-def make_model(family, attention):
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "vocab_size": 104}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": attention}
-    torch.manual_seed(0)
-    if family == "gpt2":
-        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(
-            n_embd=48, n_layer=2, n_head=8, vocab_size=104, attn_implementation=attention, **drops
-        )
-        return transformers.GPT2LMHeadModel(config)
-    name = {"llama": "Llama", "qwen2": "Qwen2", "gemma": "Gemma"}[family]
-    more = {"head_dim": 6} if family == "gemma" else {}
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **more)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
 def train_a_model(rank, family, attention, dtype):
     model = make_model(family, attention).to(dtype)
-    weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size()), invariant=4)
+    weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size())["tp"], invariant=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = {}
 
@@ -269,13 +245,39 @@ def test_models_train_to_the_same_bits_on_any_number_of_ranks(family, attention,
         assert_same_bits(of_one, run_ranks(train_a_model, world, family, attention, dtype))
 
 
+def attend(query, key, value, dy, heads, together):
+    """Return output and gradients of the attention of some KV heads, each with so many query heads."""
+    queries = slice(heads.start * together, heads.stop * together)
+    own = [x[:, part].clone().requires_grad_() for x, part in ((query, queries), (key, heads), (value, heads))]
+    with InAnyShape():
+        y = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=together > 1)
+    y.backward(dy[:, queries])
+    grads = [x.grad.unflatten(1, (len(range(heads.start, heads.stop)), -1)) for x in own]
+    return [y.detach().unflatten(1, (heads.stop - heads.start, together)), *grads]
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("size", [5, 6, 8])
+def test_heads_attend_alike_beside_any_others(size, together):
+    query, dy = torch.randn(2, 2, 13, 4 * together, size).transpose(2, 3)
+    key, value = torch.randn(2, 2, 13, 4, size).transpose(2, 3)
+    whole = attend(query, key, value, dy, slice(0, 4), together)
+    for heads in (slice(0, 1), slice(1, 4), slice(2, 4)):
+        part = attend(query, key, value, dy, heads, together)
+        assert all(torch.equal(x[:, heads], y) for x, y in zip(whole, part, strict=True)), heads
+    exact = F.scaled_dot_product_attention(
+        *(x.double() for x in (query, key, value)), is_causal=True, enable_gqa=together > 1
+    )
+    torch.testing.assert_close(whole[0].flatten(1, 2).double(), exact, atol=1e-5, rtol=1e-5)
+
+
 class Drops(nn.Sequential):
     def forward(self, x):
         return self[1](F.dropout(self[0](x), 0.1, self.training))
 
 
 def parallelize_what_is_refused(rank):
-    mesh = weft.init_mesh(tp=2)
+    mesh = weft.init_mesh(tp=2)["tp"]
     model = Drops(nn.Linear(16, 32), nn.Linear(32, 16))
     plan = {"0": "column", "1": "row"}
     weft.parallelize(model, mesh, plan=plan, invariant=4)
@@ -287,8 +289,8 @@ def parallelize_what_is_refused(rank):
         weft.parallelize(images, mesh, plan={"0": "column"}, invariant=4)
     with pytest.raises(ValueError, match="recompute='full'"):
         weft.parallelize(nn.Sequential(nn.Linear(8, 8)), mesh, plan={}, invariant=2, recompute="full")
-    with pytest.raises(ValueError, match='a mesh of "tp" alone'):
-        weft.parallelize(nn.Sequential(nn.Linear(8, 8)), weft.init_mesh(dp=2), plan={}, invariant=2)
+    with pytest.raises(ValueError, match='a mesh of "dp" and "tp" alone'):
+        weft.parallelize(nn.Sequential(nn.Linear(8, 8)), weft.init_mesh(cp=2), plan={}, invariant=2)
 
 
 def test_what_has_no_invariant_form_is_refused():

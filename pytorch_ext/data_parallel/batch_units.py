@@ -1,0 +1,438 @@
+"""The batch in units: gradients with the same bits on any number of ranks that share it, for `invariant=V`.
+
+A batch is V equal units of sequences. The module runs on one unit at a time, so every call has the same shapes on any
+number of ranks, and each unit has gradients of its own. They are added in the binary tree over units of ops/invariant,
+in fp32, and rounded once.
+
+In autograd's graph, the batch's node stands between the parameters and one node for each unit, which gives the module
+the parameters of that unit. Backward leaves a unit's gradients in the sums at the unit's node. At the batch's node
+the ranks exchange their sums, and the parameters get the gradient of the whole batch.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from weft.comm.communicator import Communicator
+from weft.data_parallel.grad_norm import gradient_of, norm_of
+from weft.ops.backward import first_order
+from weft.ops.invariant import Tree, Units, sum_over_nodes
+
+_REFUSED = (nn.modules.batchnorm._BatchNorm,)
+
+
+class BatchUnits:
+    """Runs of a module in units of the batch, in the place of a `Reducer` in DataParallel.
+
+    Attributes:
+        units: the V units, and the ranks' parts of the tree over them.
+        module: the module.
+        ranks: ranks that share the batch; each has V / ranks of the units, one after another.
+        inside: a unit runs.
+    """
+
+    def __init__(
+        self, module: nn.Module, ranks: Communicator, units: int, average: bool, unused: str, chunk_bytes: int
+    ):
+        check_units(module, ranks, units)
+        self.module, self.ranks, self.units = module, ranks, Units(units)
+        self._average, self._unused, self._chunk_bytes = average, unused, chunk_bytes
+        self.inside = False
+        self._expected: set[torch.Tensor] = set()  # parameters that the batch's node has given a gradient
+        self._watched: set[torch.Tensor] = set()
+        self.watch()
+
+    @property
+    def here(self) -> range:
+        """Numbers of this rank's units."""
+        each = self.units.total // self.ranks.world_size
+        return range(self.ranks.rank * each, (self.ranks.rank + 1) * each)
+
+    def watch(self) -> None:
+        """Raise from now on where a gradient comes to a parameter that requires one, but not from its units."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched.add(parameter)
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._check_source(p, name))
+
+    def _check_source(self, parameter: torch.Tensor, name: str) -> None:
+        if parameter not in self._expected:
+            self._refuse(name)
+        self._expected.discard(parameter)
+
+    def _refuse(self, name: str) -> None:
+        raise RuntimeError(
+            f"invariant={self.units.total}: {name!r} is used as a parameter of the module, not of a unit, so that its "
+            "gradient would be of this rank alone. Checkpoint with use_reentrant=False, call the DataParallel and not "
+            "the module in it, and use no layer that keeps its parameters in a place of its own"
+        )
+
+    def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Call a function with each unit of its arguments; see `DataParallel.in_units`."""
+        arguments, seed = self._cut((args, kwargs))
+        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        trains = torch.is_grad_enabled() and bool(named)
+        batch = _Batch(self, list(named), list(named.values())) if trains else None
+        versions = {name: buffer._version for name, buffer in self.module.named_buffers()}
+        outputs = []
+        for unit, (unit_args, unit_kwargs) in zip(self.here, arguments, strict=True):
+            own = nullcontext() if batch is None else batch.parameters_of(unit)
+            with self._in_a_unit(None if seed is None else seed + unit), own:
+                outputs.append(function(*unit_args, **unit_kwargs))
+        if batch is not None:
+            self._check_graph(outputs[0], named)
+        if changed := [name for name, b in self.module.named_buffers() if versions.get(name) not in (None, b._version)]:
+            raise RuntimeError(
+                f"invariant={self.units.total}: forward changed the buffers {', '.join(changed)}, which would depend "
+                "on the units that a rank has"
+            )
+        return self._joined(outputs)
+
+    @contextmanager
+    def _in_a_unit(self, seed: int | None) -> Iterator[None]:
+        self.inside = True
+        try:
+            with torch.random.fork_rng([], enabled=seed is not None):
+                if seed is not None:
+                    torch.default_generator.manual_seed(seed)
+                yield
+        finally:
+            self.inside = False
+
+    def _check_graph(self, output: Any, trained: Mapping[str, torch.Tensor]) -> None:
+        """Check that autograd's graph of a unit's output ends at the unit's parameters and at none of the module."""
+        names = {p: name for name, p in trained.items()}
+        nodes = [x.grad_fn for x in tensors_in(output) if x.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            variable = getattr(node, "variable", None)
+            if variable is not None and variable in names:
+                self._refuse(names[variable])
+            if node.name() != "_UnitFunctionBackward":
+                new = {function for function, _ in node.next_functions if function is not None} - seen
+                nodes += new
+                seen |= new
+
+    # Arguments.
+
+    def _cut(self, arguments: Any) -> tuple[list, int | None]:
+        """Return the arguments of each unit here, and the number that random numbers of units follow from.
+
+        A collective call: the units of all ranks have the same size, and the number is the first rank's.
+        """
+        leaves, spec = tree_flatten(arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        size = next((tensor.size(0) for tensor in tensors if tensor.size(0) != 1), 1 if tensors else 0)
+        wrong = [tensor for tensor in tensors if tensor.size(0) not in (1, size)]
+        draws = self.module.training
+        seed = int(torch.randint(2**62, (1,))) if draws else 0
+        own = torch.tensor([[-1 if wrong else size, seed]])
+        notes = self.ranks.all_gather(own, 0, [1] * self.ranks.world_size)
+        self._check_sizes(size, wrong, notes[:, 0].tolist())
+        count = len(self.here)
+        cut = [
+            leaf.chunk(count)
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == size
+            else [leaf] * count
+            for leaf in leaves
+        ]
+        units = [tree_unflatten(list(of_unit), spec) for of_unit in zip(*cut, strict=True)] if cut else []
+        return units or [arguments] * count, int(notes[0, 1]) if draws else None
+
+    def _check_sizes(self, size: int, wrong: list[torch.Tensor], sizes: list[int]) -> None:
+        total, world = self.units.total, self.ranks.world_size
+        if wrong:
+            raise ValueError(
+                f"invariant={total}: a tensor of shape {tuple(wrong[0].shape)} beside a batch of {size}; every tensor "
+                "has the batch as its first dimension, or 1 there"
+            )
+        if len(set(sizes)) > 1 or sizes[0] < 1 or sizes[0] * world % total:
+            possible = [count for count in range(world, size * world + 1, world) if size * world % count == 0]
+            raise ValueError(
+                f"invariant={total}: the ranks' batches of {', '.join(map(str, sizes))} must be {total} equal units "
+                f"together, {total // world} on each rank; for {size} on each of {world} ranks invariant can be "
+                f"{', '.join(map(str, possible))}"
+            )
+
+    # Outputs.
+
+    def _joined(self, outputs: list) -> Any:
+        """Return an output of the batch: tensors joined along the batch, scalars averaged over all units."""
+        first = outputs[0]
+        if isinstance(first, torch.Tensor):
+            return self._mean(outputs) if first.dim() == 0 else self._batch_of(outputs)
+        if dataclasses.is_dataclass(first) and not isinstance(first, (type, dict)):
+            names = [field.name for field in dataclasses.fields(first)]
+            parts = {name: self._joined([getattr(output, name) for output in outputs]) for name in names}
+            return dataclasses.replace(first, **parts)
+        leaves, spec = tree_flatten(first)
+        if leaves == [first] and spec.is_leaf():
+            return first if all(output is first or _same(output, first) for output in outputs) else outputs
+        of_units = [tree_flatten(output)[0] for output in outputs]
+        if len({len(of_unit) for of_unit in of_units}) > 1:
+            raise ValueError(f"invariant={self.units.total}: the units' outputs have different structures")
+        return tree_unflatten([self._joined(list(same)) for same in zip(*of_units, strict=True)], spec)
+
+    def _batch_of(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if any(part.shape != parts[0].shape for part in parts):
+            raise ValueError(
+                f"invariant={self.units.total}: outputs of units have the shapes "
+                f"{', '.join(str(tuple(part.shape)) for part in parts)}; they must be alike, with the batch first"
+            )
+        return _JoinFunction.apply(self.ranks.world_size if self._average else 1, *parts)
+
+    def _mean(self, scalars: list[torch.Tensor]) -> torch.Tensor:
+        if not scalars[0].is_floating_point():
+            raise TypeError(
+                f"invariant={self.units.total}: the units return a scalar of {scalars[0].dtype}; scalars are averaged "
+                "over units, so they must be floating point"
+            )
+        return _MeanFunction.apply(self.ranks, self.units.total, *scalars)
+
+    # The interface of a Reducer, after backward.
+
+    def expect(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let these parameters get the gradients that the batch's node returns."""
+        self._expected.update(parameters)
+
+    @property
+    def norm_squared(self) -> torch.Tensor:
+        """Squared norm of all gradients, float64 [1]. A collective call under tensor parallelism."""
+        return norm_of(list(self.module.parameters()), 2.0).square().reshape(1)
+
+    def measure_anew(self) -> None:
+        """Do nothing: `norm_squared` always measures."""
+
+    def held(self) -> list[torch.Tensor]:
+        """Return all gradients."""
+        return [g for p in self.module.parameters() if (g := gradient_of(p)) is not None]
+
+    def nonfinite(self) -> dict[str, list[int]]:
+        """Return the parameters with an infinite or NaN gradient, without the ranks that it came from."""
+        named = ((name, gradient_of(p)) for name, p in self.module.named_parameters())
+        return {name: [] for name, g in named if g is not None and not g.isfinite().all()}
+
+
+def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
+    """Check that a module can run in units of a batch.
+
+    Raises:
+        ValueError: the ranks do not divide the units, or a layer or device has no such form.
+    """
+    if units < 1 or units % ranks.world_size:
+        raise ValueError(f"invariant={units}: the {ranks.world_size} ranks that share the batch must divide it")
+    for name, part in module.named_modules():
+        if isinstance(part, _REFUSED):
+            raise ValueError(
+                f"invariant={units}: {name} is a {type(part).__name__}, whose statistics would be those of a unit; use "
+                "a norm over features (nn.GroupNorm, nn.LayerNorm)"
+            )
+        if isinstance(part, torch._dynamo.OptimizedModule):
+            raise ValueError(f"invariant={units}: {name or 'the module'} is compiled, which has no form in units")
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(f"invariant={units}: {name} is on {parameter.device}; units are written for CPUs alone")
+
+
+class _Batch:
+    """Sums of the units' gradients in one backward of one forward."""
+
+    def __init__(self, of: BatchUnits, names: list[str], parameters: list[torch.Tensor]):
+        self.of, self.names, self.trained = of, names, parameters
+        self._token = _BatchFunction.apply(self, *parameters)
+        self.wide = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
+        self._begin()
+
+    def _begin(self) -> None:
+        self.tree: Tree[list[torch.Tensor | None]] = Tree(self.of.units.total, self._sum)
+        self.absent = torch.zeros(len(self.trained), dtype=torch.int32)
+
+    @contextmanager
+    def parameters_of(self, unit: int) -> Iterator[None]:
+        """Give the module the parameters of a unit, while the context lasts."""
+        own = _UnitFunction.apply(self, unit, self._token, *(p.detach() for p in self.trained))
+        with _reparametrize_module(self.of.module, dict(zip(self.names, own, strict=True)), tie_weights=True):
+            yield
+
+    def put(self, unit: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a unit, in the type of the parameters."""
+        for name, gradient in zip(self.names, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TypeError(f"invariant: the gradient of {name!r} is {gradient.layout}; it must be dense")
+        self.absent += torch.tensor([gradient is None for gradient in gradients], dtype=torch.int32)
+        self.tree.put(unit, [None if g is None else g.to(w) for g, w in zip(gradients, self.wide, strict=True)])
+
+    def _sum(self, left: list, right: list) -> list:
+        return [_plus(x, y) for x, y in zip(left, right, strict=True)]
+
+    def total(self) -> list[torch.Tensor]:
+        """Return the gradients of the whole batch, in the parameters' types. A collective call."""
+        of = self.of
+        nothing: list[torch.Tensor | None] = [None] * len(self.trained)
+        for unit in of.here:
+            if unit not in self.tree:  # no output of this unit takes part in the loss
+                self.absent += 1
+                self.tree.put(unit, nothing)
+        self._check_absent(of.ranks.all_reduce_(self.absent).tolist())
+        nodes = [self.tree.sums[node] for node in of.units.of_rank(of.ranks, of.ranks.rank)]
+        self._begin()
+        totals = []
+        for chunk in self._chunks():
+            like = [self.trained[i] for i in chunk]
+            local = [[self._dense(node[i], i) for i in chunk] for node in nodes]
+            for i in chunk:
+                for node in nodes:
+                    node[i] = None
+            summed = local[0] if of.ranks.world_size == 1 else self._exchanged(local)
+            totals += [x.view(p.shape).to(p.dtype) for x, p in zip(summed, like, strict=True)]
+        of.expect(self.trained)
+        return totals
+
+    def _dense(self, gradient: torch.Tensor | None, i: int) -> torch.Tensor:
+        return self.trained[i].new_zeros(self.trained[i].shape, dtype=self.wide[i]) if gradient is None else gradient
+
+    def _exchanged(self, local: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the sums over ranks of the nodes here; all of them are of one type."""
+        sizes = [gradient.numel() for gradient in local[0]]
+        flat = torch.stack([torch.cat([gradient.reshape(-1) for gradient in node]) for node in local])
+        return list(sum_over_nodes(self.of.ranks, self.of.units, flat.unsqueeze(-1)).view(-1).split(sizes))
+
+    def _chunks(self) -> Iterator[list[int]]:
+        """Yield the numbers of parameters whose gradients travel together: neighbours of one type."""
+        chunk: list[int] = []
+        held = 0
+        for i, parameter in enumerate(self.trained):
+            if chunk and (held >= self.of._chunk_bytes or self.wide[i] != self.wide[chunk[0]]):
+                yield chunk
+                chunk, held = [], 0
+            chunk.append(i)
+            held += parameter.numel() * self.wide[i].itemsize
+        yield chunk
+
+    def _check_absent(self, absent: Sequence[int]) -> None:
+        names = [f"{name!r} in {count}" for name, count in zip(self.names, absent, strict=True) if count]
+        if names and self.of._unused == "error":
+            self._begin()
+            raise RuntimeError(
+                f"DataParallel: parameters got no gradient in some of {self.of.units.total} units: {', '.join(names)}; "
+                'unused_parameters="zero" counts these as zeros'
+            )
+
+
+def _plus(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
+    """Return x + y; None counts as zeros."""
+    if x is None or y is None:
+        some = y if x is None else x
+        return None if some is None else some + 0.0  # as a sum with zeros, which makes -0 to 0
+    return x + y
+
+
+class _BatchFunction(torch.autograd.Function):
+    """A token for the units of a batch; the parameters' gradients are sums over all units on all ranks.
+
+    forward   nothing travels
+    backward  dp = sum over units of dp_unit, in the tree's order, from the sums that the units' nodes left
+    """
+
+    @staticmethod
+    def forward(ctx, batch: _Batch, *parameters):
+        ctx.batch = batch
+        return torch.zeros(())
+
+    @staticmethod
+    @first_order
+    def backward(ctx, _):
+        return None, *ctx.batch.total()
+
+
+class _UnitFunction(torch.autograd.Function):
+    """p_unit = p: the parameters of one unit.
+
+    forward   nothing travels
+    backward  leaves dp_unit with the batch
+    """
+
+    @staticmethod
+    def forward(ctx, batch: _Batch, unit: int, token, *parameters):
+        ctx.batch, ctx.unit = batch, unit
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, *gradients):
+        ctx.batch.put(ctx.unit, gradients)
+        return None, None, torch.zeros(()), *[None] * len(gradients)
+
+
+class _JoinFunction(torch.autograd.Function):
+    """y = the units' outputs one after another.
+
+    backward  dy_unit = dy / W for ranks whose own losses are averaged: where the loss of W ranks is W times that of one
+              process (a mean over a part of the batch), the division by a power of two makes the same bits of it
+    """
+
+    @staticmethod
+    def forward(ctx, world: int, *parts):
+        ctx.world, ctx.size = world, parts[0].size(0)
+        ctx.set_materialize_grads(False)
+        return torch.cat(parts)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        world = ctx.world
+        if dy is None:
+            return None, *[None] * (len(ctx.needs_input_grad) - 1)
+        if world & (world - 1):
+            raise ValueError(
+                f"invariant: the average over {world} ranks of losses outside of the units rounds in another way than "
+                "one process; compute the loss in model.in_units(...), or pass average=False and divide the loss by "
+                "the size of the whole batch"
+            )
+        return None, *(dy if world == 1 else dy / world).split(ctx.size)
+
+
+class _MeanFunction(torch.autograd.Function):
+    """y = (sum of the V units' numbers, in the tree's order) / V.
+
+    forward   all_gather of V numbers in fp32 or fp64
+    backward  dx_unit = dy / V; nothing travels
+    """
+
+    @staticmethod
+    def forward(ctx, ranks: Communicator, total: int, *scalars):
+        ctx.total = total
+        wide = torch.promote_types(scalars[0].dtype, torch.float32)
+        own = torch.stack(scalars).to(wide)
+        tree = Tree(total, torch.add)
+        for unit, x in enumerate(ranks.all_gather(own, 0, [len(scalars)] * ranks.world_size)):
+            tree.put(unit, x)
+        return (tree.sums[0, total] / total).to(scalars[0].dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return None, None, *[dy / ctx.total] * (len(ctx.needs_input_grad) - 2)
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in a module's output: in lists, dicts, dataclasses and other trees that torch knows."""
+    found = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, entry.name) for entry in dataclasses.fields(leaf)])
+    return found
+
+
+def _same(x: Any, y: Any) -> bool:
+    return type(x) is type(y) and isinstance(x, (bool, int, float, str, bytes, type(None))) and x == y
