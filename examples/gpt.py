@@ -66,11 +66,11 @@ class GPT(nn.Module):
         return self.logits(self.norm(x))
 
 
-def batches(steps, batch, sequence, seed=0):
-    """Yield whole batches, the same on every rank: bytes, and the bytes that follow them."""
+def batches(steps, batch, sequence, seed=0, start=0):
+    """Yield the whole batches from step `start` on, the same on every rank: bytes, and the bytes that follow them."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:4_000_000]), dtype=torch.uint8)
-    for step in range(steps):
+    for step in range(start, steps):
         draw = torch.Generator().manual_seed(seed + step)
         starts = torch.randint(len(text) - sequence - 1, (batch,), generator=draw)
         windows = torch.stack([text[start : start + sequence + 1] for start in starts]).long()

@@ -5,11 +5,19 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --dp 2                      each batch split over two ranks
     torchrun --nproc-per-node 2 examples/train_lm.py --cp 2                      each sequence split over two ranks
     torchrun --nproc-per-node 4 examples/train_lm.py --pp 2 --tp 2               the layers cut in two stages as well
+    torchrun --nproc-per-node 2 examples/train_lm.py --tp 2 --invariant 4        the same bits on any number of ranks
 
-The model in gpt.py is plain PyTorch. (1) is its plan in the same file; the lines marked (2) to (7) make it parallel.
+The model in gpt.py is plain PyTorch. (1) is its plan in the same file; the lines marked (2) to (8) make it parallel.
+
+Elastic: a run with --invariant and --checkpoint goes on with the ranks that are left, and ends with the bits of the run
+that was never interrupted. Start this on two machines, and let one of them die:
+
+    torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+        examples/train_lm.py --tp 2 --dp 0 --invariant 4 --checkpoint run/latest
 """
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -25,6 +33,18 @@ import weft
 
 def stepper(model, mesh, options):
     """Return the wrapped model, and a function that runs forward and backward and returns the batch's loss."""
+    if options.invariant:  # (8) The loss is a mean over units of the batch, the same number on every rank.
+
+        def loss_of_unit(inputs, targets):
+            losses = {"group": mesh["tp"], "invariant": options.invariant}
+            return weft.parallel_cross_entropy(model(inputs), targets, **losses)
+
+        def step_in_units(inputs, targets):
+            loss = model.in_units(loss_of_unit, inputs, targets)
+            loss.backward()
+            return loss.detach()
+
+        return model, step_in_units
 
     def loss_of(logits, targets):
         # (6) The logits stay split over the vocabulary. This is the rank's part of the mean over all bytes.
@@ -47,7 +67,7 @@ def stepper(model, mesh, options):
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
-    parser.add_argument("--dp", type=int, default=1, help="ranks that share each batch")
+    parser.add_argument("--dp", type=int, default=1, help="ranks that share each batch; 0: all that there are")
     parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--pp", type=int, default=1, help="ranks that share the layers")
     parser.add_argument("--steps", type=int, default=60)
@@ -55,6 +75,9 @@ def parse_options():
     parser.add_argument("--sequence", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
+    parser.add_argument("--invariant", type=int, help="units of layers and batch: the same bits on any mesh")
+    parser.add_argument("--checkpoint", type=Path, help="continue from this folder if there is one; save there")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between saves")
     parser.add_argument("--backend", default="weft", help="of torch.distributed")
     parser.add_argument("--out", type=Path, help="write the losses and the figures there, as JSON")
     return parser.parse_args()
@@ -62,20 +85,27 @@ def parse_options():
 
 def main():
     options = parse_options()
+    if options.dp == 0:
+        options.dp = int(os.environ.get("WORLD_SIZE", 1)) // (options.pp * options.cp * options.tp)
     if "RANK" in os.environ:
         dist.init_process_group(options.backend)  # (2) "weft" where others write "gloo"
     mesh = weft.init_mesh(pp=options.pp, dp=options.dp, cp=options.cp, tp=options.tp, device_type="cpu")  # (3)
     torch.manual_seed(options.seed)
     # (4) This rank's part of every layer. With --cp the model takes and returns this rank's part of the sequence.
-    split = {"plan": PLAN, "context": {"parts": True}, "recompute": options.recompute}
-    model, step_of = stepper(weft.parallelize(GPT(options.sequence), mesh["cp", "tp"], **split), mesh, options)
+    split = {"plan": PLAN, "context": {"parts": True}, "recompute": options.recompute, "invariant": options.invariant}
+    along = mesh if options.invariant else mesh["cp", "tp"]
+    model, step_of = stepper(weft.parallelize(GPT(options.sequence), along, **split), mesh, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     held = sum(parameter.numel() for parameter in model.parameters())
     if dist.get_rank() == 0:
         print(f"{held / 1e6:.2f} million parameters on this rank, {options.batch} x {options.sequence} bytes a step")
     losses, speeds = [], []
-    data = batches(options.steps, options.batch, options.sequence, options.seed)
-    for number, batch in enumerate(data, 1):
+    if options.checkpoint and (options.checkpoint / "manifest.json").exists():
+        losses = weft.load_checkpoint(model, optimizer, options.checkpoint).extras["losses"]
+        if dist.get_rank() == 0:
+            print(f"continues at step {len(losses) + 1} on {dist.get_world_size()} ranks", flush=True)
+    data = batches(options.steps, options.batch, options.sequence, options.seed, start=len(losses))
+    for number, batch in enumerate(data, len(losses) + 1):
         start = time.perf_counter()
         local = (part.chunk(options.dp)[mesh["dp"].get_local_rank()] for part in batch)  # (5) this rank's sequences
         inputs, targets = (weft.shard_sequence(part, dim=1, group=mesh["cp"]) for part in local)
@@ -86,11 +116,16 @@ def main():
         speeds.append(options.batch * options.sequence / (time.perf_counter() - start))
         if dist.get_rank() == 0 and number % max(1, options.steps // 5) == 0:
             print(f"step {number}/{options.steps}  loss {losses[-1]:.3f}  {speeds[-1]:.0f} tokens/s", flush=True)
+        if options.checkpoint and (number % options.save_every == 0 or number == options.steps):
+            weft.save_checkpoint(model, optimizer, options.checkpoint, step=number, extras={"losses": losses})
 
     peaks = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    weights = {} if options.pp > 1 else weft.full_state_dict(model)
     if dist.get_rank() == 0 and options.out:
+        digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
         figures = {"losses": losses, "tokens_per_s": sorted(speeds)[len(speeds) // 2], "peak_memory_mb": peaks}
+        figures["weights"] = digest
         options.out.write_text(json.dumps({**figures, "parameters_per_rank": held}) + "\n")
     dist.barrier()  # nobody ends before rank 0 has written
     dist.destroy_process_group()

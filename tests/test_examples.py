@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,10 +39,10 @@ def alone(tmp_path_factory):
     return train(tmp_path_factory.mktemp("alone"), [sys.executable])
 
 
-def train(folder, launch, *arguments):
+def train(folder, launch, *arguments, **environment):
     out = folder / "figures.json"
     script = ROOT / "examples" / "train_lm.py"
-    run(*launch, script, "--steps", "3", "--batch", "2", "--out", out, *arguments, env=ENVIRONMENT)
+    run(*launch, script, "--steps", "3", "--batch", "2", "--out", out, *arguments, env=ENVIRONMENT | environment)
     return json.loads(out.read_text())
 
 
@@ -56,6 +59,61 @@ def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone,
     assert len(figures["peak_memory_mb"]) == 2
     if "--tp" in arguments:
         assert figures["parameters_per_rank"] < 0.52 * alone["parameters_per_rank"]
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in every process: the bits of layers that stay whole follow their number
+UNITS = ["--invariant", "4", "--batch", "8", "--sequence", "32"]
+
+
+@pytest.mark.parametrize("arguments", [["--tp", "2"], pytest.param(["--dp", "2"], marks=slow)], ids=" ".join)
+def test_the_example_trains_to_the_same_bits_on_any_mesh(arguments, tmp_path):
+    of_one = train(tmp_path, [sys.executable], *UNITS, **ONE_THREAD)
+    figures = train(tmp_path, TORCHRUN, *UNITS, *arguments, **ONE_THREAD)
+    assert figures["losses"] == of_one["losses"] and figures["weights"] == of_one["weights"]
+
+
+def machine(number, port, arguments, log):
+    """Start torchrun with two ranks, as one of up to two machines; the first one has the rendezvous."""
+    rendezvous = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    command += [
+        "--rdzv-conf",
+        f"is_host={int(number == 0)},{rendezvous}",
+        ROOT / "examples" / "train_lm.py",
+        *arguments,
+    ]
+    return subprocess.Popen(command, env=ENVIRONMENT | ONE_THREAD, stdout=log, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.slow("examples", "pytorch_ext/data_parallel", "pytorch_ext/checkpoint")
+def test_a_run_survives_a_machine_and_ends_with_the_same_bits(tmp_path):
+    steps = ["--steps", "6", "--tp", "2", "--dp", "0", "--save-every", "1", "--checkpoint", tmp_path / "run"]
+    of_one = train(tmp_path, [sys.executable], *UNITS, "--steps", "6", **ONE_THREAD)
+    with socket.socket() as free, open(tmp_path / "log", "w") as log:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+        free.close()
+        out = tmp_path / "elastic.json"
+        machines = [machine(number, port, [*UNITS, *steps, "--out", out], log) for number in range(2)]
+        try:
+            begun = time.monotonic()
+            while not (tmp_path / "run" / "manifest.json").exists():
+                assert machines[0].poll() is None and time.monotonic() < begun + 150, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+            lost = machines[1].pid
+            ranks = Path(f"/proc/{lost}/task/{lost}/children").read_text().split()
+            for process in (*map(int, ranks[:1]), lost, *map(int, ranks[1:])):  # a rank first
+                os.kill(process, signal.SIGKILL)
+            assert machines[0].wait(200) == 0, (tmp_path / "log").read_text()
+        finally:
+            for process in machines:
+                process.kill()
+                process.wait()
+    text = (tmp_path / "log").read_text()
+    assert re.search(r"continues at step [2-6] on 2 ranks", text) and "4 ranks" not in text, text
+    figures = json.loads(out.read_text())
+    assert figures["losses"] == of_one["losses"] and figures["weights"] == of_one["weights"]
 
 
 def example(name, *arguments, ranks=2):
@@ -135,7 +193,9 @@ def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
     text = run(sys.executable, ROOT / "examples" / "demo.py", "--steps", "2", "--out", tmp_path)
     assert "the same model, seed and data" in text and text.count("tensor parallel") >= 3
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(tmp_path.glob("*.json"))) == 4
+    runs = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    in_units = [run for name, run in runs.items() if "invariant" in name]
+    assert len(runs) == 7 and len(in_units) == 3 and len({run["weights"] for run in in_units}) == 1
 
 
 @pytest.mark.slow("bench", "pytorch_ext/nn")

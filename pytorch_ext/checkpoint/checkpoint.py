@@ -26,6 +26,7 @@ from weft.checkpoint.contents import HeldTensor, Tensors
 from weft.checkpoint.on_all_ranks import CheckpointError, ranks_of, together
 from weft.checkpoint.safetensors_io import Files, Source
 from weft.comm.registry import Group
+from weft.metadata import metadata
 from weft.rng import restore_rng_state, rng_states
 
 __all__ = ["CheckpointError", "Loaded", "export_safetensors", "load_checkpoint", "save_checkpoint"]
@@ -41,7 +42,7 @@ class Loaded:
     Attributes:
         step, extras: as they were given to save_checkpoint; 0 and {} of plain safetensors files.
         random_numbers: True if torch's generators continue as on this rank when it saved. That needs an optimizer and
-            the same number of ranks.
+            the same number of ranks; a model made with `invariant` continues with rank 0's on any number.
     """
 
     step: int
@@ -233,9 +234,10 @@ def load_checkpoint(
 
         together(ranks, check)
         together(ranks, fill)
-        resumes = bool(optimizers) and source.about["ranks"] == ranks.world_size
+        in_units = any(metadata(parameter, "invariant") for parameter in model.parameters())
+        resumes = bool(optimizers) and (in_units or source.about["ranks"] == ranks.world_size)
         for kind in rng_states(model) if resumes else ():
-            entry = source.training.get(_random_name(ranks.rank, kind))
+            entry = source.training.get(_random_name(0 if in_units else ranks.rank, kind))
             if entry is not None:  # None for a GPU's generator if the checkpoint was saved on CPU ranks
                 restore_rng_state(kind, opened.read(entry.boxes[0]).clone(), model)
     return Loaded(source.about.get("step", 0), dict(source.about.get("extras", {})), resumes)

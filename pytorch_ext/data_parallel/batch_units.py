@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.comm.communicator import Communicator
 from weft.data_parallel.grad_norm import gradient_of, norm_of
+from weft.metadata import metadata
 from weft.ops.backward import first_order
 from weft.ops.invariant import Tree, Units, sum_over_nodes
+from weft.sharding.shard import shard_of
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)
 
@@ -133,8 +135,14 @@ class BatchUnits:
         wrong = [tensor for tensor in tensors if tensor.size(0) not in (1, size)]
         draws = self.module.training
         seed = int(torch.randint(2**62, (1,))) if draws else 0
-        own = torch.tensor([[-1 if wrong else size, seed]])
+        own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]])
         notes = self.ranks.all_gather(own, 0, [1] * self.ranks.world_size)
+        threads = notes[:, 2].tolist()
+        if len(set(threads)) > 1:
+            raise ValueError(
+                f"invariant={self.units.total}: the ranks compute in {', '.join(map(str, threads))} threads, and bits "
+                "of ATen's functions follow their number: set OMP_NUM_THREADS alike in every process"
+            )
         self._check_sizes(size, wrong, notes[:, 0].tolist())
         count = len(self.here)
         cut = [
@@ -239,6 +247,12 @@ def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
     for name, parameter in module.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"invariant={units}: {name} is on {parameter.device}; units are written for CPUs alone")
+        shard = shard_of(parameter)
+        if shard is not None and shard.communicator.world_size > 1 and not metadata(parameter, "invariant"):
+            raise ValueError(
+                f"invariant={units}: {name} is split over {shard.communicator.world_size} ranks without units; split "
+                "the model by weft.parallelize(..., invariant=V)"
+            )
 
 
 class _Batch:

@@ -21,6 +21,7 @@ def parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     overwrite_logits: bool = False,
+    invariant: int | None = None,
 ) -> torch.Tensor:
     """Return torch.nn.functional.cross_entropy of logits with one shard of the vocabulary on each rank.
 
@@ -34,6 +35,8 @@ def parallel_cross_entropy(
         reduction: "mean" (over targets that are not ignored), "sum" or "none".
         overwrite_logits: backward writes the gradient over the logits, which saves memory of their size. The logits
             must not be read after backward, and a second backward is an error.
+        invariant: number of equal units of the vocabulary, which the number of ranks must divide. The loss and its
+            gradient then have the same bits on every such number of ranks, one included.
 
     Returns:
         A scalar, or [...] for "none", in fp32 (fp64 for fp64 logits); the same on every rank.
@@ -53,9 +56,17 @@ def parallel_cross_entropy(
     """
     _check_logits(logits_shard, target)
     check_options(target, label_smoothing, reduction)
-    return _reduced(
-        logits_shard, target, communicator(group), ignore_index, label_smoothing, reduction, overwrite_logits
-    )
+    ranks = communicator(group)
+    if invariant is not None:
+        if overwrite_logits:
+            raise ValueError("parallel_cross_entropy: invariant has no form with overwrite_logits=True")
+        sizes = ranks.all_sizes(logits_shard, -1)
+        if invariant < 1 or invariant % ranks.world_size or sum(sizes) % invariant or len(set(sizes)) > 1:
+            raise ValueError(
+                f"parallel_cross_entropy: invariant={invariant}: the ranks' {sizes} classes must be that many equal "
+                "units, and each rank must have equally many of them"
+            )
+    return _reduced(logits_shard, target, ranks, ignore_index, label_smoothing, reduction, overwrite_logits, invariant)
 
 
 def fused_cross_entropy(
@@ -73,7 +84,7 @@ def fused_cross_entropy(
     """
     _check_logits(logits, target)
     check_options(target, label_smoothing, reduction)
-    return _reduced(logits, target, None, ignore_index, label_smoothing, reduction, overwrite_logits)
+    return _reduced(logits, target, None, ignore_index, label_smoothing, reduction, overwrite_logits, None)
 
 
 def check_options(target: torch.Tensor, label_smoothing: float, reduction: str) -> None:
@@ -97,7 +108,7 @@ def _check_logits(logits: torch.Tensor, target: torch.Tensor) -> None:
         )
 
 
-def _reduced(logits, target, ranks, ignore_index, label_smoothing, reduction, overwrite_logits) -> torch.Tensor:
+def _reduced(logits, target, ranks, ignore_index, label_smoothing, reduction, overwrite_logits, units) -> torch.Tensor:
     loss = ParallelCrossEntropyFunction.apply(
         logits.reshape(-1, logits.size(-1)),
         target.reshape(-1),
@@ -106,6 +117,7 @@ def _reduced(logits, target, ranks, ignore_index, label_smoothing, reduction, ov
         float(label_smoothing),
         reduction,
         overwrite_logits,
+        units,
     )
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -122,24 +134,30 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
     backward  dz_shard_v = (exp(z_shard_v - h - l) - (1 - s) onehot - s / V) dloss; nothing travels
 
     Saves z_shard_v, the target, and h and l [M]. Without ranks the vocabulary is whole and nothing travels.
+
+    With units of the vocabulary, a rank computes the four numbers of each unit that it has, in calls of one shape, and
+    [V, 4, M] are merged in the order of units.
     """
 
     @staticmethod
-    def forward(ctx, logits, target, ranks: Communicator | None, ignore_index, smoothing, reduction, overwrite_logits):
+    def forward(
+        ctx, logits, target, ranks: Communicator | None, ignore_index, smoothing, reduction, overwrite_logits, units
+    ):
         vocabulary, offset = logits.size(-1), 0
         if ranks is not None:
             sizes = ranks.all_sizes(logits, -1)
             vocabulary, offset = sum(sizes), sum(sizes[: ranks.rank])
-        statistics = part_statistics(logits, target, offset, ignore_index, smoothing > 0).unsqueeze(0)
+        parts = _parts(logits, offset, None if units is None or ranks is None else units // ranks.world_size)
+        statistics = torch.stack([part_statistics(z, target, o, ignore_index, smoothing > 0) for z, o in parts])
         if ranks is not None:
-            statistics = ranks.all_gather(statistics, 0, [1] * ranks.world_size)
+            statistics = ranks.all_gather(statistics, 0, [len(parts)] * ranks.world_size)
         arguments = vocabulary, ignore_index, smoothing
         losses, highest, log_sum, loss, count, valid = merged_losses(
             statistics, target, *arguments, reduction == "mean"
         )
         check_targets(target, ignore_index, vocabulary, valid)
         ctx.save_for_backward(logits, target, highest, log_sum, count if reduction == "mean" else None)
-        ctx.arguments = offset, *arguments
+        ctx.arguments, ctx.offset, ctx.parts = arguments, offset, None if units is None else len(parts)
         ctx.overwrite_logits = overwrite_logits
         return losses if reduction == "none" else loss
 
@@ -148,12 +166,24 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, dloss):
         logits, target, highest, log_sum, count = ctx.saved_tensors
         dlosses = (dloss if count is None else dloss / count).expand(len(target))
-        arguments = logits, target, highest, log_sum, dlosses, *ctx.arguments
+        of_rows = target, highest, log_sum, dlosses
+        if ctx.parts is not None:
+            parts = _parts(logits, ctx.offset, ctx.parts)
+            dlogits = torch.cat([_gradient(z, *of_rows, offset, *ctx.arguments) for z, offset in parts], -1)
+            return dlogits, *[None] * 7
         if not ctx.overwrite_logits:
-            return _gradient(*arguments), None, None, None, None, None, None
-        gradient_(*arguments)
+            return _gradient(logits, *of_rows, ctx.offset, *ctx.arguments), *[None] * 7
+        gradient_(logits, *of_rows, ctx.offset, *ctx.arguments)
         torch.autograd.graph.increment_version(logits)  # another backward that saved them then raises
-        return logits.detach(), None, None, None, None, None, None
+        return logits.detach(), *[None] * 7
+
+
+def _parts(logits: torch.Tensor, offset: int, count: int | None) -> list[tuple[torch.Tensor, int]]:
+    """Return equal parts of the logits, each in memory of its own, with their offsets; all of them if count is None."""
+    if count is None:
+        return [(logits, offset)]
+    parts = logits.chunk(count, -1)
+    return [(part.contiguous(), offset + i * part.size(-1)) for i, part in enumerate(parts)]
 
 
 def _statistics_operator(logits, target, offset, ignore_index, smoothing):

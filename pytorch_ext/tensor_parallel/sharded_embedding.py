@@ -64,8 +64,8 @@ class _LookupMode(TorchFunctionMode):
         if func is not F.embedding:
             return func(*args, **kwargs)
         named = dict(zip(("input", "weight", "padding_idx"), args, strict=False), **kwargs)
-        weight = self.module.get_parameter("weight")
-        if named["weight"] is not weight:
+        weight = self.module._parameters["weight"]  # not always a Parameter: a unit of the batch has weights of its own
+        if weight is None or named["weight"] is not weight:
             return func(*args, **kwargs)
         tokens, of_shard = named["input"], (self.module.shards["weight"], named.get("padding_idx"))
         if isinstance(tokens, SharedSequence):

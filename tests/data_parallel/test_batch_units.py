@@ -324,9 +324,18 @@ def make_what_is_refused(rank, world):
     refused("goes with invariant=None", lambda: of().join())
     refused("goes with invariant=None", lambda: of().register_comm_hook(None, print))
     refused("make the model with", lambda: weft.DataParallel(nn.Linear(4, 4)).in_units(print))
+    mesh = weft.init_mesh(tp=2)
+    split = weft.parallelize(nn.Sequential(nn.Linear(4, 4)), mesh["tp"], plan={"0": "column"})
+    refused(
+        "0.weight is split over 2 ranks without units", lambda: weft.DataParallel(split, group=mesh["dp"], invariant=4)
+    )
     x = torch.zeros(4, 2, 4)
     refused("must be 4 equal units together, 2 on each rank; .* can be 2, 6", lambda: of()(x[:3]))
     refused("batches of (4, 2|2, 4)|4, 2 must be", lambda: of()(x[: 4 - 2 * rank]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 + rank)
+    refused("compute in 1, 2 threads", lambda: of()(x))
+    torch.set_num_threads(threads)
     refused(r"shape \(2,\) beside a batch of 4", lambda: of().in_units(print, x, torch.zeros(2)))
     refused("scalar of torch.int64", lambda: of().in_units(lambda x: x.sum().long(), x), TypeError)
     x[2:, 0, 0] = 1
@@ -355,3 +364,36 @@ def average_over_three(rank):
 
 def test_an_average_over_three_ranks_is_computed_in_units():
     assert run_ranks(average_over_three, 3) == [torch.Size([2, 4])] * 3
+
+
+def train_on(rank, folder, kind, dp, first, last):
+    """Train from step `first`, which a checkpoint has, to step `last`, and save one there."""
+    torch.manual_seed(17 + rank)
+    mesh = weft.init_mesh(dp=dp, tp=dist.get_world_size() // dp)
+    if kind is Words:
+        model = weft.DataParallel(Words(), invariant=4)
+    else:
+        torch.manual_seed(0)
+        model = weft.parallelize(Llama24(1), mesh, invariant=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if first:
+        assert weft.load_checkpoint(model, optimizer, folder).step == first
+    for step in range(first, last):
+        tokens, targets = batch_of(step, 8, mesh["dp"].get_local_rank(), dp)
+        model.in_units(lambda x, y: loss_of(model(x), y), tokens, targets).backward()
+        weft.clip_grad_norm_(model, 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    weft.save_checkpoint(model, optimizer, folder, step=last)
+    return {**weft.full_state_dict(model), "random": torch.rand(2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "meshes"),
+    [(Words, ((4, 4), (1, 1), (2, 2))), pytest.param(Llama24, ((4, 2), (2, 1), (4, 4), (2, 2), (4, 1)), marks=slow)],
+)
+def test_a_run_goes_on_with_other_ranks_as_if_it_was_not_interrupted(kind, meshes, tmp_path):
+    (alone,) = run_ranks(train_on, 1, tmp_path / "alone", kind, 1, 0, len(meshes))
+    for step, (world, dp) in enumerate(meshes):
+        found = run_ranks(train_on, world, tmp_path / "several", kind, dp, step, step + 1)[0]
+    assert_same_bits(alone, [found])

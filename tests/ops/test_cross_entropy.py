@@ -219,3 +219,37 @@ def check_refusals(rank):
 
 def test_bad_input_is_refused_on_every_rank():
     run_ranks(check_refusals, 2)
+
+
+def loss_in_units(rank, units, dtype, smoothing):
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    found = []
+    for vocabulary, shape in ((5 * units, (7,)), (37 * units, (2, 9))):
+        logits, target = (torch.randn(*shape, vocabulary) * 5).to(dtype), torch.randint(0, vocabulary, shape)
+        target.view(-1)[1] = -100
+        options = {"label_smoothing": smoothing, "reduction": "mean"}
+        own = logits.chunk(world, -1)[rank]
+        loss, gradient = loss_and_gradient(weft.parallel_cross_entropy, own, target, invariant=units, **options)
+        ordinary, its_gradient = loss_and_gradient(weft.parallel_cross_entropy, own, target, **options)
+        torch.testing.assert_close(loss, ordinary, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradient, its_gradient, atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
+        found += [loss, communicator(None).all_gather(gradient, -1, [gradient.size(-1)] * world)]
+    wrong = [
+        ({"invariant": units}, logits[..., :-1], "classes must be that many equal units"),
+        ({"invariant": 2 * world + 1}, logits, "each rank must have equally many"),
+        ({"invariant": units, "overwrite_logits": True}, logits, "no form with overwrite_logits"),
+    ]
+    for options, scores, text in wrong[world == 1 and 2 :]:
+        with pytest.raises(ValueError, match=text):
+            weft.parallel_cross_entropy(scores, target, **options)
+    return found
+
+
+@pytest.mark.parametrize(("units", "worlds"), [(8, (2, 4)), (12, (3,))])
+@pytest.mark.parametrize(("dtype", "smoothing"), [(torch.float32, 0.1), (torch.bfloat16, 0.0)])
+def test_the_loss_in_units_has_the_bits_of_one_rank(units, worlds, dtype, smoothing):
+    (of_one,) = run_ranks(loss_in_units, 1, units, dtype, smoothing)
+    for world in worlds:
+        for found in run_ranks(loss_in_units, world, units, dtype, smoothing):
+            assert all(map(torch.equal, found, of_one))
