@@ -194,6 +194,30 @@ def _static(row: Row) -> list[str]:
     return [f"{row['instructions_per_unit']:.2f}", f"{tensor}{row['other_instructions']}", kernel]
 
 
+def _families(rows: list[Row]) -> list[list[str]]:
+    built = [row for row in rows if "share" in row]
+    few = [row for row in built if row["share"] <= MOST_HELD and "failed" not in row]
+    found = [["families", "of the parameters on a rank", "whole layers, and why"]]
+    for start, stop in ((0, 0.52), (0.52, 0.56), (0.56, MOST_HELD)):
+        names = [row["family"] for row in few if start < row["share"] <= stop]
+        found.append([f"{len(names)}: {', '.join(names)}", f"at most {stop:.0%}", ""])
+    for row in sorted(built, key=lambda row: row["share"]):
+        if row not in few:
+            reasons = [f"{reason} ({share:.0%})" for reason, share in row["whole"].items()][:3]
+            found.append([row["family"], f"{row['share']:.0%}", "; ".join(reasons).replace("|", "/")])
+    compared = [row for row in built if "error" in row]
+    not_compared = len(built) - len(compared)
+    largest = max((row["error"] for row in compared if "float64" in row["type"]), default=0.0)
+    found.append([f"compared: {len(compared)} of {len(built)}", f"largest error in fp64 {largest:.0e}", ""])
+    found.append([f"not compared: {not_compared}", "", "no guessed input runs, or the model is random"])
+    left = [row["family"] for row in rows if "share" not in row]
+    found.append([f"not built: {len(left)}", "", ", ".join(left)])
+    return found
+
+
+MOST_HELD = 0.6  # the share of the parameters that a split family holds on a rank of two
+
+
 # Name between the marks: (file of results, function that makes the heading and the lines).
 TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "linear": (f"{_CPU}/linear", _linear),
@@ -206,6 +230,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
     "static figures": ("static_figures", _static_figures),
+    "families": ("families", _families),
 }
 
 

@@ -22,7 +22,9 @@ from weft.diagnosis import doctor as doctor
 from weft.explanation import explain as explain
 from weft.mesh import init_mesh as init_mesh
 from weft.nn import ColumnParallelLinear as ColumnParallelLinear
+from weft.nn import ParallelConv1d as ParallelConv1d
 from weft.nn import ParallelConv2d as ParallelConv2d
+from weft.nn import ParallelConv3d as ParallelConv3d
 from weft.nn import ParallelEmbedding as ParallelEmbedding
 from weft.nn import ParallelExperts as ParallelExperts
 from weft.nn import ParallelLinear as ParallelLinear

@@ -14,6 +14,7 @@ from weft.activation_checkpoint import recomputed_in
 from weft.adapters.peft_import import register_with_peft
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
+from weft.context_parallel.between_layers import refuse_adapters, share_between_layers
 from weft.context_parallel.region import share, sharing_in, sharing_of
 from weft.data_parallel.batch_units import check_units
 from weft.data_parallel.data_parallel import DataParallel
@@ -92,7 +93,8 @@ def parallelize(
                 that it calls. With cp it gets this rank's part;
             in a name, `*` matches one component and `**` any number, including none.
         sequence_parallel: with plan="auto", each rank of "tp" has its part of the sequence between split layers.
-            "auto" raises if it cannot prove that right. In a plan of your own it is an option of each layer.
+            The model takes and returns whole tensors. Functions that do not treat each position alone get the whole,
+            gathered (`weft.explain` names them). In a plan of your own it is an option of each layer.
         context: how the ranks share the sequence: a method of `weft.context_attention`, or a dict of
             method, layout: as there;
             dim: the sequence dimension of the model's arguments, 1 by default. An argument with another length along
@@ -145,6 +147,8 @@ def parallelize(
     if invariant is not None:
         _check_invariant(model, ranks, invariant, recompute)
     if pipeline is not None:
+        if sequence_parallel or getattr(plan, "sequence_parallel", False):
+            _check_sequence_parallel(ranks, invariant)
         within = _within_stages(mesh, ranks)
         options = {"check_calls": check_calls, "check_replicas_every": check_replicas_every, **pipeline}
         if within is not None:
@@ -173,6 +177,10 @@ def parallelize(
     refuse_other_tuners(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict, invariant)
+    sequence_parallel = sequence_parallel or (automatic is not None and automatic.sequence_parallel)
+    if sequence_parallel:
+        _check_sequence_parallel(ranks, invariant)
+        refuse_adapters(model)
     entries = through_wrappers(match(plan, model), model)
     if ranks.experts is not None:
         entries = _with_experts(entries, ranks.experts)
@@ -215,6 +223,8 @@ def parallelize(
         install()
     for layer in dict.fromkeys(map(model.get_submodule, summed)):
         sum_gradients(layer, ranks.tp)
+    if sequence_parallel and automatic is not None and ranks.tp is not None:
+        share_between_layers(model, ranks.tp, strict)
     return_whole(model)
     if recompute != "none":
         recompute_modules({name: model.get_submodule(name) for name in recomputed})
@@ -222,7 +232,7 @@ def parallelize(
         share(model, sharing, tokenwise)
     if invariant is not None:
         Forward.of(model).mode = InAnyShape()
-    if automatic is not None and automatic.plan and "" not in automatic.parts:
+    if automatic is not None and automatic.plan and automatic.parts != ("",):
         PartUses(automatic.parts).install(model)
     called = {name: model.get_submodule(name) for name in checks}
     if ranks.stages is not None:
@@ -331,7 +341,8 @@ def _plan_of(
         automatic = plan if isinstance(plan, AutomaticPlan) else None
         automatic = automatic or automatic_plan(model, ranks.tp.world_size, sequence_parallel=sequence_parallel)
         if invariant is not None:
-            check_same_layers(automatic, automatic_plan(model, invariant), invariant)
+            automatic = automatic.without_gathered()  # the same bits need no such layer
+            check_same_layers(automatic, automatic_plan(model, invariant).without_gathered(), invariant)
         if strict and automatic.whole:
             reasons = "; ".join(f"{name}: {why}" for name, why in automatic.whole.items())
             raise ValueError(f"parallelize: strict, and these layers would stay whole on every rank: {reasons}")
@@ -384,6 +395,19 @@ def _split_adapters(model: nn.Module, replacements: dict[str, nn.Module]) -> lis
     from weft.adapters.peft import split_wrappers
 
     return list(split_wrappers(model, replacements))
+
+
+def _check_sequence_parallel(ranks: _Ranks, invariant: int | None) -> None:
+    for used, what, way_out in (
+        (ranks.sizes.get("cp", 1) > 1, "a mesh with cp", "the ranks of cp share the whole sequence already"),
+        (ranks.sizes.get("pp", 1) > 1, "a mesh with pp", "its stages hand on whole tensors"),
+        (invariant is not None, "invariant", "its sums do not depend on parts of the sequence"),
+    ):
+        if used:
+            raise ValueError(
+                f'parallelize: sequence_parallel=True of plan="auto" does not go with {what}: {way_out}. Leave out one '
+                "of the two, or write a plan of your own"
+            )
 
 
 def _draw_alike(group: Communicator, model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from weft.context_parallel.shared_sequence import (
     without_guards,
 )
 from weft.metadata import metadata, set_metadata
-from weft.nn import Branches, ParallelConv2d, ParallelLinear, ParallelMultiheadAttention
+from weft.nn import Branches, ParallelConv, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
@@ -64,7 +64,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
         if isinstance(module, ParallelMultiheadAttention):
             for name in ("_linear", "_over_heads"):
                 setattr(module, name, _OfPart(getattr(module, name)))
-        elif isinstance(module, Branches | ParallelConv2d):
+        elif isinstance(module, Branches | ParallelConv):
             module.forward = _OfWhole(module)  # type: ignore[method-assign]
     use_context_attention(model)
     entry = _RegionEntry(sharing)

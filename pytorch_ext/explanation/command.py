@@ -47,18 +47,19 @@ def explain_config(path: str, tp: int) -> Explanation:
         make = architecture or transformers.AutoModelForCausalLM.from_config
         model = make(config)
     plan = automatic_plan(model, tp)
-    ranks = (f"tp: {tp} ranks", f"every rank holds about {100 * _share(model, plan, tp):.0f}% of the parameters")
-    return Explanation(None, (), (), plan.whole, ranks, {name: _words(entry) for name, entry in plan.plan.items()})
+    ranks = (f"tp: {tp} ranks", f"every rank holds about {100 * share_of_plan(model, plan, tp):.0f}% of the parameters")
+    entries = {name: _words(entry, plan.gathered.get(name)) for name, entry in plan.plan.items()}
+    return Explanation(None, (), (), plan.whole, ranks, entries)
 
 
-def _words(entry) -> str:
+def _words(entry, reason: str | None) -> str:
     if isinstance(entry, str):
         return entry
     options = ", ".join(f"{name}={value}" for name, value in entry.items() if name != "style")
-    return f"{entry['style']} ({options})"
+    return f"{entry['style']} ({options})" + (f": {reason}" if reason else "")
 
 
-def _share(model: nn.Module, found: AutomaticPlan, tp: int) -> float:
+def share_of_plan(model: nn.Module, found: AutomaticPlan, tp: int) -> float:
     """Return a rank's share of the parameters, if split layers are shared evenly."""
     styles = {name: entry if isinstance(entry, str) else entry["style"] for name, entry in found.plan.items()}
     split = {name for name, style in styles.items() if style not in ("attributes", "sequence", "dropout")}

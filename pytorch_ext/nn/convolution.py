@@ -1,4 +1,4 @@
-"""ParallelConv2d: nn.Conv2d with its channels split over ranks."""
+"""Parallel convolutions: nn.Conv1d, nn.Conv2d and nn.Conv3d with their channels split over ranks."""
 
 from typing import Any
 
@@ -9,12 +9,11 @@ from weft.arguments import check_choice
 from weft.comm.registry import Group, communicator
 from weft.nn.sharded import ShardHolder
 from weft.ops.convolution import (
-    CHANNELS,
     Geometry,
-    column_parallel_conv2d,
-    column_parallel_grouped_conv2d,
-    row_parallel_conv2d,
-    row_parallel_grouped_conv2d,
+    column_parallel_conv,
+    column_parallel_grouped_conv,
+    row_parallel_conv,
+    row_parallel_grouped_conv,
 )
 from weft.ops.mappings import gather, split
 from weft.sharding.shard import Shard
@@ -24,42 +23,10 @@ _STYLES = ("column", "row", "channels")
 _OPTIONS = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 
-class ParallelConv2d(ShardHolder):
-    """nn.Conv2d with its weight split over the ranks of a group.
+class ParallelConv(ShardHolder):
+    """A convolution with its weight split over the ranks of a group: see ParallelConv2d."""
 
-    style="column" splits the filters: x is whole, the output is this rank's channels.
-    style="row" splits the input channels: x is this rank's channels, the output is whole. A column layer followed by a
-    row layer communicates once in forward and once in backward. Modules that work on each channel alone (activations,
-    pooling, ChannelBatchNorm2d) may stand between them.
-    style="channels" is for grouped (say, depthwise) convolutions between two such layers: x and the output are this
-    rank's channels, and nothing travels.
-
-    With groups, each rank gets whole groups. Its filters see its channels only, so a column layer's backward and a row
-    layer's forward gather instead of summing.
-
-    Sizes need not divide by the number of ranks. A layer built from a seed holds this rank's slice of the nn.Conv2d
-    built from that seed. Sums over ranks run in rank order in fp32 (fp64 for fp64) and are rounded once.
-
-    Args:
-        in_channels, ..., padding_mode: of the whole layer, as in nn.Conv2d.
-        style: "column", "row" or "channels".
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
-        gather_output: column only; every rank gets the whole output.
-        split_input: row only; x is whole and each rank takes its part.
-        unit: the split channels are cut at multiples of it; with groups, a whole number of groups.
-        device, dtype: of the parameters.
-
-    Raises:
-        ValueError: a style or combination that does not exist; fewer units (or groups) than ranks; a unit that cuts a
-            group; style "channels" without groups. Raised before any communication.
-
-    Examples:
-        >>> first = weft.ParallelConv2d(3, 8, 3, padding=1, style="column")
-        >>> second = weft.ParallelConv2d(8, 4, 3, padding=1, style="row")
-        >>> second(first(torch.randn(1, 3, 6, 6)).relu()).shape
-        torch.Size([1, 4, 6, 6])
-    """
-
+    kind: type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -67,10 +34,10 @@ class ParallelConv2d(ShardHolder):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] | str = 0,
+        dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -84,7 +51,7 @@ class ParallelConv2d(ShardHolder):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        _check_options(style, gather_output, split_input, groups)
+        _check_options(type(self).__name__, style, gather_output, split_input, groups)
         where: dict[str, Any] = {
             "stride": stride,
             "padding": padding,
@@ -92,7 +59,8 @@ class ParallelConv2d(ShardHolder):
             "padding_mode": padding_mode,
         }
         like: dict[str, Any] = {"device": device, "dtype": dtype}
-        whole = nn.Conv2d(in_channels, out_channels, kernel_size, groups=groups, bias=bias, **where, **like)
+        sizes: Any = kernel_size
+        whole = self.kind(in_channels, out_channels, sizes, groups=groups, bias=bias, **where, **like)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, whole.kernel_size
         self.stride, self.padding, self.dilation = whole.stride, whole.padding, whole.dilation
         self.groups, self.padding_mode, self.style = groups, padding_mode, style
@@ -103,40 +71,31 @@ class ParallelConv2d(ShardHolder):
         self._hold(whole)
 
     @classmethod
-    def from_conv2d(cls, conv: nn.Conv2d, *, style: str, group: Group = None, **options: Any) -> "ParallelConv2d":
-        """Return this rank's part of an existing nn.Conv2d; options: gather_output, split_input, unit."""
-        if not isinstance(conv, nn.Conv2d):
-            raise TypeError(f"from_conv2d takes an nn.Conv2d, got {type(conv).__name__}")
-        same: dict[str, Any] = {name: getattr(conv, name) for name in _OPTIONS}
+    def from_conv(cls, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, *, style: str, group: Group = None, **options: Any):
+        """Return this rank's part of an existing layer of torch; options: gather_output, split_input, unit."""
+        if not isinstance(conv, cls.kind):
+            raise TypeError(f"{cls.__name__} takes an nn.{cls.kind.__name__}, got {type(conv).__name__}")
+        same: dict[str, Any] = {name: getattr(conv, name) for name in ("kernel_size", *_OPTIONS)}
         like: dict[str, Any] = {"bias": conv.bias is not None, "device": "meta", "dtype": conv.weight.dtype}
-        layer = cls(
-            conv.in_channels,
-            conv.out_channels,
-            _pair(conv.kernel_size),
-            style=style,
-            group=group,
-            **same,
-            **like,
-            **options,
-        )
+        layer = cls(conv.in_channels, conv.out_channels, style=style, group=group, **same, **like, **options)
         layer._hold(conv)
         return layer.train(conv.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:
-            x = split(x, CHANNELS, self.communicator, self._inputs)
+            x = split(x, self._geometry.channels, self.communicator, self._inputs)
         y = self._op(x, self.weight, self.bias)
-        return gather(y, CHANNELS, self.communicator, self._outputs) if self.gather_output else y
+        return gather(y, self._geometry.channels, self.communicator, self._outputs) if self.gather_output else y
 
     def _op(self, x, weight, bias) -> torch.Tensor:
         where = self.communicator, self._geometry
         if self.style == "channels":
             return self._geometry.apply(x, weight, bias)
         if self.groups == 1:
-            return (column_parallel_conv2d if self.style == "column" else row_parallel_conv2d)(x, weight, bias, *where)
+            return (column_parallel_conv if self.style == "column" else row_parallel_conv)(x, weight, bias, *where)
         if self.style == "column":
-            return column_parallel_grouped_conv2d(x, weight, bias, *where, self._inputs)
-        return row_parallel_grouped_conv2d(x, weight, bias, *where, self._outputs)
+            return column_parallel_grouped_conv(x, weight, bias, *where, self._inputs)
+        return row_parallel_grouped_conv(x, weight, bias, *where, self._outputs)
 
     def _cuts(self, unit: int | None) -> tuple[Cut, Cut]:
         """Return the cuts of the input's and of the output's channels.
@@ -150,14 +109,15 @@ class ParallelConv2d(ShardHolder):
         split_size = f"{'out' if split_outputs else 'in'}_channels={channels}"
         if self.groups > 1 and unit % each:
             raise ValueError(
-                f"ParallelConv2d(style={self.style!r}): unit={unit} cuts a group of {each} channels: {split_size} in "
-                f"{self.groups} groups are cut at multiples of {each}"
+                f"{type(self).__name__}(style={self.style!r}): unit={unit} cuts a group of {each} channels: "
+                f"{split_size} in {self.groups} groups are cut at multiples of {each}"
             )
         try:
             sizes = cut_over(channels, self.communicator.world_size, unit=unit).sizes
         except ValueError as error:
             raise ValueError(
-                f"ParallelConv2d(style={self.style!r}): {split_size} in {self.groups} groups: {error} Or keep it whole."
+                f"{type(self).__name__}(style={self.style!r}): {split_size} in {self.groups} groups: {error} "
+                "Or keep it whole."
             ) from None
         if self.groups == 1:
             cut = Cut.one_after_another(sizes)
@@ -177,9 +137,9 @@ class ParallelConv2d(ShardHolder):
         return Geometry(self.stride, self.dilation, self.padding, pads, self.padding_mode, here)
 
     def _pads(self) -> list[int]:
-        """Return the padding as [left, right, top, bottom], as nn.Conv2d pads."""
+        """Return the padding as F.pad takes it, the last dimension first, as torch's layer pads."""
         found: list[int] = []
-        for at in (1, 0):
+        for at in reversed(range(len(self.kernel_size))):
             if self.padding == "same":
                 all_of_it = self.dilation[at] * (self.kernel_size[at] - 1)
                 found += [all_of_it // 2, all_of_it - all_of_it // 2]
@@ -187,17 +147,17 @@ class ParallelConv2d(ShardHolder):
                 found += [0 if self.padding == "valid" else int(self.padding[at])] * 2
         return found
 
-    def _hold(self, conv: nn.Conv2d) -> None:
+    def _hold(self, conv) -> None:
         by_filters = self.style != "row" or self.groups > 1
         dim, cut = (0, self._outputs) if by_filters else (1, self._inputs)
         self.adopt("weight", conv.weight, Shard(tuple(conv.weight.shape), dim, cut, self.communicator))
         of_bias = Shard((self.out_channels,), 0, self._outputs, self.communicator) if self.style != "row" else None
         self.adopt("bias", conv.bias, of_bias)
 
-    def _draw_whole(self) -> nn.Conv2d:
-        same: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+    def _draw_whole(self) -> nn.Module:
+        same: dict[str, Any] = {name: getattr(self, name) for name in ("kernel_size", *_OPTIONS)}
         like: dict[str, Any] = {"bias": self.bias is not None, "device": self.weight.device, "dtype": self.weight.dtype}
-        return nn.Conv2d(self.in_channels, self.out_channels, _pair(self.kernel_size), **same, **like)
+        return self.kind(self.in_channels, self.out_channels, **same, **like)
 
     def extra_repr(self) -> str:
         return (
@@ -208,18 +168,64 @@ class ParallelConv2d(ShardHolder):
         )
 
 
-def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
-    height, width = sizes
-    return height, width
+class ParallelConv1d(ParallelConv):
+    """nn.Conv1d with its channels split over the ranks of a group: see ParallelConv2d."""
+
+    kind = nn.Conv1d
 
 
-def _check_options(style: str, gather_output: bool, split_input: bool, groups: int) -> None:
-    check_choice("ParallelConv2d: style", style, _STYLES)
+class ParallelConv2d(ParallelConv):
+    """nn.Conv2d with its weight split over the ranks of a group.
+
+    style="column" splits the filters: x is whole, the output is this rank's channels.
+    style="row" splits the input channels: x is this rank's channels, the output is whole. A column layer followed by a
+    row layer communicates once in forward and once in backward. Modules that work on each channel alone (activations,
+    pooling, ChannelBatchNorm) may stand between them.
+    style="channels" is for grouped (say, depthwise) convolutions between two such layers: x and the output are this
+    rank's channels, and nothing travels.
+
+    With groups, each rank gets whole groups. Its filters see its channels only, so a column layer's backward and a row
+    layer's forward gather instead of summing.
+
+    Sizes need not divide by the number of ranks. A layer built from a seed holds this rank's slice of the nn.Conv2d
+    built from that seed. Sums over ranks run in rank order in fp32 (fp64 for fp64) and are rounded once.
+
+    Args:
+        in_channels, ..., padding_mode: of the whole layer, as in torch's.
+        style: "column", "row" or "channels".
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
+        gather_output: column only; every rank gets the whole output.
+        split_input: row only; x is whole and each rank takes its part.
+        unit: the split channels are cut at multiples of it; with groups, a whole number of groups.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a style or combination that does not exist; fewer units (or groups) than ranks; a unit that cuts a
+            group; style "channels" without groups. Raised before any communication.
+
+    Examples:
+        >>> first = weft.ParallelConv2d(3, 8, 3, padding=1, style="column")
+        >>> second = weft.ParallelConv2d(8, 4, 3, padding=1, style="row")
+        >>> second(first(torch.randn(1, 3, 6, 6)).relu()).shape
+        torch.Size([1, 4, 6, 6])
+    """
+
+    kind = nn.Conv2d
+
+
+class ParallelConv3d(ParallelConv):
+    """nn.Conv3d with its channels split over the ranks of a group: see ParallelConv2d."""
+
+    kind = nn.Conv3d
+
+
+def _check_options(name: str, style: str, gather_output: bool, split_input: bool, groups: int) -> None:
+    check_choice(f"{name}: style", style, _STYLES)
     if gather_output and style != "column":
         raise ValueError(f'gather_output=True goes with style="column", got style={style!r}')
     if split_input and style != "row":
         raise ValueError(f'split_input=True goes with style="row", got style={style!r}')
     if style == "channels" and groups == 1:
         raise ValueError(
-            'ParallelConv2d(style="channels"): without groups every filter sees every channel; use "column" or "row"'
+            f'{name}(style="channels"): without groups every filter sees every channel; use "column" or "row"'
         )

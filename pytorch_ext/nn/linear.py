@@ -147,10 +147,18 @@ class ParallelLinear(ShardedModule):
         layer._hold(linear)
         return layer.train(linear.training)
 
-    def forward(self, x: torch.Tensor, *, in_parts: bool = False, addend: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        in_parts: bool = False,
+        addend: torch.Tensor | None = None,
+        region: int | None = None,
+    ) -> torch.Tensor:
         """Return the layer's output.
 
         Args:
+            region: the sequence's dimension, for this call at the edge of a sequence-parallel region.
             in_parts: take and give this rank's parts in spite of split_input and gather_output.
             addend: row only; this rank's term of one more sum over the ranks, added to the layer's own before it
                 travels.
@@ -158,7 +166,8 @@ class ParallelLinear(ShardedModule):
         if not in_parts:
             x = self.part_of_input(x)
         more = () if addend is None else (addend,)
-        y = self._op(x, self.held("weight"), self.held("bias"), self.place, *more)
+        place = self.place if region is None else self.place._replace(sequence_dim=region)
+        y = self._op(x, self.held("weight"), self.held("bias"), place, *more)
         return y if in_parts else self.whole_output(y)
 
     def part_of_input(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from weft.nn.sharded import ShardHolder
 from weft.sharding.shard import Shard
 
 
-class ChannelBatchNorm2d(ShardHolder, nn.BatchNorm2d):
-    """nn.BatchNorm2d of this rank's channels, as a split convolution returns them.
+class ChannelBatchNorm(ShardHolder, nn.modules.batchnorm._BatchNorm):
+    """nn.BatchNorm1d, 2d or 3d of this rank's channels, as a split convolution returns them.
 
     Nothing travels: each channel has statistics of its own, taken over the batch. Running statistics are this rank's
     shards, like weight and bias.
@@ -23,8 +23,8 @@ class ChannelBatchNorm2d(ShardHolder, nn.BatchNorm2d):
     whole_features: int
 
     @classmethod
-    def from_norm(cls, norm: nn.BatchNorm2d, *, group: Group = None, unit: int = 1) -> "ChannelBatchNorm2d":
-        """Return this rank's channels of an existing nn.BatchNorm2d.
+    def from_norm(cls, norm: nn.modules.batchnorm._BatchNorm, *, group: Group = None, unit: int = 1):
+        """Return this rank's channels of an existing layer of torch.
 
         Args:
             unit: channels are cut at multiples of it.
@@ -33,26 +33,69 @@ class ChannelBatchNorm2d(ShardHolder, nn.BatchNorm2d):
             ValueError: fewer units than ranks.
             TypeError: another layer.
         """
-        if not isinstance(norm, nn.BatchNorm2d):
-            raise TypeError(f"ChannelBatchNorm2d.from_norm takes an nn.BatchNorm2d, got {type(norm).__name__}")
-        ranks = communicator(group)
-        shard = _shard(norm.num_features, ranks, unit)
-        layer: Any = cls(shard.size, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
-        layer.whole_features = norm.num_features
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            layer.adopt(name, getattr(norm, name), shard)
-        layer.adopt("num_batches_tracked", norm.num_batches_tracked, None)
-        return layer.train(norm.training)
+        return _of_channels(cls, norm, nn.modules.batchnorm._BatchNorm, group, unit)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _check_channels(self, x, self.num_features, self.whole_features, "unit")
-        return super().forward(x)
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        _check_channels(self, input, 1, self.num_features, self.whole_features, "unit")
 
     def reset_parameters(self) -> None:
-        nn.BatchNorm2d.reset_parameters(self)  # all channels start alike
+        nn.modules.batchnorm._BatchNorm.reset_parameters(self)  # all channels start alike
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, of {self.whole_features} channels"
+
+
+class ChannelInstanceNorm(ShardHolder, nn.modules.instancenorm._InstanceNorm):
+    """nn.InstanceNorm1d, 2d or 3d of this rank's channels. Nothing travels: each channel is normalised alone.
+
+    `from_norm` makes it. In a plan it is {"style": "channels", "unit": ...} with the unit of the convolution before it.
+    """
+
+    whole_features: int
+    unbatched_dims: int
+
+    @classmethod
+    def from_norm(cls, norm: nn.modules.instancenorm._InstanceNorm, *, group: Group = None, unit: int = 1):
+        """Return this rank's channels of an existing layer of torch.
+
+        Args:
+            unit: channels are cut at multiples of it.
+
+        Raises:
+            ValueError: fewer units than ranks.
+            TypeError: another layer.
+        """
+        layer = _of_channels(cls, norm, nn.modules.instancenorm._InstanceNorm, group, unit)
+        layer.unbatched_dims = norm._get_no_batch_dim()
+        return layer
+
+    def _get_no_batch_dim(self) -> int:
+        return self.unbatched_dims
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        channels = input.dim() - self.unbatched_dims
+        _check_channels(self, input, channels, self.num_features, self.whole_features, "unit")
+
+    def reset_parameters(self) -> None:
+        nn.modules.instancenorm._InstanceNorm.reset_parameters(self)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, of {self.whole_features} channels"
+
+
+def _of_channels(cls, norm: Any, kind: type, group: Group, unit: int) -> Any:
+    """Return this rank's channels of a norm that treats each channel alone."""
+    whole: Any = norm
+    if not isinstance(norm, kind):
+        raise TypeError(f"{cls.__name__}.from_norm takes an nn.{kind.__name__[1:]}, got {type(norm).__name__}")
+    shard = _shard(whole.num_features, communicator(group), unit)
+    layer: Any = cls(shard.size, whole.eps, whole.momentum, whole.affine, whole.track_running_stats, device="meta")
+    layer.whole_features = whole.num_features
+    layer.bias = None
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        layer.adopt(name, getattr(whole, name), shard)
+    layer.adopt("num_batches_tracked", whole.num_batches_tracked, None)
+    return layer.train(whole.training)
 
 
 class ChannelGroupNorm(ShardHolder, nn.GroupNorm):
@@ -89,7 +132,9 @@ class ChannelGroupNorm(ShardHolder, nn.GroupNorm):
         return layer.train(norm.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _check_channels(self, x, self.num_channels, self.whole_features, f"unit={self.num_channels // self.num_groups}")
+        _check_channels(
+            self, x, 1, self.num_channels, self.whole_features, f"unit={self.num_channels // self.num_groups}"
+        )
         return super().forward(x)
 
     def reset_parameters(self) -> None:
@@ -103,8 +148,8 @@ def _shard(channels: int, ranks: Communicator, unit: int) -> Shard:
     return Shard.of_shape((channels,), 0, ranks, unit)
 
 
-def _check_channels(layer: nn.Module, x: torch.Tensor, local: int, whole: int, unit: str) -> None:
-    if x.dim() < 2 or x.size(1) != local:
+def _check_channels(layer: nn.Module, x: torch.Tensor, dim: int, local: int, whole: int, unit: str) -> None:
+    if not 0 <= dim < x.dim() or x.size(dim) != local:
         raise ValueError(
             f"{type(layer).__name__}: the input has shape {tuple(x.shape)}; this rank has {local} of {whole} channels. "
             f"It stands behind a convolution whose filters are cut alike: give both the same {unit}"

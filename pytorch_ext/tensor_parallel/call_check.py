@@ -35,7 +35,9 @@ def call_checks(
     There are none if the plan splits nothing, if the model cannot be copied, or for models of transformers, because
     their further arguments (masks, caches, labels) are known.
     """
-    if plan is None or ranks is None or is_transformers(model):
+    if plan is None or ranks is None:
+        return {}
+    if is_transformers(model) and (not isinstance(plan, AutomaticPlan) or all(_is_model(model, n) for n in plan.parts)):
         return {}
     if isinstance(plan, AutomaticPlan) and not plan.plan:
         return {}
@@ -49,7 +51,12 @@ def call_checks(
         name: CallCheck(twin.get_submodule(name), partial(_automatic_conflict, own, ranks.world_size), by_mode=False)
         for name in plan.parts
         if (own := plan.of_part(name)).plan and (not name or any(twin.get_submodule(name).children()))
+        if not _is_model(model, name)
     }
+
+
+def _is_model(model: nn.Module, name: str) -> bool:
+    return is_transformers(model.get_submodule(name))
 
 
 def _own_conflict(own: OwnPlan, twin: nn.Module, call: Callable, training: bool) -> str | None:

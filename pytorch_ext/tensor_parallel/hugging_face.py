@@ -30,7 +30,15 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
     if "decoder_input_ids" in named:
         fixed["decoder_input_ids"] = _tokens(batch, length + 1)
-    for tensor in [texts] if main.endswith("ids") else _signals(config, batch, model.dtype):
+    beside = _beside(config, named, batch, model.dtype)
+    inputs = [texts] if main.endswith("ids") else _signals(config, batch, model.dtype)
+    if beside:  # first, because with texts alone the images' part of a model would not run
+        text = {"input_ids": texts} if "input_ids" in named else {}
+        hidden = {**text, **beside, **fixed, "output_hidden_states": True}
+        yield partial(_call, named={**hidden, "output_attentions": True})
+        yield partial(_call, named=hidden)
+        yield partial(_call, named={**text, **beside, **fixed})
+    for tensor in inputs:
         hidden = {main: tensor, **fixed, "output_hidden_states": True}
         yield partial(_call, named={**hidden, "output_attentions": True})
         yield partial(_call, named=hidden)
@@ -66,6 +74,23 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.arange(3, 3 + length).repeat(batch, 1) % 4 + 3
 
 
+_INPUTS = {"pixel_values": "image_size", "input_features": "num_mel_bins", "input_values": "conv_kernel"}
+
+
+def _beside(config, named, batch: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the inputs that the parts of a model of several kinds of input take, by their configurations."""
+    found = {}
+    for part in (value for value in vars(config).values() if hasattr(value, "to_dict")):
+        for name, mark in _INPUTS.items():
+            if name in named and name not in found and getattr(part, mark, None) is not None:
+                found[name] = next(_signals(part, batch, dtype)) if name != "input_values" else _waves(batch, dtype)
+    return found
+
+
+def _waves(batch: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(batch, 4000, dtype=dtype, device="meta")
+
+
 def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield image, spectrum and waveform inputs on the meta device."""
     size = getattr(config, "image_size", None)
@@ -77,4 +102,4 @@ def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     bins = getattr(config, "num_mel_bins", None)
     if bins is not None:
         yield torch.empty(batch, bins, 2 * getattr(config, "max_source_positions", 50), dtype=dtype, device="meta")
-    yield torch.empty(batch, 4000, dtype=dtype, device="meta")
+    yield _waves(batch, dtype)

@@ -11,11 +11,15 @@ from torch import nn
 
 from weft.nn import (
     Branches,
-    ChannelBatchNorm2d,
+    ChannelBatchNorm,
     ChannelGroupNorm,
+    ChannelInstanceNorm,
     OwnDropout2d,
+    ParallelConv,
     ParallelConv1D,
+    ParallelConv1d,
     ParallelConv2d,
+    ParallelConv3d,
     ParallelEmbedding,
     ParallelExperts,
     ParallelLinear,
@@ -42,26 +46,32 @@ class Style:
     parts: Mapping[str, Callable[..., nn.Module]]
 
 
+def _convolutions(style: str) -> dict[str, Callable[..., nn.Module]]:
+    kinds: tuple[type[ParallelConv], ...] = (ParallelConv1d, ParallelConv2d, ParallelConv3d)
+    return {f"nn.{kind.kind.__name__}": partial(kind.from_conv, style=style) for kind in kinds}
+
+
 STYLES = {
     "column": Style(
         {
             "nn.Linear": partial(ParallelLinear.from_linear, style="column"),
-            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="column"),
+            **_convolutions("column"),
             "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="column"),
         }
     ),
     "row": Style(
         {
             "nn.Linear": partial(ParallelLinear.from_linear, style="row"),
-            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="row"),
+            **_convolutions("row"),
             "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="row"),
         }
     ),
     "channels": Style(
         {
-            "nn.BatchNorm2d": ChannelBatchNorm2d.from_norm,
+            **{f"nn.BatchNorm{space}d": ChannelBatchNorm.from_norm for space in (1, 2, 3)},
+            **{f"nn.InstanceNorm{space}d": ChannelInstanceNorm.from_norm for space in (1, 2, 3)},
             "nn.GroupNorm": ChannelGroupNorm.from_norm,
-            "nn.Conv2d": partial(ParallelConv2d.from_conv2d, style="channels"),
+            **_convolutions("channels"),
         }
     ),
     "heads": Style({"nn.MultiheadAttention": ParallelMultiheadAttention.from_attention}),

@@ -217,7 +217,7 @@ def test_the_table_decides_between_kernel_and_library_and_is_quoted(monkeypatch)
 
 def names_what_stays_whole(rank):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Conv1d(3, 3, 1))
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ConvTranspose1d(3, 3, 1))
     mesh = weft.init_mesh(tp=2, device_type="cpu")
     plan = metadata(weft.parallelize(model, mesh), "plan")
     found = weft.explain(model)
@@ -249,7 +249,7 @@ def tells_of_the_mesh(rank):
     torch.manual_seed(0)
     for mesh in ({"tp": 2}, {"dp": 2}, {"pp": 2}, {"cp": 2}):
         (name,) = mesh
-        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Conv1d(3, 3, 1))
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ConvTranspose1d(3, 3, 1))
         model = weft.parallelize(model, weft.init_mesh(**mesh, device_type="cpu"))
         found = weft.explain(model, {"x": torch.zeros(5, 3, 6)})
         assert found.tokens == 15 and found.ranks[0].startswith(f"{name}: 2 ranks, ") and found.ranks[0] in str(found)
@@ -281,7 +281,7 @@ def test_a_configuration_is_explained_on_the_command_line(tmp_path, capsys):
     assert text.startswith("tp: 3 ranks\nevery rank holds about 3")
     assert "model.layers.0.mlp.up_proj: column\n" in text and "self_attn.o_proj: row (unit=8)" in text
     assert cli.main(["explain", str(tmp_path), "--tp", "9", "--json"]) == 0
-    assert "are fewer than 9 ranks" in json.loads(capsys.readouterr().out)["whole"]["model.layers.0.self_attn.q_proj"]
+    assert "are fewer than 9 ranks" in json.loads(capsys.readouterr().out)["planned"]["model.layers.0.self_attn.q_proj"]
     for wrong in ([str(tmp_path / "none")], [str(tmp_path), "--tp", "0"]):
         assert cli.main(["explain", *wrong]) == 2
         assert capsys.readouterr().err.startswith("weft explain: ")

@@ -23,7 +23,11 @@ class Case:
     outputs: int
     kernel: int | tuple = 3
     options: tuple = ()
-    size: tuple = (2, 9, 8)  # batch, height, width
+    size: tuple = (2, 9, 8)  # batch, and one to three dimensions of space
+
+    @property
+    def name(self):
+        return f"Conv{len(self.size) - 1}d"
 
 
 PLAIN = [
@@ -33,11 +37,17 @@ PLAIN = [
     Case(6, 4, 2, (("padding", "valid"), ("padding_mode", "reflect"))),
     Case(3, 4, (2, 3), (("padding", "same"), ("padding_mode", "circular"))),
     Case(3, 8, 3, (("padding", (2, 1)), ("padding_mode", "replicate"), ("stride", 2))),
+    Case(5, 4, 3, (("padding", "same"), ("padding_mode", "reflect")), (2, 9)),
+    Case(4, 5, 4, (("stride", 2), ("padding", 1)), (2, 11)),
+    Case(3, 5, (1, 2, 3), (("padding", (0, 1, 2)), ("padding_mode", "circular")), (2, 4, 3, 5)),
+    Case(4, 3, 2, (("stride", (1, 2, 1)), ("bias", False)), (2, 3, 4, 5)),
 ]
 GROUPED = [
     Case(6, 6, 3, (("groups", 6), ("padding", 1))),  # depthwise
     Case(10, 15, 3, (("groups", 5), ("padding", (1, 2)), ("padding_mode", "reflect"))),
     Case(6, 12, 1, (("groups", 3), ("bias", False))),
+    Case(6, 6, 3, (("groups", 6), ("padding", 2)), (2, 7)),
+    Case(6, 9, 2, (("groups", 3),), (2, 3, 4, 3)),
 ]
 
 
@@ -56,7 +66,7 @@ def check_layers(rank, dtype):
     for case in PLAIN + GROUPED:
         torch.manual_seed(1)
         options = dict(case.options)
-        whole = nn.Conv2d(case.inputs, case.outputs, case.kernel, **options, dtype=dtype)
+        whole = getattr(nn, case.name)(case.inputs, case.outputs, case.kernel, **options, dtype=dtype)
         x = torch.randn(case.size[0], case.inputs, *case.size[1:], dtype=dtype)
         dy = torch.randn(whole(x).shape, dtype=dtype)
         expected = gradients_of(whole, x, dy)
@@ -69,7 +79,7 @@ def check_layers(rank, dtype):
                 ends = {"gather_output": open_end} if style == "column" else {"split_input": open_end}
                 ends = {} if style == "channels" else ends
                 torch.manual_seed(1)
-                layer = weft.ParallelConv2d(
+                layer = getattr(weft, f"Parallel{case.name}")(
                     case.inputs, case.outputs, case.kernel, **options, style=style, **ends, dtype=dtype
                 )
                 message = f"{case} {style} W={world} {ends}"
@@ -172,17 +182,65 @@ def test_a_residual_block_trains_and_is_stored_as_the_unsplit_one(world, tmp_pat
     assert all(torch.equal(found[0][name], one[name]) for one in found for name in found[0])
 
 
+class Channels(nn.Module):
+    """Channels of a sequence or a volume through norms that treat each channel, or each group, alone."""
+
+    def __init__(self, space):
+        super().__init__()
+        kinds = ("Conv", "BatchNorm", "InstanceNorm")
+        conv, batch, instance = (getattr(nn, f"{kind}{space}d") for kind in kinds)
+        self.first, self.batch = conv(5, 12, 2), batch(12, track_running_stats=space == 1)
+        self.instance = instance(12, affine=True, track_running_stats=space == 3)
+        self.depth, self.groups, self.last = conv(12, 12, 2, groups=4), nn.GroupNorm(6, 12), conv(12, 5, 1)
+
+    def forward(self, x):
+        inner = self.instance(self.batch(self.first(x)).relu())
+        return self.last(self.groups(self.depth(inner)).tanh())
+
+
+def check_channels(rank):
+    for space in (1, 3):
+        torch.manual_seed(space)
+        whole = Channels(space).double()
+        for norm in (whole.batch, whole.instance, whole.groups):
+            nn.init.normal_(norm.weight, 1, 0.3), nn.init.normal_(norm.bias)
+        inside = {name: {"style": "channels", "unit": 6} for name in ("batch", "instance", "depth", "groups")}
+        ends = {"first": {"style": "column", "unit": 6}, "last": {"style": "row", "unit": 6}}
+        own_plan = weft.parallelize(copy.deepcopy(whole), plan={**inside, **ends})
+        found = weft.parallelize(copy.deepcopy(whole), plan="auto")
+        x = torch.randn(3, 5, *[5] * space, dtype=torch.float64)
+        expected = gradients_of(whole, x, torch.ones_like(whole(x)))
+        for model in (own_plan, found):
+            assert type(model.instance) is weft.nn.ChannelInstanceNorm
+            model(x)
+            y, dx, gradients = gradients_of(model, x, torch.ones_like(expected[0]))
+            close(y, expected[0], f"{space} y")
+            close(dx, expected[1], f"{space} dx")
+            for name, gradient in gradients.items():
+                close(gradient, take(model.get_parameter(name), expected[2][name]), f"{space} d{name}")
+            buffers = dict(whole.named_buffers())
+            for name, buffer in model.named_buffers():
+                close(buffer, take(buffer, buffers[name]), f"{space} {name}")
+            whole.eval(), model.eval()
+            close(model(x), whole(x), f"{space} eval")
+            whole.train()
+
+
+def test_norms_of_channels_are_the_unsplit_norms_in_sequences_and_volumes():
+    run_ranks(check_channels, 2)
+
+
 def check_details(rank):
     torch.manual_seed(0)
     whole = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
-    layer = weft.ParallelConv2d.from_conv2d(whole, style="column", gather_output=True)
+    layer = weft.ParallelConv2d.from_conv(whole, style="column", gather_output=True)
     assert layer.weight.is_contiguous(memory_format=torch.channels_last)
     x = torch.randn(4, 7, 5)  # without a batch
     torch.testing.assert_close(layer(x), whole(x))
     half = copy.deepcopy(layer).bfloat16()
     assert weft.shard_of(half.weight) == weft.shard_of(layer.weight)
     assert half(x.bfloat16()).dtype == torch.bfloat16
-    row = weft.ParallelConv2d.from_conv2d(whole, style="row", split_input=True)
+    row = weft.ParallelConv2d.from_conv(whole, style="row", split_input=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = row(x)
     assert y.dtype == torch.bfloat16
@@ -193,7 +251,7 @@ def check_details(rank):
     torch.manual_seed(3)
     assert torch.equal(row.weight, weft.shard_of(row.weight).take(nn.Conv2d(4, 6, 3).weight))
     whole.weight.requires_grad_(False)
-    assert not weft.ParallelConv2d.from_conv2d(whole.eval(), style="row").weight.requires_grad
+    assert not weft.ParallelConv2d.from_conv(whole.eval(), style="row").weight.requires_grad
     gathered = [torch.empty(6) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, row.bias.grad)
     assert all(torch.equal(other, row.bias.grad) for other in gathered)
@@ -207,7 +265,7 @@ def check_refusals(rank):
     column = dict(style="column")
     layer = weft.ParallelConv2d(4, 6, 3, **column)
     split = weft.ParallelConv2d(6, 4, 3, style="row", split_input=True)
-    norm = weft.nn.ChannelBatchNorm2d.from_norm(nn.BatchNorm2d(6))
+    norm = weft.nn.ChannelBatchNorm.from_norm(nn.BatchNorm2d(6))
     depthwise = weft.ParallelConv2d(6, 6, 3, groups=6, **column)
     calls = dist.group.WORLD.engine.group.calls
     for error, message, call in (
@@ -245,8 +303,8 @@ def check_refusals(rank):
         (ValueError, "split_input=True goes with", lambda: weft.ParallelConv2d(6, 6, 3, split_input=True, **column)),
         (
             TypeError,
-            "from_conv2d takes an nn.Conv2d, got Conv1d",
-            lambda: weft.ParallelConv2d.from_conv2d(nn.Conv1d(4, 4, 1), **column),
+            "ParallelConv2d takes an nn.Conv2d, got Conv1d",
+            lambda: weft.ParallelConv2d.from_conv(nn.Conv1d(4, 4, 1), **column),
         ),
         (ValueError, r"shape \(2, 5, 8, 8\); it must be \[batch, 4, height", lambda: layer(torch.ones(2, 5, 8, 8))),
         (ValueError, r"shape \(2, 5, 8, 8\); its dimension -3 must be 6", lambda: split(torch.ones(2, 5, 8, 8))),
@@ -263,7 +321,7 @@ def check_refusals(rank):
         ),
         (
             TypeError,
-            "norm is LayerNorm; style 'channels' takes nn.BatchNorm2d itself",
+            "norm is LayerNorm; style 'channels' takes nn.BatchNorm1d itself",
             lambda: weft.parallelize(Normed(), plan={"norm": "channels"}),
         ),
     ):

@@ -34,7 +34,7 @@ class Rehearsal(TraceRun):
         self.as_repeated: dict[Value, Value] = {}
 
     def width_of(self, name: str, whole: int) -> int:
-        axis = self.found.columns.get(name)
+        axis = self.found.columns.get(name, self.found.norms.get(name))
         return whole if axis is None else self.found.local_size(axis)[self.rank]
 
     def check_input(self, layer: nn.Module, *inputs) -> None:

@@ -74,10 +74,9 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     shapes: list[tuple[int, ...]] = []
     for module in modules:
-        if isinstance(module, nn.Conv2d):
-            shapes += [(BATCH, module.in_channels, size, size) for size in _IMAGES]
-        elif isinstance(module, nn.Conv1d):
-            shapes += [(BATCH, module.in_channels, size) for size in _IMAGES]
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            space = len(module.kernel_size)
+            shapes += [(BATCH, module.in_channels, *[size] * space) for size in _IMAGES if space < 3 or size < 64]
     for width in _widths(modules):
         shapes += [(BATCH, LENGTH, width), (BATCH, width)]
     for shape in dict.fromkeys(shapes):

@@ -47,18 +47,19 @@ def _linear(layer, width, x):
     return x.new_empty((*x.shape[:-1], width(sizes_of(layer)[1])), device="meta")
 
 
-def _conv2d(layer, width, x):
+def _conv(layer, width, x):
+    space = len(layer.kernel_size)
     options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    one = nn.Conv2d(1, 1, *options, padding_mode=layer.padding_mode, device="meta")
-    size = one(torch.empty((*x.shape[:-3], 1, *x.shape[-2:]), device="meta")).shape[-2:]
-    return x.new_empty((*x.shape[:-3], width(layer.out_channels), *size), device="meta")
+    one = getattr(nn, kind_of(layer)[3:])(1, 1, *options, padding_mode=layer.padding_mode, device="meta")
+    size = one(torch.empty((*x.shape[: -1 - space], 1, *x.shape[-space:]), device="meta")).shape[-space:]
+    return x.new_empty((*x.shape[: -1 - space], width(layer.out_channels), *size), device="meta")
 
 
 def _embedding(layer, width, tokens):
     return layer.weight.new_empty((*tokens.shape, layer.embedding_dim), device="meta")
 
 
-def _batch_norm(layer, width, x):
+def _norm(layer, width, x):
     return torch.empty_like(x, device="meta")
 
 
@@ -88,8 +89,10 @@ EXPERTS = LayerSpec(_experts, -1, _hidden)
 LAYERS = {
     "nn.Linear": LayerSpec(_linear, -1, _named("in_features", "out_features")),
     "transformers.Conv1D": LayerSpec(_linear, -1, _named("nx", "nf")),
-    "nn.Conv2d": LayerSpec(_conv2d, -3, _named("in_channels", "out_channels")),
+    **{f"nn.Conv{n}d": LayerSpec(_conv, -1 - n, _named("in_channels", "out_channels")) for n in (1, 2, 3)},
     "nn.Embedding": LayerSpec(_embedding, -1, _named("num_embeddings", "embedding_dim")),
-    "nn.BatchNorm2d": LayerSpec(_batch_norm, -3, _named("num_features")),
+    **{f"nn.BatchNorm{n}d": LayerSpec(_norm, 1, _named("num_features")) for n in (1, 2, 3)},
+    **{f"nn.InstanceNorm{n}d": LayerSpec(_norm, -1 - n, _named("num_features")) for n in (1, 2, 3)},
+    "nn.GroupNorm": LayerSpec(_norm, 1, _named("num_channels")),
     "nn.MultiheadAttention": LayerSpec(_attention, -1, _named("embed_dim")),
 }

@@ -7,7 +7,7 @@ be shown to be right stays whole, with the reason. See docs/automatic_plans.md.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -30,12 +30,21 @@ class AutomaticPlan:
         whole: module name to the reason why it stays whole on every rank, for modules with matrices.
         loss_parallel: the argument of `automatic_plan`.
         parts: names of the modules that were followed by themselves; "" is the model.
+        sequence_parallel: the argument of `automatic_plan`.
+        gathered: layers with split outputs that are gathered at once, to the reason why they do not stay split.
     """
 
     plan: dict[str, str | Mapping]
     whole: dict[str, str]
     loss_parallel: bool = False
     parts: tuple[str, ...] = ("",)
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    sequence_parallel: bool = False
+
+    def without_gathered(self) -> "AutomaticPlan":
+        """Return the plan with the layers whole that are split alone and gathered."""
+        plan = {name: entry for name, entry in self.plan.items() if name not in self.gathered}
+        return replace(self, plan=plan, whole={**self.whole, **self.gathered}, gathered={})
 
     def of_part(self, name: str) -> "AutomaticPlan":
         """Return the plan of one part, with names relative to the part."""
@@ -59,7 +68,8 @@ def automatic_plan(
 
     Args:
         model: the model. It is not changed and may be on the meta device.
-        sequence_parallel: not supported; it needs a plan of your own.
+        sequence_parallel: each rank has its part of the sequence between split layers
+            (weft.context_parallel.between_layers). The plan has the same layers.
         loss_parallel: a last layer over a vocabulary gives each rank its part of the scores, for
             `weft.parallel_cross_entropy`; otherwise every rank gets all scores.
         example: input of the model: a tensor, a tuple of arguments or a dict of named arguments. Pass it if the model
@@ -67,19 +77,14 @@ def automatic_plan(
             floating-point tensors matter.
 
     Raises:
-        ValueError: world is below 1, or sequence_parallel is set.
+        ValueError: world is below 1.
     """
     if world < 1:
         raise ValueError(f"automatic_plan: world={world} must be at least 1")
-    if sequence_parallel:
-        raise ValueError(
-            "an automatic plan does not split the sequence between layers, because it does not check that the modules "
-            'there treat each position alone. Use a plan of your own, with {"style": "row", "sequence_parallel": True} '
-            'and with "sequence" for the modules between layers; or share the whole sequence, with a mesh that has cp'
-        )
     plan: dict[str, str | Mapping] = {}
     reasons: dict[str, str] = {}
     parts: list[str] = []
+    gathered: dict[str, str] = {}
     for part in structures(model, world, loss_parallel, example):
         if not isinstance(part, Structure):
             name, reasons[name] = part
@@ -89,8 +94,11 @@ def automatic_plan(
             plan[_joined(part.prefix, layer)] = entry
         for layer, reason in part.reasons.items():
             reasons[_joined(part.prefix, layer)] = reason
+        gathered |= {_joined(part.prefix, layer): reason for layer, reason in part.gathered.items()}
     plan = through_wrappers(plan, model)
-    return AutomaticPlan(_under_all_names(model, plan), _whole(model, plan, reasons), loss_parallel, tuple(parts))
+    whole = _whole(model, plan, reasons)
+    entries = _under_all_names(model, plan)
+    return AutomaticPlan(entries, whole, loss_parallel, tuple(parts), gathered, sequence_parallel)
 
 
 def conflict_in(model: nn.Module, world: int, automatic: AutomaticPlan, call: Callable) -> str | None:

@@ -1,7 +1,7 @@
 """Propagation of split features through a trace: layers that can be split together, and reasons why others cannot."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import gcd
 
@@ -17,7 +17,10 @@ from weft.tensor_parallel.hugging_face import is_transformers
 from weft.tensor_parallel.peft_wrappers import inseparable
 from weft.tensor_parallel.styles import kind_of
 
-SPLIT = ("nn.Linear", "transformers.Conv1D", "nn.Conv2d")  # by columns and rows
+CONVOLUTIONS = ("nn.Conv1d", "nn.Conv2d", "nn.Conv3d")
+SPLIT = ("nn.Linear", "transformers.Conv1D", *CONVOLUTIONS)  # by columns and rows
+# Norms that treat each channel, or each group of channels, alone.
+NORMS = ("nn.GroupNorm", *(f"nn.{kind}Norm{space}d" for kind in ("Batch", "Instance") for space in (1, 2, 3)))
 RETURNED = "the model returns its features"
 
 
@@ -67,7 +70,7 @@ class Propagation:
         layouts: tensor to the layout of its split features.
         columns: layer to the axis of its output features.
         rows: layer to the layout of its input.
-        norms: norm to the axis of its channels.
+        norms: norm, or convolution with groups, to the axis of its channels.
         systems: the System of each axis that is not divided into pieces.
         whole: layers that take and give whole features.
         refused: layer to the reason why its output is not split.
@@ -236,7 +239,8 @@ class Flow:
         return found
 
     def _hooked(self) -> dict[str, str]:
-        lost = {name: lost_with(module) for name, module in self.modules.items()}
+        layers = (item for item in self.modules.items() if any(True for _ in item[1].parameters(recurse=False)))
+        lost = {name: lost_with(module) for name, module in layers}
         return {name: f"it has {hooks}, which its replacement would lose" for name, hooks in lost.items() if hooks}
 
     def _elsewhere(self) -> dict[str, str]:
@@ -297,8 +301,8 @@ class Flow:
         layouts = found.layouts
         if node.op == "layer" and kind_of(self.modules[node.layer]) in SPLIT:
             return self._layer(node, found, meeting)
-        if node.op == "layer" and kind_of(self.modules[node.layer]) == "nn.BatchNorm2d":
-            return self._norm(node, found)
+        if node.op == "layer" and kind_of(self.modules[node.layer]) in NORMS:
+            return self._by_channels(node, found)
         if not any(value in layouts for value in node.inputs):
             return []
         if node.op in ("layer", "closed"):
@@ -313,10 +317,8 @@ class Flow:
         dim = kind.features
         layout = found.layouts.get(value)
         if getattr(layer, "groups", 1) != 1:
-            if layout is not None:
-                raise ConflictError(f"{name} has groups")
             self.refused.setdefault(name, "it has groups")
-            return []
+            return self._by_channels(node, found)
         if layout is None:
             if name in found.rows:
                 raise ConflictError(f"{name} is called with split and with whole features", [found.rows[name].axis])
@@ -340,23 +342,30 @@ class Flow:
             meeting.join(first, second, name)
         return []
 
-    def _norm(self, node: Node, found: Propagation) -> list[AxisLayout | None]:
-        value = node.inputs[0]
-        layout = found.layouts.get(value)
+    def _by_channels(self, node: Node, found: Propagation) -> list[AxisLayout | None]:
+        """Follow a norm or a convolution that treats each of its groups of channels alone."""
+        name, value = node.layer, node.inputs[0]
+        layer, layout = self.modules[name], found.layouts.get(value)
         if layout is None:
-            found.whole.add(node.layer)
-            axes = [found.norms[node.layer]] if node.layer in found.norms else []
-            if axes:
-                raise ConflictError(f"{node.layer} is called with split and with whole channels", axes)
+            found.whole.add(name)
+            if name in found.norms:
+                raise ConflictError(f"{name} is called with split and with whole channels", [found.norms[name]])
             return []
-        if node.layer in found.whole:
-            raise ConflictError(f"{node.layer} is called with split and with whole channels")
-        if layout.dim != len(value.shape) - 3 or not layout.raw or not self.modules[node.layer].track_running_stats:
-            raise ConflictError(f"{node.layer} takes something else than its channels split")
-        if found.norms.setdefault(node.layer, layout.axis) is not layout.axis:
-            raise ConflictError(f"{node.layer} is called with the channels of several layers")
-        layout.use()
-        return [layout]
+        kind = known(layer)
+        assert kind is not None  # the trace goes into unknown modules
+        channels, out = kind.sizes(layer)
+        groups = getattr(layer, "groups", getattr(layer, "num_groups", channels))
+        if name in found.whole:
+            raise ConflictError(f"{name} is called with split and with whole channels")
+        if layout.dim != kind.features % len(value.shape) or not layout.raw or name in self.fixed:
+            raise ConflictError(f"{name} takes something else than its channels split")
+        if channels != out:
+            raise ConflictError(f"{name} has groups that give other channels than they take")
+        if found.norms.setdefault(name, layout.axis) is not layout.axis:
+            raise ConflictError(f"{name} is called with the channels of several layers")
+        after = layout.use()
+        layout.axis.units = gcd(layout.axis.units, groups)
+        return [replace(after, units=gcd(after.units, groups))]
 
     def _solve(self, found: Propagation, meeting: AxisJoin, axes: set[Axis], failed: dict[str, str]) -> None:
         """Give a System to each group of axes that meet, or record why the group fails."""
@@ -413,7 +422,7 @@ class Flow:
         return None
 
     def _is_convolution(self, layer: str) -> bool:
-        return kind_of(self.modules[layer]) == "nn.Conv2d"
+        return kind_of(self.modules[layer]) in CONVOLUTIONS
 
     def _check_pieces(self, found: Propagation, leaves: Mapping[str, list[Axis]], failed: dict[str, str]) -> None:
         """Check that all pieces of a fused layer are heads of one attention, or none is."""

@@ -1,5 +1,7 @@
 """Search for the layers of a model, or of parts that run alone, that can be split: trace, follow, rehearse."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -9,15 +11,16 @@ from torch import nn
 from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
 from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.layer_specs import is_experts, known, sizes_of
-from weft.tensor_parallel.auto.propagation import RETURNED, Flow, Propagation
+from weft.tensor_parallel.auto.propagation import RETURNED, SPLIT, Flow, Propagation
 from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
-from weft.tensor_parallel.hugging_face import attentions, prepare
+from weft.tensor_parallel.hugging_face import attentions, is_transformers, prepare
 from weft.tensor_parallel.styles import kind_of
 
 DENSE = ("nn.Linear", "transformers.Conv1D")
 _MOST_CLOSED = 200  # modules that cannot be followed inside
 _PASSED_ON = ("view", "_to_copy", "slice", "unsqueeze", "squeeze")
 GATHERED = {"style": "column", "gather_output": True}
+_LARGE = 0.01  # the share of the model's parameters from which layers of one kind are split and gathered
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Structure:
         alone: entries of layers that are split by themselves and give a whole output.
         summed: modules with gradients that are summed over the ranks.
         reasons: other layers, to the reason why they are not split.
+        gathered: layers that are split and give a whole output, to the reason why their features do not stay split.
     """
 
     prefix: str
@@ -39,6 +43,7 @@ class Structure:
     alone: dict[str, str | Mapping] = field(default_factory=dict)
     summed: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    gathered: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,6 +60,8 @@ def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) 
     runs = runs_of(model, calls(model) if example is None else [calling(example)])
     if not isinstance(runs, str):
         yield Search("", runs, world, loss_parallel).structure()
+        for name in _uncalled(model, runs):
+            yield from _part(model.get_submodule(name), world, name)
         return
     yield "", f"{runs}: see `example` of weft.tensor_parallel.auto.automatic_plan"
     yield from _parts(model, world, "")
@@ -68,13 +75,37 @@ def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
     for name, child in model.named_children():
         if not any(True for _ in child.parameters()):
             continue
-        full = f"{prefix}.{name}".lstrip(".")
-        runs = runs_of(child, calls(child))
-        if isinstance(runs, str):
-            yield full, runs
-            yield from _parts(child, world, full)
-        else:
-            yield Search(full, runs, world, False).structure()
+        yield from _part(child, world, f"{prefix}.{name}".lstrip("."))
+
+
+def _part(module: nn.Module, world: int, name: str) -> Iterator:
+    runs = runs_of(module, calls(module))
+    if isinstance(runs, str):
+        yield name, runs
+        yield from _parts(module, world, name)
+    else:
+        yield Search(name, runs, world, False).structure()
+
+
+def _uncalled(model: nn.Module, runs: list[Run]) -> Iterator[str]:
+    """Yield the models of transformers within the model that no run calls, such as the images' part of a model of text.
+
+    They share no parameters with the rest.
+    """
+    ran = {place for run in runs for node in run.whole.nodes for place in (node.where, node.layer)}
+    ran |= {name for run in runs for name in run.whole.closed}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = f"{name}."
+        if not name or not is_transformers(module) or any(f"{place}.".startswith(inside) for place in ran):
+            continue
+        if any(inside.startswith(f"{other}.") for other in found):
+            continue
+        own = {id(parameter) for parameter in module.parameters()}
+        others = (p for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(inside))
+        if own and not any(id(parameter) in own for parameter in others):
+            found.append(name)
+            yield name
 
 
 def runs_of(model: nn.Module, tries) -> list[Run] | str:
@@ -160,6 +191,7 @@ class Search:
             if partial:
                 self.flow.refuse(partial, RETURNED)
                 continue
+            gathered = self._gathered(found, alone)
             if self._ties_hold(found, alone):
                 for name in self._dropped(found):
                     own = kind_of(self.modules[name]) == "nn.Dropout"
@@ -168,7 +200,9 @@ class Search:
                     alone[name] = {"style": "attributes", **dict(alone.get(name, ())), "results": results}  # type: ignore[arg-type]
                 reasons = {**self.whole.closed, **found.refused, **self.kept}
                 summed = sorted({owner for name in found.summed for owner in self.flow.owners[name]})
-                return Structure(self.prefix, found, numbers, alone, summed, reasons)
+                return Structure(
+                    self.prefix, found, numbers, alone, summed, reasons, {layer: reasons[layer] for layer in gathered}
+                )
 
     def _returned_in_parts(self, found: Propagation) -> set[str]:
         """Return layers with features that the model returns and that cannot be gathered rank after rank."""
@@ -244,7 +278,7 @@ class Search:
                 entry = "heads"
             elif experts:
                 reason, entry = self._too_few_experts(module), "experts"
-            elif kind in DENSE and self._scores(found, layer):
+            elif kind in DENSE and self._scores(found, layer) and wide != width:
                 reason = None if wide > width and wide >= self.world_size else f"{RETURNED}, and there are few of them"
                 entry = GATHERED
             else:
@@ -254,6 +288,30 @@ class Search:
             else:
                 self.kept[layer] = reason
         return entries
+
+    def _gathered(self, found: Propagation, alone: dict) -> list[str]:
+        """Add entries for large layers that stay whole otherwise; return their names.
+
+        Such a layer takes and gives whole features. Each rank computes some of its outputs, and all are gathered. That
+        is right in any surroundings. It costs a collective, so layers that have little of the model stay whole.
+        """
+        total = sum(module_size(module) for module in self.modules.values())
+        sizes = Counter[str]()
+        for name, module in self.modules.items():
+            sizes[_numberless(name)] += module_size(module)
+        layers = []
+        for layer, node in self.called.items():
+            module = self.modules[layer]
+            if kind_of(module) not in SPLIT or node.inputs[0] in found.layouts or layer in alone:
+                continue
+            if layer not in found.refused or layer in self.flow.fixed or layer in self.kept:
+                continue
+            if getattr(module, "groups", 1) != 1 or sizes_of(module)[1] < self.world_size:
+                continue
+            if sizes[_numberless(layer)] >= _LARGE * total:
+                alone[layer] = GATHERED
+                layers.append(layer)
+        return layers
 
     def _scores(self, found: Propagation, layer: str) -> bool:
         """Return whether an otherwise whole layer gives the model's output or is tied to an embedding."""
@@ -331,6 +389,15 @@ class Search:
         if owner in alone:
             return alone[owner] in ("vocabulary", "lookup", GATHERED)
         return owner in self.flow.returned and owner not in found.refused
+
+
+def module_size(module: nn.Module) -> int:
+    """Return the number of elements of a module's own parameters."""
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
 
 
 def _layers_at(whole: Trace, found: Propagation, step: int) -> set[str]:

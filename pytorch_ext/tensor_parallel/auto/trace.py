@@ -290,7 +290,7 @@ class TraceRun:
         if isinstance(layer, nn.Embedding):
             if tensor.is_floating_point():
                 raise TypeError(f"an embedding was given {tensor.dtype}")
-        elif tensor.dim() < -kind.features or tensor.shape[kind.features] != kind.sizes(layer)[0]:
+        elif tensor.shape[kind.features :][:1] != (kind.sizes(layer)[0],):
             raise ValueError(
                 f"{type(layer).__name__} of {kind.sizes(layer)[0]} features was given {tuple(tensor.shape)}"
             )

@@ -1,0 +1,103 @@
+"""Sequence-parallel regions of automatic plans: ranks share the sequence between the layers that they split.
+
+A row layer gives each rank its part of the sequence as a SharedSequence (Korthikanti et al. 2022, section 4.2.2). The
+residual stream, norms and dropout then work on the part, by the rules for functions of a shared sequence, and the next
+column layer gathers it. Shapes are the whole's, so a model's own code needs no change. A tensor that every rank has
+whole is cut where it meets a part. A function without a rule, another kind of layer, and the end of the model get the
+whole, gathered.
+
+Per column or row layer the bytes are those of the two all_reduces that the reduce_scatter and the all_gather replace.
+"""
+
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from weft.comm.communicator import Communicator
+from weft.context_parallel.region import _OfWhole, leave
+from weft.context_parallel.shared_sequence import (
+    SequenceCut,
+    SharedSequence,
+    Sharing,
+    note_gathering,
+    refuse_results_of_custom_functions,
+)
+from weft.nn import LoRA, ParallelLinear
+from weft.nn.sharded import ShardHolder
+from weft.ops.sequence_layout import SequenceLayout
+from weft.running import followed
+
+
+def share_between_layers(model: nn.Module, ranks: Communicator, strict: bool = False) -> None:
+    """Make the ranks that split a model's layers share the sequence between these layers.
+
+    The model takes and returns whole tensors, as before.
+
+    Args:
+        strict: raise ValueError if the sequence is gathered for anything but a column layer or the model's output.
+    """
+    sharing = Sharing(ranks, layout="contiguous", strict=strict)
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            module.forward = _LinearAtRegion(module, sharing)  # type: ignore[method-assign,assignment]
+        elif isinstance(module, ShardHolder):
+            module.forward = _OfWhole(module)  # type: ignore[method-assign]
+    edge = _ModelEdge(sharing)
+    model.register_forward_pre_hook(edge, with_kwargs=True, prepend=True)
+    model.register_forward_hook(edge.leave, always_call=True)
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise ValueError for adapters: their terms of a part of the sequence would meet features of the whole."""
+    if any(isinstance(part, LoRA) or hasattr(part, "lora_A") for part in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__}: sequence_parallel=True of an automatic plan does not follow the terms that LoRA "
+            "adds to split layers: leave sequence_parallel out"
+        )
+
+
+class _LinearAtRegion:
+    """Forward of a split linear layer: a row layer begins a sequence-parallel region, a column layer ends one.
+
+    Dimension -2 of a row layer's output is shared if it has at least one position for each rank.
+    """
+
+    def __init__(self, layer: ParallelLinear, sharing: Sharing):
+        self.layer, self.sharing, self.forward = layer, sharing, layer.forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        layer, ranks = self.layer, self.sharing.ranks
+        if isinstance(x, SharedSequence):
+            refuse_results_of_custom_functions(x)
+            if layer.style == "column" and x.back == -2 and x.cut.blocks == 1:
+                return self.forward(x.local, region=-2)
+            note_gathering(f"{layer.style} layer", x)
+            return self.forward(x.whole())
+        if layer.style != "row" or layer.split_input or x.dim() < 3 or x.size(-2) < ranks.world_size:
+            return self.forward(x)
+        part = self.forward(x, region=-2)
+        layout = SequenceLayout(x.size(-2), ranks.world_size, self.sharing.layout)
+        return SharedSequence(part, x.dim() - 2, SequenceCut(self.sharing, layout))
+
+
+class _ModelEdge:
+    """A model's forward pre-hook and, as `leave`, its forward hook: the model returns whole tensors."""
+
+    def __init__(self, sharing: Sharing):
+        self.sharing = sharing
+        self.under_way: list[ExitStack] = []
+
+    def __deepcopy__(self, memo):
+        return _ModelEdge(self.sharing)
+
+    def __call__(self, module: nn.Module, args, kwargs) -> None:
+        refuse_adapters(module)
+        frame = ExitStack()
+        frame.enter_context(followed(module))
+        self.under_way.append(frame)
+
+    def leave(self, module: nn.Module, args, output):
+        if self.under_way:  # empty if another pre-hook has refused the call
+            self.under_way.pop().close()
+        return leave(output, self.sharing)
