@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _way(rank: int, rounds: int) -> dict[str, list[float]]:
-    """Measure an all_to_all of all rows, half of which stay, and its return."""
+    """Measure an all_to_all of all rows, and its return; half of them stay."""
     world, group = dist.get_world_size(), dist.new_group(backend="weft")
     ranks, sizes = communicator(group), weft.split_sizes(TOKENS, dist.get_world_size())
     x, received = torch.randn(TOKENS, HIDDEN), [sizes[rank]] * world

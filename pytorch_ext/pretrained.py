@@ -1,4 +1,4 @@
-"""from_pretrained: a model of transformers from its folder, of which each rank reads and holds its own part."""
+"""from_pretrained: a model of transformers from its folder; each rank reads and holds its own part alone."""
 
 from collections.abc import Mapping
 from pathlib import Path

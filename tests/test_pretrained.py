@@ -1,4 +1,4 @@
-"""from_pretrained: the model of a folder, of which no rank reads or holds more than its part."""
+"""from_pretrained: the model of a folder; no rank reads or holds more than its part."""
 
 import json
 from functools import partial

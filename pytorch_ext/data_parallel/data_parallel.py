@@ -386,7 +386,7 @@ class DataParallel(nn.Module, Joinable):
         if isinstance(transport, ByHook):
             raise ValueError("register_comm_hook: a hook is registered already, and only one is possible")
         if self._has_experts_apart():
-            raise ValueError('register_comm_hook: experts over "ep" are reduced by fewer ranks, of which no hook knows')
+            raise ValueError('register_comm_hook: no hook knows that experts over "ep" are reduced by fewer ranks')
         if transport.scatter or transport.wire_dtype is not None:
             raise ValueError(
                 "register_comm_hook goes with shard_optimizer=False and wire_dtype=None: the hook decides how "
