@@ -131,6 +131,49 @@ def test_so_do_other_meshes_and_options(world, sizes, options):
     run_ranks(check_learning, world, sizes, options, True)
 
 
+def check_pipeline(rank, sizes, reduction):
+    mesh = weft.init_mesh(**sizes)
+    replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    plain = Mixture().double()
+    model = weft.parallelize(copy.deepcopy(plain), mesh["cp", "tp"])
+
+    def loss(logits, tokens):
+        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return total / (8 * replicas) if reduction == "sum" else total / 4  # of a micro-batch: one sequence
+
+    pipe = weft.Pipeline(model, mesh, microbatches=2, loss=loss, reduction=reduction)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2, weight_decay=0.1)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    of_plain = dict(plain.named_parameters())
+    for step in range(10):
+        tokens = batch(step, replicas)
+        optimizer.zero_grad()
+        mine = tokens.split(2)[place]
+        pipe.step(mine, mine)
+        reference.zero_grad()
+        loss_of(plain, tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert torch.allclose(weft.clip_grad_norm_(pipe, 0.1), norm)
+        optimizer.step()
+        reference.step()
+    own = {name: parameter for name, parameter in pipe.named_parameters() if parameter.numel()}
+    assert any("experts" in name for name in own)
+    for name, parameter in own.items():
+        found, expected = whole(parameter, parameter), of_plain[name]
+        assert torch.allclose(found, expected, 1e-6, 1e-8), f"{name} at the end: {(found - expected).abs().max()}"
+    pipe.check_replicas()
+
+
+@pytest.mark.slow("pipeline", "nn", "ops")
+@pytest.mark.parametrize(
+    ("sizes", "reduction"),
+    [(dict(pp=2, dp=2, ep=2), "mean"), (dict(pp=2, dp=2, ep=2), "sum"), (dict(pp=2, tp=2), "mean")],
+    ids=["ep", "ep-sum", "tp"],
+)
+def test_stages_with_experts_learn_what_one_process_learns(sizes, reduction):
+    run_ranks(check_pipeline, 4, sizes, reduction)
+
+
 def check_mesh(rank):
     mesh = weft.init_mesh(dp=4, ep=2)
     assert mesh.mesh_dim_names == ("pp", "dp", "cp", "tp") and mesh["dp"].size() == 4

@@ -148,7 +148,8 @@ class Pipeline(nn.Module):
         self._schedule = None
         self._built_for: tuple | None = None
         self._arriving: dict[int, Marks] = {}  # for the shapes in _built_for
-        splitters = {shard.communicator for shard in map(shard_of, self.parameters()) if shard is not None}
+        shards = [shard for shard in map(shard_of, self.parameters()) if shard is not None]
+        splitters = {shard.communicator for shard in shards if shard.replicas is None}  # ranks of "ep" have own batches
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
 
     def step(self, inputs: Inputs, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -478,6 +479,7 @@ class Pipeline(nn.Module):
         """Sum every gradient that any replica has.
 
         Which layers a batch uses may depend on its values: a parameter may have a gradient on some replicas only.
+        Experts over "ep" are summed over the replicas with the same experts; the others' tokens are in them already.
         """
         parameters = list(self.parameters())
         have_grad = replicas.all_gather_object([parameter.grad is not None for parameter in parameters])
@@ -485,11 +487,12 @@ class Pipeline(nn.Module):
             if any(used):
                 if parameter.grad is None:
                     parameter.grad = gradient_like(parameter, torch.zeros_like(parameter.detach()))
-                self._over_replicas(local(parameter.grad))
+                shard = shard_of(parameter)
+                self._over_replicas(local(parameter.grad), None if shard is None else shard.replicas)
 
-    def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
+    def _over_replicas(self, x: torch.Tensor, ranks: Communicator | None = None) -> torch.Tensor:
         assert self._replicas is not None
-        self._replicas.all_reduce_(x)
+        (ranks or self._replicas).all_reduce_(x)
         return x.div_(self._replicas.world_size) if self._reduction == "mean" else x
 
 
