@@ -43,6 +43,7 @@ def plan(
     recompute: str | None = None,
     gpus_per_node: int | None = None,
     overlap: str = "some",
+    imbalance: float = 1.1,
 ) -> list[Plan]:
     """Return the ways to train a model on the devices, the fastest first: the best layout of each mesh that fits.
 
@@ -57,6 +58,7 @@ def plan(
         recompute: "none", "selective" or "full"; None tries each.
         gpus_per_node: devices in a node, if it differs from the hardware's number.
         overlap: "none", "some" or "all"; see Job.
+        imbalance: of a mixture of experts: tokens of the rank with the most, over the mean.
 
     Raises:
         ValueError: an argument is unknown or impossible. Or nothing fits; the message says by how much, and which
@@ -72,7 +74,8 @@ def plan(
     device = Hardware.of(hardware)
     if gpus_per_node is not None:
         device = device.with_nodes_of(gpus_per_node)
-    job = Job(Model.of(model), device, sequence_length, global_batch, precision, optimizer, overlap=overlap)
+    more: dict[str, Any] = {"overlap": overlap, "imbalance": imbalance}
+    job = Job(Model.of(model), device, sequence_length, global_batch, precision, optimizer, **more)
     found = search(job, gpus, recompute)
     if not found.plans:
         raise ValueError(too_big(job, gpus, recompute, found))

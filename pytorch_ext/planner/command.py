@@ -14,7 +14,7 @@ from weft.planner.validate import Comparison, mean_error, validate
 
 USAGE_ERROR = 2
 # Defaults for a plan; --validate has its own.
-DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "overlap": "some", "top": 10}
+DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "overlap": "some", "top": 10, "imbalance": 1.1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="its states take memory (default adamw)")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="only this; otherwise each is tried")
     parser.add_argument("--overlap", choices=OVERLAP, help="communication that runs during arithmetic (default some)")
+    parser.add_argument("--imbalance", type=float, help="tokens of the most loaded rank of experts over the mean (1.1)")
     parser.add_argument("--gpus-per-node", type=int, help="where it is not the hardware's")
     parser.add_argument("--top", type=int, help="layouts to print (default 10)")
     parser.add_argument("--plot", metavar="FILE", help="draw memory and the trade-off against time there (PNG)")
@@ -75,6 +76,7 @@ def _plan(options: argparse.Namespace) -> int:
         options.precision,
         options.optimizer,
         overlap=options.overlap,
+        imbalance=options.imbalance,
     )
     found = search(job, options.gpus, options.recompute)
     if not found.plans:
@@ -95,11 +97,18 @@ def _plan(options: argparse.Namespace) -> int:
 def _print_plans(job: Job, gpus: int, found: Candidates, plans: list[Plan]) -> None:
     model = job.model
     console = _console()
+    experts = ""
+    if model.experts:
+        of_experts = model.layers * model.experts * model.expert_parameters
+        experts = (
+            f"; {of_experts / 1e9:.2f}B in {model.experts} experts a layer, {model.active_parameters / 1e9:.2f}B active"
+            f"\nper token, imbalance {job.imbalance:g}"
+        )
     print(
-        f"{model.name}: {model.parameters / 1e9:.2f}B parameters, {gpus} x {job.hardware.name},\nsequence "
+        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{experts}, {gpus} x {job.hardware.name},\nsequence "
         f"{job.sequence_length}, global batch {job.global_batch}, {job.precision}, {job.optimizer}"
     )
-    table = _table("", "#|pp dp cp tp|micro|schedule|recompute|ZeRO|step s|MFU|GiB")
+    table = _table("", f"#|{' '.join(plans[0].mesh)}|micro|schedule|recompute|ZeRO|step s|MFU|GiB")
     parts = _table("where time and memory go", "#|TFLOP/s|bubble|waits|weights|gradients|optimizer|activations|rest")
     for number, plan in enumerate(plans, 1):
         layout, step, split = plan.layout, plan.step, plan.memory.split()

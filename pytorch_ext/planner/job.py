@@ -1,6 +1,7 @@
 """A training job, and one way to lay it out over devices."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from weft.planner.hardware import Hardware, check_count
 from weft.planner.model import Model
@@ -32,6 +33,9 @@ class Job:
         by_weft: buffers as in weft. weft.Pipeline has a buffer for each micro-batch of a step that a stage receives, as
             torch.distributed.pipelining does; weft.DataParallel's sharded optimizer has a copy of its part of the
             gradients. If False, a pipeline has buffers for the micro-batches in flight, and there is no such copy.
+        imbalance: tokens of the rank whose experts are chosen most, over the mean of the ranks that hold experts
+            together. The default is an assumption, for a router with a load-balancing loss; weft.explain shows a
+            model's own.
     """
 
     model: Model
@@ -44,6 +48,7 @@ class Job:
     sequence_parallel: bool = True
     overlap: str = "some"
     by_weft: bool = True
+    imbalance: float = 1.1
 
     def __post_init__(self):
         choices = {"precision": tuple(PRECISIONS), "optimizer": tuple(OPTIMIZERS), "overlap": OVERLAP}
@@ -52,6 +57,8 @@ class Job:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
         for name in ("sequence_length", "global_batch"):
             check_count(name, getattr(self, name))
+        if not 1 <= self.imbalance < float("inf"):
+            raise ValueError(f"imbalance={self.imbalance} must be at least 1: the most loaded rank over the mean")
         if self.precision not in self.hardware.peak_flops:
             raise ValueError(
                 f"{self.hardware.name} has no rate for {self.precision}; it has {', '.join(self.hardware.peak_flops)}"
@@ -89,6 +96,7 @@ class Layout:
             as in weft.parallelize: attention and MLP without the norms. Without fused attention it is the core of
             attention, as in Korthikanti et al. 2022.
         zero: the state that data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+        ep: ranks among which experts are split, folded out of dp; tokens travel between them.
     """
 
     pp: int = 1
@@ -100,6 +108,7 @@ class Layout:
     chunks: int = 1
     recompute: str = "none"
     zero: int = 0
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -116,7 +125,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """The largest share that a rank has of a layer, its products and its tokens."""
+    """The largest share that a rank has of a layer, its products and its tokens.
+
+    Attributes:
+        experts: experts of the rank.
+        rows: tokens of these experts; a token counts for each of its experts.
+    """
 
     tokens: int
     sequences: int
@@ -124,29 +138,35 @@ class LayerShare:
     kv_heads: int
     intermediate: int
     vocab: int
+    experts: int
+    rows: int
 
     @staticmethod
-    def of(job: Job, cp: int, tp: int, micro_batch: int) -> "LayerShare":
+    def of(job: Job, cp: int, tp: int, micro_batch: int, ep: int = 1) -> "LayerShare":
         """Return the share of a layer.
 
         Sizes that do not divide are split as in weft.split_sizes. A key-value head is replicated, never cut.
         """
         model = job.model
+        tokens = micro_batch * -(-job.sequence_length // cp)
+        even = tokens * model.experts_per_token / tp  # the ranks of ep bring as many tokens as they take
         return LayerShare(
-            tokens=micro_batch * -(-job.sequence_length // cp),
+            tokens=tokens,
             sequences=micro_batch,
             heads=-(-model.heads // tp),
             kv_heads=-(-model.kv_heads // tp),
-            intermediate=-(-model.intermediate // tp),
+            intermediate=-(-model.mlp_width // tp),
             vocab=-(-model.vocab // tp),
+            experts=-(-model.experts // (ep * tp)),
+            rows=ceil(even * (job.imbalance if ep * tp > 1 else 1)),
         )
 
     def layer_parameters(self, model: Model) -> int:
-        """Return the number of parameters of a rank's part of one layer.
+        """Return the number of parameters of a rank's part of one layer, without experts.
 
-        Norms are whole, and so are the biases of outputs that are summed over ranks.
+        Norms are whole, and so are routers and the biases of outputs that are summed over ranks.
         """
         qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
-        products = model.hidden * (qkv + self.heads * model.head_dim)
+        products = model.hidden * (qkv + self.heads * model.head_dim + model.experts)
         products += (3 if model.gated_mlp else 2) * model.hidden * self.intermediate
         return products + model.vectors_per_layer(qkv, self.intermediate)

@@ -57,14 +57,16 @@ class Scale:
 
     def stage(self, layout: Layout, stage: int) -> Memory:
         job, hardware, model = self.job, self.job.hardware, self.job.model
-        shard = self._shard(layout.cp, layout.tp, layout.micro_batch)
+        shard = self._shard(layout.cp, layout.tp, layout.micro_batch, layout.ep)
         layers = split_layers(model.layers, layout.pp, stage)
-        parameters = layers * shard.layer_parameters(model) + self._ends(layout, stage, shard)
-        shared = layout.data_ranks
-        weights = job.element_bytes * parameters / (shared if layout.zero >= 3 else 1)
-        gradients = GRADIENT_BYTES * parameters / (shared if layout.zero >= 2 else 1)
-        optimizer = job.optimizer_bytes * parameters / (shared if layout.zero >= 1 else 1)
-        layer = self._layer(layout.cp, layout.tp, layout.micro_batch)
+        common = layers * shard.layer_parameters(model) + self._ends(layout, stage, shard)
+        experts = layers * shard.experts * model.expert_parameters
+        # What each rank has if the ranks with the same parameters shard them.
+        parameters, part = common + experts, (common + experts * layout.ep) / layout.data_ranks
+        weights = job.element_bytes * (part if layout.zero >= 3 else parameters)
+        gradients = GRADIENT_BYTES * (part if layout.zero >= 2 else parameters)
+        optimizer = job.optimizer_bytes * (part if layout.zero >= 1 else parameters)
+        layer = self._layer(layout.cp, layout.tp, layout.micro_batch, layout.ep)
         carried = in_flight(layout, stage, layout.micro_batches(job))
         activations = layers * layer.kept(layout.recompute) * carried
         last = stage == layout.pp - 1
@@ -72,11 +74,16 @@ class Scale:
         logits = shard.tokens * shard.vocab * (job.element_bytes + 8) if last else 0.0
         # The inputs of the last norm (of RMSNorm, the scaled input too) and of the output layer.
         ends = (2 if model.bias else 3) * layer.boundary if last else 0.0
-        buffers = self._buffers(layout, stage, gradients, carried, layer.boundary)
+        buffers = self._buffers(layout, stage, GRADIENT_BYTES * part, carried, layer.boundary)
         # A layer in backward holds its recomputed tensors and gradients: of the output and the input of the MLP's
         # second product, and of the layer's input or the matrix. Logits and ends are freed by then.
         passing = shard.tokens * (model.hidden + shard.intermediate)
         passing += model.hidden * max(shard.tokens, shard.intermediate)
+        if model.experts:  # one gradient for the first matrices of all experts
+            matrices = shard.experts * model.intermediate * (2 if model.gated_mlp else 1)
+            if job.eager:  # a loop over the experts adds up this gradient and that of the second matrices
+                matrices = 2 * matrices + shard.experts * model.intermediate
+            passing = shard.rows * (model.hidden + model.intermediate) + model.hidden * max(shard.rows, matrices)
         workspace = max(0.0, layer.again(layout.recompute) + passing * job.element_bytes - logits - ends)
         activations += ends
         moving = activations + logits + buffers + workspace
@@ -93,11 +100,14 @@ class Scale:
         matrices = 1 if first and last and model.tied_embeddings else first + last
         return matrices * shard.vocab * model.hidden + first * model.positions * model.hidden + last * model.final_norm
 
-    def _buffers(self, layout: Layout, stage: int, gradients: float, carried: float, boundary: float) -> float:
+    def _buffers(self, layout: Layout, stage: int, part: float, carried: float, boundary: float) -> float:
         """Return the bytes of the buffers that collectives write to.
 
         They are a gathered input, neighbours' keys and values, and values between stages.
         The buckets that are sent hold the gradients themselves.
+
+        Args:
+            part: bytes of the gradients that a rank has if they are sharded.
         """
         job, shard = self.job, self._shard(layout.cp, layout.tp, layout.micro_batch)
         buffers = 0.0
@@ -108,9 +118,10 @@ class Scale:
         if layout.pp > 1:
             buffers += self._passed_on(layout, stage, carried) * boundary
         if layout.zero == 1 and layout.dp > 1 and layout.pp == layout.cp == 1 and job.by_weft:
-            buffers += gradients / layout.dp
+            buffers += part
         if layout.zero == 3:  # the running layer and the next
-            buffers += 2 * job.element_bytes * shard.layer_parameters(job.model)
+            whole = shard.layer_parameters(job.model) + shard.experts * job.model.expert_parameters
+            buffers += 2 * job.element_bytes * whole
         return buffers
 
     def _passed_on(self, layout: Layout, stage: int, carried: float) -> float:
@@ -135,7 +146,7 @@ class LayerMemory:
         outer: tensors that norms and dropout keep, including the residual stream.
         attention: query, key, value and attention's result.
         core: other tensors that attention keeps.
-        inner: tensors of the MLP.
+        inner: tensors of the MLP and of the experts.
         selective: the parts of these that selective recomputation computes again, one after another.
     """
 
@@ -187,7 +198,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return min(micro_batches, behind)
 
 
-def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> LayerMemory:
+def layer_of(job: Job, cp: int, tp: int, micro_batch: int, ep: int = 1) -> LayerMemory:
     """Return the bytes that one layer keeps of one micro-batch on a rank.
 
     PyTorch saves: the inputs of both norms (of RMSNorm, the scaled input too) and of the four linear layers; query,
@@ -198,15 +209,20 @@ def layer_of(job: Job, cp: int, tp: int, micro_batch: int) -> LayerMemory:
     everything (equations 2 to 4).
 
     Context parallelism returns its result head by head, so the output layer has its own copy.
+
+    Experts keep as much for each of their tokens as an MLP of their width, and further the token itself and the output
+    before its routing weight.
     """
-    model, shard = job.model, LayerShare.of(job, cp, tp, micro_batch)
+    model, shard = job.model, LayerShare.of(job, cp, tp, micro_batch, ep)
     bytes_ = job.element_bytes
     region = -(-shard.tokens // tp) if job.sequence_parallel else shard.tokens
     outer = region * model.hidden * ((4 if model.bias else 6) * bytes_ + (2 if model.dropout else 0))
     results = 1 if cp == 1 else 2
     attention = shard.tokens * ((1 + results) * shard.heads + 2 * shard.kv_heads) * model.head_dim * bytes_
     # With a gate: its input, its activation, the other half, their product.
-    inner = shard.tokens * shard.intermediate * bytes_ * (4 if model.gated_mlp else 2)
+    wide = 4 if model.gated_mlp else 2
+    inner = shard.tokens * shard.intermediate * bytes_ * wide
+    inner += shard.rows * (wide * model.intermediate + 2 * model.hidden) * bytes_
     if job.fused_attention:
         core = 4 * shard.tokens * shard.heads
         selective = (attention + core, inner) if model.mlp_module else (attention + core,)

@@ -12,6 +12,7 @@ from typing import Any
 _WITH_A_GATE = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2"),
     *("olmo3", "cohere", "cohere2", "granite", "smollm3", "glm", "glm4", "exaone4", "ernie4_5", "seed_oss", "stablelm"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"),
 )
 _WITHOUT = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "apertus"),
@@ -40,9 +41,22 @@ _DEFAULTS = {
     "glm4": {"head_dim": 128, "kv_heads": 2},
     "ernie4_5": {"head_dim": 128, "kv_heads": 2},
     "seed_oss": {"head_dim": 128, "kv_heads": 8},
+    "mixtral": {"kv_heads": 8, "experts": 8, "experts_per_token": 2},
+    "qwen2_moe": {"experts": 60, "experts_per_token": 4, "expert_intermediate": 1408, "shared_intermediate": 5632},
+    "qwen3_moe": {"kv_heads": 4, "experts": 128, "experts_per_token": 8, "expert_intermediate": 768},
+    "olmoe": {"experts": 64, "experts_per_token": 8},
+    "granitemoe": {"experts": 8, "experts_per_token": 2},
 }
 _MLP_IN_THE_LAYER = {"opt"}
-_MIXTURES = ("num_experts", "num_local_experts", "n_routed_experts")
+# Entries of a configuration with dense layers between those with experts, and their values if there are none.
+_SOME_LAYERS: dict[str, tuple] = {
+    "first_k_dense_replace": (None, 0),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+    "moe_layer_start_index": (None, 0),
+    "moe_layer_interval": (None, 1),
+    "interleave_moe_layer_step": (None, 1),
+}
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert"}
 _OF_IMAGES = {"vit", "deit", "swin", "dinov2", "clip"}
 _NAMES = {
@@ -54,6 +68,10 @@ _NAMES = {
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "vocab": ("vocab_size",),
     "positions": ("n_positions", "max_position_embeddings"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "expert_intermediate": ("moe_intermediate_size",),
+    "shared_intermediate": ("shared_expert_intermediate_size",),
 }
 
 
@@ -62,7 +80,8 @@ class Model:
     """A decoder-only transformer.
 
     Args:
-        layers, hidden, intermediate, heads, vocab: its sizes; intermediate is the MLP's inner width.
+        layers, hidden, intermediate, heads, vocab: its sizes; intermediate is the inner width of the MLP, or of each
+            expert.
         kv_heads: fewer than heads with grouped-query attention; 0 takes heads.
         head_dim: 0 takes hidden / heads.
         gated_mlp: the MLP has three products (SwiGLU) instead of two.
@@ -73,6 +92,9 @@ class Model:
         positions: rows of a learned position embedding; 0 if positions are rotated into queries and keys.
         dropout: after attention and MLP, and in attention; its masks take memory.
         mlp_module: the MLP is its own module, so weft.parallelize(recompute="selective") computes it again.
+        experts: experts in place of each layer's MLP; 0 for a dense model.
+        experts_per_token: experts that the router chooses for a token.
+        shared_intermediate: inner width of the MLP beside the experts that all tokens pass through; 0 for none.
     """
 
     layers: int
@@ -90,6 +112,9 @@ class Model:
     positions: int = 0
     dropout: bool = False
     mlp_module: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_intermediate: int = 0
     name: str = "model"
 
     def __post_init__(self):
@@ -97,7 +122,7 @@ class Model:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Model: {name}={value!r} must be a whole number of at least 1")
-        for name in ("kv_heads", "head_dim", "positions"):
+        for name in ("kv_heads", "head_dim", "positions", "experts", "experts_per_token", "shared_intermediate"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"Model: {name}={value!r} must be a whole number of at least 0")
@@ -109,31 +134,53 @@ class Model:
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
         if self.heads % self.kv_heads:
             raise ValueError(f"Model: kv_heads={self.kv_heads} does not divide heads={self.heads}")
+        if bool(self.experts) != bool(self.experts_per_token) or self.experts_per_token > self.experts:
+            raise ValueError(
+                f"Model: experts_per_token={self.experts_per_token} must be from 1 to experts={self.experts}, or both 0"
+            )
+        if self.shared_intermediate and not self.experts:
+            raise ValueError(
+                f"Model: shared_intermediate={self.shared_intermediate} is beside experts, and experts=0: say "
+                f"intermediate for the MLP of a dense model"
+            )
 
     @property
     def qkv_width(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
+    def mlp_width(self) -> int:
+        """Inner width of the MLP that all tokens pass through."""
+        return self.shared_intermediate if self.experts else self.intermediate
+
+    @property
     def products_per_layer(self) -> int:
-        """Elements of a layer's matrices: each token is multiplied with them."""
+        """Elements of a layer's matrices with which each token is multiplied: of the experts, those of its own."""
         attention = self.hidden * self.qkv_width + self.heads * self.head_dim * self.hidden
-        return attention + (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
+        mlp = self.mlp_width + self.experts_per_token * self.intermediate
+        return attention + self.hidden * self.experts + (3 if self.gated_mlp else 2) * self.hidden * mlp
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of parameters of one expert."""
+        up = self.intermediate * (2 if self.gated_mlp else 1)
+        return self.hidden * (up + self.intermediate) + (up + self.hidden if self.bias else 0)
 
     def vectors_per_layer(self, qkv_width: int, intermediate: int) -> int:
-        """Return the number of elements of a layer's norms and biases.
+        """Return the number of elements of a layer's norms and biases, without those of experts.
 
         Tensor parallelism splits the biases of query, key, value and of the MLP's inner width, and leaves the rest
         whole.
 
         Args:
             qkv_width: a rank's width of query, key and value together.
-            intermediate: a rank's part of the MLP's inner width.
+            intermediate: a rank's part of the MLP's inner width; 0 if all of the MLP is experts.
         """
         norms = 2 * self.hidden * (2 if self.bias else 1) + (2 * self.head_dim if self.qk_norm else 0)
         qkv = qkv_width if self.bias or self.qkv_bias else 0
         up = intermediate * (2 if self.gated_mlp else 1)
-        return norms + qkv + (2 * self.hidden + up if self.bias else 0)
+        outputs = self.hidden * (2 if intermediate else 1) + self.experts
+        return norms + qkv + (outputs + up if self.bias else 0)
 
     @property
     def final_norm(self) -> int:
@@ -143,15 +190,24 @@ class Model:
     def parameters(self) -> int:
         """Number of parameters; for GPT the P of Narayanan et al. 2021, equation 2."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2) + self.positions * self.hidden
-        layer = self.products_per_layer + self.vectors_per_layer(self.qkv_width, self.intermediate)
+        layer = self.products_per_layer + self.vectors_per_layer(self.qkv_width, self.mlp_width)
+        if self.experts:  # the biases of experts are not among the vectors
+            chosen = self.experts_per_token * (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
+            layer += self.experts * self.expert_parameters - chosen
         return self.layers * layer + embeddings + self.final_norm
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses."""
+        idle = self.experts - self.experts_per_token
+        return self.parameters - self.layers * idle * self.expert_parameters
 
     def flops_per_token(self, sequence_length: int, *, causal: bool, recomputed: bool = False) -> float:
         """Return the floating-point operations of forward and backward for one token: 6 N, and attention.
 
-        N counts the matrices and the output layer. Attention is 12 x layers x heads x head_dim x sequence, or half of
-        it if causal. recomputed adds another forward of the layers, as equation 3 of Narayanan et al. 2021 does (8 N in
-        place of 6 N for the layers).
+        N counts the matrices that the token is multiplied with, and the output layer. Attention is 12 x layers x heads
+        x head_dim x sequence, or half of it if causal. recomputed adds another forward of the layers, as equation 3 of
+        Narayanan et al. 2021 does (8 N in place of 6 N for the layers).
 
         Args:
             causal: count only the causal half of attention.
@@ -167,8 +223,8 @@ class Model:
 
         Raises:
             ValueError: the name is neither a preset nor a file; fields are missing (the message names them) or
-                impossible; or the planner does not know this kind of model (a mixture of experts, an encoder, attention
-                over latent vectors).
+                impossible; or the planner does not know this kind of model (one with experts in some layers only, an
+                encoder, attention over latent vectors).
             TypeError: source is anything else.
         """
         if isinstance(source, Model):
@@ -222,7 +278,7 @@ def _from_config(config: Mapping, name: str) -> Model:
     kind = str(config.get("model_type", ""))
     unknown = _unknown(config, kind)
     if unknown:
-        raise ValueError(f"{name}: {unknown}: the planner knows dense transformers only, of a decoder alone")
+        raise ValueError(f"{name}: {unknown}: the planner knows transformers of a decoder alone, with equal layers")
     found: dict[str, Any] = {}
     for field, aliases in _NAMES.items():
         value = next((config[key] for key in (field, *aliases) if config.get(key) is not None), None)
@@ -236,11 +292,21 @@ def _from_config(config: Mapping, name: str) -> Model:
         found["kv_heads"] = 1 if config.get("multi_query", True) else found.get("heads", 0)
     if kind not in _LEARNED_POSITIONS and "positions" not in config:
         found.pop("positions", None)
+    width = found.pop("expert_intermediate", None)
+    if found.get("experts") in (None, 0, 1):
+        for field in ("experts", "experts_per_token", "shared_intermediate"):
+            found.pop(field, None)
+    elif width is not None:
+        found["intermediate"] = width
+        if config.get("n_shared_experts"):
+            found["shared_intermediate"] = config["n_shared_experts"] * width
     if "gated_mlp" in config or kind in _GATED:
         found["gated_mlp"] = _flag(config, ("gated_mlp",), _GATED.get(kind, False), name)
     wanted = ["layers", "hidden", "intermediate", "heads", "vocab", "gated_mlp"]
     if kind in _LEARNED_POSITIONS:
         wanted.append("positions")
+    if "experts" in found:
+        wanted.append("experts_per_token")
     unknown_type = f"whether the MLP has a gate, true or false: model_type {kind!r} is not known"
     missing = [
         f"{field} ({' or '.join(_NAMES[field]) if field in _NAMES else unknown_type})"
@@ -252,8 +318,8 @@ def _from_config(config: Mapping, name: str) -> Model:
     found |= {
         "tied_embeddings": _flag(config, ("tied_embeddings", "tie_word_embeddings"), kind in _TIED, name),
         "bias": bool(config.get("bias", config.get("mlp_bias", kind in _BIASED))),
-        "qkv_bias": bool(config.get("qkv_bias", config.get("attention_bias", kind == "qwen2"))),
-        "qk_norm": bool(config.get("qk_norm", kind == "qwen3")),
+        "qkv_bias": bool(config.get("qkv_bias", config.get("attention_bias", kind in ("qwen2", "qwen2_moe")))),
+        "qk_norm": bool(config.get("qk_norm", kind in ("qwen3", "qwen3_moe"))),
         "mlp_module": bool(config.get("mlp_module", kind not in _MLP_IN_THE_LAYER)),
         "dropout": bool(config.get("dropout", any(config.get(key) for key in ("resid_pdrop", "hidden_dropout")))),
     }
@@ -271,9 +337,9 @@ def _flag(config: Mapping, keys: tuple[str, ...], default: bool, name: str) -> b
 
 def _unknown(config: Mapping, kind: str) -> str:
     """Return the entry of a configuration that shows an unknown kind of model, or ""."""
-    experts = next((key for key in _MIXTURES if config.get(key) not in (None, 0, 1)), None)
-    if experts:
-        return f"{experts}={config[experts]}"
+    some = next((key for key, none in _SOME_LAYERS.items() if config.get(key) not in none), None)
+    if some:
+        return f"{some}={config[some]} (experts in some layers only)"
     if config.get("is_encoder_decoder"):
         return "is_encoder_decoder"
     if config.get("add_cross_attention"):

@@ -8,18 +8,22 @@ TILE_M, TILE_N = 128, 256  # output tile of a processor: the libraries' usual la
 PROLOGUE_K = 128  # a tile's start and end cost as much as this many further elements of the summed dimension
 
 
-def matmul_s(hardware: Hardware, flops: float, element_bytes: int, m: int, n: int, k: int) -> float:
+def matmul_s(
+    hardware: Hardware, flops: float, element_bytes: int, m: float, n: int, k: float, groups: int = 1
+) -> float:
     """Return the seconds of an [m, k] x [k, n] product: the larger of arithmetic and memory traffic (roofline).
+
+    With groups, so many of these products run in one kernel, and share its waves.
 
     Arithmetic runs at flops (the device's peak), less the losses of large products, of the last, partly filled wave of
     tiles, and of each tile's start and end.
     """
-    arithmetic = 2 * m * n * k / (flops * hardware.matmul_fraction)
+    arithmetic = 2 * groups * m * n * k / (flops * hardware.matmul_fraction)
     if hardware.processors:
-        waves = math.ceil(m / TILE_M) * math.ceil(n / TILE_N) / hardware.processors
+        waves = groups * math.ceil(m / TILE_M) * math.ceil(n / TILE_N) / hardware.processors
         # Libraries split the tiles of a short last wave along k: half of its idle time is left.
         arithmetic *= (1 + math.ceil(waves) / waves) / 2 * (1 + PROLOGUE_K / k)
-    return max(arithmetic, memory_s(hardware, element_bytes * (m * k + k * n + m * n)))
+    return max(arithmetic, memory_s(hardware, element_bytes * groups * (m * k + k * n + m * n)))
 
 
 def memory_s(hardware: Hardware, moved_bytes: float) -> float:
@@ -68,6 +72,23 @@ def gather_s(hardware: Hardware, whole_bytes: float, ranks: int, stride: int) ->
     if nodes > 1:
         rate = min(rate, here * hardware.network_bytes_s)
     return latency + whole_bytes * (ranks - 1) / ranks / rate
+
+
+def exchange_s(hardware: Hardware, sent_bytes: float, ranks: int, stride: int) -> float:
+    """Return the seconds of an all-to-all in which each rank sends sent_bytes, an equal part to each rank.
+
+    What leaves the node goes through the rank's own network device, at the same time as the rest over its link.
+
+    Args:
+        stride: distance between two members of the group, in ranks.
+    """
+    if ranks == 1:
+        return 0.0
+    here = members_in_a_node(hardware, ranks, stride)
+    inside = sent_bytes * (here - 1) / ranks / hardware.node_bytes_s + (here - 1) * hardware.node_latency_s
+    away = ranks - here
+    outside = sent_bytes * away / ranks / hardware.network_bytes_s + away * hardware.network_latency_s
+    return max(inside, outside)
 
 
 def members_in_a_node(hardware: Hardware, ranks: int, stride: int) -> int:

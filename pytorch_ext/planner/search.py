@@ -9,7 +9,7 @@ from typing import Any
 from weft.planner.hardware import check_count, presets
 from weft.planner.job import RECOMPUTE, SCHEDULES, Job, Layout
 from weft.planner.memory import Memory, Scale
-from weft.planner.start import DIMENSIONS, code, init_mesh
+from weft.planner.start import DIMENSIONS, code, dimensions, init_mesh
 from weft.planner.step import Clock, Step
 
 # Each further mechanism (a dimension, a ZeRO stage, recomputation, chunks) must make a step faster by this share: the
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {name: getattr(self.layout, name) for name in DIMENSIONS}
+        return {name: getattr(self.layout, name) for name in dimensions(self.job.model.experts > 0)}
 
     @property
     def init_mesh(self) -> str:
@@ -142,11 +142,13 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
 def meshes(job: Job, gpus: int) -> Iterator[Layout]:
     """Yield every pp x dp x cp x tp of so many devices that can compute the job, as a Layout with defaults.
 
-    Left out are tensor parallelism over more ranks than heads or over more than two nodes, stages without a layer,
-    data-parallel ranks without a whole and equal share of the batch, and context-parallel ranks with too few tokens.
+    With experts, there is one for each ep. Left out are tensor parallelism over more ranks than heads or over more than
+    two nodes, stages without a layer, data-parallel ranks without a whole and equal share of the batch,
+    context-parallel ranks with too few tokens, and ranks without an expert.
     """
+    experts = job.model.experts
     for tp in _divisors(gpus):
-        if tp > min(job.model.heads, 2 * job.hardware.devices_per_node):
+        if tp > min(job.model.heads, 2 * job.hardware.devices_per_node, experts or job.model.heads):
             break
         for pp in _divisors(gpus // tp):
             if pp > job.model.layers:
@@ -156,12 +158,13 @@ def meshes(job: Job, gpus: int) -> Iterator[Layout]:
                 if cp > max(1, job.sequence_length // MIN_TOKENS):
                     break
                 if job.global_batch % dp == 0:
-                    yield Layout(pp, dp, cp, tp)
+                    together = (ep for ep in _divisors(dp) if ep == 1 or ep * tp <= experts)
+                    yield from (Layout(pp, dp, cp, tp, ep=ep) for ep in together)
 
 
 def family(layout: Layout) -> str:
     """Return the names of the dimensions that a layout uses."""
-    return " x ".join(name for name in DIMENSIONS if getattr(layout, name) > 1) or "one device"
+    return " x ".join(name for name in dimensions(True) if getattr(layout, name) > 1) or "one device"
 
 
 def _leanest(mesh: Layout, recompute: str) -> Layout:
@@ -204,8 +207,10 @@ def _stages(mesh: Layout) -> range:
     """Return the ZeRO stages that a mesh can have.
 
     Under a pipeline the optimizer's states are the most that is sharded: gradients and weights would be communicated
-    for each micro-batch.
+    for each micro-batch. With ep, weft.DataParallel alone knows which ranks have the same parameters.
     """
+    if mesh.ep > 1:
+        return range(1 if mesh.pp > 1 else 2)
     return range(1 if mesh.data_ranks == 1 else 2 if mesh.pp > 1 else 4)
 
 
@@ -224,7 +229,7 @@ def _schedules(job: Job, mesh: Layout, micro_batches: int) -> Iterator[tuple[str
 
 def _cost(plan: Plan) -> float:
     layout = plan.layout
-    mechanisms = sum(getattr(layout, name) > 1 for name in DIMENSIONS) + layout.zero + (layout.schedule != "1f1b")
+    mechanisms = sum(getattr(layout, name) > 1 for name in dimensions(True)) + layout.zero + (layout.schedule != "1f1b")
     mechanisms += RECOMPUTE.index(layout.recompute)
     return plan.step.seconds * (1 + WORTH * mechanisms)
 
@@ -240,10 +245,11 @@ def _rejected(
 ) -> list[Rejection]:
     """Return a line for each other combination of dimensions, and for each other way to run the chosen mesh."""
     rejected = []
-    for count in range(1, len(DIMENSIONS) + 1):
-        for names in combinations(DIMENSIONS, count):
+    named = dimensions(job.model.experts > 0)
+    for count in range(1, len(named) + 1):
+        for names in combinations(named, count):
             name = " x ".join(names)
-            if name == family(chosen.layout) or gpus == 1:
+            if name == family(chosen.layout) or gpus == 1 or ("ep" in names and "dp" not in names):
                 continue
             if name in best:
                 rejected.append(Rejection(name, _slower(best[name], chosen)))
@@ -315,8 +321,9 @@ def _too_big(layout: Layout, memory: Memory, job: Job) -> str:
 def _impossible(job: Job, gpus: int, names: tuple[str, ...]) -> str:
     if names == ("dp",):
         return f"a batch of {job.global_batch} sequences does not divide over {gpus} ranks"
-    if _factors(gpus) < len(names):
-        return f"{gpus} is no product of {len(names)} sizes above 1"
+    sizes = len(names) - ("ep" in names)  # ep is folded out of dp
+    if _factors(gpus) < sizes:
+        return f"{gpus} is no product of {sizes} sizes above 1"
     return _limits(job, gpus, names)
 
 
@@ -326,6 +333,7 @@ def _limits(job: Job, gpus: int, names: tuple[str, ...]) -> str:
         "dp": f"dp divides a batch of {job.global_batch}",
         "cp": f"cp <= {max(1, job.sequence_length // MIN_TOKENS)} ({MIN_TOKENS} tokens a rank)",
         "tp": f"tp <= {min(job.model.heads, 2 * job.hardware.devices_per_node)} (heads; two nodes)",
+        "ep": f"ep divides dp, and ep x tp <= {job.model.experts} experts",
     }
     return f"no such mesh of {gpus}: {', '.join(limits[name] for name in names)}"
 
@@ -373,7 +381,7 @@ def _fits(job: Job, gpus: int, recompute: str) -> bool:
 
 def describe(layout: Layout) -> str:
     """Return a layout in a few words."""
-    parts = [f"{name}={getattr(layout, name)}" for name in DIMENSIONS if getattr(layout, name) > 1]
+    parts = [f"{name}={getattr(layout, name)}" for name in dimensions(True) if getattr(layout, name) > 1]
     parts.append(f"micro-batch {layout.micro_batch}")
     if layout.pp > 1:
         parts.append(layout.schedule + (f" of {layout.chunks}" if layout.chunks > 1 else ""))

@@ -18,9 +18,14 @@ DIMENSIONS = ("pp", "dp", "cp", "tp")
 _SCHEDULES = {"gpipe": "afab"}  # schedule -> weft.Pipeline's name for it
 
 
+def dimensions(experts: bool) -> tuple[str, ...]:
+    """Return the dimensions of a mesh; ep only if there are experts, folded out of dp."""
+    return (*DIMENSIONS, "ep") if experts else DIMENSIONS
+
+
 def init_mesh(layout: Layout) -> str:
     """Return the call that makes the layout's mesh."""
-    return f"weft.init_mesh({', '.join(f'{name}={getattr(layout, name)}' for name in DIMENSIONS)})"
+    return f"weft.init_mesh({', '.join(f'{name}={getattr(layout, name)}' for name in dimensions(layout.ep > 1))})"
 
 
 def code(job: Job, layout: Layout) -> str:
@@ -43,7 +48,7 @@ def code(job: Job, layout: Layout) -> str:
         options.append('context={"parts": True}')
     if layout.recompute != "none":
         options.append(f'recompute="{layout.recompute}"')
-    if len(options) > 2:
+    if len(options) > 2 or layout.ep > 1:
         lines += _call("model = weft.parallelize", options)
     return (
         "\n".join([*lines, *_loss(job, layout), *_wrapped(job, layout), *_optimizer(job, layout), *_step(job, layout)])

@@ -6,12 +6,17 @@ from math import log, log2, sqrt
 
 from weft.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
 from weft.planner.passes import passes_of, update_bytes
-from weft.planner.rates import attention_s, elementwise_s, gather_s, matmul_s, memory_s, send_s
+from weft.planner.rates import attention_s, elementwise_s, exchange_s, gather_s, matmul_s, memory_s, send_s
 
 CAUSAL_BACKWARD = 2.5  # attention's backward has five products, forward has two (Dao et al. 2022)
 KERNELS_FORWARD, KERNELS_BACKWARD = 12, 22  # launches in a layer
+KERNELS_OF_EXPERTS = 10  # further launches for a layer's routing, in either direction: scores, sort, counts, rows, sums
 TENSOR_MEETINGS = 4  # collectives of tp in a layer: sums after attention and after the MLP, and both in backward
 CONTEXT_MEETINGS = 6  # collectives of cp: keys and values, both again in backward, and their gradients
+EXPERT_MEETINGS = 4  # all-to-alls of ep in a layer: tokens and results, and the gradients of both
+# Passes over the tokens of experts, in either direction: a row for each token's expert (read, write), the sum of the
+# results (read, read and write the sum). With ep the rows are sorted once more after each all-to-all.
+ROW_PASSES, ROW_PASSES_EP = 5, 9
 # Communication at the same time as arithmetic takes multiprocessors and memory bandwidth from it: it costs this share
 # of its own time. From the layer times of Korthikanti et al. 2022, table 4: (11.8 ms - 11.2 ms) / 1.5 ms.
 BESIDE_COST = 0.4
@@ -94,7 +99,7 @@ class Clock:
         (Qi et al. 2023, table 1).
         """
         job, m = self.job, layout.micro_batches(self.job)
-        block = self.block(layout.cp, layout.tp, layout.micro_batch, layout.recompute)
+        block = self.block(layout.cp, layout.tp, layout.micro_batch, layout.recompute, layout.ep)
         head = self.head(layout.cp, layout.tp, layout.micro_batch)
         most, least = -(-job.model.layers // layout.pp), job.model.layers // layout.pp
         gathered = self._weights_gathered(layout, block) if layout.zero == 3 else 0.0
@@ -109,7 +114,7 @@ class Clock:
             # The weights' gradients of micro-batches before the last, up to pp - 1, fill the remaining idle time.
             filling = layout.pp - 1 + min(m - 1, layout.pp - 1)
             idle = max(0.0, idle - filling * job.model.layers / layout.pp * block.weight)
-        gradients, update = self.synchronisation(layout.pp, layout.dp, layout.cp, layout.tp, layout.zero)
+        gradients, update = self.synchronisation(layout.pp, layout.dp, layout.cp, layout.tp, layout.zero, layout.ep)
         if layout.zero >= 2:
             gradients *= m if layout.zero == 2 else 0  # stage 3: see _weights_gathered
         if job.overlap != "none":
@@ -147,30 +152,47 @@ class Clock:
         """
         layers = -(-self.job.model.layers // layout.pp) * layout.micro_batches(self.job)
         meetings = TENSOR_MEETINGS * log2(layout.tp) + CONTEXT_MEETINGS * log2(layout.cp)
+        meetings += EXPERT_MEETINGS * log2(layout.ep)
         return layers * meetings * self.job.hardware.turn_s
 
-    def _matmul(self, m: int, n: int, k: int) -> float:
-        return matmul_s(self.job.hardware, self.job.peak_flops, self.job.element_bytes, m, n, k)
+    def _matmul(self, m: float, n: int, k: float, groups: int = 1) -> float:
+        return matmul_s(self.job.hardware, self.job.peak_flops, self.job.element_bytes, m, n, k, groups)
 
-    def _block(self, cp: int, tp: int, micro_batch: int, recompute: str) -> Block:
+    def _experts(self, shard: LayerShare) -> tuple[float, float, float]:
+        """Return the seconds of the products of routers and experts: forward, gradients of tokens, of weights."""
+        model = self.job.model
+        if not model.experts:
+            return 0.0, 0.0, 0.0
+        up, rows = model.intermediate * (2 if model.gated_mlp else 1), shard.rows / shard.experts
+        shapes: list[tuple[float, int, int, int]] = [(shard.tokens, model.experts, model.hidden, 1)]
+        shapes += [(rows, up, model.hidden, shard.experts), (rows, model.hidden, model.intermediate, shard.experts)]
+        return (
+            sum(self._matmul(m, n, k, groups) for m, n, k, groups in shapes),
+            sum(self._matmul(m, k, n, groups) for m, n, k, groups in shapes),
+            sum(self._matmul(n, k, m, groups) for m, n, k, groups in shapes),
+        )
+
+    def _block(self, cp: int, tp: int, micro_batch: int, recompute: str, ep: int = 1) -> Block:
         job, model, hardware = self.job, self.job.model, self.job.hardware
-        shard = LayerShare.of(job, cp, tp, micro_batch)
+        shard = LayerShare.of(job, cp, tp, micro_batch, ep)
         tokens, bytes_ = shard.tokens, job.element_bytes
         qkv = (shard.heads + 2 * shard.kv_heads) * model.head_dim
         up = shard.intermediate * (2 if model.gated_mlp else 1)
         shapes = [
             (qkv, model.hidden),
             (model.hidden, shard.heads * model.head_dim),
-            (up, model.hidden),
-            (model.hidden, shard.intermediate),
         ]
-        forward = sum(self._matmul(tokens, n, k) for n, k in shapes)
-        data = sum(self._matmul(tokens, k, n) for n, k in shapes)
-        weight = sum(self._matmul(n, k, tokens) for n, k in shapes)
+        if shard.intermediate:
+            shapes += [(up, model.hidden), (model.hidden, shard.intermediate)]
+        experts = self._experts(shard)
+        forward = sum(self._matmul(tokens, n, k) for n, k in shapes) + experts[0]
+        data = sum(self._matmul(tokens, k, n) for n, k in shapes) + experts[1]
+        weight = sum(self._matmul(n, k, tokens) for n, k in shapes) + experts[2]
         attention_forward, attention_backward = self._attention(shard)
 
-        between = self._between(shard, -(-tokens // tp) if job.sequence_parallel else tokens)
-        kernels = KERNELS_FORWARD, KERNELS_BACKWARD
+        between = self._between(shard, -(-tokens // tp) if job.sequence_parallel else tokens, ep)
+        routing = KERNELS_OF_EXPERTS if model.experts else 0
+        kernels = KERNELS_FORWARD + routing, KERNELS_BACKWARD + routing
         arithmetic = forward + attention_forward, data + weight + attention_backward
         forward_s, backward_s = (
             self._launched(busy + outer + inner, count, cp)
@@ -180,11 +202,14 @@ class Clock:
         forward_exposed, backward_exposed = self._tensor_exposed(once, tp, forward, data, weight)
         forward_exposed += self._context_exposed(shard, cp, tp, attention_forward)
         backward_exposed += 2 * self._context_exposed(shard, cp, tp, attention_backward / 2)
+        sent = shard.rows * model.hidden * bytes_
+        exchanges = EXPERT_MEETINGS / 2 * exchange_s(hardware, sent, ep, cp * tp)
+        forward_exposed, backward_exposed = forward_exposed + exchanges, backward_exposed + exchanges
         recomputed = 0.0
         if recompute == "full":
             recomputed, backward_exposed = forward_s, backward_exposed + forward_exposed
         elif recompute == "selective" and job.fused_attention:
-            mlp = sum(self._matmul(tokens, n, k) for n, k in shapes[2:]) + between[0][1]
+            mlp = sum(self._matmul(tokens, n, k) for n, k in shapes[2:]) + experts[0] + between[0][1]
             recomputed = forward_s - between[0][0] - (0 if model.mlp_module else mlp)
             # Attention waits for its collectives again, and so does an MLP that is a module.
             backward_exposed += forward_exposed * (1 if model.mlp_module else 0.5)
@@ -192,19 +217,21 @@ class Clock:
             recomputed = attention_forward
         return Block(forward_s, backward_s, recomputed, weight, forward_exposed, backward_exposed)
 
-    def _between(self, shard: LayerShare, region: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    def _between(self, shard: LayerShare, region: int, ep: int) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the seconds of the operations between products, as two pairs: forward, and backward.
 
-        The first of a pair is norms, residual sums and rotations, the second is the MLP's activation and gate.
+        The first of a pair is norms, residual sums and rotations, the second is the MLP's activation and gate, and the
+        rows of experts.
         """
         job, model, hardware, bytes_ = self.job, self.job.model, self.job.hardware, self.job.element_bytes
-        elements = shard.tokens * shard.intermediate
+        elements = shard.tokens * shard.intermediate + shard.rows * model.intermediate
+        moved = shard.rows * model.hidden * (ROW_PASSES if ep == 1 else ROW_PASSES_EP)
         rotated = (shard.heads + shard.kv_heads) * model.head_dim * shard.tokens
         activation = hardware.activation_forward_s, hardware.activation_backward_s
         forward, backward = (
             (
                 elementwise_s(hardware, bytes_ * (passes.outer * region * model.hidden + passes.rotated * rotated)),
-                elementwise_s(hardware, bytes_ * passes.inner * elements) + elements * seconds,
+                elementwise_s(hardware, bytes_ * (passes.inner * elements + moved)) + elements * seconds,
             )
             for passes, seconds in zip(passes_of(job), activation, strict=True)
         )
@@ -294,24 +321,32 @@ class Clock:
             one += gather_s(job.hardware, whole, layout.tp, 1)
         return 2 * layout.chunks * one * (BESIDE_COST if job.overlap == "all" else 1)
 
-    def _stage_parameters(self, pp: int, tp: int) -> int:
-        """Return the number of parameters in a rank's part of the largest stage."""
-        model, shard = self.job.model, LayerShare.of(self.job, 1, tp, 1)
+    def _stage_parameters(self, pp: int, tp: int, ep: int) -> tuple[int, int]:
+        """Return the numbers of parameters in a rank's part of the largest stage: without experts, and of experts."""
+        model, shard = self.job.model, LayerShare.of(self.job, 1, tp, 1, ep)
         embedding = shard.vocab * model.hidden
         ends = embedding * (1 if model.tied_embeddings or pp > 1 else 2)
-        return -(-model.layers // pp) * shard.layer_parameters(model) + ends
+        layers = -(-model.layers // pp)
+        return layers * shard.layer_parameters(model) + ends, layers * shard.experts * model.expert_parameters
 
-    def _synchronisation(self, pp: int, dp: int, cp: int, tp: int, zero: int) -> tuple[float, float]:
-        """Return the seconds of the gradients' sum over the data-parallel ranks, and of the optimizer's update."""
+    def _synchronisation(self, pp: int, dp: int, cp: int, tp: int, zero: int, ep: int = 1) -> tuple[float, float]:
+        """Return the seconds of the gradients' sum over the data-parallel ranks, and of the optimizer's update.
+
+        Experts have replicas on every ep-th of these ranks.
+        """
         job, hardware = self.job, self.job.hardware
-        parameters = self._stage_parameters(pp, tp)
-        ranks = dp * cp
-        scattered = gather_s(hardware, GRADIENT_BYTES * parameters, ranks, tp)
-        if zero == 0:
-            gathered = scattered
-        else:
-            gathered = gather_s(hardware, job.element_bytes * parameters, ranks, tp) if zero < 3 else 0.0
-        update = memory_s(hardware, update_bytes(job) * parameters / (ranks if zero else 1))
+        common, experts = self._stage_parameters(pp, tp, ep)
+        summed = [(common, dp * cp, tp), (experts, dp * cp // ep, tp * ep)]
+        if ep == 1:
+            summed = [(common + experts, dp * cp, tp)]
+
+        def gathering(bytes_: int) -> float:
+            return sum(gather_s(hardware, bytes_ * parameters, ranks, stride) for parameters, ranks, stride in summed)
+
+        scattered = gathering(GRADIENT_BYTES)
+        gathered = scattered if zero == 0 else gathering(job.element_bytes) if zero < 3 else 0.0
+        held = sum(parameters / (ranks if zero else 1) for parameters, ranks, _ in summed)
+        update = memory_s(hardware, update_bytes(job) * held)
         if zero == 2:  # scattered for each micro-batch, gathered once
             return scattered, update + gathered
         return scattered + gathered, update
@@ -322,7 +357,8 @@ class Clock:
         Its weights are gathered twice and its gradients are scattered.
         """
         job, hardware = self.job, self.job.hardware
-        parameters = LayerShare.of(job, 1, layout.tp, 1).layer_parameters(job.model)
+        shard = LayerShare.of(job, 1, layout.tp, 1)
+        parameters = shard.layer_parameters(job.model) + shard.experts * job.model.expert_parameters
         weights = gather_s(hardware, job.element_bytes * parameters, layout.data_ranks, layout.tp)
         gradients = gather_s(hardware, GRADIENT_BYTES * parameters, layout.data_ranks, layout.tp)
         forward, backward = block.forward, block.backward + block.recomputed

@@ -62,8 +62,19 @@ def test_no_digit_is_cut_at_80_columns(monkeypatch, capsys):
     from weft.planner import command
 
     monkeypatch.setattr(command, "_console", lambda: Console(width=80))
-    runs = (LLAMA, ["gpt-3-175b", "--gpus", "3072", "--hardware", "a100", "--sequence-length", "2048"])
-    for arguments in (runs[0], [*runs[1], "--global-batch", "1536"]):
+    gpt = ["gpt-3-175b", "--gpus", "3072", "--hardware", "a100", "--sequence-length", "2048", "--global-batch", "1536"]
+    mixtral = [
+        "mixtral-8x7b",
+        "--gpus",
+        "16",
+        "--hardware",
+        "h100",
+        "--sequence-length",
+        "4096",
+        "--global-batch",
+        "256",
+    ]
+    for arguments in (LLAMA, gpt, mixtral):
         assert main(["plan", *arguments, "--top", "5"]) == 0
         words = capsys.readouterr().out
         assert max(map(len, words.splitlines())) <= 80, words
@@ -73,6 +84,15 @@ def test_no_digit_is_cut_at_80_columns(monkeypatch, capsys):
         assert [row[0] for row in rows] == list("12345" * 2), words
         assert "…" not in words
         assert all(len(row) == 9 for row in rows[5:]), words
+
+
+def test_experts_are_named_with_what_a_token_uses():
+    arguments = ["mixtral-8x7b", "--gpus", "16", "--hardware", "h100", "--sequence-length", "4096"]
+    words = weft("plan", *arguments, "--global-batch", "256", "--imbalance", "1.5")
+    assert "46.70B parameters; 45.10B in 8 experts a layer, 12.88B active" in words and "imbalance 1.5" in words
+    assert "pp dp cp tp ep" in words and "\n  dp x ep " in words
+    message = weft("plan", *arguments, "--global-batch", "256", "--imbalance", "0.5", code=2)
+    assert "weft plan: imbalance=0.5 must be at least 1" in message
 
 
 def test_a_leaner_way_is_called_so():

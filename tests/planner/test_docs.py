@@ -96,7 +96,16 @@ def network():
     return f"Llama 3 8B on 64 H100, dp=16 x cp=2 x tp=2: a network of 10 Gbit/s a GPU in place of 400 takes {times_[1] / times_[0]:.2f}x the time"
 
 
-FIGURES = [small, states, tensor_in_a_node, pipeline, schedule, long_sequences, recompute, network]
+def experts():
+    """A mixture that fits with ep and no other split."""
+    job = Job(Model.of("mixtral-8x7b"), Hardware.of("h200"), 4096, 256)
+    whole, together = (Layout(dp=16, zero=1, ep=ep) for ep in (1, 8))
+    step = Clock(job).step(together)
+    exposed, even = step.exposed_s / step.seconds, Clock(replace(job, imbalance=1.0)).step(together).seconds
+    return f"Mixtral 8x7B on 16 H200, dp=16: {gib(job, whole)} without ep, {gib(job, together)} with ep=8, which waits {exposed:.0%} of the time; a rank with 1.1 times the mean load costs {step.seconds / even - 1:.0%}"
+
+
+FIGURES = [small, states, tensor_in_a_node, pipeline, schedule, long_sequences, recompute, network, experts]
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.__name__)
@@ -112,6 +121,28 @@ def test_the_page_s_validation_table_is_what_the_planner_says():
         line = f"| {source} | {len(rows)} | {mean_error(rows):.1%} |"
         assert line in PAGE, line
     assert f"{mean_error(compared):.1%} over {len(compared)} runs" in PAGE
+
+
+MIXTRAL = Model.of("mixtral-8x7b")
+GPT_OSS = Model(36, 2880, 2880, 64, 201088, kv_heads=8, head_dim=64, bias=True, experts=128, experts_per_token=4)
+# Model, devices, global batch, layout, published TFLOP/s a device. All in bf16 with sequences of 4,096.
+PUBLISHED_MIXTURES = {
+    "Mixtral 8x7B, 64 H100, Megatron-Core 0.9": (
+        MIXTRAL, "h100", 256, Layout(4, 16, schedule="interleaved", chunks=8, zero=1, ep=8), 468),
+    "GPT-OSS 120B, 64 B200, Megatron Bridge 26.02": (
+        GPT_OSS, "b200", 1280, Layout(dp=64, micro_batch=4, zero=1, ep=64), 219),
+    "GPT-OSS 120B, 64 H100, Megatron Bridge 26.02": (
+        GPT_OSS, "h100", 1280, Layout(4, 16, zero=1, ep=8), 163),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", PUBLISHED_MIXTURES)
+def test_the_page_says_how_far_off_a_published_mixture_is(run):
+    model, hardware, batch, layout, published = PUBLISHED_MIXTURES[run]
+    job = Job(model, Hardware.of(hardware), 4096, batch, by_weft=False, imbalance=1.0)
+    predicted = Clock(job).step(layout).flops_per_s / 1e12
+    line = f"| {run} | {published} | {predicted:.0f} | {predicted / published - 1:+.0%} |"
+    assert line in PAGE, line
 
 
 def test_the_page_s_commands_run(capsys):

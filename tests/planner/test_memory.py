@@ -1,5 +1,6 @@
 """The planner's memory: the formulas of Korthikanti et al. 2022, what PyTorch saves, and what never takes more."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from weft.planner import Hardware, Job, Layout, Model, Scale
+from weft.planner.job import LayerShare
 from weft.planner.memory import in_flight, layer_of
 
 A100 = Hardware.of("a100")
@@ -44,6 +46,24 @@ def test_the_first_stage_holds_as_many_micro_batches_as_korthikanti_et_al_say():
     assert [in_flight(Layout(pp=4), stage, 100) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(Layout(pp=4), 0, 2) == 2
     assert in_flight(Layout(pp=4, schedule="gpipe"), 3, 100) == 100
+
+
+def test_experts_are_divided_by_ep_and_tp_and_their_states_by_the_ranks_with_the_same():
+    model = Model(3, 64, 24, 4, 100, experts=10, experts_per_token=2, shared_intermediate=32)
+    job = Job(model, Hardware.of("a100"), 128, 16)
+    expert, common = 3 * 64 * 24, model.parameters - 3 * 10 * 3 * 64 * 24
+    for ep, most in ((1, 10), (2, 5), (4, 3), (8, 2)):  # the rank with the most of ten
+        memory = Scale(job).memory(Layout(dp=8, ep=ep, zero=1))
+        held = common + 3 * most * expert
+        assert memory.weights == 2 * held and memory.gradients == 4 * held
+        assert memory.optimizer == pytest.approx(12 * (common / 8 + 3 * most * expert * ep / 8))
+    split = LayerShare.of(job, 1, 2, 1, 4)
+    assert (split.experts, split.intermediate) == (2, 16)  # ten over eight ranks
+    # Each rank's tokens count for two experts; the most loaded rank of ep and tp has a tenth more than the mean.
+    assert LayerShare.of(job, 1, 1, 3).rows == 3 * 128 * 2 and split.rows == math.ceil(1.1 * 128 * 2 / 2)
+    more = Scale(replace(job, imbalance=2.0)).memory(Layout(dp=8, ep=2)).activations
+    even = Scale(replace(job, imbalance=1.0)).memory(Layout(dp=8, ep=2)).activations
+    assert more - even == 3 * 256 * (2 * 64 + 4 * 24) * 2
 
 
 def test_states_take_18_bytes_a_parameter_in_bf16_and_16_in_fp32():

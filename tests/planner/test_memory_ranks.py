@@ -10,12 +10,14 @@ import gpt
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import weft
 from weft.bench.data_parallel import demo_gpt
+from weft.nn import Experts
 from weft.planner import Hardware, Job, Layout, Model, Scale
 from weft.planner.memory import in_flight, split_layers
 from weft.testing.models import LLAMA_PLAN, Llama
@@ -27,6 +29,23 @@ MACHINE = Hardware("cpu", 1e12, {"fp32": 1e9}, 1e9, 1e9, 1e9)
 
 class SmallLlama(Llama):
     HEAD, KV_HEADS, HIDDEN, WORDS = 32, 4, 700, 300
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(256, 8, bias=False), Experts(8, 256, 300)
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2, -1)
+        return self.experts(x, index, weights)
+
+
+class SmallMixture(SmallLlama):
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        for block in self.blocks:
+            block.mlp = MixtureOfExperts()
 
 
 def llama_plan():
@@ -56,6 +75,12 @@ DEMOS = {
               mlp_module=False),
     ),
     "Llama": Demo(lambda: SmallLlama(4), llama_plan, Model(4, 256, 700, 8, 300, kv_heads=4)),
+    "mixture": Demo(
+        lambda: SmallMixture(4),
+        lambda: {name: entry for name, entry in llama_plan().items() if "mlp" not in name}
+        | {"blocks.*.mlp.experts": "experts"},
+        Model(4, 256, 300, 8, 300, kv_heads=4, experts=8, experts_per_token=2),
+    ),
     "bench/data_parallel.py": Demo(
         demo_gpt, dict, Model(6, 256, 1024, 4, 256, gated_mlp=False, bias=True, mlp_module=False)
     ),
@@ -141,9 +166,10 @@ def held(rank, cases):
 def held_by_one(demo, layout):
     demo = DEMOS[demo]
     torch.manual_seed(0)
-    mesh = weft.init_mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp, device_type="cpu")
+    mesh = weft.init_mesh(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, device_type="cpu")
+    plan = demo.plan() if layout.tp > 1 else None
     model = weft.parallelize(
-        demo.make(), mesh["cp", "tp"], plan=demo.plan() if layout.tp > 1 else None,
+        demo.make(), mesh["cp", "tp"], plan="auto" if layout.ep > layout.tp == 1 else plan,
         context={"parts": True} if layout.cp > 1 else "auto", recompute=layout.recompute,
     )  # fmt: skip
     whole = torch.randint(demo.model.vocab, (2, BATCH, SEQUENCE))
@@ -236,6 +262,11 @@ def layouts(demo, mesh):
 
 
 def cases_of(demo, ranks):
+    if demo == "mixture":
+        for sizes in (dict(tp=2), dict(dp=2), dict(dp=2, ep=2), dict(dp=2, ep=2, zero=1), dict(dp=2, zero=1)):
+            yield demo, Layout(**sizes, micro_batch=BATCH // sizes.get("dp", 1))
+        yield demo, Layout(dp=2, ep=2, micro_batch=BATCH // 2, recompute="full")
+        return
     for mesh in meshes(ranks):
         for layout in layouts(demo, mesh):
             # The bench's is only trained data parallel, and its blocks have no modules that could be recomputed alone.
@@ -245,6 +276,7 @@ def cases_of(demo, ranks):
 
 slow = pytest.mark.slow("pytorch_ext/planner", "pytorch_ext/pipeline")
 ALL = {(demo, ranks): pytest.param(demo, ranks, marks=slow) for demo in DEMOS for ranks in (1, 2, 4)}
+del ALL["mixture", 1], ALL["mixture", 4]
 ALL["Llama", 2] = ("Llama", 2)
 
 
@@ -254,7 +286,7 @@ def test_every_rank_holds_what_is_predicted(demo, ranks):
     cases = list(cases_of(demo, ranks))
     found = run_ranks(held, ranks, cases, timeout_s=290, group_timeout_s=120)
     for number, (_, layout) in enumerate(cases):
-        job = Job(DEMOS[demo].model, MACHINE, SEQUENCE, BATCH, "fp32", sequence_parallel=False)
+        job = Job(DEMOS[demo].model, MACHINE, SEQUENCE, BATCH, "fp32", sequence_parallel=False, imbalance=1.0)
         for rank in range(ranks):
             predicted = Scale(job).stage(layout, rank * layout.pp // ranks)
             _compare(found[rank][number], predicted, demo, layout, rank)

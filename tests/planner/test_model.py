@@ -69,6 +69,8 @@ def test_operations_are_equation_3_of_narayanan_et_al():
         ("llama-3-70b", 70_553_706_496),
         ("llama-3-405b", 405_853_388_800),
         ("qwen3-32b", 32_762_123_264),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
     ],
 )
 def test_a_preset_has_the_parameters_of_the_published_checkpoint(name, parameters):
@@ -120,6 +122,31 @@ def test_families_have_the_parameters_that_they_are_known_for(config, billions):
     assert Model.of(config).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("config", "billions", "active"),
+    [  # as the models' cards say
+        (family("mixtral", 32, 4096, 32, 32000, intermediate_size=14336), 46.7, 12.9),
+        (family("mixtral", 56, 6144, 48, 32768, intermediate_size=16384), 141, 39),
+        (family("qwen3_moe", 94, 4096, 64, 151936, head_dim=128, moe_intermediate_size=1536, intermediate_size=12288,
+                mlp_only_layers=[], decoder_sparse_step=1), 235, 22.2),
+        (family("qwen2_moe", 24, 2048, 16, 151936, num_key_value_heads=16, moe_intermediate_size=1408,
+                shared_expert_intermediate_size=5632, num_experts=60, intermediate_size=5632), 14.3, 2.7),
+        (family("olmoe", 16, 2048, 16, 50304, intermediate_size=1024, num_experts=64), 6.92, 1.28),
+        (family("unheard-of", 16, 2048, 16, 50304, num_experts=64, num_experts_per_tok=8, intermediate_size=9999,
+                moe_intermediate_size=1024, gated_mlp=True), 6.92, 1.28),
+    ],
+)  # fmt: skip
+def test_mixtures_have_the_parameters_that_they_are_known_for(config, billions, active):
+    model = Model.of(config)
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+    embedding = model.vocab * model.hidden
+    vectors = model.layers * model.vectors_per_layer(model.qkv_width, model.mlp_width) + model.final_norm
+    products = model.active_parameters - embedding - vectors
+    attention = 6 * model.layers * model.heads * model.head_dim * 4096
+    assert model.flops_per_token(4096, causal=True) == 6 * products + attention
+
+
 def test_missing_fields_are_named():
     lacking = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "vocab_size")}
     with pytest.raises(
@@ -137,7 +164,13 @@ def test_missing_fields_are_named():
     ("source", "error", "message"),
     [
         ("llama-9", ValueError, "'llama-9' is neither a file nor one of gpt2, .*llama-3-8b"),
-        ({**LLAMA, "num_local_experts": 8}, ValueError, "num_local_experts=8: the planner knows dense transformers"),
+        ({**LLAMA, "num_local_experts": 8}, ValueError, r"lacks experts_per_token \(num_experts_per_tok\)"),
+        ({**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 9}, ValueError, "experts_per_token=9 must be from 1"),
+        (
+            {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+            ValueError,
+            r"first_k_dense_replace=1 \(experts in some layers only\): the planner knows",
+        ),
         ({**LLAMA, "num_key_value_heads": 7}, ValueError, "kv_heads=7 does not divide heads=32"),
         ({**LLAMA, "hidden_size": 0}, ValueError, "hidden=0 must be a whole number of at least 1"),
         ({**LLAMA, "hidden_size": True}, ValueError, "hidden=True must be a whole number"),
@@ -149,8 +182,8 @@ def test_missing_fields_are_named():
         ),
         ({**LLAMA, "num_key_value_heads": -4}, ValueError, "kv_heads=-4 must be a whole number of at least 0"),
         ({**LLAMA, "num_key_value_heads": "8"}, ValueError, "kv_heads='8' must be a whole number"),
-        ({**LLAMA, "num_experts": "eight"}, ValueError, "num_experts=eight: the planner knows dense transformers"),
-        ({**LLAMA, "kv_lora_rank": 512}, ValueError, r"kv_lora_rank=512 \(latent attention\): the planner knows dense"),
+        ({**LLAMA, "num_experts": "eight", "num_experts_per_tok": 2}, ValueError, "experts='eight' must be a whole"),
+        ({**LLAMA, "kv_lora_rank": 512}, ValueError, r"kv_lora_rank=512 \(latent attention\): the planner knows"),
         (
             {**LLAMA, "is_encoder_decoder": True},
             ValueError,

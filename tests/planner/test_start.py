@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import weft
+from weft.nn import Experts
 from weft.planner import Hardware, Job, Layout, Model
 from weft.planner.search import Plan
 from weft.testing.models import Llama
@@ -44,15 +46,43 @@ PLANS = {
 }
 
 
-def train(rank, layouts):
+class MixtureOfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(24, 5), Experts(5, 24, 7)
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2, -1)
+        return self.experts(x, index, weights)
+
+
+class Mixture(Llama):
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        for block in self.blocks:
+            block.mlp = MixtureOfExperts()
+
+
+MIXTURE = replace(JOB, model=Model(4, 24, 7, 6, Llama.WORDS, kv_heads=3, experts=5, experts_per_token=2))
+PLANS_OF_MIXTURES = {
+    2: [replace(PAIR, dp=2, ep=2, zero=1)],
+    4: [
+        replace(PAIR, dp=4, ep=2),
+        replace(PAIR, dp=2, tp=2, ep=2, zero=1, recompute="selective"),
+        replace(PAIR, pp=2, dp=2, ep=2),
+    ],
+}
+
+
+def train(rank, layouts, kind=Llama, job=JOB):
     torch.manual_seed(0)
-    plain = Llama(4)
+    plain = kind(4)
     tokens, targets = torch.randint(Llama.WORDS, (2, BATCH, SEQUENCE))
     F.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten()).backward()
     for layout in layouts:
         names = {"model": copy.deepcopy(plain)}
         names["model"].zero_grad()
-        code = Plan(JOB, layout, None, None).code.replace("lr=1e-3", "lr=1.0")
+        code = Plan(job, layout, None, None).code.replace("lr=1e-3", "lr=1.0")
         exec(compile(code, str(layout), "exec"), names)
         place = names["mesh"]["dp"].get_local_rank()
         names["step"](*(x.chunk(layout.dp)[place] for x in (tokens, targets)))
@@ -68,3 +98,9 @@ def train(rank, layouts):
 @pytest.mark.parametrize("ranks", PLANS)
 def test_the_code_of_a_plan_takes_the_plain_step(ranks):
     run_ranks(train, ranks, PLANS[ranks], timeout_s=500)
+
+
+@pytest.mark.slow("pytorch_ext/planner", "pytorch_ext/pipeline")
+@pytest.mark.parametrize("ranks", PLANS_OF_MIXTURES)
+def test_so_does_the_code_of_a_plan_with_experts(ranks):
+    run_ranks(train, ranks, PLANS_OF_MIXTURES[ranks], Mixture, MIXTURE, timeout_s=500)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.planner import Clock, Hardware, Job, Layout, Model, Scale, plan, search
-from weft.planner.rates import gather_s, matmul_s, memory_s, send_s
+from weft.planner.rates import exchange_s, gather_s, matmul_s, memory_s, send_s
 from weft.planner.search import meshes
 from weft.planner.step import NODE_SPREAD, beside
 
@@ -50,6 +50,46 @@ def test_collectives_take_their_bytes_over_the_slowest_link():
     assert send_s(ROUND, 1e9, 2) == 1 and send_s(ROUND, 1e9, 4) == 10
     slow = replace(ROUND, node_latency_s=1.0, network_latency_s=10.0)
     assert gather_s(slow, 0, 16, 1) == 4 * 3 * 1 + 3 * 10  # three hops in each of four nodes, three between them
+
+
+def test_an_exchange_sends_through_link_and_network_at_once():
+    hardware = Hardware.of("h100")
+    inside = exchange_s(hardware, 8e9, 8, 1)
+    assert inside == pytest.approx(7e9 / hardware.node_bytes_s + 7 * hardware.node_latency_s)
+    outside = exchange_s(hardware, 8e9, 8, 8)  # each member in a node of its own
+    assert outside == pytest.approx(7e9 / hardware.network_bytes_s, rel=1e-3)
+    assert exchange_s(hardware, 8e9, 16, 1) == pytest.approx(4e9 / hardware.network_bytes_s, rel=1e-3)
+    assert exchange_s(hardware, 8e9, 1, 1) == 0
+
+
+def test_grouped_products_take_the_time_of_one_and_read_every_matrix():
+    hardware = replace(Hardware.of("h100"), processors=0)  # without tiles
+    sizes = hardware, 1e15, 2
+    assert matmul_s(*sizes, 1000, 4096, 4096, 8) == pytest.approx(matmul_s(*sizes, 8000, 4096, 4096))
+    few = matmul_s(*sizes, 1, 4096, 4096, 8)
+    assert few == pytest.approx(8 * 2 * (4096 * 4096 + 2 * 4096) / hardware.memory_bytes_s)
+
+
+def test_uneven_experts_and_a_slow_network_take_longer():
+    model = Model.of("mixtral-8x7b")
+    job = Job(model, Hardware.of("h100"), 4096, 64, imbalance=1.0)
+    layout = Layout(dp=16, ep=8, zero=1)
+    even = Clock(job).step(layout)
+    uneven = Clock(replace(job, imbalance=1.5)).step(layout)
+    assert 1.2 < uneven.seconds / even.seconds < 1.5  # the experts are most of the arithmetic
+    slow = Clock(replace(job, hardware=job.hardware.with_network_of(5))).step(replace(layout, ep=16))
+    assert slow.exposed_s > 2 * even.exposed_s
+    assert even.flops_per_s == Clock(job).flops * 4096 * 64 / even.seconds / 16
+
+
+def test_a_mixture_is_planned_with_its_experts_over_ep():
+    found = search(Job(Model.of("mixtral-8x7b"), Hardware.of("h100"), 4096, 256), 16)
+    chosen = found.plans[0]
+    assert chosen.layout.ep > 1 and chosen.mesh["ep"] == chosen.layout.ep
+    assert f"ep={chosen.layout.ep}" in chosen.init_mesh and 'mesh["cp", "tp"]' in chosen.code
+    for layout in (other.layout for other in found.plans):
+        assert layout.dp % layout.ep == 0 and layout.ep * layout.tp <= 8
+        assert layout.ep == 1 or layout.zero <= (0 if layout.pp > 1 else 1)
 
 
 def test_communication_beside_arithmetic_costs_part_of_its_time():
