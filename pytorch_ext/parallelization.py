@@ -119,7 +119,8 @@ def parallelize(
             turns it off.
         invariant: a number of units, which "tp" and "dp" must divide: outputs and gradients have the same bits on every
             such mesh, one process included (docs/invariance.md). With a mesh that has "dp", of any size, as that of
-            init_mesh, the batch is in units too, and the result is a DataParallel. On CPUs.
+            init_mesh, the batch is in units too, and the result is a DataParallel, or with `pipeline` a Pipeline. On
+            CPUs.
         pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp: the result is a Pipeline,
             which has `step` and covers "dp" too.
 
@@ -145,11 +146,11 @@ def parallelize(
     """
     ranks = _ranks_of(mesh, invariant is not None)
     if invariant is not None:
-        _check_invariant(model, ranks, invariant, recompute)
+        _check_invariant(model, ranks, invariant, recompute, pipeline is not None)
     if pipeline is not None:
         if sequence_parallel or getattr(plan, "sequence_parallel", False):
             _check_sequence_parallel(ranks, invariant)
-        within = _within_stages(mesh, ranks)
+        within = _within_stages(mesh, ranks, invariant is not None)
         options = {"check_calls": check_calls, "check_replicas_every": check_replicas_every, **pipeline}
         if within is not None:
             model = parallelize(
@@ -166,7 +167,7 @@ def parallelize(
             )
         elif recompute != "none":
             recompute_modules(recomputed_in(model, recompute))
-        return Pipeline(model, mesh, **options)  # type: ignore[arg-type]
+        return Pipeline(model, mesh, invariant=invariant, **options)  # type: ignore[arg-type]
     sharing = None if ranks.cp is None else sharing_of(ranks.cp, context)
     if sharing is not None and "" in sharing_in(model):
         raise ValueError("parallelize: the model shares its sequence already")
@@ -280,13 +281,14 @@ class _Ranks:
 _DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
-def _within_stages(mesh, ranks: _Ranks) -> DeviceMesh | None:
-    """Return the dimensions of a mesh that split the layers of a stage; None if there are none."""
+def _within_stages(mesh, ranks: _Ranks, in_units: bool) -> DeviceMesh | None:
+    """Return the dimensions of a mesh that split the layers of a stage, or cut them into units; None without any."""
     if ranks.stages is None:
         raise ValueError(
             f'parallelize: pipeline={{...}} is for a mesh with "pp" larger than 1; this one has {ranks.sizes}'
         )
-    names = tuple(name for name in ("cp", "tp") if name in mesh.mesh_dim_names and mesh[name].size() > 1)
+    splits = {name: mesh[name].size() > 1 or (in_units and name == "tp") for name in mesh.mesh_dim_names}
+    names = tuple(name for name in ("cp", "tp") if splits.get(name))
     return mesh[names] if names else None
 
 
@@ -368,10 +370,13 @@ def _plan_of_experts(model: nn.Module, plan: str | AutomaticPlan) -> Plan:
     return {name: entry for name, entry in automatic.plan.items() if _splits_experts(entry)}
 
 
-def _check_invariant(model: nn.Module, ranks: _Ranks, invariant: int, recompute: str) -> None:
-    others = [name for name in ("pp", "cp") if ranks.sizes.get(name, 1) > 1]
-    if others or ranks.tp is None or ranks.experts is not None:
-        raise ValueError(f'parallelize: invariant takes a mesh of "dp" and "tp" alone; this one has {ranks.sizes}')
+def _check_invariant(model: nn.Module, ranks: _Ranks, invariant: int, recompute: str, in_stages: bool) -> None:
+    if ranks.sizes.get("pp", 1) > 1 and not in_stages:
+        raise ValueError(
+            'parallelize: invariant with "pp" is for a Pipeline: pass pipeline={"loss": ..., "schedule": ...}'
+        )
+    if ranks.sizes.get("cp", 1) > 1 or ranks.tp is None or ranks.experts is not None:
+        raise ValueError(f'parallelize: invariant takes a mesh of "pp", "dp" and "tp"; this one has {ranks.sizes}')
     if recompute != "none":
         raise ValueError(f"parallelize: invariant with recompute={recompute!r} does not exist")
     if ranks.replicas is not None:

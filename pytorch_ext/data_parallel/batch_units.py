@@ -53,8 +53,7 @@ class BatchUnits:
     @property
     def here(self) -> range:
         """Numbers of this rank's units."""
-        each = self.units.total // self.ranks.world_size
-        return range(self.ranks.rank * each, (self.ranks.rank + 1) * each)
+        return units_here(self.units, self.ranks)
 
     def watch(self) -> None:
         """Raise from now on where a gradient comes to a parameter that requires one, but not from its units."""
@@ -80,7 +79,7 @@ class BatchUnits:
         arguments, seed = self._cut((args, kwargs))
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         trains = torch.is_grad_enabled() and bool(named)
-        batch = _Batch(self, list(named), list(named.values())) if trains else None
+        batch = _Batch(self, named) if trains else None
         versions = {name: buffer._version for name, buffer in self.module.named_buffers()}
         outputs = []
         for unit, (unit_args, unit_kwargs) in zip(self.here, arguments, strict=True):
@@ -146,7 +145,7 @@ class BatchUnits:
         self._check_sizes(size, wrong, notes[:, 0].tolist())
         count = len(self.here)
         cut = [
-            leaf.chunk(count)
+            [part.contiguous() for part in leaf.chunk(count)]
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == size
             else [leaf] * count
             for leaf in leaves
@@ -228,6 +227,12 @@ class BatchUnits:
         return {name: [] for name, g in named if g is not None and not g.isfinite().all()}
 
 
+def units_here(units: Units, ranks: Communicator) -> range:
+    """Return the numbers of this rank's units of the batch."""
+    each = units.total // ranks.world_size
+    return range(ranks.rank * each, (ranks.rank + 1) * each)
+
+
 def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
     """Check that a module can run in units of a batch.
 
@@ -255,25 +260,31 @@ def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
             )
 
 
-class _Batch:
-    """Sums of the units' gradients in one backward of one forward."""
+class UnitSums:
+    """Sums of the gradients that the units of a batch give to some parameters, in one backward.
 
-    def __init__(self, of: BatchUnits, names: list[str], parameters: list[torch.Tensor]):
-        self.of, self.names, self.trained = of, names, parameters
-        self._token = _BatchFunction.apply(self, *parameters)
-        self.wide = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
-        self._begin()
+    Args:
+        units: the V units of the batch.
+        ranks: ranks that share the batch; each has V / ranks of the units, one after another.
+        named: the parameters by name.
+        chunk_bytes: bytes of sums that travel together.
+    """
 
-    def _begin(self) -> None:
-        self.tree: Tree[list[torch.Tensor | None]] = Tree(self.of.units.total, self._sum)
+    def __init__(self, units: Units, ranks: Communicator, named: Mapping[str, torch.Tensor], chunk_bytes: int):
+        self.units, self.ranks, self._chunk_bytes = units, ranks, chunk_bytes
+        self.names, self.trained = list(named), list(named.values())
+        self.wide = [torch.promote_types(p.dtype, torch.float32) for p in self.trained]
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all gradients."""
+        self.tree: Tree[list[torch.Tensor | None]] = Tree(self.units.total, self._sum)
         self.absent = torch.zeros(len(self.trained), dtype=torch.int32)
 
-    @contextmanager
-    def parameters_of(self, unit: int) -> Iterator[None]:
-        """Give the module the parameters of a unit, while the context lasts."""
-        own = _UnitFunction.apply(self, unit, self._token, *(p.detach() for p in self.trained))
-        with _reparametrize_module(self.of.module, dict(zip(self.names, own, strict=True)), tie_weights=True):
-            yield
+    @property
+    def here(self) -> range:
+        """Numbers of this rank's units."""
+        return units_here(self.units, self.ranks)
 
     def put(self, unit: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of a unit, in the type of the parameters."""
@@ -286,17 +297,19 @@ class _Batch:
     def _sum(self, left: list, right: list) -> list:
         return [_plus(x, y) for x, y in zip(left, right, strict=True)]
 
-    def total(self) -> list[torch.Tensor]:
-        """Return the gradients of the whole batch, in the parameters' types. A collective call."""
-        of = self.of
-        nothing: list[torch.Tensor | None] = [None] * len(self.trained)
-        for unit in of.here:
+    def absences(self) -> str:
+        """Return the parameters without a gradient in some unit, as a text. A collective call, once before `total`."""
+        for unit in self.here:
             if unit not in self.tree:  # no output of this unit takes part in the loss
                 self.absent += 1
-                self.tree.put(unit, nothing)
-        self._check_absent(of.ranks.all_reduce_(self.absent).tolist())
-        nodes = [self.tree.sums[node] for node in of.units.of_rank(of.ranks, of.ranks.rank)]
-        self._begin()
+                self.tree.put(unit, [None] * len(self.trained))
+        counts = self.ranks.all_reduce_(self.absent).tolist()
+        return ", ".join(f"{name!r} in {count}" for name, count in zip(self.names, counts, strict=True) if count)
+
+    def total(self) -> list[torch.Tensor]:
+        """Return the gradients of the whole batch, in the parameters' types, and begin anew. A collective call."""
+        nodes = [self.tree.sums[node] for node in self.units.of_rank(self.ranks, self.ranks.rank)]
+        self.begin()
         totals = []
         for chunk in self._chunks():
             like = [self.trained[i] for i in chunk]
@@ -304,9 +317,8 @@ class _Batch:
             for i in chunk:
                 for node in nodes:
                     node[i] = None
-            summed = local[0] if of.ranks.world_size == 1 else self._exchanged(local)
+            summed = local[0] if self.ranks.world_size == 1 else self._exchanged(local)
             totals += [x.view(p.shape).to(p.dtype) for x, p in zip(summed, like, strict=True)]
-        of.expect(self.trained)
         return totals
 
     def _dense(self, gradient: torch.Tensor | None, i: int) -> torch.Tensor:
@@ -316,28 +328,47 @@ class _Batch:
         """Return the sums over ranks of the nodes here; all of them are of one type."""
         sizes = [gradient.numel() for gradient in local[0]]
         flat = torch.stack([torch.cat([gradient.reshape(-1) for gradient in node]) for node in local])
-        return list(sum_over_nodes(self.of.ranks, self.of.units, flat.unsqueeze(-1)).view(-1).split(sizes))
+        return list(sum_over_nodes(self.ranks, self.units, flat.unsqueeze(-1)).view(-1).split(sizes))
 
     def _chunks(self) -> Iterator[list[int]]:
         """Yield the numbers of parameters whose gradients travel together: neighbours of one type."""
         chunk: list[int] = []
         held = 0
         for i, parameter in enumerate(self.trained):
-            if chunk and (held >= self.of._chunk_bytes or self.wide[i] != self.wide[chunk[0]]):
+            if chunk and (held >= self._chunk_bytes or self.wide[i] != self.wide[chunk[0]]):
                 yield chunk
                 chunk, held = [], 0
             chunk.append(i)
             held += parameter.numel() * self.wide[i].itemsize
-        yield chunk
+        if chunk:
+            yield chunk
 
-    def _check_absent(self, absent: Sequence[int]) -> None:
-        names = [f"{name!r} in {count}" for name, count in zip(self.names, absent, strict=True) if count]
-        if names and self.of._unused == "error":
-            self._begin()
+
+class _Batch(UnitSums):
+    """Sums of the units' gradients, and the nodes of autograd's graph around them."""
+
+    def __init__(self, of: BatchUnits, named: Mapping[str, torch.Tensor]):
+        super().__init__(of.units, of.ranks, named, of._chunk_bytes)
+        self.of = of
+        self._token = _BatchFunction.apply(self, *self.trained)
+
+    @contextmanager
+    def parameters_of(self, unit: int) -> Iterator[None]:
+        """Give the module the parameters of a unit, while the context lasts."""
+        own = _UnitFunction.apply(self, unit, self._token, *(p.detach() for p in self.trained))
+        with _reparametrize_module(self.of.module, dict(zip(self.names, own, strict=True)), tie_weights=True):
+            yield
+
+    def total(self) -> list[torch.Tensor]:
+        absences = self.absences()
+        if absences and self.of._unused == "error":
+            self.begin()
             raise RuntimeError(
-                f"DataParallel: parameters got no gradient in some of {self.of.units.total} units: {', '.join(names)}; "
+                f"DataParallel: parameters got no gradient in some of {self.units.total} units: {absences}; "
                 'unused_parameters="zero" counts these as zeros'
             )
+        self.of.expect(self.trained)
+        return super().total()
 
 
 def _plus(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
@@ -414,6 +445,16 @@ class _JoinFunction(torch.autograd.Function):
         return None, *(dy if world == 1 else dy / world).split(ctx.size)
 
 
+def mean_of_units(ranks: Communicator, total: int, scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean over all units of all ranks of this rank's units' numbers. A collective call."""
+    wide = torch.promote_types(scalars[0].dtype, torch.float32)
+    own = torch.stack(list(scalars)).to(wide)
+    tree = Tree(total, torch.add)
+    for unit, x in enumerate(ranks.all_gather(own, 0, [len(scalars)] * ranks.world_size)):
+        tree.put(unit, x)
+    return (tree.sums[0, total] / total).to(scalars[0].dtype)
+
+
 class _MeanFunction(torch.autograd.Function):
     """y = (sum of the V units' numbers, in the tree's order) / V.
 
@@ -424,12 +465,7 @@ class _MeanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ranks: Communicator, total: int, *scalars):
         ctx.total = total
-        wide = torch.promote_types(scalars[0].dtype, torch.float32)
-        own = torch.stack(scalars).to(wide)
-        tree = Tree(total, torch.add)
-        for unit, x in enumerate(ranks.all_gather(own, 0, [len(scalars)] * ranks.world_size)):
-            tree.put(unit, x)
-        return (tree.sums[0, total] / total).to(scalars[0].dtype)
+        return mean_of_units(ranks, total, scalars)
 
     @staticmethod
     @first_order

@@ -12,7 +12,7 @@ calls. The results that cross are found in one run of a micro-batch through all 
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +111,7 @@ class CutLayer:
         return run.call(self, args, kwargs)
 
     def seeded(self, args, kwargs):
-        with self.cut.numbers_of_layer():
+        with self.cut.numbers_of_layer(), self.cut.watched(self.name):
             return self.forward(*args, **kwargs)
 
 
@@ -122,7 +122,10 @@ class ForwardCut:
         names: name of the layer of each call, in order.
         stages: stage of each call.
         run: the forward under way.
+        watched: watched(name) is a context around each layer that runs.
     """
+
+    watched: Callable[[str], AbstractContextManager] = nullcontext
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model, self.device = model, device

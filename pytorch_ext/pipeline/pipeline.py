@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from weft._C import CommError
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import share_in_stages
+from weft.data_parallel.batch_units import mean_of_units
+from weft.data_parallel.grad_norm import mark_invariant
+from weft.ops.invariant import Units
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
 from weft.pipeline.forward_cut import leave_out, refuse_layerdrop
@@ -27,13 +30,15 @@ from weft.pipeline.schedules import SCHEDULES
 from weft.pipeline.stage import Marks, Stage, begin
 from weft.pipeline.stage_boundary import differentiable
 from weft.pipeline.stage_params import StageParams, hold
-from weft.pipeline.tied_params import Ties, holders_of
+from weft.pipeline.tied_params import Ties, users_of
 from weft.pipeline.timeline import Timeline, timeline_of
 from weft.pipeline.timing import ClockedStage, StageClock
+from weft.pipeline.unit_gradients import UnitGradients, check_alike, dropouts_of, microbatches_in_units
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import gradient_like, local
+from weft.tensor_parallel.local_sizes import Forward
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, Any]
@@ -69,7 +74,8 @@ class Pipeline(nn.Module):
             torch.fx cannot trace is changed: it becomes this rank's part, without the parameters of other ranks.
         mesh: a mesh of init_mesh, or its "pp" alone.
         schedule: "afab" (GPipe), "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
-        microbatches: number of equal parts, along the first dimension, into which a step cuts inputs and targets.
+        microbatches: number of equal parts, along the first dimension, into which a step cuts inputs and targets. With
+            invariant it is the number of units of a rank, and can be left out.
         loss: loss(output, targets) -> scalar, of a micro-batch. None: the model returns it, as `.loss` or alone.
         reduction: "mean": the loss is a mean over the micro-batch, and the loss of a step is the mean of these. "sum":
             losses add up, for a loss that is divided by its own count (tokens that are not padding).
@@ -85,6 +91,9 @@ class Pipeline(nn.Module):
         stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
         check_calls, check_replicas_every: as in `weft.parallelize`. Each step counts as a call; its inputs and targets
             are compared over "pp" and "tp".
+        invariant: a number V of units of the batch, which the size of "dp" must divide. Each micro-batch is a unit, and
+            losses and gradients have the bits of `weft.DataParallel(model, invariant=V)` on any number of ranks
+            (docs/invariance.md). On CPUs.
 
     Raises:
         ValueError: the mesh has no "pp", there are more stages than layers, the schedule needs more micro-batches, or
@@ -105,7 +114,7 @@ class Pipeline(nn.Module):
         mesh: DeviceMesh,
         *,
         schedule: str = "1f1b",
-        microbatches: int,
+        microbatches: int | None = None,
         loss: Loss | None = None,
         reduction: str = "mean",
         balance: str | Sequence[int] = "parameters",
@@ -115,10 +124,17 @@ class Pipeline(nn.Module):
         stages_per_rank: int | None = None,
         check_calls: int = FIRST_CALLS,
         check_replicas_every: int = 0,
+        invariant: int | None = None,
     ):
         super().__init__()
         check_arguments(model, schedule, loss, reduction)
         along = dimensions_of(mesh)
+        if invariant is not None:
+            microbatches = microbatches_in_units(model, along, invariant, microbatches, reduction)
+        if microbatches is None:
+            raise TypeError("Pipeline: microbatches is missing: the number of parts of a batch")
+        self._units = None if invariant is None else Units(invariant)
+        self._drops = [] if invariant is None else dropouts_of(model)
         self._ranks: Communicator = communicator(along["pp"])
         self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
         self._plan, self._microbatches, self._reduction = SCHEDULES[schedule], microbatches, reduction
@@ -148,6 +164,9 @@ class Pipeline(nn.Module):
         self._schedule = None
         self._built_for: tuple | None = None
         self._arriving: dict[int, Marks] = {}  # for the shapes in _built_for
+        if invariant is not None:
+            self._shared_by = self._ranks, communicator(along["dp"])  # ranks that the units lie on
+            mark_invariant(self, invariant)
         shards = [shard for shard in map(shard_of, self.parameters()) if shard is not None]
         splitters = {shard.communicator for shard in shards if shard.replicas is None}  # ranks of "ep" have own batches
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
@@ -175,22 +194,27 @@ class Pipeline(nn.Module):
         given = self._checked(inputs, targets)
         self._same_calls.look(self, "Pipeline", (given, targets))
         schedule = self._schedule_for(given, self._begun(given, targets))
+        gradients = None if self._units is None else self._gradients_of_units(self._units)
         dist.barrier(self._ranks.group)  # the clocks of all ranks start here
         self._clock.reset()
         earlier = self._put_aside()
         losses: list[torch.Tensor] = []
+        self._of_units: list[torch.Tensor] = []
         if self._forward is not None:  # its stages have their micro-batches; torch gives the first one numbers
             given, targets = (numbers := torch.arange(self._microbatches),), numbers
         batch = given if 0 in self._stages else ()
         ends = {"target": targets, "losses": losses} if self._ends_here else {}
         try:
             schedule.step(*batch, return_outputs=False, **ends)
+            if gradients is not None:
+                gradients.finish(self._shared_by)
         except RuntimeError as error:
             for parameter, gradient in earlier.items():
                 parameter.grad = gradient
             _raise_cause(error)
-        self._ties.sum()
-        if self._replicas is not None:
+        if gradients is None:
+            self._ties.sum()
+        if gradients is None and self._replicas is not None:
             self._sum_gradients_over_replicas(self._replicas)
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -211,6 +235,7 @@ class Pipeline(nn.Module):
         group, sends = self._ranks.p2p_group(self._device), []
         ready: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         losses: list[torch.Tensor] = []
+        self._of_units = []
         # Every rank goes through its work in this order, so each message is sent before a later one is waited for.
         work = sorted((number + part, number, part) for number in self._stages for part in range(self._microbatches))
         for _, number, part in work:
@@ -262,14 +287,18 @@ class Pipeline(nn.Module):
         }
         forward = self._forward
         hold(self, model, self._stages.values())
-        holders = holders_of(stages, self._owner)
-        mark(holders, self._ranks)
+        users = users_of(stages, self._owner)
+        mark({parameter: set(of_stages.values()) for parameter, of_stages in users.items()}, self._ranks)
         share_in_stages(self, self._sharing)
         self._ranks.p2p_group(self._device)  # with all ranks: a tie has messages of a few
-        self._ties = Ties(holders, self._ranks)
+        self._ties = Ties(users, self._ranks)
         self._ties.align()
         self._held = StageParams(self, [stage.stage for stage in self._stages.values()] if forward is None else [model])
-        if forward is not None:
+        if forward is None:
+            own = vars(model).get("forward")
+            for stage in self._stages.values():
+                stage.mode = own.mode if isinstance(own, Forward) else None
+        else:
             leave_out(forward, list(self._stages.values()))
 
     def _owner(self, stage: int) -> int:
@@ -298,21 +327,44 @@ class Pipeline(nn.Module):
         """Check a batch; return the arguments of the model, for its own forward by micro-batch."""
         self._settings.check()
         given = self._by_name(inputs, targets) if self._forward is not None else self._by_place(inputs, targets)
+        if self._units is not None:
+            self._check_units(self._units.total, given)
         tied = {tie.parameter for tie in self._ties.ties}
         for name, parameter in self.named_parameters():
-            if hasattr(parameter, "main_grad") and (self._replicas is not None or parameter in tied):
+            if hasattr(parameter, "main_grad") and (
+                self._units is not None or self._replicas is not None or parameter in tied
+            ):
                 raise ValueError(
                     f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
                     'and "dp": remove main_grad, or use dp=1 and no ties'
                 )
         return given
 
+    def _check_units(self, total: int, given: tuple) -> None:
+        if self.training and self._drops:
+            raise ValueError(
+                f"Pipeline: invariant={total}: {', '.join(self._drops)} would drop other elements than in one process: "
+                "set the probability to 0, or call eval()"
+            )
+        batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
+        check_alike(total, batch, self._shared_by)
+
+    def _gradients_of_units(self, units: Units) -> UnitGradients:
+        """Return where this step's stages leave their gradients."""
+        own = {number: stage.submod for number, stage in self._running.items()}
+        gradients = UnitGradients(units, self._shared_by[1], own, dict(self.named_parameters()), self._ties)
+        for stage in self._running.values():
+            stage.gradients = gradients
+        for watching in self._stages.values() if self._forward is None else [self._forward]:
+            watching.watched = gradients.without_draws
+        return gradients
+
     def _by_name(self, inputs: Inputs, targets: torch.Tensor | None) -> tuple:
         assert self._forward is not None
         call = call_with(inputs)
         refuse_records(self._forward.model, call[1])
         refuse_layerdrop(self._forward.model)
-        if self._loss is None and self._reduction == "mean":
+        if self._loss is None and self._reduction == "mean" and self._units is None:  # units have equal weights
             check_means(call[1], self._microbatches)
         return tuple(microbatches_of(call, targets, self._microbatches))
 
@@ -343,7 +395,8 @@ class Pipeline(nn.Module):
 
         Applies to parameters whose gradients this step sums over ranks; the earlier sum must not be summed again.
         """
-        summed = (tie.parameter for tie in self._ties.ties) if self._replicas is None else self.parameters()
+        alone = self._replicas is None and self._units is None
+        summed = (tie.parameter for tie in self._ties.ties) if alone else self.parameters()
         earlier = {parameter: parameter.grad for parameter in summed if parameter.grad is not None}
         for parameter in earlier:
             parameter.grad = None
@@ -411,7 +464,7 @@ class Pipeline(nn.Module):
 
     def _built(self, entering: dict[int, tuple], leaving: dict[int, tuple]):
         """Build torch's schedule for stages that take and give tensors of these shapes."""
-        built = []
+        self._running: dict[int, ClockedStage] = {}
         for number, module in self._stages.items():
             stage = ClockedStage(
                 module,
@@ -423,7 +476,8 @@ class Pipeline(nn.Module):
                 group=self._ranks.p2p_group(self._device),
             )
             stage.clock = self._clock
-            built.append(stage)
+            self._running[number] = stage
+        built = list(self._running.values())
         return self._plan.kind(
             built[0] if self._plan.single else built,
             self._microbatches,
@@ -459,6 +513,9 @@ class Pipeline(nn.Module):
 
     def _scaled_loss(self, output, target) -> torch.Tensor:
         value = output if self._forward is not None else self._loss(output, target)  # type: ignore[misc]
+        if self._units is not None:
+            self._of_units.append(value.detach())
+            return value / self._units.total
         return value / self._microbatches if self._reduction == "mean" else value * 1.0
 
     def _timed_loss(self, output, target) -> torch.Tensor:
@@ -468,12 +525,14 @@ class Pipeline(nn.Module):
 
     def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), device=self._device, dtype=self._loss_type)
-        if self._ends_here:
+        if self._ends_here and self._units is not None:
+            loss = mean_of_units(self._shared_by[1], self._units.total, self._of_units).to(loss.dtype)
+        elif self._ends_here:
             loss = torch.stack([value.detach().to(loss.dtype) for value in losses]).sum()
         loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))
         if self._sharing is not None and self._sharing.parts:
             loss = self._sharing.ranks.all_reduce_(loss)
-        return loss if self._replicas is None else self._over_replicas(loss)
+        return loss if self._replicas is None or self._units is not None else self._over_replicas(loss)
 
     def _sum_gradients_over_replicas(self, replicas: Communicator) -> None:
         """Sum every gradient that any replica has.

@@ -42,6 +42,13 @@ def can_be_halved(outputs: Iterable[torch.Tensor], inputs: Iterable, parameters:
     return True
 
 
+def uses_of(parameter: torch.Tensor, outputs: torch.Tensor | Sequence[torch.Tensor]) -> int:
+    """Return the number of gradients that backward of these outputs adds up for a parameter."""
+    given = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    leaf = _accumulator(parameter)
+    return sum(_children(node).count(leaf) for node in _in_order([x.grad_fn for x in given if x.grad_fn is not None]))
+
+
 def _accumulator(leaf: torch.Tensor) -> Node:
     node = leaf.view_as(leaf).grad_fn
     assert node is not None

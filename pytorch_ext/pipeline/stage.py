@@ -4,11 +4,13 @@ Such a stage sends this rank's parts to the next stage, with marks that name the
 on the same rank of "cp" and makes shared tensors of them again.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from weft.context_parallel.region import SharedCall, agreed, leave, random_numbers_of
 from weft.context_parallel.shared_sequence import (
@@ -42,7 +44,12 @@ class Stage(nn.Module):
         arriving: marks of the values from the stage before; the caller sets them.
         leaving: marks of the values that this stage sends.
         microbatch: number of the micro-batch; the caller sets it.
+        watched: watched(name) is a context around the layers.
+        mode: entered for each forward, as by the whole model's forward.
     """
+
+    watched: Callable[[str], AbstractContextManager] = nullcontext
+    mode: TorchFunctionMode | None = None
 
     def __init__(self, stage: fx.GraphModule, number: int, total: int):
         super().__init__()
@@ -66,7 +73,8 @@ class Stage(nn.Module):
         call, seed = self._begun
         device = next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
         own = random_numbers_of((seed + _PRIME * self.number + self.microbatch) % 2**63, device)
-        with own if self._trains else nullcontext():
+        named = f"a layer of stage {self.number}"
+        with own if self._trains else nullcontext(), self.mode or nullcontext(), self.watched(named):
             if call is None:
                 return self.stage(*values)
             with followed(self.stage):

@@ -30,6 +30,11 @@ def cross(value):
     return value.contiguous()
 
 
+def leaves_as_it_is(value) -> bool:
+    """Return whether the value that `cross` took had this form already."""
+    return getattr(getattr(value, "grad_fn", None), "was_contiguous", True)
+
+
 class _Crossing(torch.autograd.Function):
     """y = x, in its own memory; backward  dx = dy, which is contiguous as it was sent.
 
@@ -40,7 +45,7 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, anchor):
-        ctx.needed = x.requires_grad
+        ctx.needed, ctx.was_contiguous = x.requires_grad, x.is_contiguous()
         return x.clone(memory_format=torch.contiguous_format)
 
     @staticmethod

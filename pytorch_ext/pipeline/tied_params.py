@@ -18,24 +18,28 @@ from weft.sharding.sharded_grad import gradient_like, local
 
 @dataclass
 class Tie:
-    """A parameter and the ranks that hold it; the number is the same on all of them."""
+    """A parameter and the stages that use it, each with its rank; the number is the same on all ranks."""
 
     number: int
     parameter: nn.Parameter
-    holders: tuple[int, ...]
+    stages: dict[int, int]
+
+    @property
+    def holders(self) -> list[int]:
+        return sorted(set(self.stages.values()))
 
 
 class Ties:
-    """This rank's ties, in the order of `holders`, which is the same on every rank."""
+    """This rank's ties, in the order of `users`, which is the same on every rank."""
 
-    def __init__(self, holders: dict[nn.Parameter, set[int]], ranks: Communicator):
+    def __init__(self, users: dict[nn.Parameter, dict[int, int]], ranks: Communicator):
         self.ranks = ranks
-        shared = [(parameter, places) for parameter, places in holders.items() if len(places) > 1]
+        shared = [(parameter, stages) for parameter, stages in users.items() if len(set(stages.values())) > 1]
         self._exist = bool(shared)  # on any rank
         self.ties = [
-            Tie(number, parameter, tuple(sorted(places)))
-            for number, (parameter, places) in enumerate(shared)
-            if ranks.rank in places
+            Tie(number, parameter, stages)
+            for number, (parameter, stages) in enumerate(shared)
+            if ranks.rank in stages.values()
         ]
 
     @torch.no_grad()
@@ -72,6 +76,20 @@ class Ties:
                 total = total + part
             tie.parameter.grad = gradient_like(tie.parameter, total.to(tie.parameter.dtype))
 
+    def parts_of_all(self, tie: Tie, own: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the gradients of all stages that use a parameter, by stage, from those of this rank's stages."""
+        like, found = tie.parameter.detach(), {}
+        of_rank = {rank: [stage for stage, holder in tie.stages.items() if holder == rank] for rank in tie.holders}
+        for place in range(max(map(len, of_rank.values()))):
+            mine = of_rank[self.ranks.rank][place:][:1]
+            part = next((own[stage] for stage in mine if stage in own), None)
+            used = self._exchange(tie, torch.tensor([part is not None], dtype=torch.int32))
+            parts = self._exchange(tie, torch.zeros_like(like) if part is None else part)
+            for rank, is_used, whole in zip(tie.holders, used, parts, strict=True):
+                if is_used:
+                    found[of_rank[rank][place]] = whole
+        return found
+
     def _exchange(self, tie: Tie, own: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all holders, in the order of ranks."""
         own = own.contiguous()
@@ -82,10 +100,10 @@ class Ties:
         return parts
 
 
-def holders_of(stages: Sequence[nn.Module], rank_of: Callable[[int], int]) -> dict[nn.Parameter, set[int]]:
-    """Return the ranks that hold each parameter. Stage s is on rank_of(s)."""
-    holders: dict[nn.Parameter, set[int]] = {}
+def users_of(stages: Sequence[nn.Module], rank_of: Callable[[int], int]) -> dict[nn.Parameter, dict[int, int]]:
+    """Return the stages that use each parameter, and their ranks. Stage s is on rank_of(s)."""
+    users: dict[nn.Parameter, dict[int, int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.parameters():
-            holders.setdefault(parameter, set()).add(rank_of(number))
-    return holders
+            users.setdefault(parameter, {})[number] = rank_of(number)
+    return users

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from weft.pipeline.split_backward import can_be_halved
+from weft.pipeline.unit_gradients import UnitGradients
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,22 @@ class StageClock:
 
 
 class ClockedStage(PipelineStage):
-    """PipelineStage that leaves marks on a clock, and halves a backward only if torch can."""
+    """PipelineStage that leaves marks on a clock, and halves a backward only if torch can.
+
+    Attributes:
+        gradients: takes the gradients of each micro-batch, with `invariant`.
+    """
 
     clock: StageClock
+    gradients: UnitGradients | None = None
     halves_checked = False
 
     def forward_one_chunk(self, fwd_chunk_id, *arguments, **options):
         start = self.clock.now()
         self.submod.microbatch = fwd_chunk_id
         result = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        if self.gradients is not None:
+            self.gradients.watch(self.stage_index, *self.fwd_cache[fwd_chunk_id])
         self._mark("F", fwd_chunk_id, start)
         return result
 
@@ -89,11 +97,15 @@ class ClockedStage(PipelineStage):
                 self.dw_builder = lambda: lambda: None  # the first half is the whole backward
             self.halves_checked = True
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+        if self.gradients is not None and (full_backward or self.dw_builder is not None):
+            self.gradients.take(self.stage_index, bwd_chunk_id)
         self._mark("B" if full_backward else "I", bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
         start = self.clock.now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        if self.gradients is not None and self.dw_builder is None:
+            self.gradients.take(self.stage_index, bwd_chunk_id)
         self._mark("W", bwd_chunk_id, start)
 
     def _mark(self, kind, microbatch, start) -> None:

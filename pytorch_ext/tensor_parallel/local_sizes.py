@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +150,7 @@ class Forward:
 
     def __init__(self, module: nn.Module):
         self.module, self.arguments = module, arguments_of(module)
+        self.__signature__ = inspect.signature(MethodType(type(module).forward, module))
         self.mode: TorchFunctionMode | None = None
         self.ranks: Communicator | None = None
         self.widths: dict[str, int] = {}

@@ -835,7 +835,7 @@ def check_tie(ranks, device):
     """Of the first and the last rank, without the others."""
     tied = torch.nn.Parameter(torch.full((2,), float(ranks.rank), device=device))
     holders = {0, ranks.world_size - 1}
-    Ties({tied: holders}, ranks).align()
+    Ties({tied: {0: 0, 1: ranks.world_size - 1}}, ranks).align()
     assert (tied == (0 if ranks.rank in holders else ranks.rank)).all()
 
 

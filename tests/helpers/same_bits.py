@@ -3,7 +3,7 @@
 import torch
 
 
-def make_model(family, attention):
+def make_model(family, attention, **options):
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -13,12 +13,12 @@ def make_model(family, attention):
     if family == "gpt2":
         drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = transformers.GPT2Config(
-            n_embd=48, n_layer=2, n_head=8, vocab_size=104, attn_implementation=attention, **drops
+            n_embd=48, n_layer=2, n_head=8, vocab_size=104, attn_implementation=attention, **drops, **options
         )
         return transformers.GPT2LMHeadModel(config)
     name = {"llama": "Llama", "qwen2": "Qwen2", "gemma": "Gemma"}[family]
     more = {"head_dim": 6} if family == "gemma" else {}
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **more)
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **more, **options)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 

@@ -289,11 +289,8 @@ def parallelize_what_is_refused(rank):
         weft.parallelize(images, mesh, plan={"0": "column"}, invariant=4)
     with pytest.raises(ValueError, match="recompute='full'"):
         weft.parallelize(nn.Sequential(nn.Linear(8, 8)), mesh, plan={}, invariant=2, recompute="full")
-    with pytest.raises(ValueError, match='a mesh of "dp" and "tp" alone'):
+    with pytest.raises(ValueError, match='a mesh of "pp", "dp" and "tp"'):
         weft.parallelize(nn.Sequential(nn.Linear(8, 8)), weft.init_mesh(cp=2), plan={}, invariant=2)
-    with pytest.raises(ValueError, match='a mesh of "dp" and "tp" alone'):
-        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        weft.parallelize(layers, weft.init_mesh(pp=2), pipeline={"microbatches": 2, "loss": F.mse_loss}, invariant=2)
 
 
 def test_what_has_no_invariant_form_is_refused():
