@@ -34,12 +34,16 @@ class _PeftFinder(MetaPathFinder):
         if fullname != "peft":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)  # a library may only ask whether peft is there
         loader = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
 
             def execute_and_register(module) -> None:
+                sys.meta_path.remove(self)
                 execute(module)
                 _register()
 

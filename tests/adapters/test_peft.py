@@ -506,11 +506,13 @@ def test_trainer_with_an_adapter_is_trainer_of_the_plain_one(tmp_path):
 
 
 LATER = """
+import importlib.util
 import sys
 import weft
 from torch import nn
 weft.parallelize(nn.Linear(4, 4), weft.init_mesh(tp=1, device_type="cpu"))
 assert not {"peft", "transformers"} & set(sys.modules)
+assert importlib.util.find_spec("peft") and "peft" not in sys.modules  # transformers asks so
 import peft
 from peft.tuners.lora.model import dispatch_default
 print(dispatch_default.__wrapped__.__name__, peft.PeftModel.save_pretrained.__wrapped__.__name__)
