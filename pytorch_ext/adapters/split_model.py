@@ -1,37 +1,62 @@
-"""Changes to a Trainer for a model with sharded parameters."""
+"""The mark of a Trainer whose model several ranks hold together, and save_pretrained for such a model."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from weft.checkpoint.full_state import full_state_dict
+from weft.checkpoint.on_all_ranks import ranks_of, together
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
+from weft.sharding.shard import shard_of
 from weft.tensor_parallel.peft_wrappers import without_peft
 
 
-class SavedByAll(TrainingArguments):
-    """Arguments that let every rank call save_pretrained when Trainer saves a model."""
-
-    @property
-    def should_save(self) -> bool:
-        return True
-
-
 class SplitModel(TrainerCallback):
-    """Callback that makes save_pretrained write the whole model."""
+    """Callback that marks a Trainer, and makes the model's save_pretrained write the whole model.
+
+    Attributes:
+        replicas: the ranks that share a batch; None if all ranks compute with all rows.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        shared = "dp" in (mesh.mesh_dim_names or ()) and mesh["dp"].size() > 1
+        self.replicas: Communicator | None = communicator(mesh["dp"]) if shared else None
 
     def on_init_end(self, args, state, control, model: Any = None, **_):
         if not hasattr(model, "save_pretrained"):
             raise TypeError(
                 f"weft.adapters.trainer: {type(model).__name__} has no save_pretrained, and Trainer.save_model would "
-                "write a rank's shards: derive the model from transformers.PreTrainedModel, or write a loop of your own"
+                "write a rank's shards: derive the model from transformers.PreTrainedModel, or write a loop of your "
+                'own. On a mesh with dp, give Trainer weft.parallelize(model, mesh["cp", "tp"]), not wrapped'
             )
-        has_adapters = without_peft(model) is not model
-        if not has_adapters:  # adapters/peft.py saves those
+        if not has_adapters(model):  # adapters/peft.py saves those
             model.save_pretrained = partial(save_whole, model)
 
-    on_train_begin = on_init_end  # a model_init makes another model
+    def on_train_begin(self, args, state, control, model: Any = None, **more):
+        self.on_init_end(args, state, control, model, **more)  # a model_init makes another model
+        inner: Any = without_peft(model)
+        fused = "fused_lm_head" in getattr(getattr(inner.forward, "__code__", None), "co_varnames", ())
+        if fused and shard_of(inner.get_output_embeddings().weight) is not None:
+            raise ValueError(
+                "weft.adapters.trainer: TRL's fused head multiplies by the head's own weight, and each rank has a part "
+                "of it: leave the head (lm_head, and a tied embedding) out of the plan, as docs/adapters.md shows"
+            )
+
+
+def mark_of(trainer: Trainer) -> SplitModel | None:
+    """Return the callback that marks the Trainer; None for any other Trainer."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, SplitModel)), None)
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether the model is a PeftModel."""
+    return without_peft(model) is not model
 
 
 def save_whole(model: PreTrainedModel, folder: str, state_dict=None, is_main_process: bool = True, **options) -> None:
@@ -42,7 +67,15 @@ def save_whole(model: PreTrainedModel, folder: str, state_dict=None, is_main_pro
         folder: the folder to write.
         state_dict, is_main_process: ignored; the whole model's values and the first rank take their place.
         options: further options of save_pretrained.
+
+    Raises:
+        CheckpointError, ValueError: the first rank could not write; raised on every rank.
     """
     whole = full_state_dict(model)
-    type(model).save_pretrained(model, folder, state_dict=whole, is_main_process=dist.get_rank() == 0, **options)
-    dist.barrier()
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)  # transformers returns where this raises
+            type(model).save_pretrained(model, folder, state_dict=whole, **options)
+
+    together(ranks_of(None), write)

@@ -2,8 +2,8 @@
 
 By default accelerate treats the ranks of a tensor-parallel model as data-parallel: it gives each another batch, and
 puts DistributedDataParallel around their different weights. Here each rank's Trainer runs as a single process, and all
-of them do the same. split_model.py makes the Trainer save the whole model. Options that would give wrong results are
-refused.
+of them do the same. trainer_loop.py makes Trainer save and resume the whole model, and share batches over dp. Options
+that would give wrong results are refused.
 """
 
 import os
@@ -19,46 +19,53 @@ from weft.adapters.trainer_options import check_options
 
 # Environment variables by which accelerate detects other processes.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_DIMENSIONS = "dp", "cp", "tp"
 
 
-def settings(mesh: DeviceMesh, **options) -> dict[str, Any]:
+def settings(mesh: DeviceMesh, *, arguments: type | None = None, **options) -> dict[str, Any]:
     """Return the arguments of a Trainer except its model and data: `args` and `callbacks`.
 
-        model = weft.parallelize(model, mesh)
-        Trainer(model, train_dataset=data, **settings(mesh, output_dir="out", max_steps=1000)).train()
+        model = weft.parallelize(model, mesh["cp", "tp"])
+        trainer = Trainer(model, train_dataset=data, **settings(mesh, output_dir="out", max_steps=1000))
+        trainer.train(resume_from_checkpoint=True)
 
     Args:
-        mesh: a mesh of weft.init_mesh with tp, cp or both. Every rank trains on the same batches.
-        options: options of transformers.TrainingArguments. save_strategy is "no"; call `trainer.save_model()` on every
-            rank to write the whole model.
+        mesh: a mesh of weft.init_mesh with tp, cp and dp. Every rank reads the same batches, of
+            `per_device_train_batch_size` rows in all; ranks along dp share the rows.
+        arguments: the class of the arguments, TrainingArguments or derived from it (TRL's SFTConfig).
+        options: options of that class.
 
     Returns:
-        "args", the TrainingArguments, and "callbacks", a list of one callback.
+        "args", an object of that class, and "callbacks", a list of one callback.
 
     Raises:
-        ValueError: the mesh has pp or dp, an option does not work with shards, or this rank sees several GPUs.
+        ValueError: the mesh has pp, an option does not work with shards, or this rank sees several GPUs.
         ImportError: transformers is older than 5.23, or accelerate is older than 1.15.
     """
     need("weft.adapters.trainer", "transformers", "5.23")
     need("weft.adapters.trainer", "accelerate", "1.15")
-    from weft.adapters.split_model import SavedByAll, SplitModel
+    from transformers import TrainingArguments
+
+    from weft.adapters.split_model import SplitModel
+    from weft.adapters.trainer_loop import register
 
     _check_mesh(mesh)
     check_options(options, mesh.device_type)
+    register()
     on_cpu = mesh.device_type == "cpu"
     configured = {**(options.pop("accelerator_config", None) or {}), "use_configured_state": True}
     _be_alone(on_cpu)
-    fixed = {"save_strategy": "no", "use_cpu": on_cpu, "accelerator_config": configured}
-    return {"args": SavedByAll(**{**options, **fixed}), "callbacks": [SplitModel()]}
+    made = (arguments or TrainingArguments)(**{**options, "use_cpu": on_cpu, "accelerator_config": configured})
+    return {"args": made, "callbacks": [SplitModel(mesh)]}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
-    large = [f"{name}={mesh[name].size()}" for name in names if mesh[name].size() > 1 and name not in ("cp", "tp")]
+    large = [f"{name}={mesh[name].size()}" for name in names if mesh[name].size() > 1 and name not in _DIMENSIONS]
     if large or not names:
         raise ValueError(
-            f"settings: the mesh has {', '.join(large) or 'no names'}; it is for models over cp and tp. Data "
-            "parallelism alone is Trainer's own, with plain TrainingArguments; both together need a loop of your own"
+            f"settings: the mesh has {', '.join(large) or 'no names'}; it is for dp, cp and tp. Stages (pp) need a "
+            "loop of your own"
         )
     gpus = 0 if mesh.device_type == "cpu" else torch.cuda.device_count()
     if gpus > 1:

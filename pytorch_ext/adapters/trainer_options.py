@@ -3,12 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-_SAVING = "would save this rank's shards as if they were the model: call weft.save_checkpoint"
 _SHARDING = "would shard what is split already: call Trainer without it"
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "save_strategy": ("no", _SAVING),
-    "load_best_model_at_end": (False, _SAVING),
-    "push_to_hub": (False, _SAVING),
+    "push_to_hub": (False, "has not been tried: upload the folder that is saved"),
     "fsdp": (None, _SHARDING),
     "deepspeed": (None, _SHARDING),
     "parallelism_config": (None, _SHARDING),

@@ -12,7 +12,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def save_checkpoint(
     extras: Mapping[str, Any] | None = None,
     group: Group = None,
     check_replicas: bool = True,
+    weights: bool = True,
 ) -> None:
     """Save the model and its training under `path`, in place of an earlier save there. A collective call.
 
@@ -77,6 +78,7 @@ def save_checkpoint(
         group: the ranks that hold the model together. None is the default group, or this process if there is none.
             Workers that differ for a while (weft.DiLoCo) save separately, each with group=mesh["tp"] and its own path.
         check_replicas: compare replicated tensors over their ranks, at the cost of reading all of them.
+        weights: store the model. False stores the training alone, beside weights in files of another format.
 
     Raises:
         CheckpointError: a file cannot be written; ranks have different values of a replicated tensor; the ranks do not
@@ -100,7 +102,7 @@ def save_checkpoint(
             contents.of_optimizer(number, single, tensors.name_of)
             for number, single in enumerate(contents.optimizers_in(optimizer))
         ]
-        here["model"] = tensors.held
+        here["model"] = tensors.held if weights else {}
         here["training"] = {name: held for state in states for name, held in state.tensors.items()}
         for kind, numbers in rng_states(model).items():
             name = _random_name(ranks.rank, kind)
@@ -154,6 +156,7 @@ def load_checkpoint(
     strict: bool = True,
     cast: bool = False,
     group: Group = None,
+    weights: bool = True,
 ) -> Loaded:
     """Load the model and its optimizer from `path`. A collective call.
 
@@ -166,6 +169,7 @@ def load_checkpoint(
             model.safetensors.index.json; these have no checksums.
         strict: raise for tensors that only the model or only the checkpoint has.
         cast: convert stored tensors to the model's types. False raises for another type.
+        weights: load the model. False loads the training alone.
 
     Returns:
         A Loaded, with the step and the extras of the save.
@@ -192,8 +196,10 @@ def load_checkpoint(
             contents.of_model(model),
             contents.optimizers_in(optimizer),
         )
-        here.append((source, tensors, optimizers))
         contents.check_optimizers(optimizers, source.optimizers, tensors.name_of)
+        if not weights:
+            tensors, source = replace(tensors, held={}), replace(source, model={})
+        here.append((source, tensors, optimizers))
         names = {name for held in tensors.held.values() for name in held.names}
         return source.identity, *validation.differences(tensors.held, source, cast), names
 
@@ -226,7 +232,8 @@ def load_checkpoint(
                 for entry in validation.entries_of(held, source)[:1]:
                     for part in held.parts:
                         opened.fill(part, entry)
-            model.load_state_dict(model.state_dict())  # wrappers then update their copies of the parameters
+            if weights:
+                model.load_state_dict(model.state_dict())  # wrappers then update their copies of the parameters
             for target, stored, (state, fills) in zip(optimizers, source.optimizers, restored, strict=False):
                 for part, entry in fills:
                     opened.fill(part, entry)

@@ -45,6 +45,8 @@ def together(ranks, work: Callable[[], T]) -> list[T]:
     try:
         value = work()
     except Exception as error:
+        if getattr(error, "raised_on", None) == ranks:  # a call inside of this one has raised on all of them
+            raise
         expected = isinstance(error, ValueError | TypeError | CheckpointError)
         failure = (type(error), str(error)) if expected else (CheckpointError, f"{type(error).__name__}: {error}")
         cause = error
@@ -58,4 +60,6 @@ def together(ranks, work: Callable[[], T]) -> list[T]:
     if not kinds:
         return [value for value, _ in gathered]
     lines = [f"{ranks_text(failed, len(gathered))}: {text}" for text, failed in by_text.items()]
-    raise kinds[0](next(iter(by_text)) if ranks.world_size == 1 else "\n".join(lines)) from cause
+    common: Any = kinds[0](next(iter(by_text)) if ranks.world_size == 1 else "\n".join(lines))
+    common.raised_on = ranks
+    raise common from cause

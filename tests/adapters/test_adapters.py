@@ -348,16 +348,16 @@ def refuses_settings(rank, folder):
 
     mesh = weft.init_mesh(tp=2, device_type="cpu")
     for option, value, message in (
-        ("save_strategy", "steps", "call weft.save_checkpoint"),
+        ("push_to_hub", True, "upload the folder"),
         ("fsdp", "full_shard", "split already"),
         ("use_liger_kernel", True, "as if they were whole"),
         ("use_cpu", False, "does not go with a mesh of cpu"),
     ):
         with pytest.raises(ValueError, match=f"settings: {option}={value!r}.*{message}"):
             settings(mesh, output_dir=folder, **{option: value})
-    settings(mesh, output_dir=folder, save_strategy="no", fp16=False, fsdp="", use_cpu=True)
-    with pytest.raises(ValueError, match="the mesh has dp=2; it is for models over cp and tp"):
-        settings(weft.init_mesh(dp=2, device_type="cpu"), output_dir=folder)
+    settings(mesh, output_dir=folder, push_to_hub=False, fp16=False, fsdp="", use_cpu=True)
+    with pytest.raises(ValueError, match="the mesh has pp=2; it is for dp, cp and tp"):
+        settings(weft.init_mesh(pp=2, device_type="cpu"), output_dir=folder)
 
 
 def test_trainer_settings_that_go_wrong_with_shards_are_refused(tmp_path):

@@ -1,0 +1,233 @@
+"""Methods of transformers' Trainer that differ where several ranks hold the model: checkpoints, and batches over dp.
+
+Trainer has no hooks for these, so `register` wraps its methods. Every other Trainer runs as before.
+
+    checkpoint-100/model.safetensors, config.json    the unsplit model; an adapter's files for a PeftModel
+    checkpoint-100/trainer_state.json                as Trainer writes it
+    checkpoint-100/training/                         optimizer, scheduler and random numbers, of weft.save_checkpoint
+"""
+
+import base64
+import functools
+import random
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer
+
+from weft.adapters.split_model import has_adapters, mark_of
+from weft.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from weft.checkpoint.on_all_ranks import ranks_of, together
+from weft.checkpoint.safetensors_io import source_at
+from weft.comm.communicator import Communicator
+from weft.data_parallel.data_parallel import DataParallel
+from weft.rng import own_random_numbers
+
+_TRAINING = "training"
+_IGNORED_LABEL = -100  # transformers' losses leave it out of their means
+
+
+@functools.cache
+def register() -> None:
+    """Let every Trainer with the callback of split_model.py save, resume and share batches."""
+    for name, function in _METHODS.items():
+        setattr(Trainer, name, _where_marked(getattr(Trainer, name), function))
+
+
+def _where_marked(original: Callable, function: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if mark_of(self) is None:
+            return original(self, *args, **kwargs)
+        return function(functools.partial(original, self), self, *args, **kwargs)
+
+    return method
+
+
+# Checkpoints
+
+
+def _save_all(plain: Callable, trainer: Any, model: nn.Module, trial: Any) -> None:
+    """Write a checkpoint and remove old ones. If the first rank cannot write, every rank raises."""
+    together(ranks_of(None), lambda: plain(model, trial))
+
+
+def _save_model(plain: Callable, trainer: Any, output_dir: str | None = None, state_dict=None) -> None:
+    folder = output_dir or trainer.args.output_dir
+    trainer.model.save_pretrained(folder)  # of the whole model, from the first rank
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+            if processor is not None:
+                processor.save_pretrained(folder)
+            torch.save(trainer.args, Path(folder) / "training_args.bin")
+
+    together(ranks_of(None), write)
+
+
+def _save_training(plain: Callable, trainer: Any, output_dir: str) -> None:
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    extras = {
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "random": _random_state(),
+    }
+    folder, step = Path(output_dir) / _TRAINING, trainer.state.global_step
+    save_checkpoint(trainer.model, _unwrapped(trainer.optimizer), folder, step=step, extras=extras, weights=False)
+
+
+def _load_model(plain: Callable, trainer: Any, folder: str, model: nn.Module | None = None) -> None:
+    model = trainer.model if model is None else model
+    if has_adapters(model):
+        plain(folder, model)
+    else:
+        load_checkpoint(model, None, folder, cast=True)
+
+
+def _load_best(plain: Callable, trainer: Any) -> None:
+    if has_adapters(trainer.model):
+        plain()
+    else:
+        load_checkpoint(trainer.model, None, trainer.state.best_model_checkpoint, cast=True)
+
+
+def _load_training(plain: Callable, trainer: Any, checkpoint: str | None) -> None:
+    if checkpoint is None:
+        return
+    folder = Path(checkpoint) / _TRAINING
+    if not folder.exists():
+        raise CheckpointError(
+            f"{checkpoint} has no folder {_TRAINING!r}, so it has no optimizer's state for a split model: it was saved "
+            "with save_only_model, or by a Trainer without weft.adapters.trainer.settings. Load its model "
+            "(weft.from_pretrained) and train without resume_from_checkpoint"
+        )
+    loaded = load_checkpoint(trainer.model, _unwrapped(trainer.optimizer), folder, weights=False)
+    trainer.lr_scheduler.load_state_dict(loaded.extras["scheduler"])
+    if loaded.extras["scaler"] is not None:
+        trainer.accelerator.scaler.load_state_dict(loaded.extras["scaler"])
+    _restore_random_state(loaded.extras["random"])
+
+
+def _load_random(plain: Callable, trainer: Any, checkpoint: str | None) -> None:
+    if checkpoint is not None:
+        _restore_random_state(source_at(Path(checkpoint) / _TRAINING).about["extras"]["random"])
+
+
+def _nothing(plain: Callable, trainer: Any, *_) -> None:
+    """Stand in for a method whose work _save_training and _load_training do."""
+
+
+def _unwrapped(optimizer):
+    return getattr(optimizer, "optimizer", optimizer)  # accelerate's
+
+
+def _random_state() -> dict[str, Any]:
+    """Return the states of the generators on the host, which are the same on all ranks, as JSON takes them."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
+
+
+# Batches over dp. Every rank's Trainer gets the whole batch, as one process does, and runs its own rows.
+
+
+def _replicas_of(trainer: Any) -> Communicator | None:
+    mark = mark_of(trainer)
+    return None if mark is None else mark.replicas
+
+
+def _wrap(plain: Callable, trainer: Any, model: nn.Module, training: bool = True, dataloader=None) -> nn.Module:
+    replicas = _replicas_of(trainer)
+    if replicas is None or not training or isinstance(model, DataParallel):
+        return model if isinstance(model, DataParallel) else plain(model, training, dataloader)
+    unused = "zero" if trainer.args.ddp_find_unused_parameters else "error"
+    return DataParallel(
+        plain(model, training, dataloader), group=replicas.group, average=False, unused_parameters=unused
+    )
+
+
+def _train_on_part(plain: Callable, trainer: Any, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+    """Run forward and backward on this rank's rows, and return the loss of the whole batch."""
+    replicas = _replicas_of(trainer)
+    if replicas is None:
+        return plain(model, inputs, num_items_in_batch)
+    # The model then returns a sum divided by the items of all ranks, and otherwise a mean over its own.
+    is_sum = num_items_in_batch is not None and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+    part, weight = part_of_batch(inputs, replicas.rank, replicas.world_size, is_sum)
+    compute_loss = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs) * weight
+    try:
+        with (
+            own_random_numbers(replicas, trainer.args.device),
+            nullcontext() if trainer.accelerator.sync_gradients else model.no_sync(),
+        ):
+            loss = plain(model, part, num_items_in_batch)
+    finally:
+        del trainer.compute_loss
+    return replicas.all_reduce_(loss.clone())
+
+
+def part_of_batch(inputs: Mapping[str, Any], rank: int, ranks: int, is_sum: bool) -> tuple[dict[str, Any], float]:
+    """Return this rank's rows of a batch, and the weight of their loss in the loss of the whole batch.
+
+    Args:
+        inputs: the whole batch. The first dimension of each tensor is the rows'.
+        rank: this rank.
+        ranks: number of ranks that share the batch. A rank without a row gets the first one, with weight 0.
+        is_sum: the loss is a sum, and not a mean over the labels or rows.
+
+    Raises:
+        ValueError: the tensors have different first dimensions, or the batch has lists.
+    """
+    sizes = {name: list(x.shape) for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.dim()}
+    others = [name for name, x in inputs.items() if isinstance(x, list | tuple | dict)]
+    if len({size[0] for size in sizes.values()}) != 1 or others:
+        raise ValueError(
+            f"Trainer over dp={ranks}: the rows of the batch are unknown: its tensors are {sizes}"
+            f"{', and it has ' + ', '.join(others) if others else ''}. Give tensors whose first dimension is the "
+            "number of rows, or a mesh without dp"
+        )
+    rows = next(iter(sizes.values()))[0]
+    start, stop = (rows * edge // ranks for edge in (rank, rank + 1))
+    own = slice(start, stop) if stop > start else slice(0, 1)
+    weight = float(stop > start) if is_sum else (stop - start) / rows
+    labels = inputs.get("labels")
+    if not is_sum and isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+        counts = (labels != _IGNORED_LABEL).view(rows, -1).sum(1)
+        weight = float(counts[start:stop].sum() / counts.sum().clamp(min=1))
+        if not counts[own].any():  # a mean over nothing is not a number
+            own = slice(first := int(counts.argmax()), first + 1)
+    return {name: x[own] if name in sizes else x for name, x in inputs.items()}, weight
+
+
+_METHODS: dict[str, Callable] = {
+    "_save_checkpoint": _save_all,
+    "_save": _save_model,
+    "_save_optimizer_and_scheduler": _save_training,
+    "_save_scaler": _nothing,
+    "_save_rng_state": _nothing,
+    "_load_from_checkpoint": _load_model,
+    "_load_best_model": _load_best,
+    "_load_optimizer_and_scheduler": _load_training,
+    "_load_scaler": _nothing,
+    "_load_rng_state": _load_random,
+    "_wrap_model": _wrap,
+    "training_step": _train_on_part,
+}
