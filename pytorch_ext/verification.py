@@ -7,16 +7,18 @@ parallelism that keeps the parameters' names.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import Piece, piece_of
+from weft.first_difference import first_difference, recording, same_bits
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 
@@ -55,23 +57,32 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """Differences of the output, then of each parameter's gradient, and the leaks that the probes found."""
+    """Differences of the output, then of each parameter's gradient, and the leaks that the probes found.
+
+    Attributes:
+        first: with bitwise=True, the first output of a module, or its gradient, that has other bits.
+    """
 
     differences: tuple[Difference, ...]
     leaks: tuple[str, ...]
+    first: str | None = None
 
     @property
     def ok(self) -> bool:
-        return not self.leaks and all(difference.ok for difference in self.differences)
+        return not self.leaks and self.first is None and all(difference.ok for difference in self.differences)
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.differences), *(f"FAULT leak: {leak}" for leak in self.leaks)])
+        return "\n".join([*map(str, self.differences), *self._faults()])
+
+    def _faults(self) -> list[str]:
+        first = [] if self.first is None else [f"FAULT first other bits: {self.first}"]
+        return [*(f"FAULT leak: {leak}" for leak in self.leaks), *first]
 
     def raise_faults(self) -> None:
         """Raise AssertionError with the faults, if there are any."""
         if not self.ok:
             faults = [str(difference) for difference in self.differences if not difference.ok]
-            raise AssertionError("\n".join(["the parallel model is not the unsplit one:", *faults, *self.leaks]))
+            raise AssertionError("\n".join(["the parallel model is not the unsplit one:", *faults, *self._faults()]))
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ def verify(
     *,
     step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     probes: Sequence[Probe] = (),
+    bitwise: bool = False,
 ) -> Report:
     """Run one step of both models, compare outputs and gradients, then run the probes. A collective call.
 
@@ -140,9 +152,13 @@ def verify(
             reference in fp64 and in the reference's type (an fp64 reference runs in fp32, and its rounding is scaled).
             By default the batch is passed as it is and the loss is a weighted sum of the output.
         probes: changes that a mask must hide (`causal_probe`).
+        bitwise: compare bits with a reference that has the same `invariant`, on each rank alone (docs/invariance.md).
+            The report then names the first module, direction and unit of the batch with other bits. For a Pipeline
+            pass `step`. A DataParallel takes its part of the batch by default.
 
     Raises:
-        ValueError: the parameter names of the models differ. For a model in stages the names of all ranks count.
+        ValueError: the parameter names of the models differ. For a model in stages the names of all ranks count. Or
+            probes with bitwise.
 
     Examples:
         >>> reference = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
@@ -150,6 +166,10 @@ def verify(
         >>> weft.verify(model, reference, torch.randn(4, 16)).ok
         True
     """
+    if bitwise:
+        if probes:
+            raise ValueError("verify: bitwise=True compares one step; give the probes to a call without it")
+        return _compare_bits(model, reference, batch, step or _step_in_units)
     step = step or _plain_step
     exact_model = copy.deepcopy(reference).double()
     plain_model = copy.deepcopy(reference)
@@ -189,6 +209,35 @@ def verify(
             seen.add(plain_name)
         leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
     return _over_ranks(found, leaks, set(whole) - seen)
+
+
+def _compare_bits(model: nn.Module, reference: nn.Module, batch: Any, step: Callable) -> Report:
+    with _left_as_it_was(reference, []), recording(reference) as expected:
+        whole_output = step(reference, batch)
+        whole = {_plain(name): _gradient(parameter).clone() for name, parameter in reference.named_parameters()}
+    with _left_as_it_was(model, []), recording(model) as found:
+        differences = [_difference_in_bits("output", step(model, batch), whole_output)]
+        own = {_plain(name): parameter for name, parameter in model.named_parameters()}
+        for name, parameter in own.items():
+            if name not in whole:
+                raise ValueError(f"verify: the reference has no parameter {name!r}; it has {', '.join(whole)}")
+            shard = shard_of(parameter)
+            part = whole[name] if shard is None else shard.take(whole[name])
+            differences.append(_difference_in_bits(f"gradient of {name}", _gradient(parameter), part))
+    report = _over_ranks(differences, [], set(whole) - set(own))
+    return replace(report, first=first_difference(found, expected))
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def _difference_in_bits(name: str, result: torch.Tensor, expected: torch.Tensor) -> Difference:
+    if same_bits(result, expected):
+        return Difference(name, 0.0, 0.0)
+    alike = result.shape == expected.shape
+    error = (result.double() - expected.double()).abs().max().item() if alike else float("inf")
+    return Difference(name, error or float("inf"), 0.0, "largest absolute difference")
 
 
 @dataclass(frozen=True)
@@ -287,6 +336,23 @@ def _plain_step(model: nn.Module, batch: Any) -> torch.Tensor:
     weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
     (output * weights).sum().backward()
     return output.detach()
+
+
+def _step_in_units(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Run a step of a DataParallel on this rank's part of the batch, with a loss in units; return the whole output."""
+    if not isinstance(model, DataParallel):
+        return _plain_step(model, batch)
+    ranks, outputs = model.ranks, []
+    own = tree_map(lambda x: x.chunk(ranks.world_size)[ranks.rank] if isinstance(x, torch.Tensor) else x, batch)
+
+    def loss(part):
+        outputs.append(_call(model, part))
+        weights = torch.randn(outputs[-1].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return (outputs[-1] * weights.to(outputs[-1])).sum()
+
+    model.in_units(loss, own).backward()
+    output = torch.cat([x.detach() for x in outputs])
+    return ranks.all_gather(output, 0, [output.size(0)] * ranks.world_size)
 
 
 def _call(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -162,6 +162,12 @@ fsdp_module = fully_shard(model)
     ("first_hour.md", 2): (2, "first_hour.md", {}),
     ("invariance.md", 0): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
     ("invariance.md", 1): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
+    ("invariance.md", 2): (
+        4,
+        MODEL + BATCH + "import copy\nfrom torch import distributed as dist\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n",
+        {},
+    ),
     ("large_batches.md", 0): (4, MODEL + "mesh, plan = weft.init_mesh(dp=2, tp=2), {'0': 'column', '2': 'row'}\n", {}),
     ("large_batches.md", 1): (2, MODEL + "mesh = weft.init_mesh(dp=2)\n", {}),
     ("paradigms.md", 0): (8, LLAMA, {}),

@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+from weft.data_parallel.batch_units import UnitSums, running_unit
 from weft.data_parallel.grad_norm import gradient_of
 from weft.testing.ranks import run_ranks
 
@@ -224,3 +226,77 @@ def left_as_it_was(rank, options):
 @pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}, {"main_grad": True}], ids=str)
 def test_a_model_with_gradients_is_compared_and_keeps_them(options):
     run_ranks(left_as_it_was, 2, options)
+
+
+def alone_on_each_rank():
+    """Return a mesh of this rank alone."""
+    names = ("copies", "pp", "dp", "cp", "tp")
+    return init_device_mesh("cpu", (dist.get_world_size(), 1, 1, 1, 1), mesh_dim_names=names)[names[1:]]
+
+
+def step_of_either(model, batch):
+    """Run a step of a pipeline, or of one process; return the loss of the whole batch."""
+    if isinstance(model, weft.Pipeline):
+        return model.step(batch, batch)
+    loss = model.in_units(lambda x, y: F.mse_loss(model(x), y), batch, batch)
+    loss.backward()
+    return loss.detach()
+
+
+def nudge(rank, unit, direction):
+    """Return a forward hook that changes one element of an output or of its gradient in one unit on one rank."""
+
+    def change(x):
+        y = x.clone()
+        y.view(-1)[3] += 1e-3
+        return y
+
+    def hook(module, args, output):
+        if (dist.get_rank(), running_unit()) == (rank, unit):
+            if direction == "forward":
+                return change(output)
+            output.register_hook(change)
+        return None
+
+    return hook
+
+
+def in_bits(rank):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    batch = torch.randn(8, 8)
+    reference = weft.parallelize(copy.deepcopy(plain), alone_on_each_rank(), invariant=4)
+
+    def check(sizes, place, hook, text, **options):
+        stages = {"pipeline": {"loss": F.mse_loss}} if "pp" in sizes else {}
+        model = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(**sizes), invariant=4, **stages)
+        assert weft.verify(model, reference, batch, bitwise=True, **options).ok
+        named = dict(model.named_modules())
+        layer = named.get(place) or named.get(f"module.{place}")
+        if layer is not None:
+            layer.register_forward_hook(hook)
+        report = weft.verify(model, reference, batch, bitwise=True, **options)
+        assert report.first is not None and not report.ok
+        assert report.first.startswith(text), report.first
+        with pytest.raises(AssertionError, match=f"first other bits: {text}"):
+            report.raise_faults()
+
+    check({"dp": 2}, "1", nudge(1, 3, "forward"), "forward of 1, unit 3: 1 of 32 elements differ on rank 1")
+    check({"dp": 2}, "3", nudge(0, 1, "backward"), "backward to the output of 3, unit 1: 1 of 16 elements differ")
+    check({"tp": 2}, "0", nudge(1, 2, "forward"), "forward of 0, unit 2: 1 of 16 elements differ on rank 1")
+    check({"pp": 2}, "3", nudge(1, 0, "forward"), "forward of 3, unit 0: 1 of 16", step=step_of_either)
+    with pytest.raises(ValueError, match="give the probes to a call without it"):
+        weft.verify(plain, plain, batch, bitwise=True, probes=[weft.causal_probe(1)])
+
+    model = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(dp=2), invariant=4)
+    total = UnitSums.total
+    UnitSums.total = lambda self: [x.mul_(1 + 1e-3 * (self.ranks.world_size > 1)) for x in total(self)]
+    report = weft.verify(model, reference, batch, bitwise=True)
+    UnitSums.total = total
+    assert report.first is None and not report.ok
+    assert [d.ok for d in report.differences] == [True, *[False] * 8]
+    model.zero_grad()
+
+
+def test_the_first_other_bit_is_named_with_its_module_and_unit():
+    run_ranks(in_bits, 2)

@@ -27,6 +27,22 @@ from weft.ops.invariant import Tree, Units, sum_over_nodes
 from weft.sharding.shard import shard_of
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)
+_running: list[int] = []  # numbers of the units whose forward runs, the innermost last
+
+
+def running_unit() -> int | None:
+    """Return the number of the unit whose forward runs; None outside of units."""
+    return _running[-1] if _running else None
+
+
+@contextmanager
+def within_unit(number: int) -> Iterator[None]:
+    """Say that the forward of a unit runs inside the context."""
+    _running.append(number)
+    try:
+        yield
+    finally:
+        _running.pop()
 
 
 class BatchUnits:
@@ -84,7 +100,7 @@ class BatchUnits:
         outputs = []
         for unit, (unit_args, unit_kwargs) in zip(self.here, arguments, strict=True):
             own = nullcontext() if batch is None else batch.parameters_of(unit)
-            with self._in_a_unit(None if seed is None else seed + unit), own:
+            with self._in_a_unit(unit, seed), own:
                 outputs.append(function(*unit_args, **unit_kwargs))
         if batch is not None:
             self._check_graph(outputs[0], named)
@@ -96,12 +112,12 @@ class BatchUnits:
         return self._joined(outputs)
 
     @contextmanager
-    def _in_a_unit(self, seed: int | None) -> Iterator[None]:
+    def _in_a_unit(self, unit: int, seed: int | None) -> Iterator[None]:
         self.inside = True
         try:
-            with torch.random.fork_rng([], enabled=seed is not None):
+            with within_unit(unit), torch.random.fork_rng([], enabled=seed is not None):
                 if seed is not None:
-                    torch.default_generator.manual_seed(seed)
+                    torch.default_generator.manual_seed(seed + unit)
                 yield
         finally:
             self.inside = False

@@ -1,6 +1,7 @@
 """Start and end of each action of a step: torch's pipeline stage with a clock."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,8 @@ class ClockedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id, *arguments, **options):
         start = self.clock.now()
         self.submod.microbatch = fwd_chunk_id
-        result = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        with nullcontext() if self.gradients is None else self.gradients.within(fwd_chunk_id):
+            result = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
         if self.gradients is not None:
             self.gradients.watch(self.stage_index, *self.fwd_cache[fwd_chunk_id])
         self._mark("F", fwd_chunk_id, start)

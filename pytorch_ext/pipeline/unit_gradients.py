@@ -6,7 +6,7 @@ parts in the order of its backward, in the parameter's type; so do the ranks, be
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
-from weft.data_parallel.batch_units import UnitSums, check_units, units_here
+from weft.data_parallel.batch_units import UnitSums, check_units, units_here, within_unit
 from weft.ops.invariant import Units
 from weft.pipeline.split_backward import uses_of
 from weft.pipeline.stage_boundary import leaves_as_it_is
@@ -68,6 +68,10 @@ class UnitGradients:
             )
             for number, own in self._of_stage.items()
         }
+
+    def within(self, microbatch: int) -> AbstractContextManager:
+        """Return a context for the forward of a micro-batch."""
+        return within_unit(self._here[microbatch])
 
     def watch(self, number: int, outputs, inputs: Sequence) -> None:
         """Note what one process would compute in another way. Call it after a forward of a stage."""
