@@ -18,6 +18,8 @@ OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "all_reduce",
+    "grouped_matmul",
+    "permute",
 )
 Place = tuple[str, str, int]  # an op, an architecture, and the variant's number there
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from weft.explanation.summary import share_held
 from weft.metadata import metadata
 from weft.nn import ParallelEmbedding, ParallelExpertList, ParallelExperts, ParallelLinear
 from weft.nn.sharded import ShardHolder
-from weft.ops import kernel_choice
+from weft.ops import grouped_matmul, kernel_choice
 from weft.ops.overlap import products
 from weft.tensor_parallel.auto.trace import tensors_in
 
@@ -250,10 +250,12 @@ def _experts(name: str, layer: ParallelExperts | ParallelExpertList, tokens: int
                     // (place.tp.world_size if place.tp else 1)
                 )
                 traffic.append(_traffic(product, "all_to_all", "x, w and y", there, world))
-    computed = {
-        product: ProductReport(ATEN, "the experts' own forward, on this rank's experts")
-        for product in ("forward", "backward")
-    }
+    how, why = ATEN, "the experts' own forward, on this rank's experts"
+    fused = layer.fused() if isinstance(layer, ParallelExperts) else None
+    if fused is not None:
+        algorithm = grouped_matmul.algorithm(fused.up)
+        how, why = ("weft kernel" if algorithm.kernel else ATEN), algorithm.reason
+    computed = {product: ProductReport(how, why) for product in ("forward", "backward")}
     ranks = next(iter(layer.shards.values())).communicator
     sent = None if traffic is None else tuple(traffic)
     return LayerReport(name, kind, _shard(layer), ranks.transport, computed, {}, sent)

@@ -15,6 +15,7 @@ from weft.comm.registry import Group, communicator
 from weft.nn.expert_form import ExpertForm, form_of
 from weft.nn.placed import PlacedModules, check_apart, tensors_of
 from weft.nn.sharded import ShardedModule
+from weft.ops import grouped_matmul
 from weft.ops.activation import activation_of
 from weft.ops.empty_grad import with_absent
 from weft.ops.experts import ExpertRanks, grouped, routed_experts
@@ -76,13 +77,27 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return [..., H] for tokens [..., H], the chosen experts [..., k] and the routing weights [..., k]."""
-        return routed_experts(x, top_k_index, top_k_weights, self._rows, ExpertRanks(self.num_experts, None, None))
+        return routed_experts(x, top_k_index, top_k_weights, self.rows, ExpertRanks(self.num_experts, None, None))
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, activation={self.activation!r}"
 
-    def _rows(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return grouped(rows, expert, self.num_experts, self._expert) * scale.unsqueeze(-1).to(rows.dtype)
+    def rows(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return [R, H], scale [R] times the output of `expert` [R], in ascending order, for rows [R, H]."""
+        weights = self.weights()
+        if grouped_matmul.algorithm(weights.up).kernel:
+            y = grouped_matmul.expert_mlps(rows, expert, weights)
+        else:
+            y = grouped(rows, expert, self.num_experts, self._expert)
+        return y * scale.unsqueeze(-1).to(y.dtype)
+
+    def weights(self) -> grouped_matmul.ExpertWeights:
+        """Return the parameters by their roles."""
+        names = "gate_up_proj" if self.gated else "up_proj", "down_proj"
+        up, down = (self._parameters[name] for name in names)
+        up_bias, down_bias = (self._parameters.get(f"{name}_bias") for name in names)
+        assert up is not None and down is not None
+        return grouped_matmul.ExpertWeights(up, down, up_bias, down_bias, self.activation, self.gated)
 
     def _expert(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         activation = activation_of(self.activation)
@@ -274,8 +289,16 @@ class ParallelExperts(_Routed, ShardedModule):
     def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if len(rows) == 0:  # the gradient of fused weights is zeros where no token chose an expert
             return with_absent(rows.new_zeros(rows.shape), [p for p in self._parameters.values() if p is not None])
-        self._part[0].training = self.training
-        return self._form.run(self._part[0], rows, expert, scale)
+        part = self._part[0]
+        part.training = self.training
+        if isinstance(part, Experts):
+            return part.rows(rows, expert, scale)
+        return self._form.run(part, rows, expert, scale)
+
+    def fused(self) -> grouped_matmul.ExpertWeights | None:
+        """Return this rank's weights if the experts are `weft.nn.Experts`, else None."""
+        part = self._part[0]
+        return part.weights() if isinstance(part, Experts) else None
 
     def _given(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}

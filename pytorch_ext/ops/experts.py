@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.communicator import Communicator
+from weft.ops import kernel_choice
 from weft.ops.backward import first_order
 from weft.ops.mappings import total
 from weft.sharding.sizes import Cut, split_sizes
@@ -107,13 +108,14 @@ def routed_experts(
         tokens, weights = _copy_to(tokens, weights, place.tp)
     pair, expert = _pairs_by_expert(chosen, place)
     token = pair // max(1, chosen.size(1))
-    rows = _TokenRows.apply(tokens, token)
+    place_of = _places(pair, chosen) if kernel_choice.streams(tokens) else None
+    rows = _TokenRows.apply(tokens, token, place_of)
     scale = weights.reshape(-1).index_select(0, pair)
     if place.ep is None:
         y = _Reached.apply(compute(rows, expert - place.own.start, scale), rows, scale)
     else:
         y = _at_their_experts(rows, expert, scale, compute, place)
-    y = _SumRows.apply(y, token, tokens.size(0), x.dtype)
+    y = _SumRows.apply(y, token, place_of, tokens.size(0), x.dtype)
     if place.tp is not None:
         y = total(y, place.tp)
     return y.reshape(x.shape)
@@ -205,30 +207,31 @@ class _TokenRows(torch.autograd.Function):
     """rows [R, H] = x[token]; backward  dx = sums of the rows of each token."""
 
     @staticmethod
-    def forward(ctx, x, token):
-        ctx.save_for_backward(token)
+    def forward(ctx, x, token, places):
+        ctx.save_for_backward(token, places)
         ctx.count = x.size(0)
-        return x.index_select(0, token)
+        return take_rows(x, token, x.dtype, places is not None)
 
     @staticmethod
     @first_order
     def backward(ctx, d_rows):
-        return sum_rows(d_rows, ctx.saved_tensors[0], ctx.count, d_rows.dtype), None
+        token, places = ctx.saved_tensors
+        return sum_rows(d_rows, token, places, ctx.count, d_rows.dtype), None, None
 
 
 class _SumRows(torch.autograd.Function):
     """y [T, H] = sums of the rows of each token; backward  d_rows = dy[token]."""
 
     @staticmethod
-    def forward(ctx, rows, token, count, dtype):
+    def forward(ctx, rows, token, places, count, dtype):
         ctx.save_for_backward(token)
-        ctx.dtype = rows.dtype
-        return sum_rows(rows, token, count, dtype)
+        ctx.dtype, ctx.kernel = rows.dtype, places is not None
+        return sum_rows(rows, token, places, count, dtype)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return dy.index_select(0, ctx.saved_tensors[0]).to(ctx.dtype), None, None, None
+        return take_rows(dy, ctx.saved_tensors[0], ctx.dtype, ctx.kernel), None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -289,8 +292,30 @@ def all_to_all_rows(x: torch.Tensor, ranks: Communicator, sent: list[int], recei
     return y
 
 
-def sum_rows(rows: torch.Tensor, token: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return [count, H], the sums of the rows of each token, in their order."""
+def _places(pair: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return [T, K], the rows of each token in ascending order, after a -1 for each choice without a row here."""
+    places = pair.new_full((chosen.numel(),), -1)
+    places[pair] = torch.arange(pair.numel(), device=pair.device)
+    return places.view(chosen.shape).sort(1).values
+
+
+def take_rows(x: torch.Tensor, token: torch.Tensor, dtype: torch.dtype, kernel: bool) -> torch.Tensor:
+    """Return x[token] in another type."""
+    if kernel:
+        from weft.kernels.permute import permute
+
+        return permute(x, token, dtype)
+    return x.index_select(0, token).to(dtype)
+
+
+def sum_rows(
+    rows: torch.Tensor, token: torch.Tensor, places: torch.Tensor | None, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return [count, H], the sums of the rows of each token, in their order; by the kernel if there are places."""
+    if places is not None:
+        from weft.kernels.permute import unpermute
+
+        return unpermute(rows, places, dtype)
     wide = torch.promote_types(rows.dtype, torch.float32)
     y = torch.zeros(count, *rows.shape[1:], dtype=wide, device=rows.device)
     if rows.is_cuda:
@@ -303,7 +328,8 @@ def sum_rows(rows: torch.Tensor, token: torch.Tensor, count: int, dtype: torch.d
 def grouped(rows: torch.Tensor, expert: torch.Tensor, experts: int, apply: Callable) -> torch.Tensor:
     """Return apply(number of the expert, its rows) for every expert with rows, one after another.
 
-    A loop: on CPUs, torch's grouped_mm takes neither fp64 nor every gradient.
+    A loop: on CPUs, torch's grouped_mm takes neither fp64 nor every gradient. GPUs have `ops.grouped_matmul` for
+    experts of one form.
 
     Args:
         rows: [R, H], by expert.

@@ -1,0 +1,366 @@
+"""grouped_matmul: one product for each expert, over the rows that `offsets` gives it.
+
+    offsets [E + 1] int32 on the device, ascending; rows offsets[e] to offsets[e + 1] are of expert e, and
+    offsets[E] is at most R
+
+    forward   y[r]  = act(x[r] @ w[e].T + b[e])                         a = x,   b = w.transpose(1, 2)   e of row r
+    gated     y[r]  = act(x[r] @ gate[e].T + ...) * (x[r] @ up[e].T + ...)      b_up, z [R, 2N]
+    dgrad     dx[r] = dz[r] @ w[e]                                      a = dz,  b = w
+    wgrad     dw[e] = dw[e] + dz[rows of e].T @ x[rows of e]            `grouped_wgrad`, dw = main_grad in fp32
+
+2 R N K operations each (4 R N K gated). Device memory: at least R K + E K N elements read and R N written; experts
+without rows are not read. The host never reads `offsets`: each program finds its tiles in it. A tile has rows of one
+expert only, so there are at most R / block_m + E of them times N / block_n. The sum over K, or over an expert's rows,
+is in fp32, in order, and rounded once; no result is touched by an atomic, and nothing depends on other experts' rows.
+Rows after offsets[E] are not written.
+
+Operands are loaded by masked loads, in the narrow tiles of `matmul_tiles`; the rest is `matmul`'s own. It was compiled,
+and run in the interpreter; it was never timed. Nothing is saved here. Tests: tests/kernels/test_grouped_matmul.py.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from weft.kernels import launch
+from weft.kernels.activation import check_activation
+from weft.kernels.config import MatmulConfig
+from weft.kernels.language import cdiv, next_power_of_2, tl, triton
+from weft.kernels.matmul import PRECISIONS, _emit, _load, _strip
+from weft.kernels.matmul_tiles import listed
+from weft.kernels.replay import replayed
+
+MOST_GROUPS = 1024  # a program holds all offsets
+_LEAST_LANES = 64  # of the offsets in a program: one variant serves all up to 64 experts
+
+
+@replayed
+def grouped_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    b_up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    keep_z: bool = False,
+    precision: str = "ieee",
+    config: MatmulConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return act(a[r] @ b[e] + bias[e]) for each row r of each group e, and z, the input of the activation.
+
+    Args:
+        a: [R, K], bf16, fp16 or fp32, with contiguous rows.
+        b: [E, K, N], of a's type, any strides.
+        offsets: [E + 1] int32, contiguous: the first row of each group, and the end of the last.
+        b_up: [E, K, N], with b's strides; makes the products gated, as in `matmul`.
+        bias: [E, N], or [E, 2N] for gated products, contiguous.
+        activation: None, "gelu", "gelu_tanh", "relu" or "silu".
+        keep_z: also return z, [R, N] (gated: [R, 2N]) in a's type.
+        precision: precision of fp32 operands: "ieee" or "tf32".
+        config: an explicit tile configuration, with K whole.
+
+    Returns:
+        (out [R, N], z); z is None without keep_z. Rows after the last group are not written.
+
+    Raises:
+        ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
+    """
+    op = "grouped_matmul"
+    if a.dim() != 2 or b.dim() != 3 or a.size(1) != b.size(1):
+        raise ValueError(f"{op}: a {tuple(a.shape)} and b {tuple(b.shape)} must be [R, K] and [E, K, N]")
+    (rows, depth), (groups, _, columns) = a.shape, b.shape
+    width = 2 * columns if b_up is not None else columns
+    _check(op, groups, offsets, precision, a=a, b=b, b_up=b_up, bias=bias)
+    launch.check_shape(op, b.shape, b_up=b_up)
+    launch.check_shape(op, (groups, width), bias=bias)
+    check_activation(op, activation)
+    if b_up is not None and b_up.stride() != b.stride():
+        raise ValueError(f"{op}: b_up has strides {b_up.stride()} and must have those of b, {b.stride()}")
+    if bias is not None and not bias.is_contiguous():
+        raise ValueError(f"{op}: bias has strides {bias.stride()}; make it contiguous")
+    out = launch.empty((rows, columns), a.dtype, a.device)
+    z = launch.empty((rows, width), a.dtype, a.device) if keep_z else None
+    config = _tile(op, a, config, columns % 16 == 0 and depth % 16 == 0)
+    most = (cdiv(rows, config.block_m) + groups) * cdiv(columns, config.block_n)
+    programs = min(most, launch.multiprocessors(a.device)) if rows else 0
+    launch.launch(
+        _grouped_matmul_kernel,
+        (programs,),
+        a,
+        b,
+        b_up,
+        bias,
+        out,
+        z,
+        offsets,
+        columns,
+        depth,
+        groups,
+        programs,
+        a.stride(0),
+        *b.stride(),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STRIP=min(config.block_n, _strip(a, columns, False, True)),
+        GROUPS=max(_LEAST_LANES, next_power_of_2(groups)),
+        ACTIVATION=activation or "none",
+        PRECISION=precision if a.dtype == torch.float32 else "ieee",
+        COLUMNS_OF_16=columns % 16 == 0,
+        DEPTH_OF_16=depth % 16 == 0,
+        OUT_DTYPE=launch.TRITON_TYPES[a.dtype],
+        warps=config.warps,
+        stages=config.stages,
+    )
+    return out, z
+
+
+@replayed
+def grouped_wgrad(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    main_grad: torch.Tensor | None = None,
+    precision: str = "ieee",
+    config: MatmulConfig | None = None,
+) -> torch.Tensor:
+    """Return dw[e] = dz[rows of e].T @ x[rows of e] for each group e; zeros for a group without rows.
+
+    Args:
+        dz: [R, N], bf16, fp16 or fp32, with contiguous rows.
+        x: [R, K], of dz's type, with contiguous rows.
+        offsets: [E + 1] int32, contiguous: the first row of each group, and the end of the last.
+        main_grad: [E, N, K] fp32, contiguous; dw is added to it, and it is returned.
+        precision, config: as in `grouped_matmul`.
+
+    Raises:
+        ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
+    """
+    op = "grouped_wgrad"
+    if dz.dim() != 2 or x.dim() != 2 or dz.size(0) != x.size(0):
+        raise ValueError(f"{op}: dz {tuple(dz.shape)} and x {tuple(x.shape)} must be [R, N] and [R, K]")
+    groups, rows, columns = offsets.numel() - 1, dz.size(1), x.size(1)
+    _check(op, groups, offsets, precision, dz=dz, x=x)
+    if main_grad is not None:
+        launch.check_memory(op, dz=dz, main_grad=main_grad)
+        launch.check_dtype(op, (torch.float32,), main_grad=main_grad)
+        launch.check_shape(op, (groups, rows, columns), main_grad=main_grad)
+        if not main_grad.is_contiguous():
+            raise ValueError(f"{op}: main_grad has strides {main_grad.stride()}; make it contiguous")
+    out = main_grad if main_grad is not None else launch.empty((groups, rows, columns), dz.dtype, dz.device)
+    config = _tile(op, dz, config, rows % 16 == 0 and columns % 16 == 0)
+    units = groups * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
+    programs = min(units, launch.multiprocessors(dz.device))
+    launch.launch(
+        _grouped_wgrad_kernel,
+        (programs,),
+        dz,
+        x,
+        offsets,
+        main_grad,
+        out,
+        rows,
+        columns,
+        groups,
+        programs,
+        dz.stride(0),
+        x.stride(0),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STRIP=min(config.block_n, _strip(dz, columns, False, True)),
+        PRECISION=precision if dz.dtype == torch.float32 else "ieee",
+        ROWS_OF_16=rows % 16 == 0,
+        COLUMNS_OF_16=columns % 16 == 0,
+        OUT_DTYPE=launch.TRITON_TYPES[out.dtype],
+        warps=config.warps,
+        stages=config.stages,
+    )
+    return out
+
+
+def _check(op: str, groups: int, offsets: torch.Tensor, precision: str, **operands: torch.Tensor | None) -> None:
+    launch.check_memory(op, **operands, offsets=offsets)
+    first = next(operand for operand in operands.values() if operand is not None)
+    launch.check_dtype(op, launch.DTYPES, **operands)
+    launch.check_dtype(op, (first.dtype,), **operands)
+    launch.check_dtype(op, (torch.int32,), offsets=offsets)
+    launch.check_shape(op, (groups + 1,), offsets=offsets)
+    if not offsets.is_contiguous():
+        raise ValueError(f"{op}: offsets has strides {offsets.stride()}; make it contiguous")
+    if not 1 <= groups <= MOST_GROUPS:
+        raise ValueError(
+            f"{op}: {groups} groups must be 1 to {MOST_GROUPS}; call it for a part of the experts at a time"
+        )
+    for name, operand in operands.items():
+        if operand is not None and operand.dim() == 2 and operand.size(1) > 1 and operand.stride(1) != 1:
+            raise ValueError(f"{op}: {name} has strides {operand.stride()}; its rows must be contiguous")
+        if operand is not None and max(operand.shape) >= 2**31 - 2**10:
+            raise ValueError(f"{op}: {name} has a dimension of {max(operand.shape)}, which does not fit 31 bits")
+    if precision not in PRECISIONS:
+        raise ValueError(f"{op}: precision={precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
+
+
+def _tile(op: str, a: torch.Tensor, explicit: MatmulConfig | None, even: bool) -> MatmulConfig:
+    """Return the explicit configuration, else the smallest tile that exists: most groups have few rows.
+
+    Columns that 16 does not divide have an address each, so the registers hold half as many.
+    """
+    tiles = listed(launch.architecture_of(a.device), a.dtype, narrow=True)
+    if explicit is not None and explicit not in tiles:
+        raise ValueError(f"{op}: {explicit} does not exist here; there are {', '.join(map(str, tiles))}")
+    return explicit or (tiles[-1] if even else replace(tiles[-1], block_k=max(16, tiles[-1].block_k // 2)))
+
+
+@triton.jit(do_not_specialize=["columns", "depth", "groups", "programs"])
+def _grouped_matmul_kernel(
+    a,  # [R, K], contiguous rows
+    b,  # [E, K, N]
+    b_up,  # [E, K, N] with b's strides, or None
+    bias,  # [E, N] or [E, 2N], contiguous, or None
+    out,  # [R, N], contiguous
+    z,  # [R, N or 2N], contiguous, or None
+    offsets,  # [E + 1]
+    columns,
+    depth,
+    groups,
+    programs,
+    stride_a,
+    stride_b_group,
+    stride_b_row,
+    stride_b_column,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIP: tl.constexpr,
+    GROUPS: tl.constexpr,  # a power of 2 that is at least groups
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    COLUMNS_OF_16: tl.constexpr,
+    DEPTH_OF_16: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+):
+    if COLUMNS_OF_16:
+        columns = columns // 16 * 16
+    if DEPTH_OF_16:
+        depth = depth // 16 * 16
+    # 1. Count the tiles of rows of each group.
+    lane = tl.arange(0, GROUPS)
+    begin = tl.load(offsets + lane, mask=lane < groups, other=0)
+    end = tl.load(offsets + lane + 1, mask=lane < groups, other=0)
+    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+    done = tl.cumsum(tiles, 0)  # tiles up to the end of each group
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    width = columns
+    if b_up is not None:
+        width = 2 * columns
+    for unit in tl.range(tl.program_id(0), tl.sum(tiles, 0) * tiles_n, programs):
+        # 2. Find the tile's group and its rows.
+        turn = unit // tiles_n
+        column = (unit % tiles_n) * BLOCK_N
+        group = tl.sum((done <= turn).to(tl.int32), 0)
+        before = tl.sum(tl.where(lane < group, tiles, 0), 0)
+        row = tl.load(offsets + group) + (turn - before) * BLOCK_M
+        last = tl.load(offsets + group + 1)
+        matrix = group.to(tl.int64) * stride_b_group
+
+        # 3. Sum over K, in order.
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if b_up is not None:
+            total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        else:
+            total_up = None
+        for k in range(0, depth, BLOCK_K):
+            x = _load(a, row, k, last, depth, stride_a, 1, BLOCK_M, BLOCK_K, False, False)
+            w = _load(b + matrix, k, column, depth, columns, stride_b_row, stride_b_column, BLOCK_K, BLOCK_N, False,
+                      False)  # fmt: skip
+            total = launch.dot(x, w, total, PRECISION)
+            if b_up is not None:
+                w_up = _load(b_up + matrix, k, column, depth, columns, stride_b_row, stride_b_column, BLOCK_K, BLOCK_N,
+                             False, False)  # fmt: skip
+                total_up = launch.dot(x, w_up, total_up, PRECISION)
+
+        # 4. Write the rows of this group.
+        if bias is not None:
+            own_bias = bias + group.to(tl.int64) * width
+        else:
+            own_bias = None
+        _emit(total, total_up, own_bias, None, out, None, z, 0, row, column, last, columns, 1, 0, 0, columns, 1, width,
+              BLOCK_M, BLOCK_N, STRIP, ACTIVATION, False, False, OUT_DTYPE, False)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "groups", "programs"])
+def _grouped_wgrad_kernel(
+    dz,  # [R, N], contiguous rows
+    x,  # [R, K], contiguous rows
+    offsets,  # [E + 1]
+    addend,  # `out`, or None
+    out,  # [E, N, K], contiguous
+    rows,  # N
+    columns,  # K
+    groups,
+    programs,
+    stride_dz,
+    stride_x,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS_OF_16: tl.constexpr,
+    COLUMNS_OF_16: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+):
+    if ROWS_OF_16:
+        rows = rows // 16 * 16
+    if COLUMNS_OF_16:
+        columns = columns // 16 * 16
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles = tl.cdiv(rows, BLOCK_M) * tiles_n
+    for unit in tl.range(tl.program_id(0), groups * tiles, programs):
+        group = unit // tiles
+        row = (unit % tiles) // tiles_n * BLOCK_M
+        column = (unit % tiles_n) * BLOCK_N
+        first = tl.load(offsets + group)
+        last = tl.load(offsets + group + 1)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for r in range(first, last, BLOCK_K):
+            g = _load(dz, row, r, rows, last, 1, stride_dz, BLOCK_M, BLOCK_K, False, False)
+            w = _load(x, r, column, last, columns, stride_x, 1, BLOCK_K, BLOCK_N, False, False)
+            total = launch.dot(g, w, total, PRECISION)
+        own = group.to(tl.int64) * rows * columns
+        if addend is not None:
+            own_addend = addend + own
+        else:
+            own_addend = None
+        _emit(total, None, None, own_addend, out + own, None, None, 0, row, column, rows, columns, 0, columns, 1,
+              columns, 1, 0, BLOCK_M, BLOCK_N, STRIP, "none", False, False, OUT_DTYPE, False)  # fmt: skip
+
+
+def variants(architecture: str) -> None:
+    """Call the launchers once for each variant to compile ahead of time, on meta tensors; see `matmul.variants`.
+
+    They serve up to 64 experts of silu with a gate, of sizes that 16 divides or not. Others are compiled at their first
+    call.
+    """
+    del architecture
+    for dtype, odd, experts in ((torch.bfloat16, 0, 8), (torch.bfloat16, 1, 8), (torch.float32, 0, 8)):
+        hidden, inner = 1024 + odd, 512 + odd
+
+        def matrix(*shape, dtype=dtype):
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        offsets = matrix(experts + 1, dtype=torch.int32)
+        x, up, down = matrix(4096, hidden), matrix(experts, 2 * inner, hidden), matrix(experts, hidden, inner)
+        gate_t, up_t = (half.transpose(1, 2) for half in up.chunk(2, 1))
+        y, _ = grouped_matmul(x, gate_t, offsets, b_up=up_t, activation="silu", keep_z=True)
+        dz, dy = matrix(4096, 2 * inner), matrix(4096, hidden)
+        grouped_matmul(y, down.transpose(1, 2), offsets)
+        grouped_matmul(dy, down, offsets)
+        grouped_matmul(dz, up, offsets)
+        for gradient, rows in ((dz, x), (dy, y)):
+            grouped_wgrad(gradient, rows, offsets)
+            main_grad = matrix(experts, gradient.size(1), rows.size(1), dtype=torch.float32)
+            grouped_wgrad(gradient, rows, offsets, main_grad=main_grad)

@@ -1,0 +1,131 @@
+"""The grouped products against a loop over the experts in fp64."""
+
+import pytest
+import torch
+
+from weft.kernels import launch
+from weft.kernels.grouped_matmul import grouped_matmul, grouped_wgrad
+from weft.kernels.matmul_tiles import listed
+from weft.ops.activation import ACTIVATIONS
+from weft.testing import cases
+from weft.testing.tolerance import assert_close
+
+pytestmark = pytest.mark.kernel
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Rows of each group: uneven, some empty, all in one, none at all, a single expert.
+LOADS = [(5, 0, 33, 1, 17), (0, 0, 70, 0), (0, 0, 0), (41,), (16, 16, 32)]
+
+
+def draw(device, *shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def offsets_of(load, device):
+    return torch.tensor([0, *load], device=device).cumsum(0).to(torch.int32)
+
+
+def groups_of(load):
+    start = 0
+    for group, rows in enumerate(load):
+        yield group, slice(start, start + rows)
+        start += rows
+
+
+def plain_product(a, b, bias, load):
+    parts = [a[rows] @ b[group] + (0 if bias is None else bias[group]) for group, rows in groups_of(load)]
+    return torch.cat(parts)
+
+
+def check(result, function, *inputs, what="result"):
+    plain = function(*(t if t is None else t.clone() for t in inputs))
+    exact = function(*(t if t is None else t.double() for t in inputs))
+    assert_close(result, plain, exact, what)
+
+
+@pytest.mark.parametrize(("load", "dtype"), cases.covering(LOADS, DTYPES), ids=str)
+def test_forward_dgrad_and_wgrad_of_any_load(device, load, dtype):
+    rows, (n, k) = sum(load), (43, 37)
+    x, w = draw(device, rows, k, dtype=dtype), draw(device, len(load), n, k, dtype=dtype, seed=1)
+    bias, dy = draw(device, len(load), n, dtype=dtype, seed=2), draw(device, rows, n, dtype=dtype, seed=3)
+    offsets = offsets_of(load, device)
+    y, z = grouped_matmul(x, w.transpose(1, 2), offsets, bias=bias)
+    assert z is None
+    check(y, lambda x, w, bias: plain_product(x, w.transpose(1, 2), bias, load), x, w, bias)
+    check(grouped_matmul(dy, w, offsets)[0], lambda dy, w: plain_product(dy, w, None, load), dy, w)
+
+    def wgrad(dy, x):
+        return torch.stack([dy[part].t() @ x[part] for _, part in groups_of(load)])
+
+    check(grouped_wgrad(dy, x, offsets), wgrad, dy, x)
+    main_grad = draw(device, len(load), n, k, seed=4)
+    before = main_grad.clone()
+    assert grouped_wgrad(dy, x, offsets, main_grad=main_grad) is main_grad
+    exact = before.double() + wgrad(dy.double(), x.double())
+    assert_close(main_grad, before + wgrad(dy.float(), x.float()), exact)
+    for group, part in groups_of(load):
+        assert part.start < part.stop or torch.equal(main_grad[group], before[group])
+
+
+@pytest.mark.parametrize(("activation", "dtype"), cases.covering(ACTIVATIONS, DTYPES), ids=str)
+def test_the_epilogue_applies_gate_and_activation_to_the_biased_sums(device, activation, dtype):
+    load, (n, k) = LOADS[0], (21, 40)
+    x, w = draw(device, sum(load), k, dtype=dtype), draw(device, len(load), 2 * n, k, dtype=dtype, seed=1)
+    bias, offsets = draw(device, len(load), 2 * n, dtype=dtype, seed=2), offsets_of(load, device)
+    gate, up = (half.transpose(1, 2) for half in w.chunk(2, 1))
+    y, z = grouped_matmul(x, gate, offsets, b_up=up, bias=bias, activation=activation, keep_z=True)
+
+    def plain_z(x, w, bias):
+        return plain_product(x, w.transpose(1, 2), bias, load)
+
+    def plain_y(x, w, bias):
+        gate, up = plain_z(x, w, bias).chunk(2, 1)
+        return ACTIVATIONS[activation].apply(gate) * up
+
+    check(z, plain_z, x, w, bias, what="z")
+    check(y, plain_y, x, w, bias)
+    y, z = grouped_matmul(x, gate, offsets, activation=activation, keep_z=True)  # without a gate
+    check(y, lambda x, w: ACTIVATIONS[activation].apply(plain_product(x, w, None, load)), x, gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tile_gives_the_product_and_a_group_has_its_own_bits(device, dtype):
+    load, (n, k) = (3, 40, 0, 19), (50, 70)
+    x, w = draw(device, sum(load), k, dtype=dtype), draw(device, len(load), n, k, dtype=dtype, seed=1)
+    offsets = offsets_of(load, device)
+    for config in listed(launch.architecture_of(device), dtype, narrow=True):
+        y, _ = grouped_matmul(x, w.transpose(1, 2), offsets, config=config)
+        check(y, lambda x, w: plain_product(x, w.transpose(1, 2), None, load), x, w, what=str(config))
+        for group, rows in groups_of(load):
+            alone = offsets_of([len(x[rows])], device)
+            own = grouped_matmul(x[rows], w[group : group + 1].transpose(1, 2), alone, config=config)[0]
+            assert torch.equal(own, y[rows]), "other experts' rows change nothing"
+
+
+def test_nothing_is_read_or_written_beyond_the_last_group(device):
+    x, w = draw(device, 20, 8), draw(device, 2, 5, 8, seed=1)
+    offsets = offsets_of((4, 7), device)
+    x[11:] = float("nan")
+    y, _ = grouped_matmul(x, w.transpose(1, 2), offsets)
+    assert torch.isfinite(y[:11]).all()
+    w[1] = float("nan")  # another expert's weight
+    assert torch.isfinite(grouped_matmul(x, w.transpose(1, 2), offsets)[0][:4]).all()
+    assert torch.isfinite(grouped_wgrad(x, x, offsets)).all()
+
+
+def test_what_the_kernels_do_not_take_is_refused(device):
+    x, w, offsets = draw(device, 6, 4), draw(device, 2, 4, 3), offsets_of((2, 4), device)
+    for error, message, call in (
+        (ValueError, r"must be \[R, K\] and \[E, K, N\]", lambda: grouped_matmul(x, w[0], offsets)),
+        (TypeError, "offsets is torch.int64", lambda: grouped_matmul(x, w, offsets.long())),
+        (ValueError, r"offsets has shape \(2,\); it must be \(3,\)", lambda: grouped_matmul(x, w, offsets[:2])),
+        (TypeError, "b is torch.float64", lambda: grouped_matmul(x, w.double(), offsets)),
+        (ValueError, "a has strides", lambda: grouped_matmul(x.t().contiguous().t(), w, offsets)),
+        (ValueError, "bias has shape", lambda: grouped_matmul(x, w, offsets, bias=w[0])),
+        (ValueError, "activation='tanh'", lambda: grouped_matmul(x, w, offsets, activation="tanh")),
+        (ValueError, "b_up has strides", lambda: grouped_matmul(x, w, offsets, b_up=w.transpose(0, 1).contiguous().transpose(0, 1))),
+        (ValueError, "main_grad has shape", lambda: grouped_wgrad(x, x, offsets, main_grad=w)),
+        (ValueError, r"must be \[R, N\] and \[R, K\]", lambda: grouped_wgrad(x, x[1:], offsets)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
