@@ -98,8 +98,10 @@ def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     if size is not None:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         yield torch.empty(batch, channels, height, width, dtype=dtype, device="meta")
+    bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
+    if bins is not None and frames is not None:
+        yield torch.empty(batch, frames, bins, dtype=dtype, device="meta")
     yield from (torch.empty(batch, channels, side, side, dtype=dtype, device="meta") for side in (224, 64, 32))
-    bins = getattr(config, "num_mel_bins", None)
     if bins is not None:
         yield torch.empty(batch, bins, 2 * getattr(config, "max_source_positions", 50), dtype=dtype, device="meta")
     yield _waves(batch, dtype)

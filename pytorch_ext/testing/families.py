@@ -42,16 +42,17 @@ _LARGE = 0.02  # the share of the parameters from which layers that stay whole h
 _MEMORY_BYTES = 12 << 30
 # The first pattern that a number's name contains decides; None keeps the number.
 _RULES: list[tuple[str, int | None]] = [
+    (r"^(n|topk)_group$", 1),
     (r"token_(id|index)$|_ids?$|kernel|stride|groups?$|padding|ratio|factor|expand|expansion", None),
     (r"key_value_heads|kv_heads|num_kv|query_groups", _GROUPS),
     (r"(^|_)(n_|num_)?\w*heads?$|n_head$", HEADS),
     (r"rope_head_dim|rotary_dim", HEAD_SIZE // 2),
     (r"head_(dim|size)|d_kv|dim_head|headdim|attention_channels|channels_per_head", HEAD_SIZE),
     (r"vocab|num_embeddings|codebook_size", VOCABULARY),
-    (r"position|max_seq|context_length|seq_length|source_length|target_length|block_size", 64),
+    (r"position|max_seq|max_length|context_length|seq_length|source_length|target_length|block_size", 64),
     (r"image_size|img_size|input_size", IMAGE),
     (r"patch_size", PATCH),
-    (r"experts_per_tok|top_?k|num_selected", 2),
+    (r"experts_per_tok|top_?k|num_selected|moe_k$", 2),
     (r"experts?$", 4),
     (r"(^|_)(n_|num_)?\w*layers?$|^depth$|num_\w*blocks$", LAYERS),
     (r"intermediate|ffn|d_ff|inner|mlp_dim|feed_?forward|linear_units", 2 * WIDTH),
@@ -59,6 +60,7 @@ _RULES: list[tuple[str, int | None]] = [
     (r"(hidden|embed\w*|model|latent|projection|proj|output|projector|codebook|lru)_?(size|dim|width)$", WIDTH),
     (r"d_model|n_embd|^dim$|_dim$|width|_channels$|hidden|^d_\w+$|_filters$", WIDTH),
 ]
+_MISSING = {"vocab_size": VOCABULARY, "n_routed_experts": 4, "num_experts_per_tok": 2}  # in some configurations None
 # Numbers to keep in the next tries, by their small values, if a configuration has other rules.
 _KEPT: list[tuple[int, ...]] = [(), (LAYERS,), (LAYERS, HEADS, _GROUPS, HEAD_SIZE), (HEADS, WIDTH, 2 * WIDTH, LAYERS)]
 # Tables of transformers, the likeliest use of a family first.
@@ -85,6 +87,8 @@ def small(numbers: dict[str, Any], kept: Sequence[int] = ()) -> dict[str, Any]:
     for name, value in numbers.items():
         if name in ("out_features", "out_indices"):
             result[name] = None  # all stages
+        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value) and "0" not in value:
+            result[name] = value  # a table by sizes
         elif isinstance(value, dict) and name not in ("id2label", "label2id", "rope_parameters", "rope_scaling"):
             result[name] = small({k: v for k, v in value.items() if str(k) in "01" or not str(k).isdigit()}, kept)
         elif isinstance(value, (list, tuple)) and layers and len(value) in layers and len(value) > LAYERS:
@@ -93,6 +97,8 @@ def small(numbers: dict[str, Any], kept: Sequence[int] = ()) -> dict[str, Any]:
             result[name] = list(value) if _rule(name) in kept else _small_list(name, list(value))
         elif isinstance(value, float) and re.search("drop", name):
             result[name] = 0.0
+        elif value is None and name in _MISSING:
+            result[name] = _MISSING[name]
         elif type(value) is int and _rule(name) not in kept:
             result[name] = _small_number(name, value, numbers)
         else:
@@ -110,6 +116,8 @@ def _small_number(name: str, value: int, beside: dict[str, Any]) -> int:
     size = _rule(name)
     if size is None or value <= 0:
         return value
+    if name == "head_dim" and "qk_rope_head_dim" in beside:  # the part that is rotated
+        return HEAD_SIZE // 2
     if size == _GROUPS:  # as many as query heads, one, or two
         query = next((other for key, other in beside.items() if _rule(key) == HEADS and type(other) is int), 0)
         return 1 if value == 1 else HEADS if value == query else 2
