@@ -30,7 +30,7 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
     if "decoder_input_ids" in named:
         fixed["decoder_input_ids"] = _tokens(batch, length + 1)
-    beside = _beside(config, named, batch, model.dtype)
+    beside = _patches(config, named, batch, texts, model.dtype) or _beside(config, named, batch, model.dtype)
     inputs = [texts] if main.endswith("ids") else _signals(config, batch, model.dtype)
     if beside:  # first, because with texts alone the images' part of a model would not run
         text = {"input_ids": texts} if "input_ids" in named else {}
@@ -84,6 +84,28 @@ def _beside(config, named, batch: int, dtype: torch.dtype) -> dict[str, torch.Te
         for name, mark in _INPUTS.items():
             if name in named and name not in found and getattr(part, mark, None) is not None:
                 found[name] = next(_signals(part, batch, dtype)) if name != "input_values" else _waves(batch, dtype)
+    return found
+
+
+def _patches(config, named, batch: int, texts: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return images of 4 x 4 patches, [patches, values], with texts around them, as Qwen-VL takes them."""
+    vision = getattr(config, "vision_config", config)
+    grid = next((name for name in ("image_grid_thw", "grid_thw") if name in named), "")
+    size, token = getattr(vision, "patch_size", None), getattr(config, "image_token_id", None)
+    if not grid or size is None:
+        return {}
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    values = channels * getattr(vision, "temporal_patch_size", 1) * size**2
+    patches = torch.empty(batch * 16, values, dtype=dtype, device="meta")
+    found = {grid: torch.tensor([[1, 4, 4]]).repeat(batch, 1)}
+    if grid == "grid_thw":
+        return {next(iter(named)): patches, **found}
+    if token is None:
+        return {}
+    image = torch.full((batch, 16 // getattr(vision, "spatial_merge_size", 1) ** 2), token)
+    found |= {"pixel_values": patches, "input_ids": torch.cat([texts, image, texts], 1)}
+    if "mm_token_type_ids" in named:
+        found["mm_token_type_ids"] = (found["input_ids"] == token).int()
     return found
 
 

@@ -87,6 +87,8 @@ def small(numbers: dict[str, Any], kept: Sequence[int] = ()) -> dict[str, Any]:
     for name, value in numbers.items():
         if name in ("out_features", "out_indices"):
             result[name] = None  # all stages
+        elif isinstance(value, dict) and "rope_type" in value:
+            result[name] = _small_rotation(value)
         elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value) and "0" not in value:
             result[name] = value  # a table by sizes
         elif isinstance(value, dict) and name not in ("id2label", "label2id", "rope_parameters", "rope_scaling"):
@@ -124,6 +126,13 @@ def _small_number(name: str, value: int, beside: dict[str, Any]) -> int:
     return min(size, value)
 
 
+def _small_rotation(value: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters with a head's pairs for time, height and width, which some models look for."""
+    pairs = int(HEAD_SIZE * value.get("partial_rotary_factor", 1)) // 2
+    space = pairs * 3 // 8
+    return value | {"mrope_section": [pairs - 2 * space, space, space]}
+
+
 def _small_list(name: str, value: list) -> list:
     if not value or not all(type(part) is int for part in value):
         return [small(part) if isinstance(part, dict) else part for part in value]
@@ -132,6 +141,8 @@ def _small_list(name: str, value: list) -> list:
         return [part if min(value) < 2 else max(1, part * 2 // min(value)) for part in value]
     if size in (IMAGE, PATCH):
         return [min(part, size) for part in value]
+    if name.endswith("_indexes"):
+        return [LAYERS - 1]
     if re.search("depth|num_blocks|_layers$|blocks_per", name):
         return [min(part, 1) for part in value]
     if size and size >= WIDTH // 2 and min(value) > WIDTH // 4:
@@ -206,14 +217,10 @@ def compare(rank: int, model: nn.Module, found: AutomaticPlan, named: dict[str, 
     Returns:
         The share of the parameters on this rank, the largest relative error, and the tensor that has it.
     """
-    whole, again = copy.deepcopy(model), copy.deepcopy(model)
+    whole = copy.deepcopy(model)
     split = weft.parallelize(model, plan=found)
     share = _count(split) / _count(whole)
     expected = _results(whole, named)
-    repeated = _results(again, named)
-    noise = {key: (tensor - repeated[key]).norm() for key, tensor in expected.items()}
-    if any(noise.values()):
-        raise RuntimeError("the unsplit model does not give the same twice")
     result = _results(split, named)
     if result.keys() != expected.keys():
         raise AssertionError(f"outputs or gradients differ: {sorted(result.keys() ^ expected.keys())[:3]}")
@@ -271,9 +278,12 @@ def row_of(family: str, checked: bool) -> dict[str, Any]:
             named = example(model)
         if named is None:
             return row | {"not compared": "no guessed call runs"}
+        first, second = (_results(copy.deepcopy(model), named) for _ in range(2))
+        if any((tensor != second[key]).any() for key, tensor in first.items()):
+            return row | {"not compared": "the model is random"}
         row["type"] = str(next(model.parameters()).dtype)
         try:
-            results = run_ranks(compare, WORLD, model, found, named, timeout_s=60)
+            results = run_ranks(compare, WORLD, model, found, named, timeout_s=120)
         except RanksFailedError as error:
             return row | {"failed": str(error)}
         row |= {"share": max(share for share, *_ in results)}
@@ -328,7 +338,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="compare with the unsplit model on two ranks")
     parser.add_argument("--json", type=Path, help="write the rows here; families that it has already are not run again")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a family")
-    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args(arguments)
     from transformers import logging
 

@@ -7,7 +7,7 @@ import pytest
 families = pytest.importorskip("weft.testing.families")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-SAMPLE = ["clip", "llava", "whisper", "bloom"]
+SAMPLE = ["clip", "llava", "whisper", "bloom", "qwen2_vl"]
 
 
 @pytest.fixture(scope="module", autouse=True)
