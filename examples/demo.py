@@ -1,6 +1,6 @@
 """`make demo`: train one model alone, split in two ways, and over gloo; only time and memory change.
 
-The last three runs have invariant=4: their losses and weights are the same to the bit.
+The last four runs have invariant=4: their losses and weights are the same to the bit.
 """
 
 import argparse
@@ -24,6 +24,7 @@ RUNS = {
     ALONE_IN_UNITS: ["--invariant", "4"],
     "tensor parallel, invariant": ["--tp", "2", "--invariant", "4"],
     "data parallel, invariant": ["--dp", "2", "--invariant", "4"],
+    "pipeline, invariant": ["--pp", "2", "--invariant", "4"],
 }
 # The first runs only differ in the order of some fp32 sums. A lost gradient or a bias added twice exceeds this at once.
 LARGEST_DIFFERENCE = 0.01
@@ -64,7 +65,7 @@ def train(arguments: list[str], steps: int, out: Path) -> dict:
     With invariant every process has one core: the bits of layers that stay whole follow the number of threads.
     """
     launch, cores = [], 1 if "--invariant" in arguments else os.cpu_count() or 1
-    if {"--tp", "--dp"} & set(arguments):
+    if {"--tp", "--dp", "--pp"} & set(arguments):
         launch, cores = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 1
     command = [sys.executable, *launch, str(SCRIPT), *arguments, "--steps", str(steps), "--out", str(out)]
     paths = os.pathsep.join(filter(None, [str(SCRIPT.parent), os.environ.get("PYTHONPATH")]))

@@ -22,6 +22,7 @@ import json
 import os
 import resource
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,20 +32,27 @@ from gpt import GPT, PLAN, batches
 import weft
 
 
-def stepper(model, mesh, options):
-    """Return the wrapped model, and a function that runs forward and backward and returns the batch's loss."""
-    if options.invariant:  # (8) The loss is a mean over units of the batch, the same number on every rank.
+def stepper_in_units(model, mesh, options, split):
+    """Do as `stepper`. The loss is a mean over units of the batch, the same number on every rank."""
+    loss_of = partial(weft.parallel_cross_entropy, group=mesh["tp"], invariant=options.invariant)
+    if options.pp > 1:
+        pipe = weft.parallelize(model, mesh, **split, pipeline={"loss": loss_of})
+        return pipe, pipe.step
+    model = weft.parallelize(model, mesh, **split)
 
-        def loss_of_unit(inputs, targets):
-            losses = {"group": mesh["tp"], "invariant": options.invariant}
-            return weft.parallel_cross_entropy(model(inputs), targets, **losses)
+    def step(inputs, targets):
+        loss = model.in_units(lambda inputs, targets: loss_of(model(inputs), targets), inputs, targets)
+        loss.backward()
+        return loss.detach()
 
-        def step_in_units(inputs, targets):
-            loss = model.in_units(loss_of_unit, inputs, targets)
-            loss.backward()
-            return loss.detach()
+    return model, step
 
-        return model, step_in_units
+
+def stepper(model, mesh, options, split):
+    """Return the parallel model, and a function that runs forward and backward and returns the batch's loss."""
+    if options.invariant:  # (8) the same bits on any mesh
+        return stepper_in_units(model, mesh, options, split)
+    model = weft.parallelize(model, mesh["cp", "tp"], **split)
 
     def loss_of(logits, targets):
         # (6) The logits stay split over the vocabulary. This is the rank's part of the mean over all bytes.
@@ -93,8 +101,7 @@ def main():
     torch.manual_seed(options.seed)
     # (4) This rank's part of every layer. With --cp the model takes and returns this rank's part of the sequence.
     split = {"plan": PLAN, "context": {"parts": True}, "recompute": options.recompute, "invariant": options.invariant}
-    along = mesh if options.invariant else mesh["cp", "tp"]
-    model, step_of = stepper(weft.parallelize(GPT(options.sequence), along, **split), mesh, options)
+    model, step_of = stepper(GPT(options.sequence), mesh, options, split)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     held = sum(parameter.numel() for parameter in model.parameters())
     if dist.get_rank() == 0:
@@ -121,7 +128,7 @@ def main():
 
     peaks = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
-    weights = {} if options.pp > 1 else weft.full_state_dict(model)
+    weights = weft.full_state_dict(model)
     if dist.get_rank() == 0 and options.out:
         digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
         figures = {"losses": losses, "tokens_per_s": sorted(speeds)[len(speeds) // 2], "peak_memory_mb": peaks}

@@ -287,8 +287,8 @@ def _within_stages(mesh, ranks: _Ranks, in_units: bool) -> DeviceMesh | None:
         raise ValueError(
             f'parallelize: pipeline={{...}} is for a mesh with "pp" larger than 1; this one has {ranks.sizes}'
         )
-    splits = {name: mesh[name].size() > 1 or (in_units and name == "tp") for name in mesh.mesh_dim_names}
-    names = tuple(name for name in ("cp", "tp") if splits.get(name))
+    there = [name for name in ("cp", "tp") if name in mesh.mesh_dim_names]
+    names = tuple(name for name in there if in_units or mesh[name].size() > 1)
     return mesh[names] if names else None
 
 

@@ -65,7 +65,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in every process: the bits of layers th
 UNITS = ["--invariant", "4", "--batch", "8", "--sequence", "32"]
 
 
-@pytest.mark.parametrize("arguments", [["--tp", "2"], pytest.param(["--dp", "2"], marks=slow)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--tp", "2"], *(pytest.param([way, "2"], marks=slow) for way in ("--dp", "--pp"))], ids=" ".join
+)
 def test_the_example_trains_to_the_same_bits_on_any_mesh(arguments, tmp_path):
     of_one = train(tmp_path, [sys.executable], *UNITS, **ONE_THREAD)
     figures = train(tmp_path, TORCHRUN, *UNITS, *arguments, **ONE_THREAD)
@@ -195,7 +197,7 @@ def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     runs = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
     in_units = [run for name, run in runs.items() if "invariant" in name]
-    assert len(runs) == 7 and len(in_units) == 3 and len({run["weights"] for run in in_units}) == 1
+    assert len(runs) == 8 and len(in_units) == 4 and len({run["weights"] for run in in_units}) == 1
 
 
 @pytest.mark.slow("bench", "pytorch_ext/nn")
