@@ -15,22 +15,23 @@ def init_mesh(
     """Return a mesh with the dimensions pp (pipeline), dp (data), cp (context) and tp (tensor); tp changes fastest.
 
     With ep, the ranks of dp also hold experts. Every `ep` consecutive ones hold the experts of a mixture together, one
-    part each, and tokens travel between them. All other parameters see these ranks as ranks of dp. The mesh has no
-    further dimension; `expert_mesh` returns the ranks in this order.
+    part each, and tokens travel between them. If ep does not divide dp, it must be cp times a divisor of dp, and all
+    ranks of cp hold experts too. All other parameters see these ranks as ranks of dp and cp. The mesh has no further
+    dimension; `expert_mesh` returns the ranks in this order.
 
     The call starts the process group if none is up: from torchrun's environment, or with one rank if there is no such
     environment. The backend is "weft" on CPU and "nccl" on CUDA.
 
     Args:
         pp, dp, cp, tp: ranks along each dimension; their product must be the number of ranks.
-        ep: ranks among which experts are split, a divisor of dp.
+        ep: ranks among which experts are split: a divisor of dp, or cp times one.
         device_type: "cpu" or "cuda"; None is "cuda" if torch has it, else "cpu".
 
     Returns:
         The DeviceMesh. Layers take mesh["tp"] as their group.
 
     Raises:
-        ValueError: a size is below 1, the product is not the number of ranks, or ep does not divide dp.
+        ValueError: a size is below 1, the product is not the number of ranks, or ep does not fit dp and cp.
 
     Examples:
         >>> mesh = weft.init_mesh(tp=2)
@@ -50,18 +51,18 @@ def init_mesh(
             f"init_mesh: {text} makes {product} ranks, and this run has {world}. "
             f"Start {product} ranks (torchrun --nproc-per-node {product} ...) or change the sizes."
         )
-    if dp % ep:
-        way_out = ""
-        if (dp * cp) % ep == 0:
-            way_out = f" Ranks of cp={cp} do not hold experts of their own yet; make dp a multiple of {ep}."
+    # Ranks of dp alone, or ranks of cp and of as many of dp as it takes.
+    over_dp, over_cp = (ep, 1) if dp % ep == 0 else (max(1, ep // cp), cp)
+    if over_dp * over_cp != ep or dp % over_dp:
         raise ValueError(
-            f"init_mesh: ep={ep} must divide dp={dp}, because the ranks of dp hold the experts together.{way_out}"
+            f"init_mesh: ep={ep} must divide dp={dp}, or be cp={cp} times a divisor of it, because the ranks of dp, "
+            "and with them those of cp, hold the experts together"
         )
     if not dist.is_initialized():
         _start(device_type)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if ep > 1:
-        shape = {"pp": pp, "edp": dp // ep, "ep": ep, "cp": cp, "tp": tp}
+        shape = {"pp": pp, "edp": dp // over_dp, "ep": ep, "cp": cp // over_cp, "tp": tp}
         ranks = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         together = ranks["ep"]
         if tp > 1:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from weft.comm.communicator import Communicator
 from weft.context_parallel.region import mark_of_bits, sharing_in, sum_of_bits
 from weft.sharding.owners import owners_of
-from weft.sharding.shard import shard_of
+from weft.sharding.shard import shard_of, split_over
 
 FIRST_CALLS = 3
 _SAME_EXPERTS = "have the same experts"
@@ -64,7 +64,7 @@ def check_replicas(model: nn.Module) -> None:
 
     The check compares:
         over "tp": whole parameters and buffers, and rows that several ranks have;
-        over "cp": all parameters and buffers;
+        over "cp": all parameters and buffers, except experts that these ranks split;
         over "dp": all parameters (each rank may keep its own running means); of experts over "ep", those that two
             ranks have;
         over "pp": copies of tied parameters.
@@ -91,7 +91,9 @@ def check_replicas(model: nn.Module) -> None:
         whole = {name: x for name, x in tensors.items() if _splitters_of(x) != ranks and name not in apart}
         compared.append((ranks, whole, "split the layers"))
     sharers = dict.fromkeys(sharing.ranks for sharing in sharing_in(model).values())
-    compared += [(ranks, tensors, "share the sequence") for ranks in sharers]
+    for ranks in sharers:
+        shared = {name: x for name, x in tensors.items() if not split_over(x, ranks)}
+        compared.append((ranks, shared, "share the sequence"))
     replicated = {name: x for name, x in parameters.items() if name not in apart}
     compared += [(ranks, replicated, "are replicas") for ranks in _replicas(model)]
     for ranks in dict.fromkeys(apart.values()):

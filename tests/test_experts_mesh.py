@@ -123,6 +123,11 @@ def test_a_model_with_experts_over_ep_learns_what_one_process_learns(world, size
         (2, dict(dp=2, ep=2), dict(shard_optimizer=True)),
         (4, dict(dp=4, ep=2), dict(shard_optimizer=True, bucket_mb=1e-3)),
         (4, dict(dp=2, tp=2, ep=2), dict(shard_optimizer=True)),
+        (4, dict(dp=2, cp=2, ep=2), {}),  # over dp
+        (2, dict(cp=2, ep=2), {}),
+        (4, dict(dp=2, cp=2, ep=4), {}),
+        (4, dict(dp=2, cp=2, ep=4), dict(shard_optimizer=True)),
+        (4, dict(cp=2, tp=2, ep=2), {}),
         (4, dict(dp=4, ep=2), dict(main_grad=True)),
         (4, dict(dp=4, ep=2), dict(bucket_mb=1e-3, overlap=False)),
     ],
@@ -181,10 +186,11 @@ def check_mesh(rank):
     assert apart["ep"].mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert apart["edp"].mesh.tolist() == [rank % 2, rank % 2 + 2]
     assert expert_mesh(weft.init_mesh(dp=4)) is None
-    with pytest.raises(ValueError, match="ep=3 must divide dp=4"):
-        weft.init_mesh(dp=4, ep=3)
-    with pytest.raises(ValueError, match="Ranks of cp=2 do not hold experts of their own yet"):
-        weft.init_mesh(dp=2, cp=2, ep=4)
+    for sizes in (dict(dp=4, ep=3), dict(dp=2, cp=2, ep=3), dict(cp=4, ep=2)):
+        with pytest.raises(ValueError, match=r"ep=\d must divide dp=\d, or be cp=\d times a divisor of it"):
+            weft.init_mesh(**sizes)
+    over_cp = expert_mesh(weft.init_mesh(dp=2, cp=2, ep=4))
+    assert over_cp["ep"].mesh.tolist() == [0, 1, 2, 3] and over_cp["edp"].size() == over_cp["cp"].size() == 1
     with pytest.raises(ValueError, match="ep=0 must be at least 1"):
         weft.init_mesh(dp=4, ep=0)
     with pytest.raises(ValueError, match="the plan splits no layer of experts"):

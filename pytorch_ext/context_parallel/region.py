@@ -31,6 +31,7 @@ from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 from weft.running import followed
+from weft.sharding.shard import split_over
 
 _OPTIONS = {"method": METHODS, "layout": LAYOUTS, "dim": None, "parts": (True, False), "strict": (True, False)}
 
@@ -355,11 +356,15 @@ def _cut_after(module: nn.Module, x: SharedSequence) -> SequenceCut:
 
 @contextmanager
 def _parameters_used(module: nn.Module, ranks: Communicator) -> Iterator[None]:
-    """Replace the module's parameters by ones with gradients that are summed over the ranks."""
+    """Replace the module's parameters by ones with gradients that are summed over the ranks.
+
+    Experts that these ranks hold together get the tokens of all of them, so their gradients are left alone.
+    """
     saved = [(part, dict(part._parameters)) for part in module.modules()]
     try:
         for part, parameters in saved:
-            part._parameters.update({name: used(p, ranks) for name, p in parameters.items()})  # type: ignore[misc]
+            summed = {name: p for name, p in parameters.items() if not split_over(p, ranks)}
+            part._parameters.update({name: used(p, ranks) for name, p in summed.items()})  # type: ignore[misc]
         yield
     finally:
         for part, parameters in saved:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from weft.comm.communicator import Communicator
 from weft.metadata import metadata, set_metadata
@@ -123,6 +124,14 @@ class Shard:
         set_metadata(tensor, "shard", self)
         watch_gradient(tensor)
         return tensor
+
+
+def split_over(tensor: torch.Tensor | None, ranks: Communicator) -> bool:
+    """Return whether each of these ranks, which share a sequence, has a part of its own: experts over "ep"."""
+    shard = None if tensor is None else shard_of(tensor)
+    if shard is None or shard.replicas is None:
+        return False
+    return set(dist.get_process_group_ranks(ranks.group)) <= set(dist.get_process_group_ranks(shard.group))
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
