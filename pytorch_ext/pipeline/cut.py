@@ -202,7 +202,7 @@ def call_with(inputs) -> Call:
     return ((inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)), {}
 
 
-_RECORDED = ("output_hidden_states", "output_attentions")
+RECORDED = ("output_hidden_states", "output_attentions")
 
 
 def _guesses(model: nn.Module, device: torch.device) -> Iterator[Call]:
@@ -210,7 +210,7 @@ def _guesses(model: nn.Module, device: torch.device) -> Iterator[Call]:
     found: list[Call] = []
 
     def noted(*args: Any, **named: Any) -> None:
-        found.append((args, {name: x for name, x in named.items() if name not in _RECORDED}))
+        found.append((args, {name: x for name, x in named.items() if name not in RECORDED}))
 
     def filled(x):
         if not isinstance(x, torch.Tensor):

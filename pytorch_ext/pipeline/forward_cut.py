@@ -68,6 +68,10 @@ class LayerResult:
     parts: tuple
     structure: TreeSpec
 
+    def __reduce__(self):
+        # A pickled TreeSpec warns when it is read; a result with its parts' numbers does not.
+        return _sent, (self.parts, tree_unflatten(range(len(self.parts)), self.structure))
+
 
 @dataclass
 class ForwardPlan:
@@ -609,6 +613,10 @@ def _uncut(model: nn.Module, reason: str) -> ValueError:
         f"Pipeline: the forward of {type(model).__name__} cannot be cut here: {reason}. Cut elsewhere (balance=[...]), "
         "or use weft.LayerSplit"
     )
+
+
+def _sent(parts: tuple, numbered) -> LayerResult:
+    return LayerResult(parts, tree_flatten(numbered)[1])
 
 
 def _pickles(value) -> bool:

@@ -89,8 +89,19 @@ class Chain:
         if leaving is None:
             graph.output(fx.map_arg(self.output.args[0], copy_of))
         else:
-            graph.output(tuple(graph.call_function(cross, (copy_of(node),)) for node in leaving))
+            fixed = self._fixed()
+            if fixed.issuperset(leaving):
+                fixed = set()  # one gradient at least goes back: see _Crossing
+            graph.output(tuple(graph.call_function(cross, (copy_of(node), node in fixed)) for node in leaving))
         return fx.GraphModule(self.model, graph, class_name="Stage")
+
+    def _fixed(self) -> set[fx.Node]:
+        """Return the nodes that depend on no parameter, such as masks and tables of angles."""
+        fixed: set[fx.Node] = set()
+        for node in self.output.graph.nodes:
+            if fixed.issuperset(node.all_input_nodes) and not _uses_parameters(self.model, node):
+                fixed.add(node)
+        return fixed
 
 
 class UncuttableError(ValueError):
@@ -187,6 +198,13 @@ def _settings_of(value) -> object:
 def _name(run: Sequence[fx.Node]) -> str:
     modules = [str(node.target) for node in run if node.op == "call_module"]
     return modules[0] if modules else run[0].name
+
+
+def _uses_parameters(model: nn.Module, node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        return isinstance(getattr(model.get_submodule(owner), name), nn.Parameter)
+    return node.op == "call_module" and any(True for _ in model.get_submodule(str(node.target)).parameters())
 
 
 def _parameters(model: nn.Module, run: Sequence[fx.Node]) -> list[nn.Parameter]:

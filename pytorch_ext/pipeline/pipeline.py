@@ -23,7 +23,7 @@ from weft.data_parallel.grad_norm import mark_invariant
 from weft.ops.invariant import Units
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
-from weft.pipeline.forward_cut import leave_out, refuse_layerdrop
+from weft.pipeline.forward_cut import Made, leave_out, refuse_layerdrop
 from weft.pipeline.layer_split_broadcast import refuse_records
 from weft.pipeline.microbatches import check_batch, check_means, microbatches_of
 from weft.pipeline.schedules import SCHEDULES
@@ -419,7 +419,9 @@ class Pipeline(nn.Module):
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         leaves, structure = tree_flatten(given)
-        shapes = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves], str(structure), autocast
+        shapes = [
+            (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves
+        ], str(structure), autocast  # fmt: skip
         key = *shapes, [parameter.dtype for parameter in self.parameters()], self._forward is not None and self.training
         if self._built_for != key:
             for stage in self._stages.values():
@@ -443,22 +445,24 @@ class Pipeline(nn.Module):
         stages first.
         """
         shapes: dict[int, tuple] = {}
-        with undisturbed(self), torch.no_grad():
+        with undisturbed(self):
             if self._forward is None:
                 # clones: a model may change its inputs in place, and the step still needs them
-                self._through(tuple(x.chunk(self._microbatches)[0].clone() for x in given), shapes)
+                with torch.enable_grad(), _saving_nothing():  # a graph shows which values need a gradient
+                    self._through(tuple(x.chunk(self._microbatches)[0].clone() for x in given), shapes)
             else:
-                shapes = self._planned()
+                with torch.no_grad():
+                    shapes = self._planned()
         entering = {number: tuple(_like(x, number > 0) for x in values) for number, (values, _) in shapes.items()}
-        return entering, {number: tuple(_like(x, True) for x in values) for number, (_, values) in shapes.items()}
+        return entering, {number: tuple(map(_like, values)) for number, (_, values) in shapes.items()}
 
     def _planned(self) -> dict[int, tuple]:
         assert self._forward is not None
         plan = self._forward.plan(self._stages, self._owner, self._ranks)
         for stage in self._stages.values():
             stage.plan = plan
-        sent = [tuple(plan.made(root).empty("meta") for root in roots) for roots in plan.leaving]
-        ends = (torch.zeros(1, dtype=torch.int64),), (torch.zeros((), dtype=self._loss_type),)
+        sent = [tuple(map(_needing_gradient, map(plan.made, roots))) for roots in plan.leaving]
+        ends = (torch.zeros(1, dtype=torch.int64),), (torch.zeros((), dtype=self._loss_type, requires_grad=True),)
         chain = [ends[0], *sent, ends[1]]
         return {number: (chain[number], chain[number + 1]) for number in self._stages}
 
@@ -507,7 +511,7 @@ class Pipeline(nn.Module):
                 shapes[number] = (values, leaving)
             values, marks = leaving, stage.leaving
             if number + 1 < self._total and self._owner(number + 1) != self._ranks.rank:
-                sent = [x.cpu() for x in values], marks
+                sent = [(x.detach().cpu(), x.requires_grad) for x in values], marks
                 dist.send_object_list([sent], group=self._ranks.group, group_dst=self._owner(number + 1))
         return output if self._ends_here else None
 
@@ -559,16 +563,25 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
-def _like(x: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Return a tensor like x on the meta device."""
-    return torch.empty_like(x, device="meta", requires_grad=needed and differentiable(x))
+def _like(x: torch.Tensor, sent: bool = True) -> torch.Tensor:
+    """Return a tensor like x on the meta device; if it was sent, it needs a gradient where x does."""
+    return torch.empty_like(x, device="meta", requires_grad=sent and x.requires_grad)
+
+
+def _saving_nothing() -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
+
+
+def _needing_gradient(made: Made) -> torch.Tensor:
+    x = made.empty("meta")
+    return x.requires_grad_(differentiable(x))
 
 
 def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Marks]:
     box: list = [None]
     dist.recv_object_list(box, group=ranks.group, group_src=source)
     values, marks = box[0]
-    return tuple(x.to(device) for x in values), marks
+    return tuple(x.to(device).requires_grad_(needed) for x, needed in values), marks
 
 
 def _raise_cause(error: RuntimeError) -> None:

@@ -12,8 +12,11 @@ def differentiable(x: torch.Tensor) -> bool:
 
 
 @fx.wrap
-def cross(value):
+def cross(value, fixed: bool = False):
     """Return the value in a form that can be sent, and whose gradient can be sent back.
+
+    Args:
+        fixed: whether the value depends on no parameter. Then it needs no gradient, unless an input needs one.
 
     Raises:
         TypeError: the value is not a tensor.
@@ -24,8 +27,8 @@ def cross(value):
             "sent. Compute it in the layer that needs it, or cut elsewhere (balance=[...])"
         )
     if isinstance(value, SharedSequence):
-        return value.like(cross(value.local))
-    if torch.is_grad_enabled() and differentiable(value):
+        return value.like(cross(value.local, fixed))
+    if torch.is_grad_enabled() and (value.requires_grad or (differentiable(value) and not fixed)):
         return _Crossing.apply(value, torch.zeros((), requires_grad=True))
     return value.contiguous()
 

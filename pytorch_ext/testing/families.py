@@ -1,7 +1,8 @@
 """`python -m weft.testing.families`: automatic plans of every model family of the installed transformers.
 
 Each configuration is made small by rules on the names of its numbers, built, and planned in a process of its own. With
---check, two ranks compare the split model's outputs and gradients with the unsplit model's.
+--check, two ranks compare the split model's outputs and gradients with the unsplit model's. With --pipeline they run it
+as a pipeline of two stages instead, and compare the loss and the gradients of a step.
 """
 
 import argparse
@@ -29,6 +30,9 @@ from torch import nn
 
 import weft
 from weft.explanation.command import share_of_plan
+from weft.pipeline.cut import RECORDED
+from weft.pipeline.forward_cut import without_caches
+from weft.pipeline.microbatches import microbatches_of
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.auto.trace import tensors_in
 from weft.tensor_parallel.hugging_face import calls_of_transformers
@@ -36,6 +40,7 @@ from weft.testing.ranks import RanksFailedError, run_ranks
 
 WORLD = 2
 WIDTH, HEADS, HEAD_SIZE, LAYERS, VOCABULARY, IMAGE, PATCH = 64, 4, 16, 2, 256, 16, 4
+MICROBATCHES = 4
 _GROUPS = -1  # of query heads with the same keys and values
 _MOST_PARAMETERS = 30_000_000
 _LARGE = 0.02  # the share of the parameters from which layers that stay whole have a reason
@@ -91,6 +96,8 @@ def small(numbers: dict[str, Any], kept: Sequence[int] = ()) -> dict[str, Any]:
             result[name] = _small_rotation(value)
         elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value) and "0" not in value:
             result[name] = value  # a table by sizes
+        elif name == "num_experts_per_tok" and value is None:
+            result[name] = 2
         elif isinstance(value, dict) and name not in ("id2label", "label2id", "rope_parameters", "rope_scaling"):
             result[name] = small({k: v for k, v in value.items() if str(k) in "01" or not str(k).isdigit()}, kept)
         elif isinstance(value, (list, tuple)) and layers and len(value) in layers and len(value) > LAYERS:
@@ -194,10 +201,10 @@ def _built(family: str, kept: Sequence[int]) -> nn.Module:
     return kind(config)
 
 
-def example(model: nn.Module) -> dict[str, Any] | None:
+def example(model: nn.Module, batch: int = 3) -> dict[str, Any] | None:
     """Return arguments with values that the model runs with; None if no guess runs."""
     generator = torch.Generator().manual_seed(5)
-    tries: Iterator[Any] = calls_of_transformers(model, 3, 5)
+    tries: Iterator[Any] = calls_of_transformers(model, batch, 5)
     for call in tries:
         named = {
             key: torch.randn(value.shape, generator=generator).to(value.dtype)
@@ -242,22 +249,85 @@ def _results(model: nn.Module, named: dict[str, Any]) -> dict[str, torch.Tensor]
     """Return outputs by number, and gradients by "d " and the parameter's name."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1)
-    returned = model(**named)
-    outputs = [tensor for tensor in tensors_in(returned, 3) if tensor.is_floating_point()]
-    generator = torch.Generator().manual_seed(2)
-    sums = [(x.double() * torch.randn(x.shape, generator=generator)).sum() for x in outputs if x.requires_grad]
-    if sums:
-        torch.stack(sums).sum().backward()
+    outputs = [tensor for tensor in tensors_in(model(**named), 3) if tensor.is_floating_point()]
+    loss = _weighted_sum([x for x in outputs if x.requires_grad])
+    if loss.requires_grad:
+        loss.backward()
     found = {f"output {place}": tensor.detach().double() for place, tensor in enumerate(outputs)}
-    grads = {f"d {name}": p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-    return found | grads
+    return found | _gradients(model)
+
+
+def _weighted_sum(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of all elements, each with a random weight."""
+    generator = torch.Generator().manual_seed(2)
+    sums = [(x.double() * torch.randn(x.shape, generator=generator)).sum() for x in outputs]
+    return torch.stack(sums).sum() if sums else torch.zeros(())
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"d {name}": p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare_pipeline(rank: int, model: nn.Module, named: dict[str, Any]) -> tuple[float, float, str]:
+    """Compare a step of a pipeline with the plain model on the same micro-batches, its loss and every gradient.
+
+    Returns:
+        As `compare`.
+    """
+    plain = copy.deepcopy(model)
+    parts = [keywords for _, keywords in microbatches_of(((), named), None, MICROBATCHES)]
+    expected = torch.stack([_step_alone(plain, part) for part in parts]).sum()
+    pipe = weft.Pipeline(
+        model,
+        weft.init_mesh(pp=WORLD, device_type="cpu"),
+        microbatches=MICROBATCHES,
+        loss=_loss_of_output,
+        reduction="sum",
+        example=parts[0],
+    )
+    loss = pipe.step(named, torch.zeros(2 * MICROBATCHES))
+    share = _count(pipe) / _count(plain)
+    wanted, found = _gradients(plain), _gradients(pipe)
+    held = {f"d {name}" for name, _ in pipe.named_parameters()}
+    if differing := found.keys() ^ (wanted.keys() & held):
+        raise AssertionError(f"gradients differ: {sorted(differing)[:3]}")
+    largest = max((tensor.norm().item() for tensor in wanted.values()), default=0.0)
+    error = (loss - expected).abs().item() / max(expected.abs().item(), 1.0)
+    worst = (error if math.isfinite(error) else math.inf, "loss")
+    for key, gradient in found.items():
+        error = (gradient - wanted[key]).norm().item() / max(wanted[key].norm().item(), 1e-3 * largest)
+        worst = max(worst, (error if math.isfinite(error) else math.inf, key))
+    return share, *worst
+
+
+def _loss_of_output(output, targets=None) -> torch.Tensor:
+    return _weighted_sum([x for x in tensors_in(output, 3) if x.is_floating_point()])
+
+
+def _step_alone(model: nn.Module, named: dict[str, Any]) -> torch.Tensor:
+    """Return the loss of a batch; its gradients are added to those of the model."""
+    with without_caches(model):
+        loss = _loss_of_output(model(**named))
+    loss.backward()
+    return loss.detach()
+
+
+def _is_random(model: nn.Module, named: dict[str, Any]) -> bool:
+    """Return whether the model's loss depends on random numbers."""
+    losses = []
+    for seed in (1, 2):
+        for library in (torch.manual_seed, np.random.seed, random.seed):
+            library(seed)
+        with torch.no_grad():
+            losses.append(_loss_of_output(copy.deepcopy(model)(**named)))
+    return not torch.equal(*losses)
 
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def row_of(family: str, checked: bool) -> dict[str, Any]:
+def row_of(family: str, checked: bool, pipeline: bool = False) -> dict[str, Any]:
     """Return a family's row of the table: its share, the reasons of large whole layers, the comparison."""
     row: dict[str, Any] = {"family": family}
     try:
@@ -265,30 +335,53 @@ def row_of(family: str, checked: bool) -> dict[str, Any]:
     except Exception as error:
         return row | {"not built": _line(error)}
     row |= {"model": type(model).__name__, "parameters": _count(model)}
+    if pipeline:
+        return row | _row_of_pipeline(model)
     start = time.monotonic()
     found = automatic_plan(model, WORLD)
     row |= {"share": share_of_plan(model, found, WORLD), "seconds": time.monotonic() - start}
     row["whole"] = _whole(model, found)
     row["called"] = found.parts == ("",)
     if checked:
-        model = model.double().train()
-        named = example(model)
-        if named is None:
-            model = model.float()
-            named = example(model)
+        model, named = _runnable(model.train())
         if named is None:
             return row | {"not compared": "no guessed call runs"}
         first, second = (_results(copy.deepcopy(model), named) for _ in range(2))
         if any((tensor != second[key]).any() for key, tensor in first.items()):
             return row | {"not compared": "the model is random"}
-        row["type"] = str(next(model.parameters()).dtype)
-        try:
-            results = run_ranks(compare, WORLD, model, found, named, timeout_s=120)
-        except RanksFailedError as error:
-            return row | {"failed": str(error)}
-        row |= {"share": max(share for share, *_ in results)}
-        row["error"], row["of"] = max((error, of) for _, error, of in results)
+        row |= _compared(compare, model, found, named)
     return row
+
+
+def _runnable(model: nn.Module, batch: int = 3) -> tuple[nn.Module, dict[str, Any] | None]:
+    """Return the model and a call that it runs, in fp64 if it can."""
+    named = example(model.double(), batch)
+    return model, example(model.float(), batch) if named is None else named
+
+
+def _compared(comparison, model: nn.Module, *arguments) -> dict[str, Any]:
+    row: dict[str, Any] = {"type": str(next(model.parameters()).dtype)}
+    try:
+        results = run_ranks(comparison, WORLD, model, *arguments, timeout_s=120)
+    except RanksFailedError as error:
+        return row | {"failed": str(error)}
+    row["share"] = max(share for share, *_ in results)
+    row["error"], row["of"] = max((error, of) for _, error, of in results)
+    return row
+
+
+def _row_of_pipeline(model: nn.Module) -> dict[str, Any]:
+    model, named = _runnable(model.train(), 2 * MICROBATCHES)
+    if named is None:
+        return {"not compared": "no guessed call runs"}
+    named = {name: value for name, value in named.items() if name not in RECORDED}
+    rows = torch.arange(2 * MICROBATCHES)[:, None]
+    for name in ("input_ids", "decoder_input_ids"):
+        if (tokens := named.get(name)) is not None:  # others in every row, but for those that stand for images
+            named[name] = torch.where((tokens >= 3) & (tokens < 7), (tokens - 3 + rows) % 4 + 3, tokens)
+    if _is_random(model, named) and _is_random(model.eval(), named):
+        return {"not compared": "the model is random"}
+    return _compared(compare_pipeline, model, named)
 
 
 def _whole(model: nn.Module, found: AutomaticPlan) -> dict[str, float]:
@@ -305,7 +398,7 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def row_in_a_process(family: str, checked: bool, timeout_s: float) -> dict[str, Any]:
+def row_in_a_process(family: str, checked: bool, timeout_s: float, pipeline: bool = False) -> dict[str, Any]:
     """Return the row of a family from a process of its own, so that a model may hang, crash or take all memory."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -316,7 +409,7 @@ def row_in_a_process(family: str, checked: bool, timeout_s: float) -> dict[str, 
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         try:
-            row = row_of(family, checked)
+            row = row_of(family, checked, pipeline)
         except BaseException as error:
             row = {"family": family, "failed": f"{_line(error)}\n{traceback.format_exc()}"}
         with os.fdopen(writer, "w") as file:
@@ -336,6 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m weft.testing.families", description=__doc__)
     parser.add_argument("--only", help="families, with commas between")
     parser.add_argument("--check", action="store_true", help="compare with the unsplit model on two ranks")
+    parser.add_argument("--pipeline", action="store_true", help="compare a pipeline of two stages instead")
     parser.add_argument("--json", type=Path, help="write the rows here; families that it has already are not run again")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a family")
     options = parser.parse_args(arguments)
@@ -348,7 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     have = {row["family"] for row in rows}
     wanted = options.only.split(",") if options.only else families()
     for family in (family for family in wanted if family not in have):
-        row = row_in_a_process(family, options.check, options.timeout)
+        row = row_in_a_process(family, options.check, options.timeout, options.pipeline)
         rows.append(row)
         print(_text(row), flush=True)
         if options.json:
@@ -359,9 +453,10 @@ def _text(row: dict[str, Any]) -> str:
     if "not built" in row:
         return f"{row['family']:28} not built: {row['not built']}"
     if "share" not in row:
-        return f"{row['family']:28} {row['failed']}"
-    reasons = "; ".join(f"{share:.0%} {reason}" for reason, share in list(row["whole"].items())[:2])
-    compared = row.get("failed") or row.get("not compared") or (f"{row['error']:.1e}" if "error" in row else "")
+        return f"{row['family']:28} {row.get('failed') or row['not compared']}"
+    reasons = "; ".join(f"{share:.0%} {reason}" for reason, share in list(row.get("whole", {}).items())[:2])
+    compared = row.get("failed") or row.get("not compared")
+    compared = f"{row['error']:.1e} ({row['of']})" if "error" in row else compared or ""
     return f"{row['family']:28} {row['share']:4.0%} of {row['parameters']:,} {compared} {reasons}"
 
 

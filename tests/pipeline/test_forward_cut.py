@@ -1,6 +1,8 @@
 """weft.Pipeline of models that cannot be traced: every stage runs the model's own forward."""
 
 import copy
+import pickle
+import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -8,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import weft
 from weft.pipeline.absent import Absent, AbsentValueError, like
+from weft.pipeline.forward_cut import LayerResult
 from weft.pipeline.split_backward import can_be_halved
 from weft.testing.ranks import run_ranks
 
@@ -447,6 +451,14 @@ def test_absent_values_have_shapes_and_name_their_origins():
     torch.manual_seed(0)
     F.dropout(torch.empty(2, 3), 0.5)
     assert torch.equal(after, torch.rand(1))
+
+
+def test_the_structure_of_a_result_is_sent_without_a_warning():
+    parts, structure = tree_flatten(({"x": 1, "y": (2, None)}, [3]))
+    result = LayerResult(tuple(parts), structure)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pickle.loads(pickle.dumps(result)) == result
 
 
 def step_on_mesh(rank, sizes, family, options):

@@ -20,7 +20,7 @@ from weft.pipeline.layer_graph import chain_of
 from weft.pipeline.schedules import SCHEDULES
 from weft.sharding.shard import shard_of
 from weft.testing import cases
-from weft.testing.models import TiedModel, batch_of, loss_of
+from weft.testing.models import Llama, TiedModel, batch_of, loss_of
 from weft.testing.ranks import RanksFailedError, run_ranks, try_ranks
 from weft.testing.tolerance import assert_close
 
@@ -434,6 +434,27 @@ def test_afab_keeps_the_activations_of_all_micro_batches_and_1f1b_of_as_many_as_
     assert alternating[0][1] == [ranks - rank for rank in range(ranks)]
     for rank in range(ranks):
         assert alternating[rank][0] * microbatches == afab[rank][0] * (ranks - rank) > 0
+
+
+def saved_by_llama(rank):
+    torch.manual_seed(0)
+    model, tokens = Llama(4), torch.randint(Llama.WORDS, (8, 32))
+    plain = SavedBytes(model)
+    with torch.autograd.graph.saved_tensors_hooks(plain.pack, lambda held: held.tensor):
+        loss = loss_of(model(tokens), tokens)
+    del loss
+    pipe = pipeline_of(model, schedule="afab", microbatches=4, loss=loss_of)
+    saved = SavedBytes(pipe)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+        pipe.step(tokens, tokens)
+    return saved.most, plain.most
+
+
+def test_stages_together_save_what_the_plain_model_saves():
+    """The angles, which no parameter has made, need no gradient on any stage."""
+    per_rank = run_ranks(saved_by_llama, 2)
+    saved, plain = sum(saved for saved, _ in per_rank), per_rank[0][1]
+    assert plain <= saved <= 1.05 * plain
 
 
 def draw(rank, folder):

@@ -8,6 +8,7 @@ families = pytest.importorskip("weft.testing.families")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 SAMPLE = ["clip", "llava", "whisper", "bloom", "qwen2_vl"]
+PIPELINES = ["llava", "whisper", "bloom"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,6 +22,19 @@ def test_a_family_has_at_most_six_tenths_of_its_parameters_on_a_rank_and_is_righ
     row = families.row_in_a_process(family, checked=True, timeout_s=120)
     assert "failed" not in row, row
     assert row["share"] <= 0.6 and row["error"] < 1e-9 and row["type"] == "torch.float64", row
+
+
+@pytest.mark.parametrize("family", PIPELINES)
+def test_a_pipeline_of_a_family_has_the_loss_and_the_gradients_of_the_plain_model(family):
+    row = families.row_in_a_process(family, checked=False, timeout_s=120, pipeline=True)
+    assert "failed" not in row, row
+    assert row["share"] < 0.8 and row["error"] < 1e-9 and row["type"] == "torch.float64", row
+
+
+def test_a_gradient_that_a_pipeline_loses_is_noticed(monkeypatch):
+    monkeypatch.setattr("weft.pipeline.tied_params.Ties.sum", lambda ties: None)
+    row = families.row_in_a_process("bloom", checked=False, timeout_s=120, pipeline=True)
+    assert row["error"] > 1e-3 and row["of"].endswith("word_embeddings.weight"), row
 
 
 def test_numbers_are_made_small_alike():
