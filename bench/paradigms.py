@@ -40,12 +40,14 @@ class Paradigm:
     Attributes:
         sizes: Sizes for init_mesh; empty for one process.
         schedule: Schedule for weft.Pipeline; None for weft.parallelize alone.
+        microbatches: Micro-batches of the pipeline.
         sharded: Whether the optimizer's state is sharded over "dp" (ZeRO-1).
     """
 
     name: str
     sizes: dict[str, int] = field(default_factory=dict)
     schedule: str | None = None
+    microbatches: int = MICROBATCHES
     sharded: bool = False
 
 
@@ -56,6 +58,7 @@ PARADIGMS = {
         Paradigm("layer-wise", {"pp": 2}),
         Paradigm("pipeline, afab", {"pp": 2}, "afab"),
         Paradigm("pipeline, 1f1b", {"pp": 2}, "1f1b"),
+        Paradigm("pipeline, 1f1b, 8 micro-batches", {"pp": 2}, "1f1b", microbatches=8),
         Paradigm("tensor", {"tp": 2}),
         Paradigm("sequence (context)", {"cp": 2}),
     ],
@@ -162,7 +165,7 @@ def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
     tokens, targets = tokens[local], targets[local]
     if paradigm.schedule:
         model = weft.parallelize(model, mesh["cp", "tp"])
-        pipe = weft.Pipeline(model, mesh, schedule=paradigm.schedule, microbatches=MICROBATCHES, loss=loss_of)
+        pipe = weft.Pipeline(model, mesh, schedule=paradigm.schedule, microbatches=paradigm.microbatches, loss=loss_of)
         optimizer = torch.optim.AdamW(pipe.parameters())
 
         def step() -> float:

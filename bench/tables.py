@@ -215,6 +215,24 @@ def _families(rows: list[Row]) -> list[list[str]]:
     return found
 
 
+def _pipelines_of_families(rows: list[Row]) -> list[list[str]]:
+    built = [row for row in rows if "not built" not in row]
+    groups = {
+        "equal to the plain model in fp64": [row for row in built if row.get("error", 1) < 1e-9],
+        "equal within the rounding of fp32, in which parts of them compute": [
+            row for row in built if 1e-9 <= row.get("error", 1) < 1e-5
+        ],
+        "wrong": [row for row in built if row.get("error", 0) >= 1e-5],
+    }
+    for row in built:
+        if reason := row.get("failed") or row.get("not compared"):
+            groups.setdefault(reason, []).append(row)
+    found = [["result", "number", "families"]]
+    for reason, of_reason in groups.items():
+        found.append([reason, str(len(of_reason)), ", ".join(sorted(row["family"] for row in of_reason))])
+    return found
+
+
 MOST_HELD = 0.6  # the share of the parameters that a split family holds on a rank of two
 
 
@@ -231,6 +249,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
     "static figures": ("static_figures", _static_figures),
     "families": ("families", _families),
+    "pipelines of families": ("pipelines_of_families", _pipelines_of_families),
 }
 
 

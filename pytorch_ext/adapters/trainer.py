@@ -65,7 +65,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
     if large or not names:
         raise ValueError(
             f"settings: the mesh has {', '.join(large) or 'no names'}; it is for dp, cp and tp. Stages (pp) need a "
-            "loop of your own"
+            "loop of your own around weft.Pipeline's step: Trainer calls forward and backward itself, for a whole batch"
         )
     gpus = 0 if mesh.device_type == "cpu" else torch.cuda.device_count()
     if gpus > 1:

@@ -13,11 +13,14 @@ from weft.pipeline.layer_graph import Chain
 ROUNDS = 3  # of timing; the fastest round counts
 
 
-def balanced(costs: Sequence[float], parts: int) -> list[int]:
+def balanced(costs: Sequence[float], parts: int, of_part: Sequence[Sequence[float]] | None = None) -> list[int]:
     """Return the number of costs in each part, in sequence, at least one each.
 
     The largest sum of a part is as small as possible. Among such cuts, the sums up to each part are as equal as
     possible (least squares), from the front.
+
+    Args:
+        of_part: for each part all costs as they are there, instead of `costs`: ranks may differ in speed.
 
     Raises:
         ValueError: fewer costs than parts.
@@ -25,7 +28,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     n = len(costs)
     if not 0 < parts <= n:
         raise ValueError(f"balanced: {n} layers cannot make {parts} parts")
-    until = [0.0, *accumulate(costs)]
+    until = [[0.0, *accumulate(own)] for own in (of_part or [costs] * parts)]
     # best[k]: (largest sum, sum of squares, sizes) of the first k costs in the parts so far
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for part in range(1, parts + 1):
@@ -35,7 +38,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
                 (max(largest, own), squares + own * own, [*sizes, k - before])
                 for before, (largest, squares, sizes) in best.items()
                 if before < k
-                for own in [until[k] - until[before]]
+                for own in [until[part - 1][k] - until[part - 1][before]]
             )
             reached[k] = min(choices, key=lambda choice: choice[:2])
         best = reached

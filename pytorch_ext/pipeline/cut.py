@@ -125,15 +125,21 @@ def cut_of(
         own = _recorded(model, sharing_of(model, along), example, device, error)
         names, elements = own[0].names, _elements(model, own[0].names)
 
-    def seconds() -> list[float]:
+    def seconds() -> list[list[float]]:
+        """Return the time of every layer for each stage, as its rank has measured it."""
         if example is None:
             raise ValueError(
                 'Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example='
             )
         if own is None:
-            return times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example))
-        runs = [recorded(own[0], own[1]).seconds for _ in range(ROUNDS)]
-        return [min(run) for run in zip(*runs, strict=True)]
+            measured = times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example))
+        else:
+            runs = [recorded(own[0], own[1]).seconds for _ in range(ROUNDS)]
+            measured = [min(run) for run in zip(*runs, strict=True)]
+        of_rank = communicator(along["pp"]).all_gather_object(measured)
+        if len(set(map(len, of_rank))) > 1:
+            of_rank = [measured] * ranks  # refused below
+        return [of_rank[plan.rank_of(stage, ranks)] for stage in range(total)]
 
     try:
         sizes = _sizes(names, elements, seconds, total, schedule, balance)
@@ -268,7 +274,12 @@ def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | Non
 
 
 def _sizes(
-    names: Sequence[str], elements: Sequence[int], seconds: Callable[[], list[float]], stages: int, name: str, balance
+    names: Sequence[str],
+    elements: Sequence[int],
+    seconds: Callable[[], Sequence[Sequence[float]]],
+    stages: int,
+    name: str,
+    balance,
 ) -> list[int]:
     """Return the number of layers of each stage."""
     if len(names) < stages:
@@ -288,4 +299,4 @@ def _sizes(
         return balanced(elements, stages)
     if balance != "time":
         raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
-    return balanced(seconds(), stages)
+    return balanced([0.0] * len(names), stages, seconds())

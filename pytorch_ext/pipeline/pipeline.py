@@ -80,8 +80,8 @@ class Pipeline(nn.Module):
         reduction: "mean": the loss is a mean over the micro-batch, and the loss of a step is the mean of these. "sum":
             losses add up, for a loss that is divided by its own count (tokens that are not padding).
         balance: "parameters": the largest stage has as few parameters as possible. "time": the slowest stage takes as
-            little forward time as possible, measured per layer on `example`. Or a list: the number of layers of each
-            stage.
+            little forward time as possible. Every rank measures every layer on `example`, so that a slow rank gets
+            fewer layers. Or a list: the number of layers of each stage.
         example: a micro-batch of inputs, for balance="time". For a model that cannot be traced also if no guessed one
             runs, or if batches run other layers than a guessed one; a dict gives arguments by name.
         layers: names of modules that run one after another, `*` for the elements of a list: ["embedding", "blocks.*",

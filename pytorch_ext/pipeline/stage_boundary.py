@@ -28,7 +28,8 @@ def cross(value, fixed: bool = False):
         )
     if isinstance(value, SharedSequence):
         return value.like(cross(value.local, fixed))
-    if torch.is_grad_enabled() and (value.requires_grad or (differentiable(value) and not fixed)):
+    fixed = fixed and value.is_contiguous() and not value.requires_grad
+    if torch.is_grad_enabled() and differentiable(value) and not fixed:
         return _Crossing.apply(value, torch.zeros((), requires_grad=True))
     return value.contiguous()
 

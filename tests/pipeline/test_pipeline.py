@@ -364,6 +364,19 @@ def test_layers_that_are_named_run_in_sequence_and_ranks_agree_on_measured_cuts(
     assert len(set(run_ranks(run_listed, 2))) == 1
 
 
+def cut_for_a_slow_rank(rank, monkeypatch):
+    monkeypatch.setattr("weft.pipeline.cut.times", lambda chain, _: [3.0 if rank else 1.0] * len(chain.layers))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    options = dict(loss=F.mse_loss, balance="time", example=torch.ones(2, 4))
+    return pipeline_of(model, **options).layers_per_stage, pipeline_of(
+        model, schedule="zbv", **options
+    ).layers_per_stage
+
+
+def test_a_rank_that_is_three_times_as_slow_gets_a_third_of_the_layers(monkeypatch):
+    assert run_ranks(cut_for_a_slow_rank, 2, monkeypatch) == [((6, 2), (3, 1, 1, 3))] * 2
+
+
 @pytest.mark.parametrize(
     ("costs", "parts", "expected"),
     [
