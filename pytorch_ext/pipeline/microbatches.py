@@ -7,6 +7,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _IGNORED = -100  # the label that a cross entropy does not count
+# Patches of all images one after another, and the size of each image in patches, [images, 3] (transformers).
+_PACKED = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 
 
 def check_batch(batch: int, microbatches: int) -> None:
@@ -23,7 +25,7 @@ def microbatches_of(call: tuple[tuple, dict], targets: Any, microbatches: int) -
     """Yield the arguments of each micro-batch.
 
     Tensors are cut along the first dimension, which is the batch; numbers, flags and tensors without a dimension go to
-    every micro-batch as they are.
+    every micro-batch as they are. Patches of images are cut between images, one image an example.
 
     Args:
         call: arguments by place and by name.
@@ -33,12 +35,15 @@ def microbatches_of(call: tuple[tuple, dict], targets: Any, microbatches: int) -
         ValueError: a tensor has another first dimension, or the batch cannot be cut into equal parts.
     """
     leaves, structure = tree_flatten(call)
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0]
+    patches = _patches_of_images(call[1])
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0 and id(x) not in patches]
     if not tensors:
         raise ValueError("Pipeline: a batch needs a tensor [batch, ...] among its inputs")
     batch = tensors[0].size(0)
     named = [*call[0], *call[1].items(), ("targets", targets)]
     for name, x in (item if isinstance(item, tuple) else ("an input", item) for item in named):
+        if id(x) in patches and len(patches[id(x)]) == batch:
+            continue
         if isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) != batch:
             raise ValueError(
                 f"Pipeline: {name} is {tuple(x.shape)}, and the batch is {batch}, the first dimension of the first "
@@ -47,11 +52,24 @@ def microbatches_of(call: tuple[tuple, dict], targets: Any, microbatches: int) -
     check_batch(batch, microbatches)
 
     def part(x: Any, number: int) -> Any:
+        if id(x) in patches:
+            of_part = [sum(images.tolist()) for images in patches[id(x)].chunk(microbatches)]
+            return x.split(of_part)[number].contiguous()
         whole = not isinstance(x, torch.Tensor) or x.dim() == 0
         return x if whole else x.chunk(microbatches)[number].contiguous()
 
     for number in range(microbatches):
         yield tree_unflatten([part(x, number) for x in leaves], structure)
+
+
+def _patches_of_images(named: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """Return the number of patches of each image, by the id of the tensor that holds the patches of all."""
+    found = {}
+    for name, grid in _PACKED.items():
+        x, sizes = named.get(name), named.get(grid)
+        if isinstance(x, torch.Tensor) and isinstance(sizes, torch.Tensor) and x.size(0) == sizes.prod(-1).sum():
+            found[id(x)] = sizes.prod(-1)
+    return found
 
 
 def check_means(named: Mapping[str, Any], microbatches: int) -> None:

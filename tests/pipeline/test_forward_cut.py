@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 import weft
 from weft.pipeline.absent import Absent, AbsentValueError, like
 from weft.pipeline.forward_cut import LayerResult
+from weft.pipeline.microbatches import microbatches_of
 from weft.pipeline.split_backward import can_be_halved
 from weft.testing.ranks import run_ranks
 
@@ -459,6 +460,19 @@ def test_the_structure_of_a_result_is_sent_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_patches_of_images_are_cut_between_images():
+    patches, grid = torch.arange(12)[:, None], torch.tensor([[1, 1, 2], [1, 2, 1], [1, 2, 2], [2, 2, 1]])
+    named = {"pixel_values": patches, "input_ids": torch.zeros(4, 3), "image_grid_thw": grid}
+    first, second = (part for _, part in microbatches_of(((), named), None, 2))
+    assert torch.equal(first["pixel_values"], patches[:4]) and torch.equal(second["pixel_values"], patches[4:])
+    assert torch.equal(second["image_grid_thw"], grid[2:])
+    for other in (patches[:11], torch.cat([patches, patches])):
+        with pytest.raises(ValueError, match="pixel_values is .*and the batch is 4"):
+            list(microbatches_of(((), {"input_ids": torch.zeros(4, 3)} | named | {"pixel_values": other}), None, 2))
+    with pytest.raises(ValueError, match=r"image_grid_thw is \(2, 3\), and the batch is 4"):
+        list(microbatches_of(((), named | {"pixel_values": patches[:4], "image_grid_thw": grid[:2]}), None, 2))
 
 
 def step_on_mesh(rank, sizes, family, options):
