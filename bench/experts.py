@@ -1,7 +1,13 @@
-"""weft bench experts: a step of a layer of experts on ranks, and the way of its tokens, beside gloo and one process."""
+"""weft bench experts: a step of a layer of experts on ranks, and the way of its tokens.
+
+Beside them: gloo, one process, and the same layer split by transformers over gloo where transformers is installed.
+"""
 
 import argparse
 import copy
+import importlib.util
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -65,6 +71,11 @@ def _step_tp(rank: int, rounds: int) -> dict[str, list[float]]:
     whole, x, index, weights = _layer(TOKENS)
     layer = ParallelExperts.from_experts(copy.deepcopy(whole), group=group)
     contenders = {"weft": _step(layer, x, index, weights), "one process": _alone(rank, _step(whole, x, index, weights))}
+    theirs = _by_transformers(whole) if importlib.util.find_spec("transformers") else None
+    if theirs is not None:
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(x, index, weights), whole(x, index, weights), rtol=1e-4, atol=1e-4)
+        contenders["transformers over gloo"] = _step(theirs, x, index, weights)
     return alternate(contenders, meet=lambda: dist.barrier(group), rounds=rounds, calls=1)
 
 
@@ -82,6 +93,38 @@ def _layer(tokens: int):
     layer, x = Experts(EXPERTS, HIDDEN, INTERMEDIATE), torch.randn(tokens, HIDDEN)
     weights, index = torch.randn(tokens, EXPERTS).softmax(-1).topk(CHOSEN, -1)
     return layer, x, index, weights
+
+
+def _by_transformers(whole: Experts) -> torch.nn.Module:
+    """Return the same experts as transformers splits them over the default group (its `ep_size`)."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = MixtralConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_local_experts=EXPERTS,
+        num_hidden_layers=1,
+        vocab_size=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    try:
+        if rank == 0:
+            model = MixtralForCausalLM(config)
+            model.model.layers[0].mlp.experts.load_state_dict(whole.state_dict())
+            model.save_pretrained(folder[0])
+        dist.barrier()
+        split = DistributedConfig(tp_size=world, ep_size=world)
+        model = MixtralForCausalLM.from_pretrained(folder[0], distributed_config=split)
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder[0])
+    return model.model.layers[0].mlp.experts
 
 
 def _alone(rank: int, step):
