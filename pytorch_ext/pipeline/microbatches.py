@@ -8,7 +8,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _IGNORED = -100  # the label that a cross entropy does not count
 # Patches of all images one after another, and the size of each image in patches, [images, 3] (transformers).
-_PACKED = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_PACKED = (
+    *(("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")),
+    *(("pixel_values", "grid_thw"), ("hidden_states", "grid_thw")),  # the images' model alone
+)
 
 
 def check_batch(batch: int, microbatches: int) -> None:
@@ -65,7 +68,7 @@ def microbatches_of(call: tuple[tuple, dict], targets: Any, microbatches: int) -
 def _patches_of_images(named: Mapping[str, Any]) -> dict[int, torch.Tensor]:
     """Return the number of patches of each image, by the id of the tensor that holds the patches of all."""
     found = {}
-    for name, grid in _PACKED.items():
+    for name, grid in _PACKED:
         x, sizes = named.get(name), named.get(grid)
         if isinstance(x, torch.Tensor) and isinstance(sizes, torch.Tensor) and x.size(0) == sizes.prod(-1).sum():
             found[id(x)] = sizes.prod(-1)
