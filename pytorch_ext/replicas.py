@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from weft.comm.communicator import Communicator
 from weft.context_parallel.region import mark_of_bits, sharing_in, sum_of_bits
 from weft.sharding.owners import owners_of
+from weft.sharding.quantized import values_of
 from weft.sharding.shard import shard_of, split_over
 
 FIRST_CALLS = 3
@@ -199,6 +200,7 @@ def check_distinct(model: nn.Module) -> None:
 
 def _mark_of_varied(x: torch.Tensor) -> int | None:
     """Return the tensor's mark; None for a constant tensor, which ranks may share."""
+    x = values_of(x)
     return int(mark_of_bits(x)) if x.numel() and bool((x != x.flatten()[0]).any()) else None
 
 

@@ -34,6 +34,7 @@ from weft.nn import ParallelConv1D, ParallelEmbedding, ParallelLinear
 from weft.nn.lora import Adapter, add_adapters, check_adapter, split_adapter
 from weft.nn.sharded import ShardedModule, ShardHolder
 from weft.replicas import check_same_draw
+from weft.sharding.quantized import is_quantized, values_of
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.peft_wrappers import without_peft, wrappers_in
 from weft.tensor_parallel.ties import keep_parameters
@@ -99,6 +100,14 @@ class SplitLoraLinear(ShardedModule, of_peft.Linear):
             keep_parameters(self.lora_magnitude_vector[name], magnitudes)
             self.lora_magnitude_vector[name] = magnitudes
 
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        if is_quantized(self.get_base_layer().weight):
+            raise ValueError(
+                "merging needs the whole quantised weight, and each rank has a part: save the adapter, and merge it "
+                "into a whole model"
+            )
+        super().merge(*args, **kwargs)
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = self.get_base_layer()
         active = [name for name in self.active_adapters if name in self.lora_A]
@@ -131,7 +140,7 @@ class SplitDora(ShardHolder, DoraLinearLayer):
         """Return the term that is added to the layer's output, this rank's part of it. Norms get no gradient."""
         with torch.no_grad():
             product = (lora_B.weight @ lora_A.weight).to(x.dtype)
-            weight = base_layer.weight.to(x.dtype)
+            weight = values_of(base_layer.weight).to(x.dtype)
             norm = self.get_weight_norm(weight, product, scaling, adapter_name=adapter_name)
         factor = (self.held("weight", whole_use=False) / norm).view(1, -1)
         if base_result is None:
@@ -184,9 +193,10 @@ def _whole_layer(base: ParallelLinear, with_values: bool) -> nn.Module:
         if part is None or shard is None:
             whole.register_parameter(name, part)
         elif with_values:
-            setattr(whole, name, nn.Parameter(shard.gather(part.detach()), requires_grad=False))
+            setattr(whole, name, nn.Parameter(shard.gather(values_of(part.detach())), requires_grad=False))
         else:
-            setattr(whole, name, nn.Parameter(part.new_zeros(()).expand(shard.global_shape), requires_grad=False))
+            zeros = torch.zeros((), dtype=part.dtype, device=part.device).expand(shard.global_shape)
+            setattr(whole, name, nn.Parameter(zeros, requires_grad=False))
     return whole
 
 
@@ -236,6 +246,7 @@ def _become(wrapper: Any, kind: type, parts: Mapping[str, tuple[Adapter, nn.Modu
 def register() -> None:
     """Let peft's LoRA wrap split layers and save whole adapters."""
     lora, tuners = peft.tuners.lora.model, peft.tuners.tuners_utils
+    lora.dispatch_torchao = _passing_split_layers(lora.dispatch_torchao)
     lora.dispatch_default = _dispatching(lora.dispatch_default)
     tuners._maybe_include_all_linear_layers = _finding_split_layers(tuners._maybe_include_all_linear_layers)
     files = peft.utils.save_and_load
@@ -260,6 +271,17 @@ def _dispatching(default: Callable) -> Callable:
         raise ValueError(f"LoRA around a split {type(base).__name__} does not exist: leave it out of target_modules")
 
     return dispatch
+
+
+def _passing_split_layers(dispatch: Callable) -> Callable:
+    """Leave split layers with quantised weights to the default."""
+
+    @functools.wraps(dispatch)
+    def passing(target, adapter_name, **kwargs):
+        base = target.get_base_layer() if isinstance(target, of_peft.BaseTunerLayer) else target
+        return None if isinstance(base, ShardHolder) else dispatch(target, adapter_name, **kwargs)
+
+    return passing
 
 
 def _finding_split_layers(find: Callable) -> Callable:

@@ -97,6 +97,8 @@ def save_checkpoint(
     here: dict[str, dict[str, HeldTensor]] = {}
 
     def describe():
+        if weights:
+            contents.refuse_quantized(model)
         tensors = contents.of_model(model)
         states = [
             contents.of_optimizer(number, single, tensors.name_of)
@@ -197,7 +199,9 @@ def load_checkpoint(
             contents.optimizers_in(optimizer),
         )
         contents.check_optimizers(optimizers, source.optimizers, tensors.name_of)
-        if not weights:
+        if weights:
+            contents.refuse_quantized(model)
+        else:
             tensors, source = replace(tensors, held={}), replace(source, model={})
         here.append((source, tensors, optimizers))
         names = {name for held in tensors.held.values() for name in held.names}

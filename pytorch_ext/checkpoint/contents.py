@@ -17,6 +17,7 @@ from weft.checkpoint.safetensors_io import StoredTensor, dtype_of
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.optimizer_check import SAVED_BY
+from weft.sharding.quantized import is_quantized
 
 # A sharded optimizer may step wider copies of the parameters. Their values are stored as a state of this name.
 MASTER = "weft_master"
@@ -59,6 +60,16 @@ class Tensors:
 
     held: dict[str, HeldTensor]
     name_of: dict[int, str]
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Raise TypeError if the model has quantised weights, which no file here has a form for."""
+    for name, parameter in model.named_parameters():
+        if is_quantized(parameter):
+            raise TypeError(
+                f"{name} is quantised ({type(parameter).__name__}), and has no form in these files: save its adapter "
+                "(save_pretrained), or the whole quantised model before weft.parallelize"
+            )
 
 
 def plain(model: nn.Module) -> nn.Module:

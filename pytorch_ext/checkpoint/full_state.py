@@ -5,6 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from weft.checkpoint.contents import refuse_quantized
 from weft.comm.communicator import Communicator
 from weft.data_parallel.data_parallel import DataParallel
 from weft.sharding.owners import owners_of
@@ -37,6 +38,7 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
     if isinstance(model, DataParallel):
         model.wait_for_parameters()
         model = model.module
+    refuse_quantized(model)
     tensors = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
     stages = {owners.ranks: None for owners in map(owners_of, tensors.values()) if owners is not None}
     whole = OrderedDict()

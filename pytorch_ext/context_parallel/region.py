@@ -31,6 +31,7 @@ from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 from weft.running import followed
+from weft.sharding.quantized import is_quantized, numbers_in
 from weft.sharding.shard import split_over
 
 _OPTIONS = {"method": METHODS, "layout": LAYOUTS, "dim": None, "parts": (True, False), "strict": (True, False)}
@@ -258,6 +259,8 @@ def mark_of_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
+    if is_quantized(x):
+        return torch.cat([_bits(numbers).flatten().long() for numbers in numbers_in(x)])
     numbers = torch.view_as_real(x) if x.is_complex() else x
     return numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()])
 

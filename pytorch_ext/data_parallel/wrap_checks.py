@@ -12,6 +12,7 @@ from weft.comm.communicator import Communicator
 from weft.data_parallel.consensus import check_same_module
 from weft.data_parallel.param_prefetch import obstacle_to_waiting
 from weft.sharding.owners import owners_of
+from weft.sharding.quantized import is_quantized
 from weft.sharding.shard import Shard, shard_of
 
 _WIRES = (None, torch.bfloat16, torch.float16)
@@ -66,6 +67,8 @@ def _obstacle(module: nn.Module, ranks: Communicator) -> str:
     for name, parameter in module.named_parameters():
         if _wrapper_of.get(parameter, lambda: None)() is not None:
             return f"{name!r} is wrapped already: its gradient would be reduced twice. Wrap once"
+        if is_quantized(parameter):
+            return f"{name!r} is quantised, and replicas of such weights are not made equal: use a mesh without dp"
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return f"{name!r} has no shape yet: run the module once, then wrap it"
         if parameter.requires_grad and parameter.dtype not in _SUMMED:

@@ -6,6 +6,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer from now on
 from weft.ops.sharded_param import held
+from weft.sharding.quantized import is_quantized, values_of
 from weft.sharding.shard import Shard
 from weft.sharding.sharded_grad import mark_gradient
 
@@ -72,6 +73,8 @@ class ShardHolder(nn.Module):
         parameter = self._parameters[name]
         if parameter is None or name not in self.shards:
             return parameter
+        if is_quantized(parameter):
+            return values_of(parameter)
         return held(parameter, self.shards[name], self.transposed and parameter.dim() == 2, whole_use=whole_use)
 
     def reset_parameters(self) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from weft.comm.communicator import Communicator
 from weft.metadata import metadata, set_metadata
+from weft.sharding.quantized import check_groups, is_quantized, pick_quantized
 from weft.sharding.sharded_grad import local, watch_gradient
 from weft.sharding.sizes import Cut, Stretch, cut_over
 
@@ -116,7 +117,11 @@ class Shard:
 
     def parameter(self, whole: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return a new parameter with a copy of this rank's part, marked as this shard."""
-        part = self.take(whole.detach()).clone(memory_format=_layout_of(whole))
+        if is_quantized(whole):  # every rank checks the cuts of all, so that all raise
+            places = (place for rank in range(len(self.sizes)) for place in self.cut.places(rank).values())
+            check_groups(whole, self.dim, (edge for place in places for edge in place))
+        part = self.take(whole.detach())
+        part = part.clone() if is_quantized(part) else part.clone(memory_format=_layout_of(whole))
         return self.mark(torch.nn.Parameter(part, requires_grad=whole.requires_grad))
 
     def mark(self, tensor: _Tensor) -> _Tensor:
@@ -150,6 +155,8 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
 
 def pick(x: torch.Tensor, dim: int, stretches: Sequence[Stretch]) -> torch.Tensor:
     """Return the stretches of x along `dim`, one after another: a view if there is one stretch."""
+    if is_quantized(x):
+        return pick_quantized(x, dim, stretches)
     parts = [x.narrow(dim, start, stop - start) for start, stop in stretches or [(0, 0)]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -70,10 +70,10 @@ def _why_whole(wrapper: nn.Module) -> str | None:
     kind = type(wrapper)
     if isinstance(wrapper, _from_peft("peft.utils.other", "ModulesToSaveWrapper")):
         return None
-    of_lora = kind.__module__ in ("peft.tuners.lora.layer", "weft.adapters.peft")
-    if not of_lora or kind.__name__.removeprefix("SplitLora") not in _SPLIT_BASES:
+    of_lora = kind.__module__ in ("peft.tuners.lora.layer", "peft.tuners.lora.torchao", "weft.adapters.peft")
+    name = kind.__name__.removeprefix("SplitLora").removeprefix("TorchaoLora")
+    if not of_lora or name not in _SPLIT_BASES:
         return f"{kind.__module__.removeprefix('peft.')}.{kind.__name__} around it has no split form"
-    name = kind.__name__.removeprefix("SplitLora")
     variants = {type(variant).__name__ for variant in wrapper.lora_variant.values()}  # type: ignore[union-attr, operator]
     odd = sorted(variants - set(_SPLIT_VARIANTS[name]))
     if odd:

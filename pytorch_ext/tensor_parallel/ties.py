@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from weft.sharding.quantized import is_quantized
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.local_sizes import has_numbers
 
@@ -41,7 +42,7 @@ def keep_parameters(layer: nn.Module, replacement: nn.Module) -> None:
     for prefix, module in replacement.named_modules(prefix="", remove_duplicate=False):
         for key, part in module._parameters.items():
             parameter = known.get(f"{prefix}.{key}" if prefix else key)
-            if part is None or parameter is None or parameter is part:
+            if part is None or parameter is None or parameter is part or is_quantized(part):  # torchao's keeps its own
                 continue
             parameter.data, parameter.grad = part.data, None
             shard = shard_of(part)

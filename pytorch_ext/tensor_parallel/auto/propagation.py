@@ -8,6 +8,7 @@ from math import gcd
 from torch import nn
 
 from weft.nn.sharded import lost_with
+from weft.sharding.quantized import uneven_groups
 from weft.sharding.sizes import Heads, split_sizes
 from weft.tensor_parallel.auto.axis_layout import Axis, AxisLayout, ConflictError
 from weft.tensor_parallel.auto.layer_specs import known, sizes_of
@@ -173,7 +174,7 @@ class Flow:
             for parameter in module.parameters(recurse=False):
                 self.owners.setdefault(names[id(parameter)], []).append(owner)
         self.lookups: dict[str, Node] = {}
-        self.fixed = self._hooked() | self._elsewhere() | inseparable(model)
+        self.fixed = self._hooked() | self._elsewhere() | inseparable(model) | uneven_groups(model, world)
         self.refused: dict[str, str] = {}
         self.lone = frozenset[str]()
 

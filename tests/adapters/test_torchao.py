@@ -1,0 +1,181 @@
+"""Weights that torchao has quantised: cut with their scales, the tokens and the adapters' gradients of the whole model."""
+
+import warnings
+
+import pytest
+import torch
+
+import weft
+from weft.sharding.quantized import is_quantized, pick_quantized, values_of
+from weft.tensor_parallel.auto import automatic_plan
+from weft.testing.ranks import run_ranks
+
+torchao = pytest.importorskip("torchao", reason="torchao is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+from torchao.quantization import (  # noqa: E402
+    Float8WeightOnlyConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
+from torchao.quantization.granularity import PerGroup  # noqa: E402
+
+GROUP = 16
+KINDS = {
+    "int8": Int8WeightOnlyConfig,
+    "float8": Float8WeightOnlyConfig,
+    "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP)),
+}
+SIZES = dict(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def quantized(kind, family="Llama", dtype=torch.float32):
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # scores far apart
+    quantize_(model, KINDS[kind]())
+    return model
+
+
+def tokens_of(seed=1):
+    return torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def check_tokens(rank, kind, family, split_layers):
+    warnings.simplefilter("ignore")
+    whole, split = quantized(kind, family), weft.parallelize(quantized(kind, family))
+    weights = [x for x in split.parameters() if is_quantized(x)]
+    assert sum(weft.shard_of(x) is not None for x in weights) == split_layers
+    for name, part in split.named_parameters():
+        if is_quantized(part) and (shard := weft.shard_of(part)) is not None:
+            assert torch.equal(values_of(part), shard.take(values_of(whole.get_parameter(name))))
+    options = dict(max_new_tokens=12, do_sample=False)
+    assert torch.equal(split.generate(tokens_of(), **options), whole.generate(tokens_of(), **options))
+    result, expected = split(tokens_of()).logits, whole(tokens_of()).logits
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_generate_the_tokens_of_the_whole_quantised_model(kind):
+    run_ranks(check_tokens, 2, kind, "Llama", 14)
+
+
+@pytest.mark.slow("pytorch_ext/tensor_parallel", "pytorch_ext/sharding", "pytorch_ext/nn")
+@pytest.mark.parametrize(("world", "family", "split_layers"), [(4, "Llama", 14), (2, "Phi3", 8)])
+def test_more_ranks_and_fused_layers_generate_the_same(world, family, split_layers):
+    for kind in KINDS:
+        run_ranks(check_tokens, world, kind, family, split_layers, timeout_s=120)
+
+
+def check_uneven(rank):
+    """Three ranks would cut groups of 16 of 64 columns at 22: these layers stay whole."""
+    warnings.simplefilter("ignore")
+    model = quantized("int4")
+    found = automatic_plan(model, world=3)
+    reasons = {reason for name, reason in found.whole.items() if "layers" in name}
+    assert "3 ranks would cut its quantised groups of 16 columns" in reasons
+    assert not any("layers" in name for name in found.plan)
+    plan = {"**.up_proj": "column", "**.gate_proj": "column", "**.down_proj": "row"}
+    with pytest.raises(ValueError, match="in groups of 16 cannot be cut at 43 of dimension 1"):
+        weft.parallelize(model, plan=plan)
+    assert all(weft.shard_of(x) is None for x in model.parameters())
+    check_tokens(rank, "int4", "Llama", 0)
+
+
+def test_a_layer_whose_groups_would_be_cut_stays_whole_with_the_reason():
+    run_ranks(check_uneven, 3)
+
+
+def trained(model):
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-2)
+    for step in range(3):
+        tokens = tokens_of(step)
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    return model
+
+
+def with_adapter(model, dora):
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", use_dora=dora)
+    return peft.get_peft_model(model, config)
+
+
+def check_adapters(rank, kind, dora, folder):
+    warnings.simplefilter("ignore")
+    whole = trained(with_adapter(quantized(kind), dora))
+    for order in ("peft first", "split first"):
+        first = order == "peft first"
+        split = (
+            weft.parallelize(with_adapter(quantized(kind), dora))
+            if first
+            else with_adapter(weft.parallelize(quantized(kind)), dora)
+        )
+        parts = 0
+        for name, parameter in trained(split).named_parameters():
+            if parameter.requires_grad:
+                shard, expected = weft.shard_of(parameter), whole.get_parameter(name).grad
+                expected = expected if shard is None else shard.take(expected)
+                error = (parameter.grad - expected).abs().max() / expected.abs().max()
+                assert error < 1e-3, f"gradient of {name}"
+                parts += shard is not None
+        assert parts >= 14
+        with pytest.raises(ValueError, match="merging needs the whole quantised weight"):
+            split.merge_adapter()
+        split.save_pretrained(folder / order)
+    loaded = peft.PeftModel.from_pretrained(quantized(kind), folder / "split first")
+    torch.testing.assert_close(loaded(tokens_of()).logits, split(tokens_of()).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "dora"), [("int4", False)])
+def test_adapters_of_quantised_layers_train_as_the_whole_models(kind, dora, tmp_path):
+    run_ranks(check_adapters, 2, kind, dora, tmp_path, timeout_s=120)
+
+
+@pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/sharding")
+@pytest.mark.parametrize(("kind", "dora"), [("int8", True), ("float8", False), ("int4", True)])
+def test_other_kinds_and_dora_train_as_the_whole_models(kind, dora, tmp_path):
+    run_ranks(check_adapters, 2, kind, dora, tmp_path, timeout_s=120)
+
+
+def check_refused(rank, folder):
+    warnings.simplefilter("ignore")
+    split = weft.parallelize(quantized("int8"))
+    for save in (lambda: weft.save_checkpoint(split, None, folder), lambda: weft.full_state_dict(split)):
+        with pytest.raises(TypeError, match="q_proj.weight is quantised.*save its adapter"):
+            save()
+    with pytest.raises(ValueError, match="q_proj.weight' is quantised"):
+        weft.DataParallel(quantized("int8"))
+
+
+def test_checkpoints_and_replicas_of_quantised_weights_are_refused(tmp_path):
+    run_ranks(check_refused, 2, tmp_path)
+
+
+def test_a_cut_of_rows_and_groups_has_the_values_of_the_whole():
+    linear = torch.nn.Linear(64, 24)
+    quantize_(linear, KINDS["int4"]())
+    weight = linear.weight.detach()
+    for dim, stretches in ((0, [(3, 9), (17, 24)]), (1, [(16, 48)]), (1, [(48, 64)])):
+        whole = values_of(weight)
+        expected = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in stretches], dim)
+        assert torch.equal(values_of(pick_quantized(weight, dim, stretches)), expected)
+    with pytest.raises(ValueError, match="in groups of 16 cannot be cut at 8 of dimension 1"):
+        pick_quantized(weight, 1, [(8, 16)])
