@@ -28,8 +28,6 @@ def from_pretrained(
 ) -> nn.Module:
     """Return the model in a folder of transformers, split over the mesh, in evaluation mode. A collective call.
 
-        model = weft.from_pretrained("path/of/the/model", weft.init_mesh(tp=2))
-
     The model is first built without memory (on the meta device) and split. Then each rank reads its own part of each
     tensor. A rank never holds more than its part of the model and one tensor.
 
@@ -49,6 +47,15 @@ def from_pretrained(
         ValueError: the stored weights are quantised; the mesh has dp or pp; the config names no class.
         All of these are raised on every rank, before a weight is read.
         ImportError: transformers is older than 5.23.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> if dist.get_rank() == 0:
+        ...     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained(path)
+        >>> weft.barrier()
+        >>> model = weft.from_pretrained(path, weft.init_mesh(tp=2))
+        >>> model.transformer.h[0].mlp.c_fc.weight.shape
+        torch.Size([32, 64])
     """
     need("weft.from_pretrained", "transformers", "5.23")
     _check_mesh(mesh)

@@ -247,8 +247,9 @@ model = nn.ModuleDict({"table": nn.Embedding(9, 6), "blocks": nn.ModuleList([blo
     ("adapters.md", 1): (1, "", {}),
     ("adapters.md", 2): (2, SAVED + HUGGING_FACE, {}),
     ("adapters.md", 3): (2, SAVED + LAUNCHED + HUGGING_FACE, {}),
-    ("adapters.md", 4): (4, HUGGING_FACE, {}),
-    ("adapters.md", 5): (2, SAVED + LAUNCHED + LIGHTNING, {}),
+    ("adapters.md", 4): (2, HUGGING_FACE + "mesh = weft.init_mesh(tp=2)\n", {}),
+    ("adapters.md", 5): (4, HUGGING_FACE, {}),
+    ("adapters.md", 6): (2, SAVED + LAUNCHED + LIGHTNING, {}),
 }
 
 

@@ -169,7 +169,14 @@ class ParallelConv(ShardHolder):
 
 
 class ParallelConv1d(ParallelConv):
-    """nn.Conv1d with its channels split over the ranks of a group: see ParallelConv2d."""
+    """nn.Conv1d with its channels split over the ranks of a group: see ParallelConv2d.
+
+    Example:
+        >>> first = weft.ParallelConv1d(3, 8, 3, padding=1, style="column")
+        >>> second = weft.ParallelConv1d(8, 4, 3, padding=1, style="row")
+        >>> second(first(torch.randn(1, 3, 6)).relu()).shape
+        torch.Size([1, 4, 6])
+    """
 
     kind = nn.Conv1d
 
@@ -214,7 +221,14 @@ class ParallelConv2d(ParallelConv):
 
 
 class ParallelConv3d(ParallelConv):
-    """nn.Conv3d with its channels split over the ranks of a group: see ParallelConv2d."""
+    """nn.Conv3d with its channels split over the ranks of a group: see ParallelConv2d.
+
+    Example:
+        >>> first = weft.ParallelConv3d(3, 8, 3, padding=1, style="column")
+        >>> second = weft.ParallelConv3d(8, 4, 3, padding=1, style="row")
+        >>> second(first(torch.randn(1, 3, 6, 6, 6)).relu()).shape
+        torch.Size([1, 4, 6, 6, 6])
+    """
 
     kind = nn.Conv3d
 

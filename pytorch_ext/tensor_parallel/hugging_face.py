@@ -94,7 +94,7 @@ def _patches(config, named, batch: int, texts: torch.Tensor, dtype: torch.dtype)
     size, token = getattr(vision, "patch_size", None), getattr(config, "image_token_id", None)
     if not grid or size is None:
         return {}
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
     values = channels * getattr(vision, "temporal_patch_size", 1) * size**2
     patches = torch.empty(batch * 16, values, dtype=dtype, device="meta")
     found = {grid: torch.tensor([[1, 4, 4]]).repeat(batch, 1)}
