@@ -216,10 +216,13 @@ def parallelize(
         _draw_alike(ranks.tp, model)
 
     checks = call_checks(model, automatic or own, ranks.tp)
+    replaced: dict[nn.Module, nn.Module] = {}
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
         keep_parameters(model.get_submodule(name), layer)
+        replaced[model.get_submodule(name)] = layer
         setattr(model.get_submodule(parent), child, layer)
+    _replace_in_lists(model, replaced)
     for install in adapters:
         install()
     for layer in dict.fromkeys(map(model.get_submodule, summed)):
@@ -279,6 +282,20 @@ class _Ranks:
 
 
 _DIMENSIONS = ("pp", "dp", "cp", "tp")
+
+
+def _replace_in_lists(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules where others hold them in a list, tuple or dict besides, as MaskFormer holds its convolutions."""
+    for module in model.modules():
+        for key, value in vars(module).items():
+            kind = type(value)
+            held = value.items() if kind is dict else enumerate(value) if kind in (list, tuple) else ()
+            found = {at: replaced[x] for at, x in held if isinstance(x, nn.Module) and x in replaced}
+            if found and kind is tuple:
+                vars(module)[key] = tuple(found.get(at, x) for at, x in enumerate(value))
+                continue
+            for at, layer in found.items():
+                value[at] = layer
 
 
 def _within_stages(mesh, ranks: _Ranks, in_units: bool) -> DeviceMesh | None:

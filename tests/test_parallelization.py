@@ -151,6 +151,33 @@ def check_meshes(rank):
         assert model.blocks[1].down.weight.shape[1] in (14, 15)
 
 
+class Listed(nn.Module):
+    """Runs its layers from a list of its own, as MaskFormer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 5)]
+        for number, layer in enumerate(self.layers):
+            self.add_module(str(number), layer)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def check_layers_in_a_list(rank):
+    model = Listed()
+    split = weft.parallelize(copy.deepcopy(model), plan={"0": "column", "2": "row"})
+    assert split.layers[0] is split.get_submodule("0") and isinstance(split.layers[2], weft.ParallelLinear)
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(split(x), model(x))
+
+
+def test_layers_that_a_list_holds_too_are_replaced_there():
+    run_ranks(check_layers_in_a_list, 2)
+
+
 def test_a_mesh_a_dimension_of_it_and_a_group_are_all_taken():
     run_ranks(check_meshes, 2)
 

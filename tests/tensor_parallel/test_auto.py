@@ -675,6 +675,24 @@ def test_parts_of_a_model_that_cannot_be_called_are_looked_at_alone():
     assert "its weight is also used by sum" in why(found, "used.0")
 
 
+class Tied(nn.Module):
+    """Called with what nobody can guess; its scores are tied to a table that stays whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.scores = nn.Embedding(40, 6, max_norm=1.0), nn.Linear(6, 40, bias=False)
+        self.scores.weight = self.table.weight
+
+    def forward(self, batch):
+        return self.scores(self.table(batch["tokens"]))
+
+
+def test_parts_with_one_weight_are_split_alike_or_not_at_all():
+    found = automatic_plan(Tied(), 2)
+    assert found.parts == ("table", "scores") and found.plan == {}
+    assert why(found, "scores") == "its weight is also that of table, which stays whole"
+
+
 class Deciding(nn.Module):
     """Decides by values how it goes on, so that it cannot be called without; `also` is what else it does."""
 

@@ -95,6 +95,8 @@ def automatic_plan(
         for layer, reason in part.reasons.items():
             reasons[_joined(part.prefix, layer)] = reason
         gathered |= {_joined(part.prefix, layer): reason for layer, reason in part.gathered.items()}
+    if len(parts) > 1:
+        reasons |= _leave_torn_ties(model, plan)
     plan = through_wrappers(plan, model)
     whole = _whole(model, plan, reasons)
     entries = _under_all_names(model, plan)
@@ -167,6 +169,22 @@ def _column(found: Propagation, axis: Axis) -> Mapping:
     units = tuple(cut["unit"] for cut in cuts)
     parts = {"parts": tuple(leaf.size for leaf in leaves), "unit": units[0] if len(set(units)) == 1 else units}
     return {"style": "column", **cuts[0], **parts}
+
+
+def _leave_torn_ties(model: nn.Module, plan: dict[str, str | Mapping]) -> dict[str, str]:
+    """Take layers out of the plan that share a weight with a layer of another part that stays whole; return reasons."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(name)
+    reasons = {}
+    for names in owners.values():
+        absent = ", ".join(name for name in names if name not in plan)
+        for name in names:
+            if absent and _is_whole_outside(plan.get(name, "")):
+                del plan[name]
+                reasons[name] = f"its weight is also that of {absent}, which stays whole"
+    return reasons
 
 
 def _under_all_names(model: nn.Module, plan: dict) -> dict:
