@@ -4,15 +4,18 @@ Tests marked `kernel` run in Triton's interpreter where there is no GPU (or TRIT
 otherwise: there they are marked gpu as well.
 
 Tests marked `slow` name the folders that they are about. They run where `--slow` names one of these folders, or "all".
+With WEFT_SLOW_MINUTES=n those that have not begun n minutes after the run are skipped: a slow machine runs fewer.
 """
 
 import os
+import time
 
 import pytest
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before triton is imported
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each stream of the virtual ranks on one GPU
+_BEGAN = time.monotonic()
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 
@@ -93,6 +96,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.gpu)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_runtest_setup(item):
+    minutes = float(os.environ.get("WEFT_SLOW_MINUTES", "inf"))
+    if item.get_closest_marker("slow") and time.monotonic() - _BEGAN > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of slow tests are over")
 
 
 @pytest.fixture
