@@ -148,7 +148,8 @@ class ParallelCrossEntropyFunction(torch.autograd.Function):
             sizes = ranks.all_sizes(logits, -1)
             vocabulary, offset = sum(sizes), sum(sizes[: ranks.rank])
         parts = _parts(logits, offset, None if units is None or ranks is None else units // ranks.world_size)
-        statistics = torch.stack([part_statistics(z, target, o, ignore_index, smoothing > 0) for z, o in parts])
+        of_parts = [part_statistics(z, target, o, ignore_index, smoothing > 0).unsqueeze(0) for z, o in parts]
+        statistics = of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts)
         if ranks is not None:
             statistics = ranks.all_gather(statistics, 0, [len(parts)] * ranks.world_size)
         arguments = vocabulary, ignore_index, smoothing
