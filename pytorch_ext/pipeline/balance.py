@@ -13,22 +13,22 @@ from weft.pipeline.layer_graph import Chain
 ROUNDS = 3  # of timing; the fastest round counts
 
 
-def balanced(costs: Sequence[float], parts: int, of_part: Sequence[Sequence[float]] | None = None) -> list[int]:
+def balanced(costs: Sequence[Sequence[float]]) -> list[int]:
     """Return the number of costs in each part, in sequence, at least one each.
 
     The largest sum of a part is as small as possible. Among such cuts, the sums up to each part are as equal as
     possible (least squares), from the front.
 
     Args:
-        of_part: for each part all costs as they are there, instead of `costs`: ranks may differ in speed.
+        costs: for each part all costs as they are there: ranks may differ in speed.
 
     Raises:
         ValueError: fewer costs than parts.
     """
-    n = len(costs)
-    if not 0 < parts <= n:
+    n, parts = len(costs[0]), len(costs)
+    if parts > n:
         raise ValueError(f"balanced: {n} layers cannot make {parts} parts")
-    until = [[0.0, *accumulate(own)] for own in (of_part or [costs] * parts)]
+    until = [[0.0, *accumulate(own)] for own in costs]
     # best[k]: (largest sum, sum of squares, sizes) of the first k costs in the parts so far
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for part in range(1, parts + 1):

@@ -296,7 +296,7 @@ def _sizes(
             )
         return sizes
     if balance == "parameters":
-        return balanced(elements, stages)
+        return balanced([elements] * stages)
     if balance != "time":
         raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
-    return balanced([0.0] * len(names), stages, seconds())
+    return balanced(seconds())

@@ -42,6 +42,6 @@ def placed(layers: Sequence[Sequence[torch.Tensor]], places: int) -> list[int]:
             f"LayerSplit: the model has {len(leaders)} layers that can stand alone, too few for {places} places: use "
             f"{len(leaders)} at most"
         )
-    sizes = balanced([cost[number] for number in leaders], places)
+    sizes = balanced([[cost[number] for number in leaders]] * places)
     place = dict(zip(leaders, (place for place, size in enumerate(sizes) for _ in range(size)), strict=True))
     return [place[leads] for leads in leader]

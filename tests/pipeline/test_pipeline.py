@@ -388,7 +388,7 @@ def test_a_rank_that_is_three_times_as_slow_gets_a_third_of_the_layers(monkeypat
     ],
 )
 def test_the_largest_part_is_as_small_as_it_can_be(costs, parts, expected):
-    sizes = balanced(costs, parts)
+    sizes = balanced([costs] * parts)
     sums = [sum(costs[sum(sizes[:k]) : sum(sizes[: k + 1])]) for k in range(parts)]
     best = [sum(costs[sum(expected[:k]) : sum(expected[: k + 1])]) for k in range(parts)]
     assert min(sizes) >= 1
