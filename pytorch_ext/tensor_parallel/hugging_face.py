@@ -1,6 +1,7 @@
 """Models of transformers: example calls, and implementations of attention."""
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,13 +27,17 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
     """
     named = inspect.signature(without_peft(model).forward).parameters
     main, config = model.main_input_name, model.config
+    main = main if isinstance(main, str) else main[0]
     texts = _tokens(batch, length)
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
+    needed = (name for name, one in named.items() if one.default is one.empty and name.endswith("_ids"))
+    fixed |= dict.fromkeys((name for name in needed if name not in (main, "input_ids")), texts)
     if "decoder_input_ids" in named:
         fixed["decoder_input_ids"] = _tokens(batch, length + 1)
-    beside = _patches(config, named, batch, texts, model.dtype) or _beside(config, named, batch, model.dtype)
-    inputs = [texts] if main.endswith("ids") else _signals(config, batch, model.dtype)
-    if beside:  # first, because with texts alone the images' part of a model would not run
+    patches = list(_patches(model, named, batch, texts))
+    inputs = [texts] if main.endswith("ids") else [*_signals(config, batch, model.dtype), *_features(model, batch)]
+    for beside in filter(None, patches or [_beside(config, named, batch, model.dtype)]):
+        # First, because with texts alone the images' part of a model would not run.
         text = {"input_ids": texts} if "input_ids" in named else {}
         hidden = {**text, **beside, **fixed, "output_hidden_states": True}
         yield partial(_call, named={**hidden, "output_attentions": True})
@@ -87,30 +92,51 @@ def _beside(config, named, batch: int, dtype: torch.dtype) -> dict[str, torch.Te
     return found
 
 
-def _patches(config, named, batch: int, texts: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return images of 4 x 4 patches, [patches, values], with texts around them, as Qwen-VL takes them."""
+def _patches(model, named, batch: int, texts: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield images of 4 x 4 patches, with texts around them if the model has texts, as Qwen-VL takes them.
+
+    A patch is a row of values or [channels, height, width].
+    """
+    config = model.config
     vision = getattr(config, "vision_config", config)
     grid = next((name for name in ("image_grid_thw", "grid_thw") if name in named), "")
-    size, token = getattr(vision, "patch_size", None), getattr(config, "image_token_id", None)
-    if not grid or size is None:
-        return {}
-    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
-    values = channels * getattr(vision, "temporal_patch_size", 1) * size**2
-    patches = torch.empty(batch * 16, values, dtype=dtype, device="meta")
+    token = getattr(config, "image_token_id", None)
+    token = token if isinstance(token, int) else -1
+    if not grid or getattr(vision, "patch_size", None) is None or (token < 0 and "input_ids" in named):
+        return
+    tower = next((part for part in model.modules() if getattr(part, "config", None) is vision), model)
+    first = next((part for part in tower.modules() if isinstance(part, nn.Linear | nn.Conv2d | nn.Conv3d)), None)
+    if first is None:
+        return
+    patch = (first.in_features,) if isinstance(first, nn.Linear) else (first.in_channels, *first.kernel_size)
     found = {grid: torch.tensor([[1, 4, 4]]).repeat(batch, 1)}
-    if grid == "grid_thw":
-        return {next(iter(named)): patches, **found}
-    if token is None:
-        return {}
-    image = torch.full((batch, 16 // getattr(vision, "spatial_merge_size", 1) ** 2), token)
-    found |= {"pixel_values": patches, "input_ids": torch.cat([texts, image, texts], 1)}
+    if "input_ids" in named:
+        merged = getattr(vision, "spatial_merge_size", getattr(vision, "merge_size", 1))
+        merged = math.prod(merged) if isinstance(merged, (list, tuple)) else merged**2
+        image = torch.full((batch, 16 // merged), token)
+        found["input_ids"] = torch.cat([texts, image, texts], 1)
     if "mm_token_type_ids" in named:
-        found["mm_token_type_ids"] = (found["input_ids"] == token).int()
-    return found
+        found["mm_token_type_ids"] = found["input_ids"].eq(token).int()
+    main = "pixel_values" if "pixel_values" in named else next(iter(named))
+    for shape in dict.fromkeys([(math.prod(patch),), patch]):
+        yield {main: torch.empty(batch * 16, *shape, dtype=model.dtype, device="meta"), **found}
+
+
+def _features(model, batch: int) -> Iterator[torch.Tensor]:
+    """Yield waveforms of one channel, and features or channels in the widths of the first layers."""
+    shapes: list[tuple[int, ...]] = [(batch, 1, 4032)]
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear | nn.Conv1d | nn.ConvTranspose1d)]
+    for layer in layers[:_FIRST_LAYERS]:
+        width = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+        shapes += [(batch, _FRAMES, width), (batch, width, _FRAMES), (batch, width)]
+    yield from (torch.empty(shape, dtype=model.dtype, device="meta") for shape in dict.fromkeys(shapes))
+
+
+_FIRST_LAYERS, _FRAMES = 3, 64
 
 
 def _waves(batch: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(batch, 4000, dtype=dtype, device="meta")
+    return torch.empty(batch, 4032, dtype=dtype, device="meta")
 
 
 def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -126,4 +152,5 @@ def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield from (torch.empty(batch, channels, side, side, dtype=dtype, device="meta") for side in (224, 64, 32))
     if bins is not None:
         yield torch.empty(batch, bins, 2 * getattr(config, "max_source_positions", 50), dtype=dtype, device="meta")
+        yield torch.empty(batch, _FRAMES, bins, dtype=dtype, device="meta")
     yield _waves(batch, dtype)

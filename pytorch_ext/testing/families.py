@@ -48,24 +48,33 @@ _MEMORY_BYTES = 12 << 30
 # The first pattern that a number's name contains decides; None keeps the number.
 _RULES: list[tuple[str, int | None]] = [
     (r"^(n|topk)_group$", 1),
+    (r"n_groups$", 2),
+    (r"upsample_groups$", WIDTH),
     (r"token_(id|index)$|_ids?$|kernel|stride|groups?$|padding|ratio|factor|expand|expansion", None),
     (r"key_value_heads|kv_heads|num_kv|query_groups", _GROUPS),
+    (r"(^|_)d_head$", HEAD_SIZE),
     (r"(^|_)(n_|num_)?\w*heads?$|n_head$", HEADS),
     (r"rope_head_dim|rotary_dim", HEAD_SIZE // 2),
     (r"head_(dim|size)|d_kv|dim_head|headdim|attention_channels|channels_per_head", HEAD_SIZE),
     (r"vocab|num_embeddings|codebook_size", VOCABULARY),
-    (r"position|max_seq|max_length|context_length|seq_length|source_length|target_length|block_size", 64),
+    (r"position|max_seq|max_length|context_(length|size)|seq_length|source_length|target_length|block_size", 64),
     (r"image_size|img_size|input_size", IMAGE),
     (r"patch_size", PATCH),
+    (r"pos_emb_(height|width)$", IMAGE),
+    (r"^coordinate_size$", 12),  # four of these and two of the next are the features
+    (r"^shape_size$", 8),
     (r"experts_per_tok|top_?k|num_selected|moe_k$", 2),
-    (r"experts?$", 4),
+    (r"experts?(_num)?$", 4),
     (r"(^|_)(n_|num_)?\w*layers?$|^depth$|num_\w*blocks$", LAYERS),
     (r"intermediate|ffn|d_ff|inner|mlp_dim|feed_?forward|linear_units", 2 * WIDTH),
     (r"lora_rank|low_rank", WIDTH // 2),
     (r"(hidden|embed\w*|model|latent|projection|proj|output|projector|codebook|lru)_?(size|dim|width)$", WIDTH),
     (r"d_model|n_embd|^dim$|_dim$|width|_channels$|hidden|^d_\w+$|_filters$", WIDTH),
 ]
-_MISSING = {"vocab_size": VOCABULARY, "n_routed_experts": 4, "num_experts_per_tok": 2}  # in some configurations None
+# In some configurations None.
+_MISSING = {"vocab_size": VOCABULARY, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+_MISSING |= {"head_dim": HEAD_SIZE, "num_key_value_heads": HEADS, "prediction_length": 8}
+_MIXERS = [("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand")]
 # Numbers to keep in the next tries, by their small values, if a configuration has other rules.
 _KEPT: list[tuple[int, ...]] = [(), (LAYERS,), (LAYERS, HEADS, _GROUPS, HEAD_SIZE), (HEADS, WIDTH, 2 * WIDTH, LAYERS)]
 # Tables of transformers, the likeliest use of a family first.
@@ -94,6 +103,8 @@ def small(numbers: dict[str, Any], kept: Sequence[int] = ()) -> dict[str, Any]:
             result[name] = None  # all stages
         elif isinstance(value, dict) and "rope_type" in value:
             result[name] = _small_rotation(value)
+        elif name == "per_layer_config" and isinstance(value, dict):
+            result[name] = {}
         elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value) and "0" not in value:
             result[name] = value  # a table by sizes
         elif name == "num_experts_per_tok" and value is None:
@@ -112,6 +123,18 @@ def small(numbers: dict[str, Any], kept: Sequence[int] = ()) -> dict[str, Any]:
             result[name] = _small_number(name, value, numbers)
         else:
             result[name] = value
+    return result | _products_and_sums(result, numbers)
+
+
+def _products_and_sums(found: dict[str, Any], numbers: dict[str, Any]) -> dict[str, int]:
+    """Return the small numbers that follow from others: a head's features, and the heads of a mixer's features."""
+    result = {}
+    if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= found.keys():
+        result["qk_head_dim"] = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+    for heads, size, expand in _MIXERS:
+        values = [value for name in (heads, size, expand, "hidden_size") if type(value := numbers.get(name)) is int]
+        if len(values) == 4 and values[0] * values[1] == values[2] * values[3]:
+            result[heads] = found[expand] * found["hidden_size"] // found[size]
     return result
 
 
@@ -125,8 +148,8 @@ def _small_number(name: str, value: int, beside: dict[str, Any]) -> int:
     size = _rule(name)
     if size is None or value <= 0:
         return value
-    if name == "head_dim" and "qk_rope_head_dim" in beside:  # the part that is rotated
-        return HEAD_SIZE // 2
+    if name == "head_dim" and "qk_rope_head_dim" in beside:  # the part that is rotated is a share of it
+        return int(HEAD_SIZE // 2 / (beside.get("rope_parameters") or {}).get("partial_rotary_factor", 1))
     if size == _GROUPS:  # as many as query heads, one, or two
         query = next((other for key, other in beside.items() if _rule(key) == HEADS and type(other) is int), 0)
         return 1 if value == 1 else HEADS if value == query else 2

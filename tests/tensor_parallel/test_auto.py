@@ -741,6 +741,46 @@ def test_of_parts_that_were_followed_alone_what_is_split_is_used_inside_of_them(
     run_ranks(check_uses_elsewhere, 2)
 
 
+class Beside(nn.Module):
+    """Has a layer that only some calls use, one whose weight is used without a call, and one that asks for values."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
+        self.image, self.direct, self.deciding = (
+            copy.deepcopy(self.mlp),
+            nn.Linear(6, 6),
+            Deciding(HARMLESS["nothing else"]),
+        )
+
+    def forward(self, x, image=None):
+        x = self.mlp(x) + self.deciding(x) + F.linear(x, self.direct.weight)
+        return x if image is None else x + self.image(image)
+
+
+def check_modules_that_the_run_leaves_out(rank):
+    torch.manual_seed(0)
+    whole, x, image = Beside(), torch.randn(3, 6), torch.randn(3, 6)
+    model = weft.parallelize(copy.deepcopy(whole))
+    for call in ((x,), (x, image)):
+        (model(*call).square().sum()).backward()
+        (whole(*call).square().sum()).backward()
+        assert_close(model(*call), whole(*call), "output")
+    for key, parameter in model.named_parameters():
+        gradient, shard = whole.get_parameter(key).grad, weft.shard_of(parameter)
+        if gradient is not None:
+            assert_close(parameter.grad, gradient if shard is None else shard.take(gradient), key)
+
+
+def test_modules_that_the_run_leaves_out_are_followed_alone():
+    found = automatic_plan(Beside(), 2)
+    assert found.parts == ("", "image", "deciding.mlp")
+    assert paired(found) == {
+        f"{part}.{layer}": style for part in ("mlp", "image", "deciding.mlp") for layer, style in PAIR.items()
+    }
+    run_ranks(check_modules_that_the_run_leaves_out, 2)
+
+
 def test_the_model_is_not_touched():
     model = MODELS["GPT2"]()
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -13,7 +13,7 @@ from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.layer_specs import is_experts, known, sizes_of
 from weft.tensor_parallel.auto.propagation import RETURNED, SPLIT, Flow, Propagation
 from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
-from weft.tensor_parallel.hugging_face import attentions, is_transformers, prepare
+from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.styles import kind_of
 
 DENSE = ("nn.Linear", "transformers.Conv1D")
@@ -58,52 +58,52 @@ class Run:
 def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) -> Iterator:
     """Yield a Structure for the model, or for each part that runs alone; (name, reason) for parts that do not run."""
     runs = runs_of(model, calls(model) if example is None else [calling(example)])
-    if not isinstance(runs, str):
+    if isinstance(runs, str):
+        yield "", f"{runs}: see `example` of weft.tensor_parallel.auto.automatic_plan"
+        yield from _parts(model, world, [name for name, _ in model.named_children()])
+    else:
         yield Search("", runs, world, loss_parallel).structure()
-        for name in _uncalled(model, runs):
-            yield from _part(model.get_submodule(name), world, name)
-        return
-    yield "", f"{runs}: see `example` of weft.tensor_parallel.auto.automatic_plan"
-    yield from _parts(model, world, "")
+        yield from _parts(model, world, _unfollowed(model, runs))
 
 
-def _parts(model: nn.Module, world: int, prefix: str) -> Iterator:
-    """Yield the results for the parts of a module that cannot run as a whole.
+def _parts(model: nn.Module, world: int, names: Iterable[str], prefix: str = "") -> Iterator:
+    """Yield the results for parts of a module that its own run does not look into.
 
     The code around the parts is checked when the model is called (part_uses.py).
     """
-    for name, child in model.named_children():
-        if not any(True for _ in child.parameters()):
+    for name in names:
+        part, full = model.get_submodule(name), f"{prefix}.{name}".lstrip(".")
+        if not any(True for _ in part.parameters()):
             continue
-        yield from _part(child, world, f"{prefix}.{name}".lstrip("."))
+        runs = runs_of(part, calls(part))
+        if isinstance(runs, str):
+            yield full, runs
+            yield from _parts(part, world, [child for child, _ in part.named_children()], full)
+        else:
+            yield Search(full, runs, world, False).structure()
+            yield from _parts(part, world, _unfollowed(part, runs), full)
 
 
-def _part(module: nn.Module, world: int, name: str) -> Iterator:
-    runs = runs_of(module, calls(module))
-    if isinstance(runs, str):
-        yield name, runs
-        yield from _parts(module, world, name)
-    else:
-        yield Search(name, runs, world, False).structure()
+def _unfollowed(model: nn.Module, runs: list[Run]) -> Iterator[str]:
+    """Yield the outermost modules that no run calls (the images' part of a model of text, say) or looks into.
 
-
-def _uncalled(model: nn.Module, runs: list[Run]) -> Iterator[str]:
-    """Yield the models of transformers within the model that no run calls, such as the images' part of a model of text.
-
-    They share no parameters with the rest.
+    They share no parameters with the rest, and no run uses their parameters without calling them.
     """
-    ran = {place for run in runs for node in run.whole.nodes for place in (node.where, node.layer)}
-    ran |= {name for run in runs for name in run.whole.closed}
+    nodes = [node for run in runs for node in run.whole.nodes]
+    closed = {name for run in runs for name in run.whole.closed}
+    layers = {node.layer for node in nodes} - closed - {""}
+    ran = {node.where for node in nodes} - closed | layers
+    used = {name for node in nodes for value in node.inputs for name in value.origin or ()}
     found: list[str] = []
     for name, module in model.named_modules():
         inside = f"{name}."
-        if not name or not is_transformers(module) or any(f"{place}.".startswith(inside) for place in ran):
+        if not name or any(f"{place}.".startswith(inside) for place in ran):
             continue
-        if any(inside.startswith(f"{other}.") for other in found):
+        if any(inside.startswith(f"{other}.") for other in (*found, *layers)):
             continue
         own = {id(parameter) for parameter in module.parameters()}
-        others = (p for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(inside))
-        if own and not any(id(parameter) in own for parameter in others):
+        names = {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in own}
+        if own and not names & used and all(n.startswith(inside) for n in names):
             found.append(name)
             yield name
 
