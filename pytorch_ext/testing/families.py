@@ -59,6 +59,7 @@ _RULES: list[tuple[str, int | None]] = [
     (r"vocab|num_embeddings|codebook_size", VOCABULARY),
     (r"position|max_seq|max_length|context_(length|size)|seq_length|source_length|target_length|block_size", 64),
     (r"image_size|img_size|input_size", IMAGE),
+    (r"chunk_size$", 16),
     (r"patch_size", PATCH),
     (r"pos_emb_(height|width)$", IMAGE),
     (r"^coordinate_size$", 12),  # four of these and two of the next are the features
