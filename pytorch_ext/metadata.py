@@ -13,7 +13,7 @@ KEYS = {
     "part": "(dimension, every rank's size, the ranks): of a module's output that is split over ranks",
     "invariant": "int: a parameter of a model with the same bits on any number of ranks, in that many units",
     "constant": "True: an argument that gets no gradient",
-    "group_size": "int: columns with one scale, of a quantised weight's copy without values",
+    "quantized": "(reason to keep it whole, columns with one scale): of a quantised weight's copy without values",
     # of a mesh
     "experts": "(mesh with ep, the group of ep and tp): of a mesh whose ranks of dp also hold experts",
     # of a module

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.adapters import need
 from weft.checkpoint import CheckpointError, load_safetensors
 from weft.checkpoint.on_all_ranks import ranks_of, together
-from weft.checkpoint.safetensors_io import dtype_of, source_at
+from weft.checkpoint.safetensors_io import Source, dtype_of, source_at
 from weft.comm.registry import Group
 from weft.parallelization import parallelize
+from weft.sharding.quantized import on_meta
 
 
 def from_pretrained(
@@ -33,7 +34,7 @@ def from_pretrained(
 
     Args:
         path: a folder with config.json and safetensors, as `save_pretrained` writes it: model.safetensors, or
-            model.safetensors.index.json and its files.
+            model.safetensors.index.json and its files. The model may be one that torchao quantised (TorchAoConfig).
         mesh: a mesh with tp, cp or both, or a group that splits the layers, as for weft.parallelize.
         dtype: type of the parameters. None is the config's, or else that of the stored tensors.
         device: where this rank's parts are.
@@ -44,9 +45,10 @@ def from_pretrained(
     Raises:
         CheckpointError: the folder has no config.json, an index names a missing file, a file is torn, or tensors are
             missing, unknown or of another shape. The message names all of them.
-        ValueError: the stored weights are quantised; the mesh has dp or pp; the config names no class.
+        ValueError: the stored weights are quantised, but not by torchao; the mesh has dp or pp; the config names no
+            class.
         All of these are raised on every rank, before a weight is read.
-        ImportError: transformers is older than 5.23.
+        ImportError: transformers is older than 5.23, or torchao is missing for a model that it quantised.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -64,11 +66,14 @@ def from_pretrained(
     def build() -> None:
         found = _config_of(folder, config or {})
         kind = model_class or _class_of(found)
-        stored = source_at(folder).model.values()  # the files' headers, so that a missing or torn file is named now
-        named = getattr(found, "dtype", None)
-        known = dtype or named or next((t for s in stored if (t := dtype_of(s.code)).is_floating_point), torch.float32)
+        source = source_at(folder)  # the files' headers, so that a missing or torn file is named now
+        kinds = (dtype_of(stored.code) for stored in source.model.values())
+        known = dtype or getattr(found, "dtype", None) or next((t for t in kinds if t.is_floating_point), torch.float32)
         with torch.device("meta"):
-            made.append(kind._from_config(found, dtype=known))  # type: ignore[attr-defined]
+            model = kind._from_config(found, dtype=known)  # type: ignore[attr-defined]
+        if getattr(found, "quantization_config", None) is not None:
+            _take_quantized(model, source, known)
+        made.append(model)
 
     together(ranks_of(None), build)
     model = parallelize(made[0].eval(), mesh, **options)
@@ -109,11 +114,37 @@ def _config_of(folder: Path, changes: Mapping[str, Any]):
     method = getattr(config, "quantization_config", None)
     if method is not None:
         kind = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
-        raise ValueError(
-            f"from_pretrained: the weights at {folder} are quantised ({kind}), and only plain ones can be read part by "
-            "part: save the model without quantisation"
-        )
+        if kind != "torchao":
+            raise ValueError(
+                f"from_pretrained: the weights at {folder} are quantised ({kind}), and only plain ones and those of "
+                "torchao can be read part by part: save the model without quantisation, or quantised by torchao"
+            )
+        need("weft.from_pretrained of a model that torchao quantised", "torchao", "0.18")
     return config
+
+
+def _take_quantized(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
+    """Give a model on the meta device the quantised weights of a folder, without their values."""
+    if "tensor_names" not in source.metadata:
+        raise CheckpointError(f"the config of {source.folder} names torchao, and the files have no metadata of torchao")
+    stored = {
+        name: torch.empty(entry.shape, dtype=dtype_of(entry.code), device="meta")
+        for name, entry in source.model.items()
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in on_meta(source.metadata, stored).items():
+        if name not in parameters or parameters[name].shape != weight.shape:
+            known = f"{list(parameters[name].shape)} in the model" if name in parameters else "not in the model"
+            raise CheckpointError(
+                f"{source.folder} is not of this model: {name} is {known}, {list(weight.shape)} stored"
+            )
+        if weight.dtype != dtype:
+            raise ValueError(
+                f"from_pretrained: {name} is quantised and stands for {weight.dtype}, so dtype={dtype} would mix "
+                "types: leave dtype out"
+            )
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, nn.Parameter(weight, requires_grad=False))
 
 
 def _class_of(config) -> type:

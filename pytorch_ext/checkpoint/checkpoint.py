@@ -193,15 +193,10 @@ def load_checkpoint(
     here: list[tuple[Source, Tensors, list[Optimizer]]] = []
 
     def compare():
-        source, tensors, optimizers = (
-            safetensors_io.source_at(folder),
-            contents.of_model(model),
-            contents.optimizers_in(optimizer),
-        )
+        source = safetensors_io.source_at(folder)
+        tensors, optimizers = contents.of_model(model, source.model), contents.optimizers_in(optimizer)
         contents.check_optimizers(optimizers, source.optimizers, tensors.name_of)
-        if weights:
-            contents.refuse_quantized(model)
-        else:
+        if not weights:
             tensors, source = replace(tensors, held={}), replace(source, model={})
         here.append((source, tensors, optimizers))
         names = {name for held in tensors.held.values() for name in held.names}

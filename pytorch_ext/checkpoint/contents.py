@@ -17,7 +17,8 @@ from weft.checkpoint.safetensors_io import StoredTensor, dtype_of
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.optimizer_check import SAVED_BY
-from weft.sharding.quantized import is_quantized
+from weft.sharding.quantized import is_quantized, numbers_in, stored_name
+from weft.sharding.shard import shard_of
 
 # A sharded optimizer may step wider copies of the parameters. Their values are stored as a state of this name.
 MASTER = "weft_master"
@@ -83,8 +84,13 @@ def plain(model: nn.Module) -> nn.Module:
             return model
 
 
-def of_model(model: nn.Module) -> Tensors:
-    """Return the model's tensors; raise TypeError or ValueError for one that cannot be stored."""
+def of_model(model: nn.Module, stored: Mapping[str, StoredTensor] | None = None) -> Tensors:
+    """Return the model's tensors; raise TypeError or ValueError for one that cannot be stored.
+
+    Args:
+        model: the model, or a wrapper of it.
+        stored: the stored tensors, which tell how many columns have one scale in the whole of a quantised weight.
+    """
     parameters = {id(parameter) for parameter in model.parameters()}
     reached = parameters | {id(buffer) for buffer in model.buffers()}
     names: dict[int, list[str]] = {}
@@ -110,13 +116,36 @@ def of_model(model: nn.Module) -> Tensors:
         named.add(name)
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    held = {
-        names[key][0]: HeldTensor(
-            tuple(names[key]), whole_shape(tensor), tensor.dtype, tuple(parts_of(tensor, tensor)), key not in parameters
-        )
-        for key, tensor in tensors.items()
-    }
+    held: dict[str, HeldTensor] = {}
+    for key, tensor in tensors.items():
+        known = tuple(names[key])
+        if is_quantized(tensor):
+            held |= {numbers.names[0]: numbers for numbers in _in_quantized(known, tensor, stored or {})}
+        else:
+            parts = tuple(parts_of(tensor, tensor))
+            held[known[0]] = HeldTensor(known, whole_shape(tensor), tensor.dtype, parts, key not in parameters)
     return Tensors(held, {key: known[0] for key, known in names.items()})
+
+
+def _in_quantized(
+    names: tuple[str, ...], tensor: torch.Tensor, stored: Mapping[str, StoredTensor]
+) -> Iterator[HeldTensor]:
+    """Yield the numbers and scales in a quantised tensor, under the names that torchao gives them in files."""
+    shard = shard_of(tensor)
+    for key, part in numbers_in(tensor):
+        known = tuple(stored_name(name, key) for name in names)
+        whole = next((stored[name].shape for name in known if name in stored), tuple(part.shape))
+        parts = [TensorPart((0,) * part.dim(), part)]
+        if shard is not None and whole != tuple(part.shape):  # equal for scales that every rank has whole
+            parts, dim, size = [], shard.dim, shard.global_shape[shard.dim]
+            for place, own in shard.cut.places(shard.communicator.rank).items():
+                (begin, _), (start, stop) = ([edge * whole[dim] // size for edge in edges] for edges in (place, own))
+                parts.append(
+                    TensorPart(
+                        (*(0,) * dim, begin, *(0,) * (part.dim() - dim - 1)), part.narrow(dim, start, stop - start)
+                    )
+                )
+        yield HeldTensor(known, whole, part.dtype, tuple(parts))
 
 
 def optimizers_in(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

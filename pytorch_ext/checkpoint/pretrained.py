@@ -8,6 +8,7 @@ from torch import nn
 
 from weft.checkpoint.checkpoint import load_checkpoint
 from weft.comm.registry import Group
+from weft.sharding.quantized import is_quantized, with_numbers
 from weft.sharding.shard import shard_of
 
 
@@ -84,7 +85,10 @@ def _hold(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def _with_memory(tensor: torch.Tensor, device) -> torch.Tensor:
     """Return a tensor on `device` with the shape and the shard mark of a tensor on the meta device."""
-    made = torch.empty_like(tensor, device=device)
+    if is_quantized(tensor):
+        made = with_numbers(tensor, lambda numbers: torch.empty_like(numbers, device=device))
+    else:
+        made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     shard = shard_of(tensor)

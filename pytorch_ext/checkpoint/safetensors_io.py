@@ -102,6 +102,7 @@ class Source:
         files: bytes of each file when it was written; empty for plain safetensors.
         about: step, extras, optimizers and the number of ranks; empty for plain safetensors.
         identity: different for every save.
+        metadata: texts in the heads of plain files, by name; torchao describes its tensors there.
     """
 
     folder: Path
@@ -110,6 +111,7 @@ class Source:
     files: Mapping[str, int] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     identity: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def optimizers(self) -> list[dict]:
@@ -238,10 +240,11 @@ def _ours(folder: Path) -> Source:
 
 
 def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) -> Source:
-    model = {}
+    model, metadata = {}, dict[str, str]()
     with Files(folder) as opened:
         for file in files:
             handle = opened[file]
+            metadata.update(handle.metadata() or {})
             keys = handle.keys()
             for key in keys:
                 if file_of is not None and file_of.get(key) != file:
@@ -253,7 +256,7 @@ def _plain(folder: Path, files: list[str], file_of: Mapping[str, str] | None) ->
     lacking = sorted(set(file_of or {}) - set(model))
     if lacking:
         raise CheckpointError(f"{folder / _INDEX} names tensors that its files do not have: {', '.join(lacking)}")
-    return Source(folder, model)
+    return Source(folder, model, metadata=metadata)
 
 
 class Files:

@@ -1,12 +1,15 @@
 """Weights that torchao has quantised: cut with their scales, the tokens and the adapters' gradients of the whole model."""
 
+import json
+import shutil
 import warnings
 
 import pytest
 import torch
 
 import weft
-from weft.sharding.quantized import is_quantized, pick_quantized, values_of
+from weft.checkpoint import safetensors_io
+from weft.sharding.quantized import is_quantized, numbers_in, pick_quantized, values_of
 from weft.tensor_parallel.auto import automatic_plan
 from weft.testing.ranks import run_ranks
 
@@ -16,11 +19,12 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 from torchao.quantization import (  # noqa: E402
     Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     quantize_,
 )
-from torchao.quantization.granularity import PerGroup  # noqa: E402
+from torchao.quantization.granularity import PerGroup, PerTensor  # noqa: E402
 
 GROUP = 16
 KINDS = {
@@ -167,6 +171,127 @@ def check_refused(rank, folder):
 
 def test_checkpoints_and_replicas_of_quantised_weights_are_refused(tmp_path):
     run_ranks(check_refused, 2, tmp_path)
+
+
+def test_one_scale_for_the_whole_weight_stays_one_in_a_cut_of_several_parts():
+    linear = torch.nn.Linear(64, 24)
+    quantize_(linear, Int8WeightOnlyConfig(granularity=PerTensor()))
+    weight, stretches = linear.weight.detach(), [(3, 9), (17, 24)]
+    expected = torch.cat([values_of(weight)[start:stop] for start, stop in stretches])
+    assert torch.equal(values_of(pick_quantized(weight, 0, stretches)), expected)
+
+
+def check_quantised_inputs(rank):
+    warnings.simplefilter("ignore")
+    KINDS["dynamic int8"] = Int8DynamicActivationInt8WeightConfig
+    found = automatic_plan(quantized("dynamic int8"), world=2)
+    assert "torchao also quantises its input" in found.whole.values()
+    with pytest.raises(ValueError, match="torchao also quantises its input: leave the layer out of the plan"):
+        weft.parallelize(quantized("dynamic int8"), plan={"**.up_proj": "column", "**.down_proj": "row"})
+    check_tokens(rank, "dynamic int8", "Llama", 0)
+
+
+def test_layers_whose_inputs_are_quantised_too_stay_whole():
+    run_ranks(check_quantised_inputs, 2)
+
+
+def save_quantised(kind, folder):
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(folder)
+    options = {"quantization_config": transformers.TorchAoConfig(KINDS[kind]())}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    shutil.rmtree(folder)
+    model.save_pretrained(folder, max_shard_size="40KB")
+
+
+def check_folder(rank, kind, folder, trains):
+    warnings.simplefilter("ignore")
+    read, original = [], safetensors_io.Files.read
+
+    def counting(self, box, inside=None):
+        part = original(self, box, inside)
+        read.append(part.numel() * part.element_size())
+        return part
+
+    safetensors_io.Files.read = counting
+    model = weft.from_pretrained(folder)
+    safetensors_io.Files.read = original
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    plain = (part for x in model.parameters() for part in (numbers_in(x) if is_quantized(x) else [("", x)]))
+    assert sum(read) == sum(part.numel() * part.element_size() for _, part in plain)
+    for name, part in model.named_parameters():
+        shard, expected = weft.shard_of(part), whole.get_parameter(name)
+        assert is_quantized(part) == is_quantized(expected)
+        expected = values_of(expected)
+        assert torch.equal(values_of(part), expected if shard is None else shard.take(expected)), name
+    options = dict(max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(tokens_of(), **options), whole.generate(tokens_of(), **options))
+    if trains:
+        split, whole = trained(with_adapter(model, False)), trained(with_adapter(whole, False))
+        torch.testing.assert_close(split(tokens_of()).logits, whole(tokens_of()).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_folder_has_the_tokens_of_the_whole_model_on_any_ranks(kind, tmp_path):
+    save_quantised(kind, tmp_path)
+    run_ranks(check_folder, 2, kind, tmp_path, True, timeout_s=120)
+
+
+@pytest.mark.slow("pytorch_ext/pretrained.py", "pytorch_ext/sharding", "pytorch_ext/checkpoint")
+@pytest.mark.parametrize("world", [1, 4])
+def test_other_numbers_of_ranks_load_a_quantised_folder(world, tmp_path):
+    for kind in KINDS:
+        save_quantised(kind, tmp_path / kind)
+        run_ranks(check_folder, world, kind, tmp_path / kind, False, timeout_s=120)
+
+
+def check_folders_refused(rank, folder):
+    warnings.simplefilter("ignore")
+    for name, kind, message in (
+        ("without a scale", ValueError, "q_proj.weight is quantised, and .*q_proj._weight_scale is not stored"),
+        ("plain", weft.CheckpointError, "names torchao, and the files have no metadata of torchao"),
+        ("of another size", weft.CheckpointError, "down_proj.weight is .32, 128. in the model, .64, 128. stored"),
+        ("unknown", ValueError, "Unsupported tensor type: Int3Tensor"),
+    ):
+        with pytest.raises(kind, match=message):
+            weft.from_pretrained(folder / name)
+    with pytest.raises(ValueError, match="stands for torch.float32, so dtype=torch.bfloat16 would mix types"):
+        weft.from_pretrained(folder / "unchanged", dtype=torch.bfloat16)
+    with pytest.raises(weft.CheckpointError, match="model.embed_tokens.weight is not stored"):
+        weft.load_safetensors(weft.from_pretrained(folder / "unchanged"), folder / "without the embedding")
+
+
+def test_quantised_folders_that_do_not_fit_are_refused_on_every_rank(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    save_quantised("int8", tmp_path / "unchanged")
+    with_index = json.loads((tmp_path / "unchanged" / "model.safetensors.index.json").read_text())["weight_map"]
+    stored, metadata = {}, {}
+    for file in set(with_index.values()):
+        with safe_open(tmp_path / "unchanged" / file, "pt") as opened:
+            stored |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata |= opened.metadata()
+    first = "model.layers.0.self_attn.q_proj"
+    lacking = {name: x for name, x in stored.items() if name != f"{first}._weight_scale"}
+    headless = {name: x for name, x in stored.items() if "embed" not in name}
+    unknown = metadata | {f"{first}.weight": metadata[f"{first}.weight"].replace("Int8Tensor", "Int3Tensor")}
+    config = json.loads((tmp_path / "unchanged" / "config.json").read_text())
+    for name, tensors, heads, changes in (
+        ("without a scale", lacking, metadata, {}),
+        ("without the embedding", headless, metadata, {}),
+        ("plain", stored, None, {}),
+        ("unknown", stored, unknown, {}),
+        ("of another size", stored, metadata, {"hidden_size": 32}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", heads)
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, **changes}))
+    run_ranks(check_folders_refused, 2, tmp_path)
 
 
 def test_a_cut_of_rows_and_groups_has_the_values_of_the_whole():

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.metadata import metadata, set_metadata
-from weft.sharding.quantized import group_size, is_quantized, values_of
+from weft.sharding.quantized import groups_of, is_quantized
 from weft.tensor_parallel.auto.layer_specs import known
 from weft.tensor_parallel.local_sizes import SIZES, arguments_of
 from weft.tensor_parallel.peft_wrappers import disable_adapters
@@ -128,12 +128,13 @@ def without_values(model: nn.Module, training: bool = True) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         quantized = is_quantized(parameter)
-        bare = torch.empty_like(values_of(parameter.detach()) if quantized else parameter.detach(), device="meta")
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta") if quantized else parameter.detach()
+        bare = torch.empty_like(like, device="meta")
         twin_of_it = nn.Parameter(bare, requires_grad=parameter.requires_grad)
         twin_of_it._backward_hooks = parameter._backward_hooks  # no backward runs; only their existence matters
         twin_of_it._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         if quantized:
-            set_metadata(twin_of_it, "group_size", group_size(parameter, 1))
+            set_metadata(twin_of_it, "quantized", groups_of(parameter))
         memo[id(parameter)] = twin_of_it
     twin = copy.deepcopy(model, memo).train(training)
     disable_adapters(twin)
