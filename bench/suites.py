@@ -48,6 +48,8 @@ SUITES = {
     "invariance": Suite("a training step with the same bits on any number of ranks beside the ordinary one"),
     "collectives": Suite("the collectives beside gloo, with nccl-tests' flags and columns"),
     "experts": Suite("a layer of experts over CPU ranks beside one process, and the way of its tokens beside gloo"),
+    "generate": Suite("generation by a Llama on CPU ranks beside one process, gloo and transformers' own split"),
+    "lora": Suite("a training step of LoRA on CPU ranks, and the peak memory of from_pretrained, beside one process"),
     "matmul": Suite(
         "the linear layers' products at published models' shards beside torch.matmul, on a GPU", True, COLD
     ),

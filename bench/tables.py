@@ -233,6 +233,31 @@ def _pipelines_of_families(rows: list[Row]) -> list[list[str]]:
     return found
 
 
+def _generate(rows: list[Row]) -> list[list[str]]:
+    names = ("weft", "gloo", "transformers over gloo", "one process")
+    rates = rows[-1]["tokens_per_second"]
+    return [
+        ["", "weft", "the same split over gloo", "transformers over gloo", "one process, a thread for each rank"],
+        *([f"time of {row['name']}", *(_ms(row["times"][name], 1) for name in names)] for row in rows),
+        ["tokens a second", *(f"{rates[name]:.1f}" for name in names)],
+    ]
+
+
+def _lora(rows: list[Row]) -> list[list[str]]:
+    step, memory = rows
+    alone = [f"one process{threads}" for threads in ("", f", {step['world']} threads")]
+    return [
+        ["", f"tp={step['world']}", "one process", alone[1], "share of one process"],
+        ["step of LoRA", *(_ms(step["times"][name]) for name in ("weft", *alone)), f"{step['share_of_time']:.2f}"],
+        [
+            "peak memory of a rank in `from_pretrained`",
+            *(f"{memory[name]:.0f} MB" for name in ("peak_mb", "alone_peak_mb")),
+            "",
+            f"{memory['share_of_memory']:.2f}",
+        ],
+    ]
+
+
 MOST_HELD = 0.6  # the share of the parameters that a split family holds on a rank of two
 
 
@@ -248,6 +273,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
     "static figures": ("static_figures", _static_figures),
+    "generate": (f"{_CPU}/generate", _generate),
+    "lora": (f"{_CPU}/lora", _lora),
     "families": ("families", _families),
     "pipelines of families": ("pipelines_of_families", _pipelines_of_families),
 }

@@ -1,0 +1,53 @@
+"""`weft bench generate` and `weft bench lora` at small sizes: the rows, and that wrong results are not measured."""
+
+import argparse
+
+import pytest
+import torch
+
+from weft.bench import generate, lora
+from weft.bench.suites import RefusedError
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+SIZES = dict(world=2, rounds=2, layers=2, hidden=128)
+
+
+@pytest.mark.slow("bench")
+def test_generation_is_timed_by_token_beside_every_peer():
+    first, further = generate.run(argparse.Namespace(**SIZES, prompt=5, tokens=4))
+    assert set(first.times) == set(further.times) == {"weft", "gloo", "transformers over gloo", "one process"}
+    assert all(time.p50_us > 0 for row in (first, further) for time in row.times.values())
+    for name, rate in further.facts["tokens_per_second"].items():
+        assert rate == pytest.approx(1e6 / further.times[name].p50_us)
+
+
+@pytest.mark.slow("bench")
+def test_the_step_of_lora_is_that_of_one_process_and_a_rank_loads_less(monkeypatch):
+    step, memory = lora.run(argparse.Namespace(**{**SIZES, "hidden": 512}, batch=1, sequence=8))
+    assert set(step.times) == {"weft", "one process", "one process, 2 threads"} and step.facts["share_of_time"] > 0
+    assert 0.3 < memory.facts["share_of_memory"] < 0.8
+    # Half of the weights of two layers and two tables, in MB.
+    assert memory.facts["peak_mb"] > (2 * (4 * 512**2 + 3 * 512 * 1365) + 2 * 8192 * 512) / 2 * 4 / 2**20
+    monkeypatch.setattr(lora, "_TOLERANCE", 0.0)
+    with pytest.raises(AssertionError, match="the loss of weft is"):
+        list(lora.run(argparse.Namespace(**SIZES, batch=1, sequence=8)))
+
+
+def test_a_generation_keeps_the_times_of_its_first_and_its_further_tokens():
+    class Model:
+        def generate(self, prompt, streamer, max_new_tokens, **_):
+            for _ in range(1 + max_new_tokens):
+                streamer.put(prompt)
+            return prompt
+
+    call = generate.Generation(Model(), torch.zeros(1, 2), 3)
+    call()
+    call()
+    assert len(call.first_us) == len(call.token_us) == 2 and min(*call.first_us, *call.token_us) > 0
+
+
+def test_one_token_is_refused():
+    with pytest.raises(RefusedError, match="--tokens 1"):
+        next(generate.run(argparse.Namespace(**SIZES, prompt=5, tokens=1)))
