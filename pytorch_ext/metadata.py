@@ -28,7 +28,7 @@ KEYS = {
 
 def metadata(x: object, key: str) -> Any:
     """Return the metadata of x under one of KEYS; None if there is none."""
-    return vars(x).get(_ATTRIBUTE, {}).get(key)
+    return getattr(x, _ATTRIBUTE, {}).get(key)  # Dynamo cannot follow vars() of a tensor
 
 
 def set_metadata(x: object, key: str, value: object) -> None:

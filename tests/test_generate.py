@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo  # once, and not in every rank
 
 import weft
 from weft.testing.ranks import run_ranks
@@ -95,6 +96,48 @@ def check_family(rank, name):
 )
 def test_every_way_of_generating_gives_the_plain_models_tokens(name):
     run_ranks(check_family, 2, name, timeout_s=120)
+
+
+def check_compiled(rank):
+    plain = FAMILIES["Llama"]()
+    split = weft.parallelize(copy.deepcopy(plain))
+    how = transformers.CompileConfig(backend="aot_eager", fullgraph=False, mode=None)
+    how._compile_all_devices = True  # transformers compiles on GPUs otherwise
+    torch._dynamo.utils.counters.clear()
+    options = {"cache_implementation": "static", "attention_mask": PADDED}
+    result = generated(split, compile_config=how, **options)
+    assert torch.equal(result, generated(plain, disable_compile=True, **options))
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 5
+
+
+def test_compiled_decoding_gives_the_plain_models_tokens():
+    run_ranks(check_compiled, 2, timeout_s=180)
+
+
+def check_stages(rank, sizes):
+    plain = FAMILIES["Llama"]()
+    split = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(**sizes, device_type="cpu"))
+    for way, options in WAYS.items():
+        if way != "static cache":
+            assert torch.equal(generated(split, **options), generated(plain, **options)), way
+    streamer = Collected()
+    assert generated(split, TOKENS[:1], streamer=streamer)[0].tolist() == streamer.tokens
+    for options in ({"use_cache": True}, {"cache_implementation": "static", "use_cache": True}):
+        with pytest.raises(ValueError, match="call the model with use_cache=False"):
+            generated(split, **options)
+    tokens = torch.ones(1, 2, dtype=torch.long)
+    assert torch.equal(split(tokens, use_cache=False).logits, plain(tokens).logits) or "tp" in sizes
+    with pytest.raises(TypeError, match="the model has no generate"):
+        weft.LayerSplit(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), ["cpu"]).generate(tokens)
+    assert torch.equal(generated(weft.LayerSplit(FAMILIES["Llama"](), ["cpu", "cpu"])), generated(plain))
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(2, {"pp": 2}), pytest.param(4, {"pp": 2, "tp": 2}, marks=pytest.mark.slow("pytorch_ext/pipeline"))],
+)
+def test_layers_on_several_ranks_generate_the_plain_models_tokens(world, sizes):
+    run_ranks(check_stages, world, sizes, timeout_s=120)
 
 
 def check_with_adapter(rank):

@@ -1,7 +1,11 @@
 """Base classes of layers with split parameters: they know their shards, also after copies and loads."""
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
 import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer from now on
@@ -33,6 +37,17 @@ def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
     return "parametrizations" if any(is_parametrized(part) for part in module.modules()) else None
 
 
+def outside_of_graphs(forward: Callable) -> Callable:
+    """Return a forward that torch.compile leaves out of its graphs: it communicates, which a graph cannot record."""
+    eager = _disable_dynamo(forward)  # as torch.compiler.disable, which would import Dynamo here: two seconds
+
+    @wraps(forward)
+    def called(*inputs, **options):
+        return (eager if torch.compiler.is_compiling() else forward)(*inputs, **options)
+
+    return called
+
+
 class ShardHolder(nn.Module):
     """A module that holds some of its parameters and buffers as this rank's shards.
 
@@ -42,6 +57,11 @@ class ShardHolder(nn.Module):
     """
 
     transposed = False  # whether matrices are stored as [in, out], the transpose of the product's operand
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):
+            cls.forward = outside_of_graphs(cls.forward)
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -5,6 +5,7 @@ no loss and no change to the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from itertools import groupby
 from typing import Any
 
@@ -89,6 +90,23 @@ class LayerSplit(nn.Module):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self._call(*inputs, **options)
 
+    def generate(self, *inputs: Any, **options: Any) -> Any:
+        """Generate with a model of transformers: its `generate`, the same on every rank, with the same arguments.
+
+        Across ranks this sets use_cache=False: each token computes the whole sequence again, since every rank would
+        fill the part of a cache that belongs to its own layers.
+
+        Raises:
+            TypeError: the model has no `generate`.
+            ValueError: a cache is asked for across ranks.
+        """
+        model = self._whole[0] if self._whole else None
+        if not hasattr(model, "generate"):
+            raise TypeError("LayerSplit.generate: the model has no generate, or its forward was cut; transformers' do")
+        if not isinstance(self._call, _Uncopied):
+            return model.generate(*inputs, **options)  # type: ignore[operator, union-attr]
+        return _generate(self, model, inputs, {"use_cache": False, **options})  # type: ignore[arg-type]
+
     def check_replicas(self) -> None:
         """Check that replicas agree, as `weft.check_replicas` does."""
         check_replicas(self)
@@ -110,6 +128,33 @@ class _Uncopied:
 
     def __deepcopy__(self, memo):
         raise TypeError("a LayerSplit over ranks cannot be copied: copy the model first, and split both")
+
+
+def _generate(split: LayerSplit, model: nn.Module, inputs: Sequence, options: Mapping) -> Any:
+    """Run the model's `generate` with calls of the split for its own calls."""
+    own, runs = model.forward, False
+
+    @wraps(own)  # `generate` reads its arguments
+    def forward(*inputs, **named):
+        nonlocal runs
+        if runs:  # by the split
+            return own(*inputs, **named)
+        runs = True
+        try:
+            with torch.random.fork_rng([]):  # a call draws a seed for its ranks; `generate` samples as without them
+                return split(*inputs, **named)
+        finally:
+            runs = False
+
+    before = vars(model).get("forward")
+    model.forward = forward  # type: ignore[method-assign]
+    try:
+        return model.generate(*inputs, **options)  # type: ignore[operator]
+    finally:
+        if before is None:
+            del model.forward
+        else:
+            model.forward = before  # type: ignore[method-assign]
 
 
 def _over_devices(model: nn.Module, devices: list[torch.device]) -> None:
