@@ -140,11 +140,8 @@ def _in_quantized(
             parts, dim, size = [], shard.dim, shard.global_shape[shard.dim]
             for place, own in shard.cut.places(shard.communicator.rank).items():
                 (begin, _), (start, stop) = ([edge * whole[dim] // size for edge in edges] for edges in (place, own))
-                parts.append(
-                    TensorPart(
-                        (*(0,) * dim, begin, *(0,) * (part.dim() - dim - 1)), part.narrow(dim, start, stop - start)
-                    )
-                )
+                offset = tuple(begin if other == dim else 0 for other in range(part.dim()))
+                parts.append(TensorPart(offset, part.narrow(dim, start, stop - start)))
         yield HeldTensor(known, whole, part.dtype, tuple(parts))
 
 

@@ -195,6 +195,49 @@ def test_layers_whose_inputs_are_quantised_too_stay_whole():
     run_ranks(check_quantised_inputs, 2)
 
 
+class Linear4bit(torch.nn.Linear):
+    """Stand-in for another quantiser's layer, bitsandbytes' say: its weight is packed bytes without [out, in]."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        scaled = (layer.weight.detach() / layer.weight.abs().max() * 7).round().add(8).to(torch.uint8)
+        low, high = scaled.flatten()[::2], scaled.flatten()[1::2]
+        self.scale = layer.weight.detach().abs().max() / 7
+        self.weight = torch.nn.Parameter((low + 16 * high)[:, None], requires_grad=False)
+
+    def forward(self, x):
+        bytes = self.weight.flatten()
+        numbers = torch.stack([bytes % 16, bytes // 16], 1).view(self.out_features, self.in_features)
+        return torch.nn.functional.linear(x, (numbers.to(x.dtype) - 8) * self.scale)
+
+
+def check_other_quantiser(rank):
+    warnings.simplefilter("ignore")
+
+    def packed():
+        torch.manual_seed(3)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+        for name, layer in list(model.named_modules()):
+            if type(layer) is torch.nn.Linear and name != "lm_head":
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, Linear4bit(layer))
+        return model
+
+    model, whole = packed(), packed()
+    assert "there is no style for Linear4bit" in automatic_plan(model, world=2).whole.values()
+    with pytest.raises(TypeError, match="up_proj is Linear4bit; style 'column' takes nn.Linear itself"):
+        weft.parallelize(model, plan={"**.up_proj": "column", "**.down_proj": "row"})
+    assert all(weft.shard_of(x) is None for x in model.parameters())
+    split = weft.parallelize(model)
+    assert weft.shard_of(split.model.embed_tokens.weight) is not None
+    options = dict(max_new_tokens=12, do_sample=False)
+    assert torch.equal(split.generate(tokens_of(), **options), whole.generate(tokens_of(), **options))
+
+
+def test_layers_of_another_quantiser_stay_whole_with_the_reason():
+    run_ranks(check_other_quantiser, 2)
+
+
 def save_quantised(kind, folder):
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
