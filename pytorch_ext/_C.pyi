@@ -178,6 +178,7 @@ class _Cuda(ModuleType):
         ) -> None: ...
         @property
         def low_latency_bytes(self) -> int: ...
+        def rms_norm_rows(self, hidden: int, dtype: str) -> int: ...
         @property
         def marks(self) -> list[int]: ...
         def load(self) -> bool: ...
@@ -191,6 +192,19 @@ class _Cuda(ModuleType):
             average: bool,
             scale: float,
             algorithm: str,
+            stream: int,
+        ) -> None: ...
+        def all_reduce_rms_norm(
+            self,
+            partial: int,
+            residual: int,
+            weight: int,
+            normalised: int,
+            total: int,
+            rows: int,
+            hidden: int,
+            dtype: str,
+            eps: float,
             stream: int,
         ) -> None: ...
         def all_reduce_in_place(

@@ -34,6 +34,7 @@ from weft.ops import parallel_linear_cross_entropy as parallel_linear_cross_entr
 from weft.ops.attention_chunk import merge_attention as merge_attention
 from weft.ops.collectives import all_gather as all_gather
 from weft.ops.collectives import all_reduce as all_reduce
+from weft.ops.collectives import all_reduce_rms_norm as all_reduce_rms_norm
 from weft.ops.collectives import all_to_all as all_to_all
 from weft.ops.collectives import barrier as barrier
 from weft.ops.collectives import broadcast as broadcast

@@ -2,6 +2,7 @@
 //
 // With S bytes in the whole tensor and W ranks, a rank reads from its peers and writes to them:
 //   all_reduce, low_latency  writes (W - 1) S                             no meeting (boxes.h)
+//   all_reduce_rms_norm      writes (W - 1) S                             no meeting
 //   all_reduce, one_shot     reads (W - 1) S                              two meetings
 //   all_reduce, two_shot     reads (W - 1) S / W, writes (W - 1) S / W    two meetings
 //   all_reduce, in place     reads (W - 1) S / W, writes (W - 1) S / W    three meetings, no staging
@@ -51,6 +52,89 @@ struct Barrier {
   }
 };
 
+// A pack of each thread, through the boxes of one block to every rank, and the sum of the ranks' packs in their order.
+template <class T, class Here>
+class PackExchange {
+ public:
+  WEFT_ON_DEVICE PackExchange(Here& here, const Group& group, const Call& call, int block)
+      : here_(here), group_(group), call_(call), boxes_(here, group, block), signature_(call.signature | 1) {}
+
+  // 1. Writes the signature and this thread's pack to every peer.
+  // 2. Clears the boxes of the call before. Nobody writes to them now.
+  WEFT_ON_DEVICE void send(const Packed<T>& own, int valid) {
+    const int number = here_.thread() + 1;
+    if (here_.thread() == 0) boxes_.send(0, {{signature_, signature_, signature_, signature_}});
+    if (valid > 0) {
+      Line words;
+      __builtin_memcpy(&words, &own, sizeof words);
+      boxes_.send(number, words);
+    }
+    boxes_.clear(number);
+    if (here_.thread() == 0) boxes_.clear(0);
+  }
+
+  // 3. Waits for the signature of every peer, each in another thread if there are as many.
+  // 4. Waits for the packs of the peers, and adds them to `sums` in the order of ranks; this rank's own is read again.
+  // Returns whether all have come.
+  WEFT_ON_DEVICE bool receive(const T* own, int valid, Sums<T>& sums) {
+    constexpr int batch = loads_at_a_time;
+    const int number = here_.thread() + 1;
+    bool going = true;
+    WEFT_ROLLED
+    for (int peer = here_.thread(); peer < group_.world && going; peer += here_.threads())
+      if (peer != group_.rank) going = signature_comes(peer);
+    for (int first = 0; first < group_.world && valid > 0 && going; first += batch) {
+      Packed<T> packs[batch];
+      Patience patience;
+      int missing = 0;
+      while (going && missing >= 0) {
+        missing = -1;
+        WEFT_UNROLL
+        for (int k = 0; k < batch; ++k) {
+          if (first + k >= group_.world) continue;
+          Line words{};
+          if (first + k != group_.rank && !boxes_.has_come(first + k, number, words)) missing = first + k;
+          __builtin_memcpy(&packs[k], &words, sizeof words);
+        }
+        if (missing >= 0) going = may_wait(patience, missing);
+      }
+      const Packed<T> loaded = load(own, valid);
+      WEFT_UNROLL
+      for (int k = 0; k < batch; ++k) {
+        if (first + k == group_.rank) packs[k] = loaded;
+        if (first + k < group_.world) sums += packs[k];
+      }
+    }
+    return going;
+  }
+
+  // 5. Ends the call, once all threads have received: nothing was staged, and this rank's words lie with its peers, who
+  //    keep them for as long as they need them. For one thread.
+  WEFT_ON_DEVICE void end() { boxes_.next_turn(); }
+
+ private:
+  WEFT_ON_DEVICE bool signature_comes(int peer) {
+    Patience patience;
+    Line words;
+    while (!boxes_.has_come(peer, 0, words))
+      if (!may_wait(patience, peer)) return false;
+    if (words.values[0] == signature_) return true;
+    give_up(here_, group_, call_, {Phase::staged, peer, nullptr, signature_}, mismatched, words.values[0]);
+    return false;
+  }
+  WEFT_ON_DEVICE bool may_wait(Patience& patience, int peer) {
+    const Why why = patience.ends(here_, group_);
+    if (why != nothing) give_up(here_, group_, call_, {Phase::staged, peer, nullptr, signature_}, why, 0);
+    return why == nothing;
+  }
+
+  Here& here_;
+  const Group& group_;
+  const Call& call_;
+  Boxes<Here> boxes_;
+  uint32_t signature_;
+};
+
 // Every rank writes its whole input to every rank. A thread has one pack. The source may be the destination.
 template <class T>
 struct AllReduceLowLatency {
@@ -63,78 +147,124 @@ struct AllReduceLowLatency {
 
   template <class Here>
   WEFT_ON_DEVICE void operator()(Here& here) const {
-    constexpr int batch = loads_at_a_time;
     const Share<T, Here> share(here, count);
     const size_t at = share.first;
-    const int valid = share.valid(at), number = here.thread() + 1;
-    Boxes<Here> boxes(here, group);
+    const int valid = share.valid(at);
+    PackExchange<T, Here> exchange(here, group, call, here.block());
     Sums<T> sums;
     bool going = here.all(is_intact(here, group));
     if (going) {
-      // 1. Write the signature and this thread's pack to every peer.
-      const uint32_t signature = call.signature | 1;
-      if (here.thread() == 0) boxes.send(0, {{signature, signature, signature, signature}});
-      Packed<T> own{};
-      if (valid > 0) {
-        own = is_aligned(source) && valid == per_pack<T> ? load_wide(source + at) : load_narrow(source + at, valid);
-        Line words;
-        __builtin_memcpy(&words, &own, sizeof words);
-        boxes.send(number, words);
-      }
-      // 2. Clear the boxes of the call before. Nobody writes to them now.
-      boxes.clear(number);
-      if (here.thread() == 0) boxes.clear(0);
-      // 3. Wait for the signature of every peer, each in another thread if there are as many.
-      WEFT_ROLLED
-      for (int peer = here.thread(); peer < group.world && going; peer += here.threads())
-        if (peer != group.rank) going = signature_comes(here, boxes, peer, signature);
-      // 4. Wait for the packs of the peers, and add in the order of ranks.
-      for (int first = 0; first < group.world && valid > 0 && going; first += batch) {
-        Packed<T> packs[batch];
-        Patience patience;
-        int missing = 0;
-        while (going && missing >= 0) {
-          missing = -1;
-          WEFT_UNROLL
-          for (int k = 0; k < batch; ++k) {
-            if (first + k >= group.world) continue;
-            Line words;
-            __builtin_memcpy(&words, &own, sizeof words);
-            if (first + k != group.rank && !boxes.has_come(first + k, number, words)) missing = first + k;
-            __builtin_memcpy(&packs[k], &words, sizeof words);
-          }
-          if (missing >= 0) going = may_wait(here, patience, missing, signature);
-        }
-        WEFT_UNROLL
-        for (int k = 0; k < batch; ++k)
-          if (first + k < group.world) sums += packs[k];
-      }
+      const Packed<T> own = load(source + at, valid);
+      exchange.send(own, valid);
+      going = exchange.receive(source + at, valid, sums);
     }
-    // 5. Nothing was staged: this rank's words lie with its peers, who keep them for as long as they need them.
     going = here.all(going);
-    if (going && here.thread() == 0) boxes.next_turn();
+    if (going && here.thread() == 0) exchange.end();
     if (going)
       store(destination + at, finished<T>(sums.at, epilogue), valid, is_aligned(destination));
     else
       spoil_share(here, destination, count);
   }
+};
 
- private:
-  template <class Here>
-  WEFT_ON_DEVICE bool signature_comes(Here& here, Boxes<Here>& boxes, int peer, uint32_t signature) const {
-    Patience patience;
-    Line words;
-    while (!boxes.has_come(peer, 0, words))
-      if (!may_wait(here, patience, peer, signature)) return false;
-    if (words.values[0] == signature) return true;
-    give_up(here, group, call, {Phase::staged, peer, nullptr, signature}, mismatched, words.values[0]);
-    return false;
+// Returns the number of blocks whose boxes a row takes: a pack for each thread.
+template <class T>
+WEFT_ON_BOTH int boxes_of_row(size_t hidden, int threads) {
+  const size_t packs = (hidden + per_pack<T> - 1) / per_pack<T>;
+  return static_cast<int>((packs + threads - 1) / threads);
+}
+
+// Returns the sum of the block's numbers, to all its threads: pairs, pairs of pairs, and so on. Once in a launch.
+template <class Here>
+WEFT_ON_DEVICE float sum_of_block(Here& here, float number) {
+  float* const sums = here.shared_numbers();
+  sums[here.thread()] = number;
+  here.all(true);
+  WEFT_ROLLED
+  for (int left = here.threads(); left > 1;) {
+    const int half = (left + 1) / 2;
+    if (here.thread() + half < left) sums[here.thread()] = add(sums[here.thread()], sums[here.thread() + half]);
+    left = half;
+    here.all(true);
   }
+  return sums[0];
+}
+
+// The sum over ranks, the residual added to it, and the RMS norm of that:
+//   total       = residual + partial[0] + partial[1] + ...
+//   normalised  = total / sqrt(mean(total^2) + eps) * weight, over each row
+// The sum over ranks is rounded, then its sum with the residual: the bits of AllReduceLowLatency and an addition. The
+// norm is in fp32 and rounded once. The order of its sum of squares depends only on `hidden` and the type.
+// A block has one row, and the boxes of as many blocks as the row has packs for. Results may lie where inputs do.
+template <class T>
+struct AllReduceRmsNorm {
+  Group group;
+  Call call;
+  const T* partial;   // [rows, hidden]: a block for each row
+  const T* residual;  // [rows, hidden]
+  const T* weight;    // [hidden]
+  T* normalised;      // [rows, hidden]
+  T* total;           // [rows, hidden]
+  int hidden;
+  float eps;
+
   template <class Here>
-  WEFT_ON_DEVICE bool may_wait(Here& here, Patience& patience, int peer, uint32_t signature) const {
-    const Why why = patience.ends(here, group);
-    if (why != nothing) give_up(here, group, call, {Phase::staged, peer, nullptr, signature}, why, 0);
-    return why == nothing;
+  WEFT_ON_DEVICE void operator()(Here& here) const {
+    const int boxes = boxes_of_row<T>(hidden, here.threads()), first_box = here.block() * boxes;
+    const size_t row = static_cast<size_t>(here.block()) * hidden;
+    const int first = here.thread() * per_pack<T>, stride = here.threads() * per_pack<T>;  // of this thread's packs
+    const auto valid_at = [&](int at) {
+      return at >= hidden ? 0 : hidden - at < per_pack<T> ? hidden - at : per_pack<T>;
+    };
+    const auto exchange = [&](int box) { return PackExchange<T, Here>(here, group, call, first_box + box); };
+    bool going = here.all(is_intact(here, group));
+    // 1. and 2. Send the row. What is read later comes from memory while this rank waits.
+    WEFT_ROLLED
+    for (int box = 0; box < boxes && going; ++box) {
+      const int at = first + box * stride, valid = valid_at(at);
+      exchange(box).send(load(partial + row + at, valid), valid);
+      if (valid > 0) here.prefetch(residual + row + at), here.prefetch(weight + at);
+    }
+    // 3. and 4. Receive the ranks' rows, and add the residual to their sum.
+    float squares = 0.0f;
+    WEFT_ROLLED
+    for (int box = 0; box < boxes && going; ++box) {
+      const int at = first + box * stride, valid = valid_at(at);
+      Sums<T> sums;
+      going = exchange(box).receive(partial + row + at, valid, sums);
+      const Packed<T> reduced = finished<T>(sums.at, {1.0f, 1.0f});
+      Packed<T> values = load(residual + row + at, valid);
+      WEFT_UNROLL
+      for (int k = 0; k < per_pack<T>; ++k) {
+        T& value = values.values[k];
+        value = Convert<T>::from_float(add(Convert<T>::to_float(value), Convert<T>::to_float(reduced.values[k])));
+        const float rounded = Convert<T>::to_float(value);
+        squares = add(squares, multiply(rounded, rounded));  // beyond the row's end are zeros
+      }
+      store(total + row + at, values, valid, is_aligned(total + row));
+    }
+    going = here.all(going);
+    // 5. End the call.
+    for (int box = 0; box < boxes && going && here.thread() == 0; ++box) exchange(box).end();
+    // 6. Normalise. A thread reads only elements of the total that it wrote itself.
+    const float mean = divide(sum_of_block(here, squares), static_cast<float>(hidden));
+    const float factor = divide(1.0f, square_root(add(mean, eps)));
+    WEFT_ROLLED
+    for (int at = first; at < hidden; at += stride) {
+      const int valid = valid_at(at);
+      Packed<T> result = spoiled<T>();
+      if (going) {
+        const Packed<T> values = load(total + row + at, valid), weights = load(weight + at, valid);
+        WEFT_UNROLL
+        for (int k = 0; k < per_pack<T>; ++k) {
+          const float scaled = multiply(Convert<T>::to_float(values.values[k]), factor);
+          result.values[k] = Convert<T>::from_float(multiply(scaled, Convert<T>::to_float(weights.values[k])));
+        }
+      } else {
+        store(total + row + at, result, valid, is_aligned(total + row));
+      }
+      store(normalised + row + at, result, valid, is_aligned(normalised + row));
+    }
   }
 };
 
@@ -291,10 +421,8 @@ struct AllReduceMultimem {
       }
       // Without its own address, a rank can only spoil the memory of all ranks. The call has failed on all of them.
       const Share<T, Here> share(here, slice.count);
-      Packed<T> ones;
-      __builtin_memset(&ones, 0xff, sizeof ones);
       for (size_t at = share.first; at < slice.count; at += share.stride)
-        here.store_to_all(multicast + slice.begin + at, ones);
+        here.store_to_all(multicast + slice.begin + at, spoiled<T>());
     }
   }
 };

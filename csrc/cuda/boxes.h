@@ -9,7 +9,7 @@
 // has ended, and with it the clearing. A block counts its calls in its own memory, so a CUDA graph can replay them.
 //
 // Boxes lie in the signal pad, behind the flags. A box has a line of 16 bytes for the call's signature, and one for each
-// thread of the block.
+// thread of the block. A block may use the boxes of several blocks, if no other block of the launch does.
 #pragma once
 #include "flags.h"
 
@@ -29,13 +29,13 @@ WEFT_ON_BOTH size_t box_words(int world, int threads) {  // of one block
   return static_cast<size_t>(turns) * world * (threads + 1) * line_words;
 }
 
-// A block's boxes, in this call's turn.
+// The boxes of block number `block`, in this call's turn.
 template <class Here>
 class Boxes {
  public:
-  WEFT_ON_DEVICE Boxes(Here& here, const Group& group)
+  WEFT_ON_DEVICE Boxes(Here& here, const Group& group, int block)
       : here_(here), group_(group), begin_(first_box_word(group.world, group.blocks) +
-                                           here.block() * box_words(group.world, here.threads())) {
+                                           block * box_words(group.world, here.threads())) {
     turn_ = here.read(count());
   }
 

@@ -18,7 +18,7 @@ enum class Operation : int;
 //
 // Every method but `load` puts one launch on the stream, or one for each piece that fits the workspace. It does not
 // allocate, wait or count, so a CUDA graph can capture and replay it. All ranks make the same calls in the same order,
-// each rank on one stream or ordered by events. Every algorithm but all_reduce_multimem has the bits of rank_order_sum.
+// each rank on one stream or ordered by events. Every sum but all_reduce_multimem's has the bits of rank_order_sum.
 template <class Machine>
 class Ranks {
  public:
@@ -35,6 +35,9 @@ class Ranks {
   // The largest tensor of the algorithm "low_latency", for which the pads need room behind the flags (boxes.h).
   size_t low_latency_bytes() const;
 
+  // The most rows of all_reduce_rms_norm, each of `hidden` elements; 0 if a row does not fit the boxes.
+  size_t rms_norm_rows(size_t hidden, const std::string& dtype) const;
+
   // Numbers of the words of this rank's pad that are not 0 once a wait of the rank has given up.
   std::vector<size_t> marks() const;
 
@@ -42,6 +45,11 @@ class Ranks {
   // Every sum is divided by the number of ranks if `average`, then multiplied by the scale, then rounded.
   void all_reduce(uintptr_t source, uintptr_t destination, size_t count, const std::string& dtype, bool average,
                   float scale, const std::string& algorithm, uintptr_t stream) const;
+  // An all_reduce of `partial`, an addition of `residual` to `total`, and the RMS norm of that, of `rows` rows of `hidden`
+  // elements. Results may lie where inputs do. The norm sums in an order of its own, the same on every rank.
+  void all_reduce_rms_norm(uintptr_t partial, uintptr_t residual, uintptr_t weight, uintptr_t normalised,
+                           uintptr_t total, size_t rows, size_t hidden, const std::string& dtype, float eps,
+                           uintptr_t stream) const;
   void all_reduce_in_place(const std::vector<uintptr_t>& addresses, size_t count, const std::string& dtype,
                            bool average, float scale, uintptr_t stream, size_t offset) const;
   void all_reduce_multimem(uintptr_t multicast, size_t count, const std::string& dtype, bool average, float scale,

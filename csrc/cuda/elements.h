@@ -5,6 +5,7 @@
 // A function that the host also calls must be WEFT_ON_BOTH. In a template, nvcc lets a host function call a device
 // function without a warning, and the call then ends the process.
 #pragma once
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -52,10 +53,12 @@ struct Convert<__nv_bfloat16> {
 WEFT_ON_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 WEFT_ON_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 WEFT_ON_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+WEFT_ON_DEVICE float square_root(float a) { return __fsqrt_rn(a); }
 #else
 WEFT_ON_DEVICE float add(float a, float b) { return a + b; }
 WEFT_ON_DEVICE float multiply(float a, float b) { return a * b; }
 WEFT_ON_DEVICE float divide(float a, float b) { return a / b; }
+WEFT_ON_DEVICE float square_root(float a) { return sqrtf(a); }
 #endif
 
 template <class T, int n>

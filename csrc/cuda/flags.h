@@ -45,6 +45,7 @@ enum class Operation : int {
   all_gather_in_place,
   all_gather_by_copies,
   all_reduce_low_latency,
+  all_reduce_rms_norm,
 };
 
 // Events that a rank waits for.
@@ -67,6 +68,7 @@ constexpr WaitName wait_names[] = {
     {static_cast<int>(Operation::all_gather_in_place), "all_gather (in place)"},
     {static_cast<int>(Operation::all_gather_by_copies), "all_gather (by copies)"},
     {static_cast<int>(Operation::all_reduce_low_latency), "all_reduce (low_latency)"},
+    {static_cast<int>(Operation::all_reduce_rms_norm), "all_reduce_rms_norm"},
     {static_cast<int>(Phase::arrived), "arrived"},
     {static_cast<int>(Phase::staged), "staged"},
     {static_cast<int>(Phase::reduced), "reduced"},

@@ -166,6 +166,17 @@ size_t Ranks<Machine>::low_latency_bytes() const {
 }
 
 template <class Machine>
+size_t Ranks<Machine>::rms_norm_rows(size_t hidden, const std::string& dtype) const {
+  size_t rows = 0;
+  with_element<Machine>("all_reduce_rms_norm", dtype, [&](auto zero, uint64_t) {
+    using T = decltype(zero);
+    if (hidden > 0 && hidden <= low_latency_bytes() / sizeof(T))
+      rows = group_->small_blocks / boxes_of_row<T>(hidden, Machine::threads);
+  });
+  return rows;
+}
+
+template <class Machine>
 std::vector<size_t> Ranks<Machine>::marks() const {
   std::vector<size_t> numbers;
   for (int block = 0; block < group_->blocks; ++block)
@@ -186,6 +197,7 @@ bool Ranks<Machine>::load() const {
     with_element<Machine>("load", dtype, [&](auto zero, uint64_t) {
       using T = decltype(zero);
       Machine::template load<AllReduceLowLatency<T>>(name_of(Operation::all_reduce_low_latency));
+      Machine::template load<AllReduceRmsNorm<T>>(name_of(Operation::all_reduce_rms_norm));
       Machine::template load<AllReduceOneShot<T>>(name_of(Operation::all_reduce_one_shot));
       Machine::template load<AllReduceTwoShot<T>>(name_of(Operation::all_reduce_two_shot));
       Machine::template load<AllReduceInPlace<T>>(name_of(Operation::all_reduce_in_place));
@@ -235,6 +247,32 @@ void Ranks<Machine>::all_reduce(uintptr_t source, uintptr_t destination, size_t 
                         AllReduceTwoShot<T>{*group_, call, from, to, length, epilogue(average, scale)},
                         blocks_for(packs_of<T>(slice_elements<T>(length, group_->world))), stream);
     });
+  });
+}
+
+template <class Machine>
+void Ranks<Machine>::all_reduce_rms_norm(uintptr_t partial, uintptr_t residual, uintptr_t weight, uintptr_t normalised,
+                                         uintptr_t total, size_t rows, size_t hidden, const std::string& dtype,
+                                         float eps, uintptr_t stream) const {
+  constexpr Operation operation = Operation::all_reduce_rms_norm;
+  const size_t most = rms_norm_rows(hidden, dtype);
+  require(rows >= 1 && rows <= most, "all_reduce_rms_norm takes 1 to " + std::to_string(most) + " rows of " +
+                                         std::to_string(hidden) + " " + dtype + " elements here, got " +
+                                         std::to_string(rows));
+  with_element<Machine>("all_reduce_rms_norm", dtype, [&](auto zero, uint64_t type) {
+    using T = decltype(zero);
+    for (const uintptr_t address : {partial, residual, weight, normalised, total})
+      require_memory("a tensor of all_reduce_rms_norm", address, hidden, sizeof(T));
+    const AllReduceRmsNorm<T> body{*group_,
+                                   sign(operation, {type, rows, hidden, bits_of(eps)}),
+                                   pointer<T>(partial),
+                                   pointer<T>(residual),
+                                   pointer<T>(weight),
+                                   pointer<T>(normalised),
+                                   pointer<T>(total),
+                                   static_cast<int>(hidden),
+                                   eps};
+    Machine::launch(name_of(operation), body, static_cast<int>(rows), stream);
   });
 }
 

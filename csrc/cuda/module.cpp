@@ -98,12 +98,18 @@ void register_collectives(py::module_& m) {
            "Load every kernel onto the current device; return whether all_reduce_multimem runs on it.")
       .def_property_readonly("low_latency_bytes", &Ranks::low_latency_bytes,
                              "The largest tensor of all_reduce's algorithm \"low_latency\", in bytes.")
+      .def("rms_norm_rows", &Ranks::rms_norm_rows, py::arg("hidden"), py::arg("dtype"),
+           "The most rows of all_reduce_rms_norm, each of `hidden` elements; 0 if a row does not fit.")
       .def_property_readonly("marks", &Ranks::marks,
                              "Numbers of the words of this rank's pad that are not 0 once a wait has given up.")
       .def("barrier", &Ranks::barrier, NoGil(), py::arg("stream"))
       .def("all_reduce", &Ranks::all_reduce, NoGil(), py::arg("source"), py::arg("destination"), py::arg("count"),
            py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("algorithm"), py::arg("stream"),
            "algorithm: \"low_latency\", \"one_shot\" or \"two_shot\". The source may be the destination.")
+      .def("all_reduce_rms_norm", &Ranks::all_reduce_rms_norm, NoGil(), py::arg("partial"), py::arg("residual"),
+           py::arg("weight"), py::arg("normalised"), py::arg("total"), py::arg("rows"), py::arg("hidden"),
+           py::arg("dtype"), py::arg("eps"), py::arg("stream"),
+           "total = residual + all_reduce(partial); normalised = RMS norm of total. Results may lie where inputs do.")
       .def("all_reduce_in_place", &Ranks::all_reduce_in_place, NoGil(), py::arg("addresses"), py::arg("count"),
            py::arg("dtype"), py::arg("average"), py::arg("scale"), py::arg("stream"), py::arg("offset") = 0,
            "addresses[r]: address of rank r's symmetric memory as mapped here. offset: offset of that part in the "

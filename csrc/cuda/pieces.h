@@ -31,6 +31,12 @@ WEFT_ON_DEVICE Packed<T> load_narrow(const T* from, int valid) {
   return pack;
 }
 
+// Loads the first `valid` elements, all at once if there are as many and the address is aligned.
+template <class T>
+WEFT_ON_DEVICE Packed<T> load(const T* from, int valid) {
+  return is_aligned(from) && valid == per_pack<T> ? load_wide(from) : load_narrow(from, valid);
+}
+
 template <class T>
 WEFT_ON_DEVICE void store(T* to, const Packed<T>& pack, int valid, bool wide) {
   if (wide && valid == per_pack<T>) {
@@ -89,13 +95,20 @@ WEFT_ON_DEVICE void copy_share(const Here& here, T* to, const T* from, size_t co
   }
 }
 
-// Fills the share with ones in all bits, which is NaN in every floating-point type.
+// Returns a pack with ones in all bits, which is NaN in every floating-point type.
+template <class T>
+WEFT_ON_DEVICE Packed<T> spoiled() {
+  Packed<T> ones;
+  __builtin_memset(&ones, 0xff, sizeof ones);
+  return ones;
+}
+
+// Spoils the share.
 template <class T, class Here>
 WEFT_ON_DEVICE void spoil_share(const Here& here, T* to, size_t count) {
   const Share<T, Here> share(here, count);
-  Packed<T> ones;
-  __builtin_memset(&ones, 0xff, sizeof ones);
-  for (size_t at = share.first; at < count; at += share.stride) store(to + at, ones, share.valid(at), is_aligned(to));
+  for (size_t at = share.first; at < count; at += share.stride)
+    store(to + at, spoiled<T>(), share.valid(at), is_aligned(to));
 }
 
 // What follows a sum in fp32: an average's division by the number of ranks, then the scale. These are the steps of the

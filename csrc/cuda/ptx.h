@@ -24,6 +24,14 @@ struct Here {
     return addresses;
   }
 
+  // Memory of the block for a number of each thread.
+  __device__ float* shared_numbers() const {
+    __shared__ float numbers[1024];
+    return numbers;
+  }
+
+  __device__ void prefetch(const void* address) const { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
   __device__ uint64_t now_ns() const {
     uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.nn.functional import rms_norm
 
 from weft.comm.engine import Engine
 from weft.comm.fusion import Fusion
@@ -163,6 +164,16 @@ class Communicator:
             deterministic: False permits the order of summation of the hardware.
         """
         raise NotImplementedError
+
+    def all_reduce_rms_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the RMS norm of residual + the sum of `partial` over ranks, and what it is of.
+
+        All tensors have one floating-point type. May overwrite `partial`.
+        """
+        total = residual + self.all_reduce_(partial)
+        return rms_norm(total, weight.shape, weight, eps), total
 
     def fuses_scale(self, x: torch.Tensor) -> bool:
         """Return whether all_reduce_ applies a fusion's scale to x in its own pass, before it rounds.

@@ -143,6 +143,21 @@ class DeviceCommunicator(Communicator):
             )
         return x
 
+    def all_reduce_rms_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if partial.device.type != _DEVICE_TYPE:
+            return self._host.all_reduce_rms_norm(partial, residual, weight, eps)
+        kernels = self._on(partial.device)[1] if self.world_size > 1 else None
+        if kernels is None or not self._is_low_latency(kernels, partial) or not kernels.takes_rows(partial):
+            return super().all_reduce_rms_norm(partial, residual, weight, eps)
+        inputs = [_flat(x) for x in (partial, residual, weight)]
+        normalised, total = (torch.empty(partial.shape, dtype=partial.dtype, device=partial.device) for _ in range(2))
+        addresses = [x.data_ptr() for x in (*inputs, normalised, total)]
+        hidden = weight.numel()
+        kernels.launch("all_reduce_rms_norm", *addresses, partial.numel() // hidden, hidden, _NAMES[partial.dtype], eps)
+        return normalised, total
+
     def fuses_scale(self, x: torch.Tensor) -> bool:
         if x.device.type != _DEVICE_TYPE:
             return self._host.fuses_scale(x)
@@ -232,15 +247,17 @@ class DeviceCommunicator(Communicator):
         """Return whether NCCL carries this size if any order of summation is allowed or nothing is summed."""
         return bytes >= self.crossovers.nccl and self._backend_name == "nccl"
 
+    def _is_low_latency(self, kernels: "_Kernels", x: torch.Tensor) -> bool:
+        return _bytes(x) <= kernels.low_latency_bytes and _bytes(x) < self.crossovers.one_shot
+
     def _reduce(self, kernels: "_Kernels", x: torch.Tensor, average: bool, scale: float, deterministic: bool) -> None:
         """Set x to scale times the sum of x over ranks, or the average."""
         operation = x.numel(), _NAMES[x.dtype], average, scale
         place = self._place_of(x)
         if place is None:
             whole = _flat(x)
-            address, size = whole.data_ptr(), _bytes(x)
-            low_latency = size <= kernels.low_latency_bytes and size < self.crossovers.one_shot
-            two_shot = size >= self.crossovers.two_shot
+            address, two_shot = whole.data_ptr(), _bytes(x) >= self.crossovers.two_shot
+            low_latency = self._is_low_latency(kernels, x)
             algorithm = "low_latency" if low_latency else "two_shot" if two_shot else "one_shot"
             kernels.launch("all_reduce", address, address, *operation, algorithm)
             if address != x.data_ptr():
@@ -357,6 +374,12 @@ class _Kernels:
         ]
         self.multimem = self._sets[0].load()
         self.low_latency_bytes = self._sets[0].low_latency_bytes
+
+    def takes_rows(self, x: torch.Tensor) -> bool:
+        """Return whether all_reduce_rms_norm takes x."""
+        if x.dtype not in _NAMES or x.numel() == 0:
+            return False
+        return x.numel() // x.size(-1) <= self._sets[0].rms_norm_rows(x.size(-1), _NAMES[x.dtype])
 
     def broken(self) -> bool:
         """Return whether a kernel has given up; it then marks words of its rank's pad."""

@@ -24,6 +24,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import rms_norm
 
 import weft
 from weft import _C
@@ -74,6 +75,9 @@ class FakeRanks:
         self.marks = [rank]
         self.low_latency_bytes = 2048
 
+    def rms_norm_rows(self, hidden, dtype):
+        return 4 if hidden <= 200 else 0
+
     def load(self):
         return True
 
@@ -123,6 +127,20 @@ class FakeRanks:
                 output.copy_(total)
             else:
                 output.fill_(float("nan"))
+
+    def all_reduce_rms_norm(self, partial, residual, weight, normalised, total, rows, hidden, dtype, eps, stream):
+        FakeRanks.log.append(("all_reduce_rms_norm", rows, hidden, dtype))
+        count, dtype = rows * hidden, getattr(torch, dtype)
+        sums = memory_at(total, count, dtype)
+        memory_at(self.workspace[self.rank], count, dtype).copy_(memory_at(partial, count, dtype))
+        if self.meet("all_reduce_rms_norm", rows, hidden, dtype, eps):
+            sums.copy_(memory_at(residual, count, dtype) + self.sum(self.workspace, count, dtype, False, 1.0))
+            norm = rms_norm(sums.view(rows, hidden), (hidden,), memory_at(weight, hidden, dtype), eps)
+            if self.meet("read"):
+                memory_at(normalised, count, dtype).copy_(norm.view(-1))
+                return
+        for address in (normalised, total):
+            memory_at(address, count, dtype).fill_(float("nan"))
 
     def all_reduce_in_place(self, addresses, count, dtype, average, scale, stream, offset=0):
         FakeRanks.log.append(("in_place", count, dtype))
@@ -323,6 +341,58 @@ def check_collectives(rank, device):
     assert torch.equal(x.cpu(), reference.fused_sum(parts, torch.bfloat16, 0.5))
     assert torch.allclose(norm, x.cpu().double().square().sum())
     weft.check_waits()
+
+
+def check_norm(rank, device, empty=None):
+    """A norm of the sum is that of an all_reduce, an addition and torch's norm, whichever way it goes."""
+    world = dist.get_world_size()
+    for dtype in TYPES:
+        for shape in ((1, 64), (3, 97), (2, 2, 200), (5, 100), (1, 5000), (600, 33), (96,), (1, 0)):
+            if empty and not all(shape):
+                continue  # there is no symmetric memory of no bytes
+            torch.manual_seed(sum(shape))
+            parts = [torch.randn(shape).to(dtype) for _ in range(world)]
+            residual, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+            partial = (
+                empty(parts[rank].numel(), dtype).view(shape) if empty else torch.empty(shape, device=device).to(dtype)
+            )
+            partial.copy_(parts[rank])
+            given = residual.to(device)
+            normalised, total = weft.all_reduce_rms_norm(partial, given, weight.to(device), 1e-5)
+            expected = residual + reference.reduce(parts)
+            assert torch.equal(total.cpu(), expected) and torch.equal(given.cpu(), residual), (dtype, shape)
+            exact = rms_norm(expected.double(), weight.shape, weight.double(), 1e-5)
+            assert normalised.dtype == dtype and normalised.shape == shape
+            eps = torch.finfo(dtype).eps  # half of it is the result's rounding; fp32's are smaller in the other types
+            torch.testing.assert_close(
+                normalised.cpu().double(), exact, rtol=(8 if dtype == torch.float32 else 0.52) * eps, atol=1e-7
+            )
+    weft.check_waits()
+
+
+def norm_in_one_kernel(rank):
+    pretend()
+    check_norm(rank, "cpu")
+    norms = [logged for logged in FakeRanks.log if logged[0] == "all_reduce_rms_norm"]
+    assert norms == [
+        ("all_reduce_rms_norm", *rows, str(dtype).removeprefix("torch."))
+        for dtype in TYPES
+        for rows in ((1, 64), (3, 97), (4, 200), (1, 96))
+        if rows[0] * rows[1] * dtype.itemsize <= 2048
+    ]
+    check_norm(rank, "cpu", pretended_symmetric)
+    x = torch.ones(4, 100)
+    ranks, before = communicator(), len(FakeRanks.log)
+    ranks.crossovers = replace(ranks.crossovers, one_shot=1600)
+    weft.all_reduce_rms_norm(x, x, x[0], 1e-5)
+    assert FakeRanks.log[before:] == [("one_shot", 400, "float32")], "where all_reduce is not low-latency"
+    weft.all_reduce_rms_norm(x[:3].t().contiguous().t(), x[:3], x[0], 1e-5)
+    assert last_logged() == ("all_reduce_rms_norm", 3, 100, "float32"), "a copy, if it is not in one piece"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_norm_of_a_small_sum_is_one_kernel(world):
+    run_ranks(norm_in_one_kernel, world, backend=BOTH)
 
 
 def check_symmetric(rank, empty):
@@ -560,6 +630,7 @@ def asks_the_extension(rank):
     for call in (
         lambda: weft.all_reduce(x),
         lambda: weft.all_reduce(x.bfloat16(), op="avg", scale=0.5),
+        lambda: weft.all_reduce_rms_norm(x.view(2, 50), x.view(2, 50), x[:50], 1e-6),
         lambda: weft.all_reduce(symmetric),
         lambda: weft.all_reduce(symmetric, deterministic=False),
         lambda: weft.reduce_scatter(x),
@@ -1203,6 +1274,12 @@ def gpu_collectives(rank):
     assert communicator().transport.startswith("weft's kernels over symmetric memory"), communicator().transport
 
 
+def gpu_norm(rank):
+    check_norm(rank, "cuda")
+    check_norm(rank, "cuda", gpu_symmetric)
+    assert communicator().transport.startswith("weft's kernels over symmetric memory"), communicator().transport
+
+
 def gpu_one_call_each(rank):
     """A few small launches, for compute-sanitizer."""
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
@@ -1212,6 +1289,8 @@ def gpu_one_call_each(rank):
     assert torch.equal(weft.all_reduce(symmetric).cpu(), expected)
     mine = weft.reduce_scatter(parts[rank].cuda())
     assert torch.equal(weft.all_gather(mine).cpu(), expected)
+    partial = parts[rank].view(4, 250).cuda()
+    assert torch.equal(weft.all_reduce_rms_norm(partial, partial * 0, partial[0], 1e-5)[1].cpu().view(-1), expected)
     weft.check_waits()
 
 
@@ -1324,16 +1403,21 @@ def gpu_graph(rank):
         weft.all_reduce(x)
     weft.all_reduce(x)
     graph = torch.cuda.CUDAGraph()
+    part = torch.zeros(4, 1000, device="cuda")
+    ones = torch.ones(1000, device="cuda")
     with torch.cuda.graph(graph):
         weft.all_reduce(x)
         weft.all_reduce(symmetric)
+        normalised, total = weft.all_reduce_rms_norm(part, part + 1, ones, 0.0)
     for step in range(5):
         x.fill_(rank + step)
         symmetric.fill_(step)
+        part.fill_(step)
         graph.replay()
         torch.cuda.synchronize()
         weft.check_waits()
         assert (x == step * world + world * (world - 1) / 2).all() and (symmetric == step * world).all()
+        assert (total == step * (world + 1) + 1).all() and torch.allclose(normalised, torch.ones_like(normalised))
 
 
 def gpu_graph_after_a_loss(rank):
@@ -1423,6 +1507,8 @@ GPU_CASES = [
     (gpu_overlap_graph, 2),
     (gpu_collectives, 2),
     (gpu_collectives, 4),
+    (gpu_norm, 2),
+    (gpu_norm, 4),
     (gpu_in_symmetric_memory, 2),
     (gpu_in_symmetric_memory, 4),
     (gpu_memory_comes_back, 2),
@@ -1447,7 +1533,7 @@ def on_own_gpu(rank):
     torch.cuda.set_device(rank)
 
 
-SEVERAL = [gpu_messages, gpu_rounds, gpu_any_order]
+SEVERAL = [gpu_messages, gpu_rounds, gpu_any_order, gpu_norm]
 SEVERAL += [gpu_torchs_own, gpu_collectives, gpu_overlap, gpu_overlap_graph, gpu_in_symmetric_memory, gpu_streams]
 SEVERAL += [gpu_memory_comes_back, gpu_graph, gpu_graph_after_a_loss]
 

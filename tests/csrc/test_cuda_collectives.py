@@ -403,6 +403,11 @@ def test_ranks_refuse_what_would_corrupt_memory(changes, complaint):
             (16, 18, 4, "float32", False, 1.0, "two_shot"),
             "the destination of .* to 4 bytes .* got address 18",
         ),
+        (
+            "all_reduce_rms_norm",
+            (16, 16, 16, 16, 16, 1, 9, "float32", 0.0),
+            "takes 1 to 0 rows of 9 float32 elements here, got 1",
+        ),
         ("all_reduce_in_place", ([16], 4, "float32", False, 1.0), "expected one for each of 2 ranks, got 1"),
         (
             "all_reduce_in_place",
@@ -454,6 +459,9 @@ LAUNCHES = {
     "barrier": lambda ranks, dtype: ranks.barrier(0),
     "all_reduce (one_shot)": lambda ranks, dtype: ranks.all_reduce(16, 16, 9, dtype, False, 1.0, "one_shot", 0),
     "all_reduce (two_shot)": lambda ranks, dtype: ranks.all_reduce(16, 16, 9, dtype, False, 1.0, "two_shot", 0),
+    "all_reduce_rms_norm": lambda ranks, dtype: some_ranks(pad_words=2**16).all_reduce_rms_norm(
+        16, 16, 16, 16, 16, 2, 9, dtype, 1e-6, 0
+    ),
     "all_reduce (in place)": lambda ranks, dtype: ranks.all_reduce_in_place(
         [16, 32], 9, dtype, False, 1.0, 0, offset=4
     ),
@@ -534,6 +542,7 @@ def blocking_driver(tmp_path_factory):
     [
         "ranks.barrier(0)",
         "ranks.all_reduce(16, 16, 9, 'float32', False, 1.0, 'one_shot', 0)",
+        "ranks.all_reduce_rms_norm(16, 16, 16, 16, 16, 2, 9, 'float32', 1e-6, 0)",
         "ranks.all_reduce_in_place([16, 32], 9, 'float32', False, 1.0, 0)",
         "ranks.all_reduce_multimem(32, 8, 'float32', False, 1.0, 0)",
         "ranks.reduce_scatter(16, 16, [3, 4], 'float32', False, 1.0, 0)",
@@ -547,7 +556,7 @@ def blocking_driver(tmp_path_factory):
 )
 def test_other_threads_run_while_a_launch_waits(blocking_driver, tmp_path, call):
     """The queue may be full behind a kernel that waits for a lost rank; the thread that ends it must run."""
-    ranks = f"_C.cuda.Ranks(0, {PADS}, 192, {WORKSPACE}, 1024, {RECORD}, 1.0, 32)"
+    ranks = f"_C.cuda.Ranks(0, {PADS}, 2**16, {WORKSPACE}, 1024, {RECORD}, 1.0, 32)"
     program = LAUNCH_BESIDE_ANOTHER_THREAD.format(call=call.replace("ranks.", f"{ranks}."))
     environment = {
         **os.environ,
@@ -599,7 +608,7 @@ def test_no_kernel_spills_on_any_architecture():
         [tool("cuobjdump"), "-res-usage", _C.__file__], check=True, capture_output=True, text=True
     ).stdout
     bodies = ("Barrier", "AllReduceOneShot", "AllReduceTwoShot", "AllReduceInPlace", "AllReduceMultimem",
-              "AllReduceLowLatency", "ReduceScatter", "AllGather", "AfterCopies")  # fmt: skip
+              "AllReduceLowLatency", "AllReduceRmsNorm", "ReduceScatter", "AllGather", "AfterCopies")  # fmt: skip
     found = set()
     for section in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
         architecture = section.split()[0]
@@ -629,13 +638,15 @@ def machine_code(architecture):
 def test_flags_are_stores_and_no_atomics(architecture):
     """A link without native atomics (PCIe) does not make those of a peer's memory atomic."""
     kernels = {name: code for name, code in machine_code(architecture).items() if "collectives_cu" in name}
-    assert len(kernels) == 23
+    assert len(kernels) == 26
     if architecture == "sm_80":
         kernels = {name: code for name, code in kernels.items() if "Multimem" not in name}  # they are empty
     for name, code in kernels.items():
         atomics = re.findall(r"(?<!BAR\.)\b(?:ATOMG?|RED)\.\S+", code)
         assert all(".CAS.64." in atomic for atomic in atomics), (name, atomics)  # the record's, in host memory
-        if "LowLatency" in name:  # it sets no flag: words come by themselves, 16 bytes in one store
+        if (
+            "LowLatency" in name or "RmsNorm" in name
+        ):  # it sets no flag: words come by themselves, 16 bytes in one store
             assert re.search(r"\bSTG?\.E\.128\.STRONG\.SYS", code) and re.search(r"\bLDG?\.E\.128\.STRONG\.SYS", code)
             assert len(re.findall(r"\bMEMBAR", code)) == len(atomics), "fences are the record's alone"
             continue

@@ -19,7 +19,7 @@ FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pth
 RACE_FOUND = 66
 TIMED_OUT, MISMATCHED, STOPPED = (_C.wait_record.states[name] for name in ("timed_out", "mismatched", "stopped"))
 CODES = {name: code for code, name in _C.wait_record.names.items()}
-LOW_LATENCY = "all_reduce (low_latency)"  # has neither meetings nor flags
+IN_BOXES = ("all_reduce (low_latency)", "all_reduce_rms_norm")  # have neither meetings nor flags
 OPERATIONS = {  # their codes, and those of their first meetings
     name: (CODES[name], CODES[phase])
     for name, phase in {
@@ -33,7 +33,7 @@ OPERATIONS = {  # their codes, and those of their first meetings
         "reduce_scatter (in place)": "arrived",
         "all_gather (in place)": "arrived",
         "all_gather (by copies)": "arrived",
-        LOW_LATENCY: "staged",
+        **dict.fromkeys(IN_BOXES, "staged"),
     }.items()
 }
 IN_SYMMETRIC_MEMORY = [name for name in OPERATIONS if "(in place)" in name]
@@ -41,7 +41,7 @@ IN_SYMMETRIC_MEMORY = [name for name in OPERATIONS if "(in place)" in name]
 MEETINGS = [("barrier", "12"), ("all_gather (by copies)", "12")] + [
     (name, meetings)
     for name in OPERATIONS
-    if name not in ("barrier", "all_gather (by copies)", LOW_LATENCY)
+    if name not in ("barrier", "all_gather (by copies)", *IN_BOXES)
     for meetings in ("1", "23" if name in (*IN_SYMMETRIC_MEMORY, "all_reduce (multimem)") else "2")
 ]
 
@@ -107,10 +107,16 @@ def test_a_meeting_that_is_left_out_is_found(sanitized, operation, meetings):
     assert done.returncode == RACE_FOUND and "data race" in done.stderr, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in ("barrier", LOW_LATENCY)])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in ("barrier", *IN_BOXES)])
 def test_a_flag_that_does_not_release_is_found(sanitized, operation):
     done = run(sanitized, "relaxed", operation)
     assert done.returncode == RACE_FOUND and "data race" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_a_norm_of_the_sum_has_the_bits_of_a_plain_one(program, world):
+    """Any number of rows and elements; the plain one is compared with fp64."""
+    assert output(program, "norms", world, 24) == "24 rounds, with long rows\n"
 
 
 def test_nan_of_all_ones_arrives(program):

@@ -38,9 +38,10 @@ struct Barrier {
 
 // What the threads of a block share.
 struct Block {
-  explicit Block(int threads) : barrier(threads) {}
+  explicit Block(int threads) : barrier(threads), numbers(threads) {}
   Barrier barrier;
   const void* shared[weft::cuda::most_ranks] = {};
+  std::vector<float> numbers;
   std::atomic<int> against[3] = {};  // one for each of three votes in a row: see Here::all
 };
 
@@ -64,6 +65,8 @@ struct Here {
   int blocks() const { return blocks_; }
   bool all(bool mine);
   const void** shared() const;
+  float* shared_numbers() const;
+  void prefetch(const void*) const {}
   uint64_t now_ns() const {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
@@ -179,6 +182,7 @@ inline Here::Here(Stream& stream, int thread, int block)
       random_(stream.seed * 1000 + block * 100 + thread + 1) {}
 
 inline const void** Here::shared() const { return stream_.shared[block_]->shared; }
+inline float* Here::shared_numbers() const { return stream_.shared[block_]->numbers.data(); }
 
 inline void Here::dawdle() {
   if (stream_.longest_delay_us > 0 && random_() % 8 == 0) usleep(random_() % stream_.longest_delay_us);

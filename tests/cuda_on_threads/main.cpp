@@ -48,6 +48,30 @@ void random_calls(unsigned seed, int rounds, int calls) {
   std::printf("%d rounds of %d calls\n", rounds, calls);
 }
 
+// Sums with a norm and small sums in turns, which share their boxes, in worlds of any number of blocks.
+void norms(int ranks, int rounds) {
+  size_t longer = 0;  // rows that take the boxes of several blocks
+  for (int round = 0; round < rounds; ++round) {
+    Random random(ranks * 1000 + round + 1);
+    random.discard(10);
+    World world({ranks, 1 + round % 4, static_cast<int>(4 + random() % 5), 16 * (ranks + 16), 60, 300, {}}, random());
+    std::vector<std::unique_ptr<Trial>> trials;
+    for (int call = 0; call < 20; ++call) {
+      const Operation small = random() % 4 ? Operation::all_reduce_rms_norm : Operation::all_reduce_low_latency;
+      trials.push_back(make_trial(world, small, random, 1200));
+      const Trial& trial = *trials.back();
+      const size_t row_bytes = trial.hidden * trial.element_bytes;
+      longer += small == Operation::all_reduce_rms_norm && row_bytes > 16u * world.shape.threads;
+      for (int r = 0; r < ranks; ++r) enqueue(world, *trials.back(), r);
+    }
+    world.drain();
+    for (auto& trial : trials)
+      for (int r = 0; r < ranks; ++r) check(*trial, r, false);
+    world.expect_idle();
+  }
+  std::printf("%d rounds, %s\n", rounds, longer > 0 ? "with long rows" : "without long rows");
+}
+
 // "23": bits 2 and 3.
 Faults without_meetings(const std::string& digits) {
   Faults faults;
@@ -106,7 +130,7 @@ void missing_rank(Faults faults) {
     enqueue(world, *trial, 2);
     world.streams[2]->drain();
     for (int r = 0; r < 3; ++r) {
-      if (r == 2 && operation == Operation::all_reduce_low_latency) {  // it needs only what the others sent before
+      if (r == 2 && has_boxes(operation)) {  // it needs only what the others sent before
         check(*trial, r, false);
         continue;
       }
@@ -243,6 +267,8 @@ int main(int count, char** words) {
   conversions_are_right();
   if (what == "random")
     random_calls(number(2), number(3), number(4));
+  else if (what == "norms")
+    norms(number(2), number(3));
   else if (what == "without")
     faulty(word(2), without_meetings(word(3)));
   else if (what == "relaxed")

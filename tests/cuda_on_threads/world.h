@@ -131,7 +131,10 @@ struct Trial {
   std::vector<size_t> offsets;  // the same where each rank has its own
   size_t unit;                 // of a gathering's elements
   bool in_place;               // the destination is (a part of) the source
+  size_t rows, hidden;         // of a norm
+  float eps;
   std::vector<Buffer> sources, results;
+  std::vector<Buffer> residuals, weights, normalised;  // of a norm, whose result is the total
   std::vector<std::vector<Buffer>> gathered;     // [rank][from]
   std::vector<std::vector<char>> expected;       // [rank]
   std::vector<int64_t> state_after;              // the record's, when the call had ended
@@ -160,6 +163,33 @@ std::vector<char> plain_sum(const std::vector<const T*>& parts, size_t count, bo
   return bytes;
 }
 
+// The norm of a row as threads of a block make it: each its packs, then pairs of threads. Compared with fp64.
+template <class T>
+std::vector<char> plain_norm(const T* total, const T* weight, size_t hidden, float eps, int threads) {
+  std::vector<float> squares(threads, 0.0f);
+  double exact = 0;
+  const auto value = [&](size_t i) { return Convert<T>::to_float(total[i]); };
+  for (size_t i = 0; i < hidden; ++i) {
+    squares[i / per_pack<T> % threads] += value(i) * value(i);
+    exact += static_cast<double>(value(i)) * value(i);
+  }
+  for (size_t left = threads; left > 1; left = (left + 1) / 2)
+    for (size_t i = 0; i + (left + 1) / 2 < left; ++i) squares[i] += squares[i + (left + 1) / 2];
+  const float factor = 1.0f / std::sqrt(squares[0] / static_cast<float>(hidden) + eps);
+  exact = 1 / std::sqrt(exact / hidden + static_cast<double>(eps));
+  std::vector<char> bytes(hidden * sizeof(T));
+  for (size_t i = 0; i < hidden; ++i) {
+    const float scale = Convert<T>::to_float(weight[i]);
+    const T result = Convert<T>::from_float(value(i) * factor * scale);
+    std::memcpy(bytes.data() + i * sizeof(T), &result, sizeof(T));
+    const double rounding = sizeof(T) == 4 ? 0x1p-24 : std::is_same_v<T, Float16> ? 0x1p-11 : 0x1p-8;
+    const double error = std::fabs(Convert<T>::to_float(result) - value(i) * exact * scale);
+    expect(error <= std::fabs(value(i) * exact * scale) * (rounding + (hidden + 8) * 0x1p-24) + 0x1p-24,
+           "a norm is not that of fp64");
+  }
+  return bytes;
+}
+
 inline bool gathers(Operation operation) {
   return operation == Operation::all_gather || operation == Operation::all_gather_in_place ||
          operation == Operation::all_gather_by_copies;
@@ -169,6 +199,44 @@ inline bool gathers(Operation operation) {
 inline bool reads_windows(Operation operation) {
   return operation == Operation::reduce_scatter_in_place || operation == Operation::all_gather_in_place ||
          operation == Operation::all_gather_by_copies;
+}
+
+// Residual and weight have the same numbers on every rank.
+template <class T, class Offset>
+void make_norm(Trial& trial, const World& world, Random& random, Offset offset) {
+  const size_t largest = world.ranks[0]->low_latency_bytes() / sizeof(T);
+  trial.hidden = 1 + random() % (random() % 2 ? std::min<size_t>(largest, 9) : largest);
+  trial.rows = 1 + random() % world.ranks[0]->rms_norm_rows(trial.hidden, trial.dtype);
+  trial.eps = random() % 2 ? 1e-5f : 0.25f;
+  trial.counts = {trial.rows * trial.hidden};
+  const size_t count = trial.counts[0];
+  std::vector<T> residual(count), weight(trial.hidden);
+  for (std::vector<T>* values : {&residual, &weight})
+    for (T& value : *values) value = random_element<T>(random);
+  const auto buffer = [&](size_t elements) { return Buffer(elements * sizeof(T), offset(sizeof(T))); };
+  for (int r = 0; r < world.shape.world; ++r) {
+    trial.sources.push_back(buffer(count));
+    for (size_t i = 0; i < count; ++i) reinterpret_cast<T*>(trial.sources[r].data())[i] = random_element<T>(random);
+    trial.residuals.push_back(buffer(count));
+    std::memcpy(trial.residuals[r].data(), residual.data(), count * sizeof(T));
+    trial.weights.push_back(buffer(trial.hidden));
+    std::memcpy(trial.weights[r].data(), weight.data(), trial.hidden * sizeof(T));
+    trial.results.push_back(buffer(count));
+    trial.normalised.push_back(buffer(count));
+  }
+  std::vector<const T*> inputs;
+  for (Buffer& source : trial.sources) inputs.push_back(reinterpret_cast<const T*>(source.data()));
+  std::vector<char> expected = plain_sum<T>(inputs, count, false, 1.0f, false);
+  for (size_t i = 0; i < count; ++i) {
+    T& total = reinterpret_cast<T*>(expected.data())[i];
+    total = Convert<T>::from_float(Convert<T>::to_float(residual[i]) + Convert<T>::to_float(total));
+  }
+  for (size_t row = 0; row < trial.rows; ++row) {
+    const T* const total = reinterpret_cast<const T*>(expected.data()) + row * trial.hidden;
+    const auto norm = plain_norm<T>(total, weight.data(), trial.hidden, trial.eps, world.shape.threads);
+    expected.insert(expected.end(), norm.begin(), norm.end());
+  }
+  trial.expected.assign(world.shape.world, expected);
 }
 
 inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Random& random, size_t most) {
@@ -214,6 +282,10 @@ inline std::unique_ptr<Trial> make_trial(World& world, Operation operation, Rand
     const bool scattered =
         operation == Operation::reduce_scatter || operation == Operation::reduce_scatter_in_place;
     if (reads_windows(operation)) most = std::min(most, (symmetric_bytes - 64) / ranks);
+    if (operation == Operation::all_reduce_rms_norm) {
+      make_norm<T>(*trial, world, random, offset);
+      return;
+    }
     if (operation == Operation::all_reduce_low_latency) most = std::min(most, world.ranks[0]->low_latency_bytes() + 1);
     size_t total = 0;
     for (int r = 0; r < (scattered ? ranks : 1); ++r) {
@@ -277,6 +349,13 @@ inline void enqueue(World& world, Trial& trial, int rank) {
       const std::string algorithm = name.substr(name.find('(') + 1, name.size() - name.find('(') - 2);
       ranks.all_reduce(source(), trial.in_place ? source() : trial.results[rank].address(), trial.counts[0],
                        trial.dtype, trial.average, trial.scale, algorithm, stream);
+      break;
+    }
+    case Operation::all_reduce_rms_norm: {
+      const uintptr_t normalised = (trial.in_place ? trial.sources : trial.normalised)[rank].address();
+      const uintptr_t total = (trial.in_place ? trial.residuals : trial.results)[rank].address();
+      ranks.all_reduce_rms_norm(source(), trial.residuals[rank].address(), trial.weights[rank].address(), normalised,
+                                total, trial.rows, trial.hidden, trial.dtype, trial.eps, stream);
       break;
     }
     case Operation::all_reduce_in_place:
@@ -351,7 +430,10 @@ inline std::vector<char> received(Trial& trial, int rank) {
   };
   if (gathers(trial.operation))
     for (Buffer& buffer : trial.gathered[rank]) append(buffer);
-  else if (trial.operation != Operation::barrier)
+  else if (trial.operation == Operation::all_reduce_rms_norm) {
+    append((trial.in_place ? trial.residuals : trial.results)[rank]);
+    append((trial.in_place ? trial.sources : trial.normalised)[rank]);
+  } else if (trial.operation != Operation::barrier)
     append(reduced && trial.in_place ? trial.sources[rank] : trial.results[rank]);
   return bytes;
 }
@@ -379,9 +461,14 @@ inline size_t check(Trial& trial, int rank, bool gave_up) {
   return right;
 }
 
+// Whether a rank needs no more than what its peers have sent before they wait.
+inline bool has_boxes(Operation operation) {
+  return operation == Operation::all_reduce_low_latency || operation == Operation::all_reduce_rms_norm;
+}
+
 inline const Operation all_operations[] = {
     Operation::barrier,           Operation::all_reduce_one_shot, Operation::all_reduce_two_shot,
     Operation::all_reduce_in_place, Operation::all_reduce_multimem, Operation::reduce_scatter,
     Operation::all_gather,        Operation::reduce_scatter_in_place, Operation::all_gather_in_place,
-    Operation::all_gather_by_copies, Operation::all_reduce_low_latency,
+    Operation::all_gather_by_copies, Operation::all_reduce_low_latency, Operation::all_reduce_rms_norm,
 };

@@ -98,3 +98,34 @@ def check_wire(rank):
 
 def test_a_wire_type_rounds_what_travels_and_bad_input_is_refused():
     run_ranks(check_wire, 3)
+
+
+def check_norm(rank):
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    residual, weight = torch.randn(2, 5, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    parts = [torch.randn(2, 5, 7, dtype=torch.float64) for _ in range(world)]
+    normalised, total = weft.all_reduce_rms_norm(parts[rank].clone(), residual, weight, 1e-3)
+    torch.testing.assert_close(total, residual + sum(parts), rtol=1e-12, atol=1e-13)
+    expected = total / (total.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    torch.testing.assert_close(normalised, expected, rtol=1e-12, atol=1e-13)
+    x = torch.ones(2, 3)
+    for bad, error, complaint in (
+        ((x, x[:1], x[0]), ValueError, r"partial \[2, 3\], residual \[1, 3\], weight \[3\]; expected .* one shape"),
+        ((x, x, x[:, 0]), ValueError, r"weight \[2\]; expected"),
+        ((x, x, x), ValueError, r"weight \[2, 3\]; expected"),
+        ((x, x, x[0].double()), TypeError, "weight torch.float64; expected one floating-point type"),
+        ((x.int(), x.int(), x[0].int()), TypeError, "expected one floating-point type"),
+        ((x, x.to("meta"), x[0]), ValueError, "residual on meta, weight on cpu; expected one device"),
+        ((x, x, torch.nn.Parameter(x[0])), ValueError, "weight needs one; call it under torch.no_grad"),
+    ):
+        with pytest.raises(error, match=complaint):
+            weft.all_reduce_rms_norm(*bad, 1e-5)
+    with torch.no_grad():
+        weft.all_reduce_rms_norm(x, x, torch.nn.Parameter(x[0].clone()), 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["weft", "gloo"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_norm_is_of_the_residual_and_the_sum(world, backend):
+    run_ranks(check_norm, world, backend=backend)
