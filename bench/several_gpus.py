@@ -1,4 +1,4 @@
-"""weft bench several_gpus: collectives against NCCL's, overlapped products against torch.matmul and then NCCL.
+"""weft bench several_gpus: collectives, sums with a norm and overlapped products against those of NCCL and of others.
 
 Each GPU has one rank. With fewer than two GPUs, every row says that it was not measured.
 """
@@ -17,11 +17,16 @@ from weft.bench.several_gpus_rank import (
     KINDS,
     LAYERS,
     LIBRARY,
+    NCCL_CALLS,
+    ONE_KERNEL,
     OVERLAPPED,
+    THREE_CALLS,
     Collective,
+    Norm,
     Product,
     RankReport,
     RankResult,
+    Work,
     measure_rank,
 )
 from weft.bench.table import Row, not_measured
@@ -32,6 +37,7 @@ __all__ = ["LIMIT", "add_arguments", "rows", "run", "works"]
 
 LIMIT = "the links' rate, which is not measured; times are the slowest rank's of each round"
 SIZES = [4096 << shift for shift in range(0, 17, 2)]  # 4 KiB to 256 MiB
+NORMS = (1, 4096), (8, 4096), (1, 8192), (4, 8192)  # rows and hidden size; each is one kernel with up to 8 ranks
 MODELS, TOKENS = ("llama-3-8b", "llama-3-70b"), (4096, 8192)
 
 _BACKEND = "cpu:weft,cuda:nccl"
@@ -71,9 +77,10 @@ def why_not(world: int | None, gpus: int) -> str | None:
     return f"needs {world} GPUs, and there are {gpus}" if world and world > gpus else None
 
 
-def works(world: int, only: str | None = None) -> list[Collective | Product]:
-    collectives = [Collective(name, bytes, world) for name in COLLECTIVES for bytes in SIZES]
-    products = [
+def works(world: int, only: str | None = None) -> list[Work]:
+    collectives: list[Work] = [Collective(name, bytes, world) for name in COLLECTIVES for bytes in SIZES]
+    collectives += [Norm(rows, hidden, world) for rows, hidden in NORMS]
+    products: list[Work] = [
         Product(how, f"{model} tp={world} {layer.name}", m // world * world, layer.n * (1 + layer.gated), layer.k)
         for how, layer_names in LAYERS.items()
         for model in MODELS
@@ -84,7 +91,7 @@ def works(world: int, only: str | None = None) -> list[Collective | Product]:
     return [*(collectives if only != "products" else []), *(products if only != "collectives" else [])]
 
 
-def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[RankReport]) -> list[Row]:
+def of_ranks(work: Work, number: int, per_rank: Sequence[RankReport]) -> list[Row]:
     """Return the rows of one work from the reports of all ranks."""
     found: list[RankResult] = [rank.found[number] for rank in per_rank]
     eager = slowest_rank([result.eager for result in found])
@@ -92,6 +99,9 @@ def of_ranks(work: Collective | Product, number: int, per_rank: Sequence[RankRep
     missing = found[0].missing
     if isinstance(work, Product):
         return [_line(work.op, work.shapes()[0], OVERLAPPED, (APART, LIBRARY), eager, graphs, missing)]
+    if isinstance(work, Norm):
+        known = (THREE_CALLS, NCCL_CALLS, "FlashInfer")
+        return [_line(work.op, work.shapes()[0], ONE_KERNEL, known, eager, graphs, missing)]
     peers = tuple(name for name in (*eager, *missing) if name not in KINDS)
     return [
         _line(work.op, shape, kind, peers, eager, graphs, missing)

@@ -6,16 +6,20 @@ PyTorch's page on symmetric memory). They are for one NVLink domain; elsewhere N
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch.nn.functional import rms_norm
 
 import weft
+from weft.bench.peer_collectives import Peer, first_line, open_peers
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.ops.overlap import products
@@ -27,6 +31,7 @@ ORDINARY, SYMMETRIC = "ordinary", "symmetric"
 KINDS = (ORDINARY, SYMMETRIC)
 NCCL, NCCL_SYMMETRIC = "NCCL", "NCCL symmetric"
 TORCH = ("one_shot", "two_shot", "multimem")  # torch's own all_reduce in its symmetric memory
+ONE_KERNEL, THREE_CALLS, NCCL_CALLS = "one kernel", "weft.all_reduce, add, rms_norm", "NCCL, add, rms_norm"
 OVERLAPPED, APART, LIBRARY = "overlapped", 'overlap="never"', "torch.matmul, NCCL"
 LAYERS = {  # how the product communicates: layers with this forward
     "all_gather": ("qkv", "rise"),
@@ -41,6 +46,7 @@ _TITLES = {
 
 _DTYPE = torch.bfloat16
 _CHECKED = 64  # rows of a product compared with fp64
+_EPS = 1e-5
 _PERIOD = 1009  # of the numbers of a collective's check
 _SMALL_BYTES = 1 << 20
 _SYMMETRIC_SINCE = (2, 27)
@@ -84,6 +90,22 @@ class Product:
         return [f"{self.label} {self.m}x{self.n}x{self.k}"]
 
 
+@dataclass(frozen=True)
+class Norm:
+    """Sum of [rows, hidden] over all ranks, with the residual's addition and the RMS norm."""
+
+    rows: int
+    hidden: int
+    world: int
+    op = "all_reduce_rms_norm"
+
+    def shapes(self) -> list[str]:
+        return [f"{self.rows}x{self.hidden} bfloat16 W={self.world}"]
+
+
+Work = Collective | Norm | Product
+
+
 @dataclass
 class RankResult:
     """Result of one work on one rank.
@@ -118,7 +140,7 @@ class Buffers:
         return Buffers(self.whole[:count], self.shard[: count // world])
 
 
-def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) -> RankReport:
+def measure_rank(rank: int, works: Sequence[Work], rounds: int) -> RankReport:
     """Measure the works on the GPU of the rank's number; the default group is weft's with NCCL for CUDA tensors."""
     warnings.simplefilter("ignore", FutureWarning)  # torch renames these functions again
     device = torch.device("cuda", rank)
@@ -128,12 +150,17 @@ def measure_rank(rank: int, works: Sequence[Collective | Product], rounds: int) 
     dist.all_reduce(torch.zeros(1, device=device), group=nccl)
     largest = max((work.count for work in works if isinstance(work, Collective)), default=0)
     found = []
+    peers, absent = open_peers(ranks, dist.new_group(backend="gloo"), device)
     with _every_memory(largest, ranks, nccl, device) as (buffers, missing):
         for work in works:
             if isinstance(work, Collective):
-                calls = collective_calls(work, ranks, nccl, buffers)
+                calls, without = collective_calls(work, ranks, nccl, buffers, peers)
+                without |= missing | (absent if work.op == "all_reduce" else {})
                 repeats = 20 if work.bytes <= _SMALL_BYTES else 5
-                found.append(_timed(calls, ranks, rounds, repeats, dict(missing)))
+                found.append(_timed(calls, ranks, rounds, repeats, without))
+            elif isinstance(work, Norm):
+                calls, without = norm_calls(work, ranks, nccl, peers, device)
+                found.append(_timed(calls, ranks, rounds, 20, without | absent))
             else:
                 product, without = product_calls(work, ranks, nccl, device)
                 found.append(_timed(product, ranks, rounds, 5, without))
@@ -205,31 +232,51 @@ def _zeros(count: int, device: torch.device) -> torch.Tensor:
 
 
 def collective_calls(
-    work: Collective, ranks: Communicator, other: dist.ProcessGroup, buffers: dict[str, Buffers]
-) -> Calls:
-    """Return checked calls by kind of memory: ours on our kinds, the other group's on the rest.
+    work: Collective,
+    ranks: Communicator,
+    other: dist.ProcessGroup,
+    buffers: dict[str, Buffers],
+    peers: Mapping[str, Peer] = MappingProxyType({}),
+) -> tuple[Calls, dict[str, str]]:
+    """Return checked calls, and the reason for each peer that has none here.
+
+    Calls are by kind of memory: ours on our kinds, the other group's and torch's on the rest; and by name of other
+    packages, which get ordinary memory.
 
     Raises:
-        AssertionError: A call gives a wrong result.
+        AssertionError: A call of ours or of the other group gives a wrong result.
     """
     calls: Calls = {}
-    for kind, memory in buffers.items():
-        if kind in TORCH and work.op != "all_reduce":
+    missing: dict[str, str] = {}
+    for kind, memory in {**buffers, **dict.fromkeys(peers, buffers[ORDINARY])}.items():
+        if work.op != "all_reduce" and (kind in TORCH or kind in peers):
             continue
         cut = memory.cut(work.count, ranks.world_size)
         if kind in KINDS:
             call = _ours(work.op, ranks, cut)
+        elif kind in peers:
+            call = partial(peers[kind].all_reduce, cut.whole)
         else:
             call = _torchs(kind, ranks, cut) if kind in TORCH else _theirs(work.op, other, cut)
-        try:
-            _check_collective(work.op, ranks, cut, call, f"{work.op} of {work.bytes} bytes, {kind}")
-        except RuntimeError as error:
-            if kind not in TORCH:
-                raise
-            print(f"{work.op} of {work.bytes} bytes, torch's {kind}: {error}")  # on every rank
-        else:
-            calls[kind] = call
-    return calls
+        label = f"{work.op} of {work.bytes} bytes, {kind}"
+        check = partial(_check_collective, work.op, ranks, cut, call, label)
+        if kind not in TORCH and kind not in peers:
+            check()
+        elif reason := _failure(check, ranks):
+            missing[kind] = reason
+            continue
+        calls[kind] = call
+    return calls, missing
+
+
+def _failure(check: Callable[[], object], ranks: Communicator) -> str:
+    """Run a check of a call that is not ours; return why it failed on any rank, or "" on all."""
+    try:
+        check()
+        reason = ""
+    except Exception as error:  # whatever another package raises costs its own figures only
+        reason = first_line(error)
+    return next(filter(None, ranks.all_gather_object(reason)), "")
 
 
 def _ours(op: str, ranks: Communicator, on: Buffers) -> Callable[[], object]:
@@ -293,6 +340,57 @@ def _check_collective(op: str, ranks: Communicator, on: Buffers, call: Callable[
         raise AssertionError(f"{label}: {wrong} elements are wrong")
     on.whole.zero_()
     on.shard.zero_()
+
+
+def norm_calls(
+    work: Norm, ranks: Communicator, other: dist.ProcessGroup, peers: Mapping[str, Peer], device: torch.device
+) -> tuple[Calls, dict[str, str]]:
+    """Return the checked norms by name, and the reason for each missing one.
+
+    Raises:
+        AssertionError: A call of ours or of NCCL gives a wrong result.
+    """
+
+    def numbers(seed: int, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, _DTYPE)
+
+    parts = [numbers(r, work.rows, work.hidden) for r in range(ranks.world_size)]
+    residual, weight = numbers(ranks.world_size, work.rows, work.hidden), numbers(ranks.world_size + 1, work.hidden)
+    terms = torch.stack([*parts, residual]).double()
+    part = torch.zeros_like(residual)  # also when it is timed: calls may overwrite it with the sum
+
+    def apart(all_reduce: Callable[[torch.Tensor], object]) -> tuple[torch.Tensor, torch.Tensor]:
+        all_reduce(part)
+        total = residual + part
+        return rms_norm(total, weight.shape, weight, _EPS), total
+
+    def check(call: Callable[[], tuple[torch.Tensor, torch.Tensor]], name: str) -> None:
+        part.copy_(parts[ranks.rank])
+        normalised, total = call()
+        part.zero_()
+        unit = torch.finfo(_DTYPE).eps  # each of W + 1 roundings is at most half of it
+        wrong = (total.double() - terms.sum(0)).abs() > terms.abs().sum(0) * unit / 2 * (ranks.world_size + 1)
+        norm = rms_norm(total.double(), weight.shape, weight.double(), _EPS)
+        wrong |= (normalised.double() - norm).abs() > 2 * unit * norm.abs()  # some normalise what is not rounded yet
+        if wrong.any():
+            raise AssertionError(f"{work.op} of {work.shapes()[0]}, {name}: {int(wrong.sum())} elements are wrong")
+
+    calls: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
+        ONE_KERNEL: lambda: weft.all_reduce_rms_norm(part, residual, weight, _EPS, group=ranks.group),
+        THREE_CALLS: lambda: apart(lambda x: weft.all_reduce(x, group=ranks.group)),
+        NCCL_CALLS: lambda: apart(lambda x: dist.all_reduce(x, group=other)),
+    }
+    for name, call in calls.items():
+        check(call, name)
+    missing: dict[str, str] = {}
+    for name, peer in peers.items():
+        if peer.norm is not None:
+            call = partial(peer.norm, part, residual, weight, _EPS)
+            if reason := _failure(partial(check, call, name), ranks):
+                missing[name] = reason
+            else:
+                calls[name] = call
+    return dict(calls), missing
 
 
 def product_calls(

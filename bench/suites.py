@@ -76,5 +76,5 @@ SUITES = {
         "the GPU kernels' benches as one table; --communicating: those of the kernels that cross ranks", True, COLD
     ),
     "rank_order_sum": Suite("the CUDA extension's sum of W buffers beside torch.sum, on a GPU", True, COLD),
-    "several_gpus": Suite("collectives beside NCCL's and overlapped products, one rank a GPU", True),
+    "several_gpus": Suite("collectives beside NCCL's and others', overlapped products, one rank a GPU", True),
 }

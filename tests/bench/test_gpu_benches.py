@@ -28,12 +28,14 @@ from weft.bench import (
     host_time,
     kernels,
     on_gpu,
+    peer_collectives,
     several_gpus,
     several_gpus_rank,
     tune,
 )
 from weft.bench.matmul import products, shards
 from weft.bench.measure import Quantiles
+from weft.bench.peer_collectives import Peer
 from weft.bench.table import Row, not_measured, table
 from weft.comm.registry import communicator
 from weft.kernels import config, launch
@@ -236,8 +238,8 @@ def make_collectives(rank, sizes):
                 "symmetric": both(weft.empty_symmetric),
                 "gloo": both(torch.empty),
             }
-            calls = several_gpus_rank.collective_calls(work, ranks, gloo, buffers)
-            assert list(calls) == list(buffers)
+            calls, missing = several_gpus_rank.collective_calls(work, ranks, gloo, buffers)
+            assert list(calls) == list(buffers) and not missing
             for call in calls.values():
                 call()
             made += len(calls)
@@ -259,6 +261,73 @@ def make_a_wrong_collective(rank):
 def test_a_wrong_collective_is_not_timed():
     with pytest.raises(RanksFailedError, match="all_reduce of 4096 bytes, ordinary: [0-9]+ elements are wrong"):
         run_ranks(make_a_wrong_collective, 2)
+
+
+def only_on_rank_1(x):
+    if torch.distributed.get_rank() == 1:
+        raise OSError("no peer memory\non this rank")
+    return x
+
+
+def peers_of_others(rank):
+    """What of the packages that are there is measured."""
+    ranks, gloo = communicator(None), torch.distributed.new_group(backend="gloo")
+
+    def reduced(x):
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=gloo)
+        return x
+
+    def norm(partial, residual, weight, eps):
+        total = residual + reduced(partial)
+        return torch.nn.functional.rms_norm(total, weight.shape, weight, eps), total
+
+    def cannot(group, device):
+        raise RuntimeError("no NVLink" if rank == 1 else "another rank cannot")
+
+    makers = {
+        "right": lambda group, device: Peer(reduced, norm),
+        "wrong": lambda group, device: Peer(lambda x: x + 1, lambda *given: (given[0], given[1])),
+        "of one rank": lambda group, device: Peer(only_on_rank_1),
+        "cannot": cannot,
+    }
+    peer_collectives.MAKERS.update(makers)
+    peers, absent = peer_collectives.open_peers(ranks, gloo, torch.device("cpu"))
+    found = []
+    for op in ("all_reduce", "all_gather"):
+        work = several_gpus.Collective(op, 4096, ranks.world_size)
+        buffers = several_gpus_rank.Buffers(
+            torch.empty(2048, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bfloat16)
+        )
+        calls, missing = several_gpus_rank.collective_calls(work, ranks, gloo, {"ordinary": buffers}, peers)
+        found.append((list(calls), missing))
+    calls, missing = several_gpus_rank.norm_calls(several_gpus.Norm(3, 33, 2), ranks, gloo, peers, torch.device("cpu"))
+    for call in calls.values():
+        assert call()[0].shape == (3, 33)
+    return [*found, (list(calls), missing)], absent
+
+
+def test_a_package_that_is_absent_or_fails_costs_its_own_figures_only():
+    for (all_reduce, all_gather, norm), absent in run_ranks(peers_of_others, 2):
+        calls, missing = all_reduce
+        assert calls == ["ordinary", "right"] and list(missing) == ["wrong", "of one rank"]
+        assert all(reason.endswith("elements are wrong") for reason in missing.values()), "of rank 0, on every rank"
+        assert all_gather == (["ordinary"], {})
+        calls, missing = norm
+        assert calls == ["one kernel", "weft.all_reduce, add, rms_norm", "NCCL, add, rms_norm", "right"]
+        assert list(missing) == ["wrong"] and missing["wrong"].endswith("elements are wrong")
+        assert absent.pop("cannot") == "another rank cannot"
+        assert set(absent) == {"vLLM", "FlashInfer"} and all("not installed" in reason for reason in absent.values())
+
+
+def fails_our_norm(rank):
+    weft.all_reduce_rms_norm = lambda partial, *given, group: (partial, partial)
+    several_gpus_rank.norm_calls(several_gpus.Norm(1, 8, 2), communicator(None), None, {}, torch.device("cpu"))
+
+
+def test_a_wrong_norm_is_not_timed():
+    with pytest.raises(RanksFailedError, match="all_reduce_rms_norm of 1x8 bfloat16 W=2, one kernel: 1?[0-9] elements"):
+        run_ranks(fails_our_norm, 2)
 
 
 def make_products(rank, shapes):
@@ -326,6 +395,18 @@ def test_the_slowest_rank_counts_and_what_is_missing_is_said():
     assert symmetric.ours is None and symmetric.remark == "not measured: no peer access"
 
 
+def test_a_norm_has_a_row_beside_separate_calls():
+    result = several_gpus_rank.RankResult(
+        {"one kernel": [4.0], "weft.all_reduce, add, rms_norm": [9.0], "NCCL, add, rms_norm": [12.0]},
+        {"one kernel": [3.0]},
+        {"FlashInfer": "not installed", "vLLM": "not installed"},
+    )
+    work = several_gpus.Norm(1, 4096, 2)
+    (row,) = several_gpus.of_ranks(work, 0, [several_gpus_rank.RankReport("", [result])] * 2)
+    assert row.ratio == 2.25 and row.of == {"op": "all_reduce_rms_norm", "shape": "1x4096 bfloat16 W=2"}
+    assert row.remark == "FlashInfer not measured: not installed" and row.facts["graph_us"]["ours"] == 3.0
+
+
 def test_without_several_gpus_every_row_says_that_it_was_not_measured(tmp_path, capsys):
     if torch.cuda.device_count() > 1:
         pytest.skip("there are several GPUs here")
@@ -334,9 +415,13 @@ def test_without_several_gpus_every_row_says_that_it_was_not_measured(tmp_path, 
     file = tmp_path / "rows.json"
     assert main(["bench", "several_gpus", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert {row["op"] for row in rows} == {*several_gpus.COLLECTIVES, *several_gpus_rank._TITLES.values()}
+    assert {row["op"] for row in rows} == {
+        *several_gpus.COLLECTIVES,
+        "all_reduce_rms_norm",
+        *several_gpus_rank._TITLES.values(),
+    }
     assert {row["remark"] for row in rows} == {"not measured: needs several GPUs"}
-    assert len(rows) == 3 * 9 * 2 + 3 * 2 * 2 * 2 and not any(row["times"] for row in rows)
+    assert len(rows) == 3 * 9 * 2 + 4 + 3 * 2 * 2 * 2 and not any(row["times"] for row in rows)
     shapes = [row["shape"] for row in rows if row["op"] == "all_gather"]
     assert shapes[0] == "4 KiB bfloat16 W=2 ordinary" and shapes[-1] == "256 MiB bfloat16 W=2 symmetric"
     assert main(["bench", "several_gpus", "--only", "products"]) == 0
