@@ -822,21 +822,23 @@ def test_setting_up_while_a_graph_is_captured_is_refused():
     run_ranks(captured_first, 2, backend=BOTH)
 
 
-def check_rounds(device, rounds):
+def check_rounds(rounds, *tensors):
     """Small sums back to back, each of what no other was of; the ranks do not wait for each other in between."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    x, wrong = torch.empty(64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    wrong = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for number in range(rounds):
-        x.fill_(number % 97 + rank)
-        weft.all_reduce(x)
-        wrong += (x != number % 97 * world + world * (world - 1) // 2).sum()
+        for x in tensors:
+            x.fill_(number % 97 + rank)
+            weft.all_reduce(x)
+            wrong += (x != number % 97 * world + world * (world - 1) // 2).sum()
     weft.check_waits()
     assert wrong == 0
 
 
 def rounds_of_sums(rank):
     pretend()
-    check_rounds("cpu", 100)
+    check_rounds(40, torch.empty(64), torch.empty(1000), pretended_symmetric(64))
+    assert {name for name, *_ in FakeRanks.log} == {"low_latency", "one_shot", "in_place"}
 
 
 def test_sums_back_to_back_are_each_of_their_own_round():
@@ -1484,8 +1486,9 @@ def gpu_messages(rank):
 
 
 def gpu_rounds(rank):
-    """A litmus of flags and data: a store that is seen late gives a sum of another round."""
-    check_rounds("cuda", 200_000)
+    """A litmus of a million rounds: a store that is seen late gives a sum of another one. Words that show by themselves
+    that they have come, then data before flags, staged and in symmetric memory."""
+    check_rounds(333_334, torch.empty(64, device="cuda"), torch.empty(1 << 15, device="cuda"), gpu_symmetric(64))
 
 
 def gpu_any_order(rank):

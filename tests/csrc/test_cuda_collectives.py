@@ -213,6 +213,34 @@ def test_calls_back_to_back_are_right_however_late_a_rank_is(world):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_a_norm_of_the_sum_is_that_of_separate_calls(world, dtype):
+    ranks = VirtualRanks(world)
+    for rows, hidden in [(1, 1), (3, 33), (4, 2048), (4, 4095 if dtype.itemsize == 2 else 2047), (1, 8191), (1, 3)]:
+        assert rows <= ranks.ranks[0].rms_norm_rows(hidden, name_of(dtype))
+        parts = [values(rows * hidden, dtype, rank % 2) for rank in range(world)]
+        residual, weight = values(rows * hidden, dtype), values(hidden, dtype)
+        results = [[torch.empty_like(residual) for _ in range(2)] for _ in range(world)]
+        torch.cuda.synchronize()
+
+        def launch(on, rank, stream, rows=rows, hidden=hidden, inputs=(parts, residual, weight), results=results):
+            parts, *shared = inputs
+            addresses = [x.data_ptr() for x in (parts[rank], *shared, *results[rank])]
+            on.all_reduce_rms_norm(*addresses, rows, hidden, name_of(dtype), 1e-5, stream)
+
+        ranks.call(launch, late=rows % world, cycles=1_000_000)
+        torch.cuda.synchronize()
+        expected = residual.cpu() + reference.reduce([part.cpu() for part in parts])
+        exact = torch.nn.functional.rms_norm(expected.double().view(rows, -1), (hidden,), weight.cpu().double(), 1e-5)
+        rounding = torch.finfo(dtype).eps * (0.52 if dtype.itemsize == 2 else 8)
+        for normalised, total in results:
+            assert torch.equal(total.cpu(), expected) and torch.equal(normalised, results[0][0])
+            torch.testing.assert_close(normalised.cpu().double(), exact.view(-1), rtol=rounding, atol=1e-7)
+    ranks.assert_idle()
+
+
+@pytest.mark.gpu
 def test_a_barrier_orders_what_ranks_write():
     ranks = VirtualRanks(4)
     cells = torch.zeros(4, dtype=torch.int32, device="cuda")
