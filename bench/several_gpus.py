@@ -12,14 +12,16 @@ import torch
 from weft.bench.device_time import Ceilings
 from weft.bench.measure import ROUNDS, Quantiles, slowest_rank
 from weft.bench.several_gpus_rank import (
+    ANY_ORDER,
     APART,
     COLLECTIVES,
-    KINDS,
     LAYERS,
     LIBRARY,
     NCCL_CALLS,
     ONE_KERNEL,
+    ORDINARY,
     OVERLAPPED,
+    SYMMETRIC,
     THREE_CALLS,
     Collective,
     Norm,
@@ -102,10 +104,10 @@ def of_ranks(work: Work, number: int, per_rank: Sequence[RankReport]) -> list[Ro
     if isinstance(work, Norm):
         known = (THREE_CALLS, NCCL_CALLS, "FlashInfer")
         return [_line(work.op, work.shapes()[0], ONE_KERNEL, known, eager, graphs, missing)]
-    peers = tuple(name for name in (*eager, *missing) if name not in KINDS)
+    peers = tuple(name for name in (*eager, *missing) if name not in (ORDINARY, SYMMETRIC, ANY_ORDER))
     return [
         _line(work.op, shape, kind, peers, eager, graphs, missing)
-        for kind, shape in zip(KINDS, work.shapes(), strict=True)
+        for kind, shape in zip(work.kinds(), work.shapes(), strict=True)
     ]
 
 

@@ -1,8 +1,10 @@
 """One rank of `weft bench several_gpus`: the calls, their checks and their times.
 
-Our tensors are ordinary or symmetric (`weft.empty_symmetric`). NCCL's tensors are ordinary, or lie in a pool of its own
-memory that is registered as a symmetric window. NCCL's symmetric kernels need such a window (NCCL 2.27 and later;
-PyTorch's page on symmetric memory). They are for one NVLink domain; elsewhere NCCL silently takes its other kernels.
+Our tensors are ordinary or symmetric (`weft.empty_symmetric`). With "any order" the switch sums, if there is one.
+
+NCCL's tensors are ordinary, or lie in a pool of its own memory that is registered as a symmetric window. Its symmetric
+kernels need such a window (NCCL 2.27 and later; PyTorch's page on symmetric memory). They are for one NVLink domain;
+elsewhere NCCL silently takes its other kernels.
 """
 
 import warnings
@@ -27,8 +29,7 @@ from weft.sharding.sizes import split_sizes
 from weft.testing.tolerance import assert_close
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
-ORDINARY, SYMMETRIC = "ordinary", "symmetric"
-KINDS = (ORDINARY, SYMMETRIC)
+ORDINARY, SYMMETRIC, ANY_ORDER = "ordinary", "symmetric", "symmetric, any order"
 NCCL, NCCL_SYMMETRIC = "NCCL", "NCCL symmetric"
 TORCH = ("one_shot", "two_shot", "multimem")  # torch's own all_reduce in its symmetric memory
 ONE_KERNEL, THREE_CALLS, NCCL_CALLS = "one kernel", "weft.all_reduce, add, rms_norm", "NCCL, add, rms_norm"
@@ -67,9 +68,13 @@ class Collective:
         each = max(1, self.bytes // (16 * self.world)) * 16
         return each * self.world // _DTYPE.itemsize
 
+    def kinds(self) -> list[str]:
+        """Return the kinds of memory of our calls."""
+        return [ORDINARY, SYMMETRIC, *([ANY_ORDER] if self.op == "all_reduce" else [])]
+
     def shapes(self) -> list[str]:
         size = f"{self.bytes >> 20} MiB" if self.bytes >= 1 << 20 else f"{self.bytes >> 10} KiB"
-        return [f"{size} bfloat16 W={self.world} {kind}" for kind in KINDS]
+        return [f"{size} bfloat16 W={self.world} {kind}" for kind in self.kinds()]
 
 
 @dataclass(frozen=True)
@@ -180,9 +185,9 @@ def _every_memory(
         return
     try:
         whole, part = (weft.empty_symmetric(size, dtype=_DTYPE, device=device).zero_() for size in (count, shard))
-        buffers[SYMMETRIC] = Buffers(whole, part)
+        buffers |= dict.fromkeys((SYMMETRIC, ANY_ORDER), Buffers(whole, part))
     except (ValueError, OSError) as error:  # every rank raises it
-        missing[SYMMETRIC] = str(error)
+        missing |= dict.fromkeys((SYMMETRIC, ANY_ORDER), str(error))
     try:
         memory = symmetric_memory.empty(count, dtype=_DTYPE, device=device)
         handle = symmetric_memory.rendezvous(memory.zero_(), _group_name(ranks))
@@ -249,11 +254,11 @@ def collective_calls(
     calls: Calls = {}
     missing: dict[str, str] = {}
     for kind, memory in {**buffers, **dict.fromkeys(peers, buffers[ORDINARY])}.items():
-        if work.op != "all_reduce" and (kind in TORCH or kind in peers):
+        if work.op != "all_reduce" and kind in (ANY_ORDER, *TORCH, *peers):
             continue
         cut = memory.cut(work.count, ranks.world_size)
-        if kind in KINDS:
-            call = _ours(work.op, ranks, cut)
+        if kind in work.kinds():
+            call = _ours(work.op, ranks, cut, kind != ANY_ORDER)
         elif kind in peers:
             call = partial(peers[kind].all_reduce, cut.whole)
         else:
@@ -279,11 +284,11 @@ def _failure(check: Callable[[], object], ranks: Communicator) -> str:
     return next(filter(None, ranks.all_gather_object(reason)), "")
 
 
-def _ours(op: str, ranks: Communicator, on: Buffers) -> Callable[[], object]:
+def _ours(op: str, ranks: Communicator, on: Buffers, deterministic: bool) -> Callable[[], object]:
     """Return our call without the exchange of sizes in weft.all_gather, since layers know theirs."""
     parts = list(on.whole.chunk(ranks.world_size))
     return {
-        "all_reduce": lambda: weft.all_reduce(on.whole, group=ranks.group),
+        "all_reduce": lambda: weft.all_reduce(on.whole, group=ranks.group, deterministic=deterministic),
         "reduce_scatter": lambda: ranks.reduce_scatter_into(parts, on.shard),
         "all_gather": lambda: ranks.all_gather_into(on.shard, parts),
     }[op]
