@@ -37,6 +37,7 @@ from weft.bench.table import Row
 LEAST_SECONDS = 20  # no step starts with less time left
 _LARGE = "rank_order_sum", "communicating", "several_gpus"
 SUITES = ("launch", "cross_entropy", "bucket", "attention_chunk", "matmul", *_LARGE)
+COLLECTIVES = "rank_order_sum", "several_gpus", "tests_of_several", "tune_collectives"  # named together "collectives"
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
     known = steps()
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path, help="where the device's folder goes")
-    parser.add_argument("steps", nargs="*", help=f"of {', '.join(known)}; all by default")
+    parser.add_argument("steps", nargs="*", help=f"of {', '.join(known)}; collectives: some of these; all by default")
     parser.add_argument("--seconds", type=int, default=570, help="when the last step is ended")
     parser.add_argument("--archive", type=Path, help="a .tar.gz of the device's folder, made again after each step")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: the steps that the interpreter can run")
     parser.add_argument("--one", metavar="STEP", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.steps = [name for step in options.steps for name in (COLLECTIVES if step == "collectives" else [step])]
     if unknown := {*options.steps, *([options.one] if options.one else [])} - set(known):
         parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if not torch.cuda.is_available() and not options.rehearse:

@@ -504,6 +504,14 @@ def test_a_step_writes_as_it_goes_and_ends_at_its_time(tmp_path, capsys, sleep, 
     assert (tmp_path / "log.txt").read_text() == capsys.readouterr().out == "".join(lines)
 
 
+def test_the_steps_of_collectives_have_a_name_together(tmp_path, monkeypatch):
+    ran: list[str] = []
+    monkeypatch.setattr(on_gpu, "_run_all", lambda chosen, folder, options: ran.extend(chosen) or 0)
+    monkeypatch.setattr(on_gpu, "REHEARSED", set(on_gpu.steps()))
+    assert on_gpu.main([str(tmp_path), "doctor", "collectives", "--rehearse"]) == 0
+    assert ran == ["doctor", "rank_order_sum", "several_gpus", "tests_of_several", "tune_collectives"]
+
+
 def test_no_step_starts_without_time_and_all_output_comes_in_one_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(on_gpu, "LEAST_SECONDS", 0)
     monkeypatch.setattr(on_gpu, "_streamed", lambda *arguments: 0)
