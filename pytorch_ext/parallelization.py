@@ -185,6 +185,8 @@ def parallelize(
     entries = through_wrappers(match(plan, model), model)
     if ranks.experts is not None:
         entries = _with_experts(entries, ranks.experts)
+    elif ranks.replicas is not None:
+        entries = {name: _counted_over(entry, ranks.replicas) for name, entry in entries.items()}
     if invariant is not None:
         entries = in_units(entries, model, invariant)
     between, tokenwise = ([name for name, entry in entries.items() if entry == kind] for kind in KEPT)
@@ -340,6 +342,12 @@ def _with_experts(entries: Mapping, experts: Mapping[str, Any]) -> dict:
         )
     found = {name: {"style": entry} if entry == "experts" else entry for name, entry in entries.items()}
     return {name: {**entry, **experts} if _splits_experts(entry) else entry for name, entry in found.items()}
+
+
+def _counted_over(entry: str | Mapping, replicas: DeviceMesh) -> str | Mapping:
+    """Return the entry with the ranks that have tokens of the same batch, if a capacity counts them."""
+    counts = isinstance(entry, Mapping) and _splits_experts(entry) and entry.get("capacity_factor") is not None
+    return {**entry, "replica_group": replicas} if counts else entry  # type: ignore[dict-item]
 
 
 def _splits_experts(entry: str | Mapping) -> bool:

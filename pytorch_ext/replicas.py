@@ -115,7 +115,7 @@ def check_replicas(model: nn.Module) -> None:
             {
                 (name, stretch): int(sum_of_bits(x.narrow(shard.dim, start, stop - start)))
                 for name, x in parameters.items()
-                if (shard := shard_of(x)) is not None and shard.communicator == ranks and shard.cut.replicated
+                if (shard := shard_of(x)) is not None and shard.communicator == ranks and shard.replicated
                 for stretch, (start, stop) in shard.cut.places(ranks.rank).items()
             },
         )  # rows that several ranks have: KV heads, if these are fewer than ranks
@@ -180,7 +180,7 @@ def check_distinct(model: nn.Module) -> None:
             for name, x in model.named_parameters()
             if (shard := shard_of(x)) is not None
             and shard.communicator == ranks
-            and not shard.cut.replicated
+            and not shard.replicated
             and x.dim() > 1  # biases and norms often start with equal values
         }
         rows: list[list[int | None]] = ranks.all_gather_object([_mark_of_varied(x) for x in parts.values()])

@@ -59,11 +59,14 @@ def whole(parameter, tensor):
     return tensor if shard is None else shard.gather(tensor)
 
 
-def check_learning(rank, sizes, options, clips):
+IN_PARTS = {"layers.*.experts": {"style": "experts", "split": "intermediate"}}  # each expert over the ranks of tp
+
+
+def check_learning(rank, sizes, options, clips, plan="auto"):
     mesh = weft.init_mesh(**sizes)
     replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
     plain = Mixture().double()
-    model = weft.parallelize(copy.deepcopy(plain), mesh["pp", "cp", "tp"])
+    model = weft.parallelize(copy.deepcopy(plain), mesh["pp", "cp", "tp"], plan=plan)
     assert len([layer for layer in model.modules() if isinstance(layer, ParallelExperts)]) == 2
     inside, model = model, weft.DataParallel(model, group=mesh["dp"], **options)
     sharded = options.get("shard_optimizer", False)
@@ -134,6 +137,25 @@ def test_a_model_with_experts_over_ep_learns_what_one_process_learns(world, size
 )
 def test_so_do_other_meshes_and_options(world, sizes, options):
     run_ranks(check_learning, world, sizes, options, True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (dict(dp=2, tp=2, ep=2), {}),
+        pytest.param(
+            dict(dp=2, tp=2, ep=2),
+            dict(shard_optimizer=True, bucket_mb=1e-3),
+            marks=pytest.mark.slow("data_parallel", "nn", "ops"),
+        ),
+        pytest.param(dict(cp=2, tp=2, ep=2), {}, marks=pytest.mark.slow("context_parallel", "nn", "ops")),
+        pytest.param(
+            dict(dp=2, tp=2, ep=2), dict(main_grad=True), marks=pytest.mark.slow("data_parallel", "nn", "ops")
+        ),
+    ],
+)
+def test_so_do_experts_over_ep_with_their_intermediate_dimension_over_tp(sizes, options):
+    run_ranks(check_learning, 4, sizes, options, True, IN_PARTS)
 
 
 def check_pipeline(rank, sizes, reduction):
@@ -227,10 +249,31 @@ def check_checkpoint(rank, folder):
     plan = {"layers.*.experts": "experts"}
     model = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(dp=4, ep=2), plan=plan)
     weft.save_checkpoint(model, None, folder)
-    other = weft.parallelize(Mixture().apply(scramble), weft.init_mesh(dp=2, tp=2, ep=2), plan=plan)
-    weft.load_checkpoint(other, None, folder)
-    for name, tensor in weft.full_state_dict(other.module).items():
-        assert torch.equal(tensor, plain.state_dict()[name]), name
+    tokens = batch(0, 4)
+    for sizes, other_plan in (
+        (dict(dp=2, tp=2, ep=2), plan),
+        (dict(dp=2, tp=2, ep=2), IN_PARTS),
+        (dict(tp=4), IN_PARTS),
+    ):
+        other = weft.parallelize(Mixture().apply(scramble), weft.init_mesh(**sizes), plan=other_plan)
+        optimizer = torch.optim.AdamW(other.parameters(), lr=0.0)
+        other(tokens).sum().backward()
+        optimizer.step()
+        weft.load_checkpoint(other, None, folder)
+        inside = getattr(other, "module", other)
+        for name, tensor in weft.full_state_dict(inside).items():
+            assert torch.equal(tensor, plain.state_dict()[name]), name
+        weft.save_checkpoint(other, optimizer, f"{folder}/again")
+        moments = dict(zip(dict(inside.named_parameters()), map(optimizer.state.get, other.parameters()), strict=True))
+        known = {name: state["exp_avg"].clone() for name, state in moments.items()}
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+        weft.load_checkpoint(other, optimizer, f"{folder}/again")
+        for name, parameter in inside.named_parameters():
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], known[name]), name
+        files = weft.load_safetensors(Mixture().apply(scramble), f"{folder}/again", group=None)
+        for name, tensor in files.state_dict().items():
+            assert torch.equal(tensor, plain.state_dict()[name]), name
 
 
 def scramble(module):
@@ -238,5 +281,5 @@ def scramble(module):
         parameter.data.add_(1)
 
 
-def test_a_checkpoint_moves_to_another_ep(tmp_path):
+def test_a_checkpoint_moves_to_another_ep_and_to_experts_in_parts(tmp_path):
     run_ranks(check_checkpoint, 4, str(tmp_path))

@@ -47,15 +47,17 @@ def parts_of(
     if shard is None:
         return local
     rank = shard.communicator.rank
-    places = shard.cut.places(rank)
-    if counted and piece is not None:
-        places = {whole: place for whole, place in places.items() if shard.cut.owner[whole] == rank}
-    return [
-        moved
-        for part in local
-        for (begin, _), (start, stop) in places.items()
-        if (moved := _moved(part, shard.dim, start, stop, begin)) is not None
-    ]
+    for dim, cut in shard.cuts:
+        places = cut.places(rank)
+        if counted and piece is not None and shard.replicated:
+            places = {whole: place for whole, place in places.items() if cut.owner[whole] == rank}
+        local = [
+            moved
+            for part in local
+            for (begin, _), (start, stop) in places.items()
+            if (moved := _moved(part, dim, start, stop, begin)) is not None
+        ]
+    return local
 
 
 def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece) -> list[TensorPart]:

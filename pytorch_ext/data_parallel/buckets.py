@@ -183,7 +183,7 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     for slot in slots:
         shard = shard_of(slot.parameter)
         kinds = slot.dtype, slot.parameter.dtype  # main_grad makes them differ; a bucket's parameters are gathered too
-        of_shard = (shard.communicator, shard.cut.replicated, shard.replicas) if shard else None
+        of_shard = (shard.communicator, shard.replicated, shard.replicas) if shard else None
         key = kinds, of_shard, _counts(slot)
         members = opened.setdefault(key, [])
         members.append(slot)
@@ -213,8 +213,8 @@ def _largest_bytes(slot: Slot) -> int:
     shard = shard_of(slot.parameter)
     if shard is None or shard.replicas is None:
         return padded_bytes(slot)
-    rest = prod(size for dim, size in enumerate(shard.global_shape) if dim != shard.dim)
-    return _padded(max(shard.sizes) * rest * slot.dtype.itemsize)
+    largest = max(prod(shard.shape_of(rank)) for rank in range(shard.communicator.world_size))
+    return _padded(largest * slot.dtype.itemsize)
 
 
 def ranks_that_reduce(parameter: torch.Tensor, ranks: Communicator) -> Communicator:
@@ -242,7 +242,7 @@ def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucke
     for index, (members, those) in enumerate(zip(groups, reducing, strict=True)):
         part = memory[those].pop(0)
         shard = shard_of(members[0].parameter)
-        shard_ranks, replicated = (shard.communicator, shard.cut.replicated) if shard else (None, False)
+        shard_ranks, replicated = (shard.communicator, shard.replicated) if shard else (None, False)
         is_last = index == len(groups) - 1
         flat, counts = part.view(members[0].dtype), _counts(members[0])
         bucket = Bucket(index, flat, list(members), shard_ranks, replicated, counts, those, is_last)

@@ -247,7 +247,7 @@ def _experts(name: str, layer: ParallelExperts | ParallelExpertList, tokens: int
                     tokens
                     * chosen
                     * (2 * row_bytes + layer.seen.weight_bytes)
-                    // (place.tp.world_size if place.tp else 1)
+                    // (place.tp.world_size if place.tp and not place.inner else 1)
                 )
                 traffic.append(_traffic(product, "all_to_all", "x, w and y", there, world))
     how, why = ATEN, "the experts' own forward, on this rank's experts"

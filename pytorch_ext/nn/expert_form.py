@@ -3,22 +3,27 @@
 A module is a layer of experts if its parameters are stacked, expert by expert, along their first dimension (fused
 weights), and if its forward(tokens, chosen experts, routing weights) is a sum over the chosen experts that treats every
 token alone. A name shows none of this, so the module's own forward is run on a few random experts, whole and in parts:
-outputs and all gradients must agree.
+outputs and all gradients must agree. `inner_of` finds the intermediate dimension of an expert in the same way.
 """
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
+
+from weft.sharding.sizes import Cut, cut_over, split_sizes
 
 _EXPERTS = 5  # of the small layer
 _CHOSEN = ((0, 1, 3), (4, 3, 0), (1, 0, 4), (3, 4, 1), (0, 4, 1), (1, 3, 4), (4, 0, 3))  # by each of its tokens
 _PARTS = (range(2), range(2, 3), range(3, 5))  # expert 2 gets no token
 _MOST_NUMBERS = 1 << 24  # elements of a trial at the layer's own widths
+_AT_ONE = 24  # further tokens that all choose the same expert
+_DROPS = "its output for a token depends on how many chose the same expert (a capacity drops tokens, say)"
 _NO_SUM = "the sum over parts of its experts is not what all of them give"
 _TOLERANCE = 1e-4  # of results in fp64, because some experts compute in fp32 inside; a wrong form is off by far more
 
@@ -51,6 +56,42 @@ class ExpertForm:
         return _call(part, self.order, rows, expert.unsqueeze(-1), scale.unsqueeze(-1))
 
 
+@dataclass(frozen=True)
+class InnerForm:
+    """Cut of the intermediate dimension of fused experts: the outputs of the parts add up.
+
+    Attributes:
+        size: the intermediate dimension of an expert.
+        cuts: by parameter, the dimension that is cut, the number of parts in it that are each cut by themselves, and
+            the number of elements that stay together.
+        once: parameters without that dimension (the bias of the output), which one part adds and the others do not.
+        attributes: the module's attributes that are the intermediate dimension.
+    """
+
+    size: int
+    cuts: dict[str, tuple[int, int, int]]
+    once: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+    def cut_over(self, name: str, length: int, world: int) -> tuple[int, Cut]:
+        """Return the dimension of a parameter that is cut, and its cut over `world` ranks."""
+        dim, parts, unit = self.cuts[name]
+        return dim, cut_over(length, world, unit=unit, parts=[length // parts] * parts)
+
+
+def inner_of(module: nn.Module) -> InnerForm | str:
+    """Return how the intermediate dimension of a module of fused experts is cut, or the reason why it cannot be."""
+    form = form_of(module)
+    if isinstance(form, str):
+        return form
+    key = _signature(module)
+    if key not in _known_inner:
+        devices = torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu")
+        with devices[0], devices[1], torch.random.fork_rng([]), torch.enable_grad():
+            _known_inner[key] = _shown_inner(module, form)
+    return _known_inner[key]
+
+
 def has_form(module: nn.Module) -> bool:
     """Return whether the module's parameters look like fused experts. It may still be refused by `form_of`."""
     return _stacked(module) is not None and len(_arguments(module)) >= 3
@@ -70,6 +111,7 @@ def form_of(module: nn.Module) -> ExpertForm | str:
 
 
 _known: dict[tuple, ExpertForm | str] = {}
+_known_inner: dict[tuple, InnerForm | str] = {}
 
 
 def _stacked(module: nn.Module) -> int | None:
@@ -114,7 +156,51 @@ def _shown(module: nn.Module, experts: int) -> ExpertForm | str:
                     if not failed:
                         return form
                     reasons.append(failed)
-    return next((reason for reason in reasons if _NO_SUM in reason), reasons[0])
+    return next((reason for found in (_DROPS, _NO_SUM) for reason in reasons if found in reason), reasons[0])
+
+
+def _shown_inner(module: nn.Module, form: ExpertForm) -> InnerForm | str:
+    reason = "no dimension of its parameters is that inside of an expert"
+    for small in (True, False):
+        sizes = _small_sizes(module, form.experts) if small else {form.experts: _EXPERTS}
+        numbers = sum(p.numel() for p in module.parameters()) // form.experts * _EXPERTS
+        if not small and numbers > _MOST_NUMBERS:
+            break
+        for inner in _inner_forms(module, form):
+            summed = partial(_summed_inner, form, inner, sizes.get(inner.size, inner.size))
+            failed = _difference(module, form, sizes, sizes.get(form.hidden, form.hidden), summed)
+            if not failed:
+                return inner
+            reason = failed.replace(_NO_SUM, "the sum over parts of their intermediate dimension is not the whole")
+    return reason
+
+
+def _inner_forms(module: nn.Module, form: ExpertForm) -> Iterator[InnerForm]:
+    """Yield cuts that may be right: gate and up one after another or in turns, and each dimension that is possible."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    choices: list[list] = []
+    for parameter in own.values():
+        other = [dim for dim in range(1, parameter.dim()) if parameter.size(dim) != form.hidden]
+        both = [dim for dim in range(1, parameter.dim()) if parameter.size(dim) == form.hidden]
+        # A matrix has one of each. If it has two dimensions of the size of a token, either may be the inner one.
+        choices.append(other if other else both if parameter.dim() == 3 else [None, *both])
+    chosen: tuple[int | None, ...]
+    for chosen in product(*choices):
+        dims = dict(zip(own, chosen, strict=True))
+        sizes = {name: own[name].size(dim) for name, dim in dims.items() if dim is not None}
+        size = min(sizes.values())
+        if set(sizes.values()) - {size, 2 * size}:
+            continue
+        equal = tuple(name for name, value in vars(module).items() if type(value) is int and value == size)
+        named = tuple(name for name in equal if "hidden" not in name)
+        for attributes in dict.fromkeys([named, equal, ()]):
+            for parts, unit in ((2, 1), (1, 2)) if len(set(sizes.values())) > 1 else ((1, 1),):
+                cuts = {
+                    name: (dim, parts if sizes[name] > size else 1, unit if sizes[name] > size else 1)
+                    for name, dim in dims.items()
+                    if dim is not None
+                }
+                yield InnerForm(size, cuts, tuple(name for name in own if name not in cuts), attributes)
 
 
 def _counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
@@ -133,28 +219,33 @@ def _small_sizes(module: nn.Module, experts: int) -> dict[int, int]:
     return {experts: _EXPERTS, **sizes} if experts not in sizes else sizes
 
 
-def _difference(module: nn.Module, form: ExpertForm, sizes: dict[int, int], hidden: int) -> str:
+def _difference(
+    module: nn.Module, form: ExpertForm, sizes: dict[int, int], hidden: int, summed: Callable | None = None
+) -> str:
     """Run the small layer whole and in parts; return how the results differ, "" if they do not."""
     message = ""
     for dtype in (torch.float64, torch.float32):
         try:
-            if _alike(module, form, sizes, hidden, dtype):
+            difference = _unlike(module, form, sizes, hidden, dtype, summed or partial(_summed, form))
+            if not difference:
                 return ""
-            message = message or _NO_SUM
+            message = message or difference
         except Exception as error:  # a module's code may raise anything on another type or other sizes
             message = message or f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return f"on small random weights, {message}"
 
 
-def _alike(module: nn.Module, form: ExpertForm, sizes: dict[int, int], hidden: int, dtype: torch.dtype) -> bool:
-    """Return whether the small layer gives the same whole and in parts, in training and in evaluation."""
+def _unlike(
+    module: nn.Module, form: ExpertForm, sizes: dict[int, int], hidden: int, dtype: torch.dtype, summed: Callable
+) -> str:
+    """Return how the small layer differs whole and in parts, in training and in evaluation; "" if it does not."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
-    x, weights = draw(len(_CHOSEN), hidden), draw(len(_CHOSEN), len(_CHOSEN[0])).sigmoid()
-    index = torch.tensor(_CHOSEN)
+    loads = [torch.tensor(_CHOSEN), torch.full((_AT_ONE, 1), 1)]
+    calls = [(draw(len(index), hidden), index, draw(*index.shape).sigmoid()) for index in loads]
     whole: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():
         shape = [] if parameter is None else [_EXPERTS, *(sizes.get(size, size) for size in parameter.shape[1:])]
@@ -167,12 +258,13 @@ def _alike(module: nn.Module, form: ExpertForm, sizes: dict[int, int], hidden: i
         setattr(small, name, _EXPERTS)
     for training in (True, False):
         small.training = training
-        expected = _results(partial(_call, small, form.order), x, index, weights, whole)
-        in_parts = _results(partial(_summed, form, small, whole), x, index, weights, whole)
-        pairs = zip(expected, in_parts, strict=True)
-        if not all(torch.allclose(one, other, _TOLERANCE, _TOLERANCE) for one, other in pairs):
-            return False
-    return True
+        for (x, index, weights), difference in zip(calls, (_NO_SUM, _DROPS), strict=True):
+            expected = _results(partial(_call, small, form.order), x, index, weights, whole)
+            in_parts = _results(partial(summed, small, whole), x, index, weights, whole)
+            pairs = zip(expected, in_parts, strict=True)
+            if not all(torch.allclose(one, other, _TOLERANCE, _TOLERANCE) for one, other in pairs):
+                return difference
+    return ""
 
 
 def _results(run, x, index, weights, parameters) -> list[torch.Tensor]:
@@ -195,6 +287,27 @@ def _summed(form: ExpertForm, small: nn.Module, whole, x, index, weights) -> tor
             part = form.part_of(small, own, len(experts))
             rows = form.run(part, x[token], index[token, choice] - experts.start, weights[token, choice])
             y = y.index_add(0, token, rows)
+    return y
+
+
+def _summed_inner(form: ExpertForm, inner: InnerForm, size: int, small: nn.Module, whole, x, index, weights):
+    """Return the sum over parts of the intermediate dimension, each with all tokens."""
+    y = torch.zeros_like(x)
+    given = {name: p for name, p in whole.items() if p is not None}
+    world = min(3, size)
+    for rank in range(world):
+        own: dict[str, torch.Tensor | None] = dict.fromkeys(whole)
+        for name, parameter in given.items():
+            if name in inner.once:
+                own[name] = parameter if rank == 0 else torch.zeros_like(parameter)
+                continue
+            dim, cut = inner.cut_over(name, parameter.size(inner.cuts[name][0]), world)
+            stretches = cut.stretches[rank]
+            own[name] = torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in stretches], dim)
+        part = form.part_of(small, own, _EXPERTS)  # type: ignore[arg-type]
+        for name in inner.attributes:
+            setattr(part, name, split_sizes(size, world)[rank])
+        y = y + _call(part, form.order, x, index, weights)
     return y
 
 

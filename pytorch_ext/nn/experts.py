@@ -12,14 +12,17 @@ from torch import nn
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
-from weft.nn.expert_form import ExpertForm, form_of
+from weft.nn.expert_form import ExpertForm, InnerForm, form_of, inner_of
 from weft.nn.placed import PlacedModules, check_apart, tensors_of
 from weft.nn.sharded import ShardedModule
 from weft.ops import grouped_matmul
 from weft.ops.activation import activation_of
-from weft.ops.empty_grad import with_absent
+from weft.ops.empty_grad import added_once, with_absent
 from weft.ops.experts import ExpertRanks, grouped, routed_experts
 from weft.sharding.shard import Shard
+from weft.sharding.sizes import Cut, split_sizes
+
+SPLITS = ("auto", "experts", "intermediate")
 
 
 class Experts(nn.Module):
@@ -164,6 +167,9 @@ class ParallelExperts(_Routed, ShardedModule):
             backward sends the gradients the same way. The gradient of an expert is the sum over all tokens of the
             group; `weft.DataParallel` averages it as it averages the rest of the model.
 
+    With `split="intermediate"` the ranks of `group` share each expert: each has its part of the intermediate dimension
+    of every expert of its rank of ep_group. The parts add up in the same all_reduce.
+
     No token is dropped, however uneven the load. Experts need not divide by the number of ranks.
 
     Args:
@@ -174,12 +180,18 @@ class ParallelExperts(_Routed, ShardedModule):
         ep_group: the ranks with tokens of their own.
         all_group: with both, the ranks of both together, ep changing slowest.
         replica_group: with ep_group, the ranks that have the same experts: those of data parallelism are ep_group times
-            these. `weft.DataParallel` needs it. None: this rank alone.
-        capacity_factor: drop tokens on purpose: an expert takes at most this many times its even share of the tokens of
-            a rank, in the order of tokens (Fedus et al. 2022). None drops nothing.
+            these. `weft.DataParallel` needs it. None: this rank alone. With capacity_factor, the ranks of data
+            parallelism also without ep_group.
+        split: what the ranks of `group` split: "experts", "intermediate", or "auto": the experts, or the intermediate
+            dimension where there are fewer experts than ranks.
+        capacity_factor: drop tokens on purpose: an expert takes at most this many times its even share of the tokens,
+            ceil(capacity_factor * tokens * k / num_experts) (Fedus et al. 2022, equation 3; Lepikhin et al. 2020). All
+            first choices come before second ones, and earlier tokens before later ones. The tokens are those of all
+            ranks of ep_group and replica_group, in rank order, so every mesh drops the same. None drops nothing.
 
     Raises:
-        ValueError: fewer experts than ranks; an option that does not exist. Raised before any communication.
+        ValueError: fewer experts than ranks, and no intermediate dimension that can be split besides; an option that
+            does not exist. Raised before any communication.
         ValueError: in forward, a router that chooses an expert that does not exist; on every rank.
 
     Examples:
@@ -202,6 +214,7 @@ class ParallelExperts(_Routed, ShardedModule):
         ep_group: Group = None,
         all_group: Group = None,
         replica_group: Group = None,
+        split: str = "auto",
         capacity_factor: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -212,9 +225,8 @@ class ParallelExperts(_Routed, ShardedModule):
         whole = Experts(num_experts, hidden_size, intermediate_size, device=device, **options)
         sizes = num_experts, hidden_size, intermediate_size
         self._whole: Callable[..., Experts] | None = partial(Experts, *sizes, **options)
-        self._split(
-            whole, _form(whole), _ranks(num_experts, group, ep_group, capacity_factor), all_group, replica_group
-        )
+        place = _ranks(num_experts, group, ep_group, replica_group, capacity_factor, split)
+        self._split(whole, _form(whole), place, all_group, replica_group)
 
     @classmethod
     def from_experts(
@@ -225,6 +237,7 @@ class ParallelExperts(_Routed, ShardedModule):
         ep_group: Group = None,
         all_group: Group = None,
         replica_group: Group = None,
+        split: str = "auto",
         capacity_factor: float | None = None,
     ) -> "ParallelExperts | ParallelExpertList":
         """Return this rank's part of existing experts.
@@ -242,13 +255,14 @@ class ParallelExperts(_Routed, ShardedModule):
         """
         _check_capacity(capacity_factor)
         if isinstance(experts, nn.ModuleList):
-            place = _ranks(len(experts), group, ep_group, capacity_factor)
+            how = "experts" if split == "auto" else split
+            place = _ranks(len(experts), group, ep_group, replica_group, capacity_factor, how)
             return ParallelExpertList(experts, place, all_group, replica_group)
         form = _form(experts)
         layer = cls.__new__(cls)
         ShardedModule.__init__(layer)
         layer._whole = None
-        place = _ranks(form.experts, group, ep_group, capacity_factor)
+        place = _ranks(form.experts, group, ep_group, replica_group, capacity_factor, split)
         layer._split(experts, form, place, all_group, replica_group)
         return layer.train(experts.training)
 
@@ -262,7 +276,9 @@ class ParallelExperts(_Routed, ShardedModule):
 
     def extra_repr(self) -> str:
         own, ranks = self.place.own, self.place
-        return f"experts {own.start} to {own.stop - 1} of {ranks.experts}, rank {ranks.rank} of {ranks.world_size}"
+        part = "a part of " if ranks.inner else ""
+        where = f"rank {ranks.rank} of {ranks.world_size}"
+        return f"{part}experts {own.start} to {own.stop - 1} of {ranks.experts}, {where}"
 
     @property
     def communicator(self) -> Communicator | None:
@@ -274,15 +290,22 @@ class ParallelExperts(_Routed, ShardedModule):
     ) -> None:
         """Adopt this rank's experts, and a copy of the module that runs its own forward with them."""
         self.place, self._ranks, self._form = place, _ranks_of_all(place, all_group), form
+        inner = _inner(experts, place)
         replicas = None if place.ep is None or replica_group is None else communicator(replica_group)
         for name, parameter in experts._parameters.items():
             shard = None
             if parameter is not None and self._ranks is not None:
-                shard = Shard(tuple(parameter.shape), 0, place.cut, self._ranks, replicas)
+                shard = _shard(name, tuple(parameter.shape), place, self._ranks, replicas, inner)
             self.adopt(name, parameter, shard)
         self._modules.update(experts._modules)
         part = form.part_of(experts, self._parameters, len(place.own))
         vars(part)["_modules"] = self._modules
+        self._once: tuple[str, ...] = ()
+        if inner is not None:
+            assert place.tp is not None
+            self._once = inner.once
+            for name in inner.attributes:
+                setattr(part, name, split_sizes(inner.size, place.tp.world_size)[place.tp.rank])
         self._part = [part]  # in a list, so that it is no submodule
         self._names = list(inspect.signature(type(experts).forward).parameters)[1:4]
 
@@ -291,6 +314,10 @@ class ParallelExperts(_Routed, ShardedModule):
             return with_absent(rows.new_zeros(rows.shape), [p for p in self._parameters.values() if p is not None])
         part = self._part[0]
         part.training = self.training
+        if self._once:
+            assert self.place.tp is not None
+            once = {name: added_once(self.get_parameter(name), self.place.tp.rank == 0) for name in self._once}
+            part = self._form.part_of(part, {**self._parameters, **once}, len(self.place.own))  # type: ignore[dict-item]
         if isinstance(part, Experts):
             return part.rows(rows, expert, scale)
         return self._form.run(part, rows, expert, scale)
@@ -326,6 +353,10 @@ class ParallelExpertList(_Routed, PlacedModules, ShardedModule):
         self, experts: nn.ModuleList, place: ExpertRanks, all_group: Group = None, replica_group: Group = None
     ):
         super().__init__()
+        if place.inner:
+            raise ValueError(
+                'ParallelExperts: split="intermediate" takes fused experts; a list of modules is split by experts'
+            )
         self.place, self.communicator = place, _ranks_of_all(place, all_group)
         if self.communicator is None:
             raise ValueError("ParallelExperts: a list of experts on one rank is what it was: leave it whole")
@@ -351,13 +382,55 @@ class ParallelExpertList(_Routed, PlacedModules, ShardedModule):
         return self.get_submodule(str(self.place.own[number]))(rows)
 
 
-def _ranks(experts: int, group: Group, ep_group: Group, capacity_factor: float | None) -> ExpertRanks:
+def _inner(experts: nn.Module, place: ExpertRanks) -> InnerForm | None:
+    """Return how the ranks of tp share each expert; None if they do not."""
+    if not place.inner or place.tp is None:
+        return None
+    inner, ranks = inner_of(experts), place.tp.world_size
+    if isinstance(inner, InnerForm) and inner.size >= ranks:
+        return inner
+    why = inner if isinstance(inner, str) else f"it is {inner.size}"
+    raise ValueError(
+        f"ParallelExperts: {place.experts} experts on {place.world_size} ranks, {ranks} of them for each expert: the "
+        f"intermediate dimension of {type(experts).__name__} cannot be split over {ranks} ranks: {why}. Use fewer ranks"
+    )
+
+
+def _shard(
+    name: str,
+    shape: tuple[int, ...],
+    place: ExpertRanks,
+    ranks: Communicator,
+    replicas: Communicator | None,
+    inner: InnerForm | None,
+) -> Shard | None:
+    """Return the place of a parameter's part; None if every rank has all of it."""
+    if inner is None or place.tp is None:
+        return Shard(shape, 0, place.cut, ranks, replicas)
+    if name in inner.once:
+        return None if place.ep is None else Shard(shape, 0, place.cut, place.ep, replicas)
+    dim, cut = inner.cut_over(name, shape[inner.cuts[name][0]], place.tp.world_size)
+    if place.ep is None:
+        return Shard(shape, dim, cut, ranks, replicas)
+    by_expert = Cut(tuple(stretches for stretches in place.cut.stretches for _ in range(place.tp.world_size)))
+    return Shard(shape, 0, by_expert, ranks, replicas, (dim, Cut(cut.stretches * place.ep.world_size)))
+
+
+def _ranks(
+    experts: int, group: Group, ep_group: Group, replica_group: Group, capacity_factor: float | None, split: str
+) -> ExpertRanks:
     """Return the ranks over which experts are split; a group of one rank is none."""
+    if split not in SPLITS:
+        raise ValueError(f"ParallelExperts: split={split!r} is not one of {', '.join(map(repr, SPLITS))}")
     tp = None if group is None and ep_group is not None else communicator(group)
     ep = None if ep_group is None else communicator(ep_group)
     tp, ep = (None if ranks is None or ranks.world_size == 1 else ranks for ranks in (tp, ep))
+    counted = capacity_factor is not None and replica_group is not None
+    replicas = communicator(replica_group) if counted else None
+    few = tp is not None and experts < tp.world_size * (1 if ep is None else ep.world_size)
+    inner = tp is not None and (split == "intermediate" or (split == "auto" and few))
     try:
-        return ExpertRanks(experts, tp, ep, capacity_factor)
+        return ExpertRanks(experts, tp, ep, inner, capacity_factor, replicas)
     except ValueError as error:
         raise ValueError(f"ParallelExperts: the experts: {error}") from None
 

@@ -132,7 +132,7 @@ class ShardHolder(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
-            parts = {name: (shard.global_shape, shard.dim, shard.stretches) for name, shard in self.shards.items()}
+            parts = {name: _place(shard) for name, shard in self.shards.items()}
             metadata.setdefault(prefix[:-1], {})[_PARTS] = parts
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
@@ -142,7 +142,7 @@ class ShardHolder(nn.Module):
             value = state_dict.get(key)
             if not isinstance(value, torch.Tensor):
                 continue
-            own = shard.global_shape, shard.dim, shard.stretches
+            own = _place(shard)
             saved = metadata.get(_PARTS, {}).get(name, own)
             if tuple(value.shape) == shard.shape and saved == own:
                 continue
@@ -167,6 +167,15 @@ class ShardHolder(nn.Module):
             if key in missing:
                 missing.remove(key)
         self._mark()
+
+
+def _place(shard: Shard) -> tuple:
+    """Return the global shape, the dimension and the stretches of a shard; for two cuts, also those of the second."""
+    place = shard.global_shape, shard.dim, shard.stretches
+    if shard.across is None:
+        return place
+    dim, cut = shard.across
+    return (*place, dim, cut.stretches[shard.communicator.rank])
 
 
 class ShardedModule(ShardHolder):

@@ -1,4 +1,4 @@
-"""Empty gradients for parameters owned by other ranks; this rank has none of their elements."""
+"""Gradients of parameters that take no part in this rank's sum: those of other ranks, and those added elsewhere."""
 
 from collections.abc import Sequence
 
@@ -25,3 +25,24 @@ class _WithAbsent(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         return dy, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def added_once(parameter: torch.Tensor, here: bool) -> torch.Tensor:
+    """Return the parameter on the rank that adds it to a sum over ranks, and zeros on the others.
+
+    The gradient of the sum is the same on every rank, so every rank gets the whole gradient of the parameter.
+    """
+    return _AddedOnce.apply(parameter, here)
+
+
+class _AddedOnce(torch.autograd.Function):
+    """forward  p or zeros; backward  dp = dy."""
+
+    @staticmethod
+    def forward(ctx, parameter, here):
+        return parameter.view_as(parameter) if here else torch.zeros_like(parameter)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return dy, None

@@ -2,14 +2,14 @@
 
 Two ways, which may be combined:
 
-    tp   the ranks have the same tokens. Each computes the tokens of its own experts; one all_reduce adds the results.
+    tp   the ranks have the same tokens. Each computes the tokens of its own experts, or its part of the intermediate
+         dimension of all of them; one all_reduce adds the results.
     ep   the ranks have tokens of their own. Tokens travel to the ranks of their experts and back, by all_to_all.
 
 Rows stand in the order of their experts everywhere. Sums over the experts of a token are in fp32 (fp64 for fp64), in
 the order of experts, and rounded once.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,17 +32,23 @@ class ExpertRanks:
         experts: number of experts of the whole layer.
         tp: ranks that have the same tokens; None if there is one.
         ep: ranks that have tokens of their own; None if there is one.
+        inner: the ranks of tp share each expert's intermediate dimension, and each has a part of all experts of its
+            rank of ep. False: each has experts of its own.
         capacity_factor: None drops nothing. Otherwise each expert takes at most this many times its even share of the
-            tokens of a rank; later tokens are dropped.
+            tokens of all ranks. First choices of all tokens come before second ones (GShard, Lepikhin et al. 2020,
+            algorithm 1); among these, earlier tokens come first, in the order of ranks.
+        replicas: with a capacity_factor, further ranks with tokens of the same batch. Those of ep change faster.
     """
 
     experts: int
     tp: Communicator | None
     ep: Communicator | None
+    inner: bool = False
     capacity_factor: float | None = None
+    replicas: Communicator | None = None
 
     def __post_init__(self) -> None:
-        split_sizes(self.experts, self.world_size)
+        split_sizes(self.experts, self._owners * self._size(self.ep))
 
     @property
     def world_size(self) -> int:
@@ -55,17 +61,23 @@ class ExpertRanks:
 
     @property
     def cut(self) -> Cut:
-        """The experts of each rank."""
-        return Cut.one_after_another(split_sizes(self.experts, self.world_size))
+        """The experts of each rank; with `inner`, of each rank of ep."""
+        return Cut.one_after_another(split_sizes(self.experts, self._owners * self._size(self.ep)))
 
     @property
     def own(self) -> range:
         """Numbers of this rank's experts in the whole layer."""
-        return range(*self.cut.stretches[self.rank][0])
+        return self.experts_at(self._rank(self.ep))
 
     def experts_at(self, ep_rank: int) -> range:
         """Return the experts of the rank with which this rank exchanges tokens."""
-        return range(*self.cut.stretches[ep_rank * self._size(self.tp) + self._rank(self.tp)][0])
+        owner = 0 if self.inner else self._rank(self.tp)
+        return range(*self.cut.stretches[ep_rank * self._owners + owner][0])
+
+    @property
+    def _owners(self) -> int:
+        """Ranks of tp with experts of their own."""
+        return 1 if self.inner else self._size(self.tp)
 
     @staticmethod
     def _size(ranks: Communicator | None) -> int:
@@ -122,15 +134,16 @@ def routed_experts(
 
 
 def _check_range(chosen: torch.Tensor, place: ExpertRanks) -> None:
-    """Check the chosen experts. With ep a rank may have wrong ones alone, so all ranks compare."""
+    """Check the chosen experts. A rank with tokens of its own may have wrong ones alone, so all ranks compare."""
     if chosen.numel():
         lowest, highest = (int(bound) for bound in chosen.aminmax())
     else:
         lowest, highest = 0, 0
-    bounds = [(lowest, highest)]
-    if place.ep is not None:
-        row = torch.tensor([[lowest, highest]], device=chosen.device)
-        bounds = [tuple(both) for both in place.ep.all_gather(row, 0, [1] * place.ep.world_size).tolist()]
+    bounds = [[lowest, highest]]
+    for ranks in (place.ep, place.replicas):
+        if ranks is not None:
+            rows = torch.tensor(bounds, device=chosen.device)
+            bounds = ranks.all_gather(rows, 0, [len(rows)] * ranks.world_size).tolist()
     for rank, (lowest, highest) in enumerate(bounds):
         if lowest < 0 or highest >= place.experts:
             wrong = lowest if lowest < 0 else highest
@@ -144,18 +157,37 @@ def _check_range(chosen: torch.Tensor, place: ExpertRanks) -> None:
 def _pairs_by_expert(chosen: torch.Tensor, place: ExpertRanks) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the places in `chosen` (flat) of the tokens that this rank handles, by expert, and their experts."""
     expert, pair = torch.sort(chosen.reshape(-1), stable=True)
-    keep = None
-    if place.capacity_factor is not None:
-        counts = torch.bincount(expert, minlength=place.experts)
-        most = math.ceil(place.capacity_factor * expert.numel() / place.experts)
-        number = torch.arange(expert.numel(), device=expert.device) - (counts.cumsum(0) - counts)[expert]
-        keep = number < most
-    if place.tp is not None:
+    keep = None if place.capacity_factor is None else _within_capacity(chosen, place).reshape(-1)[pair]
+    if place.tp is not None and not place.inner:
         starts = torch.tensor([start for ((start, _),) in place.cut.stretches], device=expert.device)
         owner = torch.searchsorted(starts, expert, right=True) - 1
         here = owner % place.tp.world_size == place.tp.rank
         keep = here if keep is None else keep & here
     return (pair, expert) if keep is None else (pair[keep], expert[keep])
+
+
+def _within_capacity(chosen: torch.Tensor, place: ExpertRanks) -> torch.Tensor:
+    """Return [T, K], whether the expert has room for the token.
+
+    Nothing is read on the host. With ranks that have tokens of their own, their counts travel: K E numbers each.
+    """
+    assert place.capacity_factor is not None
+    tokens, choices = chosen.shape
+    key = chosen + place.experts * torch.arange(choices, device=chosen.device)
+    key, order = key.t().reshape(-1).sort(stable=True)  # by choice, expert and token
+    counts = torch.bincount(key, minlength=choices * place.experts)
+    everywhere, rank = counts.view(1, choices, place.experts), 0
+    for ranks in (place.ep, place.replicas):
+        if ranks is not None:
+            rank += ranks.rank * everywhere.size(0)
+            everywhere = ranks.all_gather(everywhere, 0, [everywhere.size(0)] * ranks.world_size)
+    of_choice = everywhere.sum(0)
+    before = of_choice.cumsum(0) - of_choice + everywhere[:rank].sum(0)
+    number = torch.arange(key.numel(), device=key.device) - (counts.cumsum(0) - counts)[key] + before.reshape(-1)[key]
+    most = (place.capacity_factor * everywhere.sum().double() / place.experts).ceil()
+    keep = torch.empty_like(number, dtype=torch.bool)
+    keep[order] = number < most
+    return keep.view(choices, tokens).t()
 
 
 def _at_their_experts(rows, expert, scale, compute: Compute, place: ExpertRanks) -> torch.Tensor:

@@ -61,6 +61,8 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
 
 def _is_chunked(part: Part) -> bool:
     """Return whether torch.chunk would give each rank the same part."""
+    if part.across is not None:
+        return False
     count, world = part.global_shape[part.dim], part.communicator.world_size
     size = -(-count // world)
     starts = [min(rank * size, count) for rank in range(world)]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -18,7 +20,7 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a whole tensor that is cut along one dimension.
+    """One rank's part of a whole tensor that is cut along one dimension, or along two.
 
     A part is usually one stretch of the dimension. It is several stretches if fused parts are each cut by themselves.
     Several ranks may have the same stretch (a KV head); the first of them counts and stores it.
@@ -30,6 +32,8 @@ class Shard:
         communicator: the ranks that hold the parts.
         replicas: of the ranks of data parallelism, those that have the same part, if the others have other parts
             (experts over "ep"); None if all of them have the same.
+        across: (dimension, cut) of a second cut, or None. Each rank has its stretches of both, and no other rank has
+            the same.
 
     Examples:
         >>> weft.shard_of(weft.ParallelLinear(16, 64, style="row").weight).dim
@@ -41,6 +45,7 @@ class Shard:
     cut: Cut
     communicator: Communicator
     replicas: Communicator | None = None
+    across: tuple[int, Cut] | None = None
 
     @classmethod
     def of_shape(
@@ -95,31 +100,66 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.global_shape[: self.dim], self.size, *self.global_shape[self.dim + 1 :])
+        return self.shape_of(self.communicator.rank)
+
+    @property
+    def cuts(self) -> tuple[tuple[int, Cut], ...]:
+        """Each dimension that is cut, with its cut."""
+        return ((self.dim, self.cut),) if self.across is None else ((self.dim, self.cut), self.across)
+
+    @property
+    def replicated(self) -> bool:
+        """True if several ranks of the communicator have the same stretch."""
+        return self.across is None and self.cut.replicated
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part."""
+        shape = list(self.global_shape)
+        for dim, cut in self.cuts:
+            shape[dim] = cut.sizes[rank]
+        return tuple(shape)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the whole tensor: a view if the part is one stretch, else a copy."""
-        return pick(whole, self.dim, self.stretches)
+        for dim, cut in self.cuts:
+            whole = pick(whole, dim, cut.stretches[self.communicator.rank])
+        return whole
 
     def counted(self, part: torch.Tensor) -> torch.Tensor:
         """Return the elements of this rank's part that no earlier rank has.
 
         Their sums, added over the ranks, are the sums over the whole tensor.
         """
-        if not self.cut.replicated:
+        if not self.replicated:
             return part
         return pick(part, self.dim, self.cut.owned(self.communicator.rank))
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor from each rank's part. A collective call."""
+        if self.across is not None:
+            return self._gather_boxes(local(part))
         parts = self.communicator.all_gather(local(part), self.dim, self.sizes)
         return in_order_of_the_whole(parts, self.dim, self.cut)
+
+    def _gather_boxes(self, part: torch.Tensor) -> torch.Tensor:
+        numbers = [prod(self.shape_of(rank)) for rank in range(self.communicator.world_size)]
+        flat = self.communicator.all_gather(part.reshape(-1), 0, numbers)
+        whole = flat.new_empty(self.global_shape)
+        for rank, of_rank in enumerate(flat.split(numbers)):
+            places = [[(dim, place) for place in cut.places(rank).items()] for dim, cut in self.cuts]
+            for box in product(*places):
+                target, source = whole, of_rank.view(self.shape_of(rank))
+                for dim, ((begin, end), (start, stop)) in box:
+                    target, source = target.narrow(dim, begin, end - begin), source.narrow(dim, start, stop - start)
+                target.copy_(source)
+        return whole
 
     def parameter(self, whole: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return a new parameter with a copy of this rank's part, marked as this shard."""
         if is_quantized(whole):  # every rank checks the cuts of all, so that all raise
-            places = (place for rank in range(len(self.sizes)) for place in self.cut.places(rank).values())
-            check_groups(whole, self.dim, (edge for place in places for edge in place))
+            for dim, cut in self.cuts:
+                places = (place for rank in range(len(cut.sizes)) for place in cut.places(rank).values())
+                check_groups(whole, dim, (edge for place in places for edge in place))
         part = self.take(whole.detach())
         part = part.clone() if is_quantized(part) else part.clone(memory_format=_layout_of(whole))
         return self.mark(torch.nn.Parameter(part, requires_grad=whole.requires_grad))

@@ -83,7 +83,7 @@ class GradientPlace(NamedTuple):
 
     def counted(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the elements of this rank's part that no earlier rank of the shard has."""
-        if self.shard is None or not self.shard.cut.replicated:
+        if self.shard is None or not self.shard.replicated:
             return gradient
         if self.piece is None and tuple(gradient.shape) != self.shard.shape:
             raise TypeError(

@@ -1,6 +1,7 @@
 """ParallelExperts against the experts in one process: output and every gradient, any load, any number of ranks."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -132,6 +133,41 @@ def test_experts_lie_over_ranks_with_the_same_tokens_and_ranks_with_their_own_at
     run_ranks(check_both, 4)
 
 
+def check_inner(rank, sizes, experts):
+    """The ranks of tp share each expert, and those of dp have tokens of their own."""
+    dist.group.WORLD.engine.group.inject_faults(seed=rank + 1, longest_delay_us=100)
+    mesh = weft.init_mesh(**sizes)
+    tp, dp, place = mesh["tp"].size(), mesh["dp"].size(), mesh["dp"].get_local_rank()
+    groups = {"group": mesh["tp"], "split": "intermediate"}
+    groups |= {"ep_group": mesh["dp"], "all_group": dist.group.WORLD} if dp > 1 else {}
+    for kind in ("gated", "plain", "bias"):
+        for load in LOADS[:3]:
+            whole, run = whole_of(kind, experts)
+            layer = ParallelExperts.from_experts(copy.deepcopy(whole), **groups)
+            inside = weft.split_sizes(WIDE, tp)[mesh["tp"].get_local_rank()]
+            assert layer.down_proj.shape == (weft.split_sizes(experts, dp)[place], HIDDEN, inside)
+            counts = [7 + 2 * r for r in range(dp)]
+            given = [draw(experts, count, 5 + r, load) for r, count in enumerate(counts)]
+            expected = results(run, *(torch.cat(tensors) for tensors in zip(*given, strict=True)))
+            for name, found, of_all in zip("y dx dw", results(layer, *given[place]), expected, strict=False):
+                same(found, of_all.split(counts)[place], f"{kind} {load} {name}")
+            check_gradients(layer, whole, f"{kind} {load}")
+            for name, parameter in layer.named_parameters():
+                again = weft.shard_of(parameter).gather(parameter.detach()) if weft.shard_of(parameter) else parameter
+                assert torch.equal(again, whole.get_parameter(name)), name
+    if dp == 1 and tp > experts:
+        assert ParallelExperts(experts, HIDDEN, WIDE).place.inner, "fewer experts than ranks share each of them"
+    with pytest.raises(ValueError, match="takes fused experts"):
+        ParallelExperts.from_experts(listed(experts), **groups)
+    with pytest.raises(ValueError, match="split='half' is not one of 'auto', 'experts', 'intermediate'"):
+        ParallelExperts(experts, HIDDEN, WIDE, split="half")
+
+
+@pytest.mark.parametrize(("sizes", "experts"), [(dict(tp=2), 4), (dict(tp=3), 2), (dict(dp=2, tp=2), 3)])
+def test_ranks_that_share_the_intermediate_dimension_compute_what_one_process_does(sizes, experts):
+    run_ranks(check_inner, sizes.get("dp", 1) * sizes["tp"], sizes, experts)
+
+
 def check_seeded(rank):
     torch.manual_seed(3)
     layer = ParallelExperts(5, HIDDEN, WIDE, bias=True)
@@ -176,47 +212,99 @@ def test_routing_weights_may_be_of_a_wider_type():
     run_ranks(check_low_precision, 2)
 
 
-def check_capacity(rank):
-    whole, _ = whole_of("gated", 4)
-    given = draw(4, 8, 5, "first experts", chosen=1)
-    layer = ParallelExperts.from_experts(whole, capacity_factor=1.0)
-    x, index, weights, _ = given
-    kept = weights.clone()
-    for number in range(4):  # the first two of each expert, of eight tokens over four experts
-        kept[(index == number).nonzero()[2:, 0]] = 0
-    y, _, dw = results(layer, *given)
-    same(y, whole(x, index, kept), "the capacity drops later tokens")
-    assert (dw[kept == 0] == 0).all() and (dw[kept != 0] != 0).all()
-    assert not torch.allclose(results(whole, *given)[0], y), "and nothing is dropped without one"
+def kept_within(index, experts, factor):
+    """GShard's algorithm 1, token by token: all first choices come before second ones."""
+    kept, room = torch.zeros(index.shape, dtype=torch.bool), [math.ceil(factor * index.numel() / experts)] * experts
+    for choice in range(index.size(1)):
+        for token in range(len(index)):
+            expert = int(index[token, choice])
+            kept[token, choice] = room[expert] > 0
+            room[expert] -= 1
+    return kept
 
 
-def test_tokens_are_dropped_only_where_a_capacity_asks_for_it():
-    run_ranks(check_capacity, 2)
+def check_capacity(rank, factor, chosen):
+    mesh, experts, counts = weft.init_mesh(dp=2, tp=2), 5, [7, 9]
+    tp, dp, place = mesh["tp"], mesh["dp"], mesh["dp"].get_local_rank()
+    whole, _ = whole_of("gated", experts)
+    given = [draw(experts, count, 5 + r, "first experts" if r else "even", chosen) for r, count in enumerate(counts)]
+    x, index, weights, dy = (torch.cat(tensors) for tensors in zip(*given, strict=True))
+    kept = kept_within(index, experts, factor)
+    assert not kept.all() and kept.any()
+    expected = results(whole, x, index, weights * kept, dy)
+    assert not torch.allclose(results(whole, x, index, weights, dy)[0], expected[0]), "nothing is dropped without it"
+    for parameter in whole.parameters():
+        parameter.grad = None
+    results(whole, x, index, weights * kept, dy)
+    for options in (
+        {"group": tp, "replica_group": dp},
+        {"group": tp, "replica_group": dp, "split": "intermediate"},
+        {"ep_group": dp},
+        {"group": tp, "ep_group": dp, "all_group": dist.group.WORLD},
+        {"group": tp, "ep_group": dp, "all_group": dist.group.WORLD, "split": "intermediate"},
+        {},
+    ):
+        layer = ParallelExperts.from_experts(copy.deepcopy(whole), capacity_factor=factor, **options)
+        own, part = (given[place], place) if options else ((x, index, weights, dy), None)
+        found = results(layer, *own)
+        for name, one, of_all in zip(("y", "dx"), found, expected, strict=False):
+            same(one, of_all if part is None else of_all.split(counts)[part], f"{list(options)} {name}")
+        own_kept = kept if part is None else kept.split(counts)[part]
+        assert (found[2][~own_kept] == 0).all() and (found[2][own_kept] != 0).all()
+        if "ep_group" in options or not options:
+            check_gradients(layer, whole, str(list(options)))
+
+
+@pytest.mark.parametrize(("factor", "chosen"), [(1.0, 1), (1.25, 2)])
+def test_a_capacity_drops_the_same_later_tokens_on_every_mesh(factor, chosen):
+    run_ranks(check_capacity, 4, factor, chosen)
+
+
+class Capped(Experts):
+    """Drops tokens over a capacity of its own, which its parts would count differently."""
+
+    def forward(self, x, top_k_index, top_k_weights):
+        kept = kept_within(top_k_index, self.num_experts, 2.0)
+        return super().forward(x, top_k_index, top_k_weights * kept)
+
+
+def test_a_capacity_that_nobody_asked_for_is_refused():
+    with pytest.raises(ValueError, match="cannot be split by experts: .*depends on how many chose the same expert"):
+        ParallelExperts.from_experts(Capped(4, 6, 5))
     with pytest.raises(ValueError, match="capacity_factor=0 must be more than 0"):
         ParallelExperts.from_experts(Experts(4, 6, 5), capacity_factor=0)
 
 
-def check_bad_index(rank, ep):
-    options = {"ep_group": dist.group.WORLD} if ep else {}
+def check_bad_index(rank, ways):
+    mesh = weft.init_mesh(dp=2)
+    options = {
+        "tp": {},
+        "ep": {"ep_group": dist.group.WORLD},
+        "dp": {"group": mesh["tp"], "replica_group": mesh["dp"], "capacity_factor": 1.0},
+    }[ways]
     layer = ParallelExperts(4, HIDDEN, WIDE, **options)
-    bad = torch.tensor([[4 if rank == 1 or not ep else 0]])
+    bad = torch.tensor([[4 if rank == 1 or ways == "tp" else 0]])
     layer(torch.ones(1, HIDDEN), bad, torch.ones(1, 1))
 
 
-@pytest.mark.parametrize("ep", [False, True])
-def test_an_expert_that_does_not_exist_is_refused_on_every_rank(ep):
+@pytest.mark.parametrize("ways", ["tp", "ep", "dp"])
+def test_an_expert_that_does_not_exist_is_refused_on_every_rank(ways):
     with pytest.raises(RanksFailedError) as error:
-        run_ranks(check_bad_index, 2, ep)
+        run_ranks(check_bad_index, 2, ways)
     assert len(re.findall(r"exit code \d+, ValueError.*the router chose expert 4", str(error.value))) == 2
 
 
 def check_few(rank):
-    for options in ({}, {"ep_group": dist.group.WORLD}):
-        with pytest.raises(ValueError, match="2 elements cannot be split over 3 ranks"):
-            ParallelExperts(2, HIDDEN, WIDE, **options)
+    for options, message in (
+        ({"ep_group": dist.group.WORLD}, "2 elements cannot be split over 3 ranks"),
+        ({"split": "experts"}, "2 elements cannot be split over 3 ranks"),
+        ({}, "2 experts on 3 ranks, 3 of them for each expert.*cannot be split over 3 ranks: it is 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ParallelExperts(2, HIDDEN, 2, **options)
 
 
-def test_more_ranks_than_experts_are_refused():
+def test_more_ranks_than_experts_and_features_inside_are_refused():
     run_ranks(check_few, 3)
 
 

@@ -194,7 +194,9 @@ def test_what_is_no_sum_over_experts_stays_whole_with_the_reason():
     model = model_of("Mixtral")
     plan = automatic_plan(model, 2)
     assert plan.plan["model.layers.0.mlp.experts"] == "experts"
-    assert "5 experts are fewer than 6 ranks" in automatic_plan(model, 6).whole["model.layers.0.mlp.experts"]
+    assert automatic_plan(model, 6).plan["model.layers.0.mlp.experts"] == "experts"  # each over several ranks
+    few = "5 experts are fewer than 49 ranks, and so are the 48 features inside of each"
+    assert few in automatic_plan(model, 49).whole["model.layers.0.mlp.experts"]
 
     class Normalised(type(model.model.layers[0].mlp.experts)):
         def forward(self, hidden_states, top_k_index, top_k_weights):
@@ -206,15 +208,17 @@ def test_what_is_no_sum_over_experts_stays_whole_with_the_reason():
     assert "the sum over parts of its experts is not what all of them give" in reason
 
 
-def check_own_tokens(rank, families, sizes):
+def check_own_tokens(rank, families, sizes, **options):
     """Ranks with tokens of their own: gradients are averaged over them, as one process averages over the batch."""
     mesh = weft.init_mesh(**sizes)
     replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
     for family in families:
         exact = 1e-6 if family in ("NemotronH", "Phimoe") else 1e-9
-        plain = model_of(family)
+        plain = model_of(family, **options)
         plain.config.output_router_logits = False  # a product of means: of a rank's tokens it is another number
         model = weft.parallelize(copy.deepcopy(plain), mesh)
+        layers = [layer for layer in model.modules() if isinstance(layer, ParallelExperts)]
+        assert layers and all(layer.place.inner == bool(options) for layer in layers)
         tokens = torch.randint(3, 61, (2, 2 * replicas, 7), generator=torch.Generator().manual_seed(1))
         optimizers = [torch.optim.AdamW(x.parameters(), lr=1e-2, weight_decay=0.1) for x in (plain, model)]
         of_plain = dict(plain.named_parameters())
@@ -234,6 +238,26 @@ def check_own_tokens(rank, families, sizes):
 
 def test_a_family_learns_with_experts_over_ep():
     run_ranks(check_own_tokens, 2, ["Qwen3Moe"], dict(dp=2, ep=2))
+
+
+FEW = {"num_local_experts": 3, "num_experts": 3, "n_routed_experts": 3, "moe_num_experts": 3, "n_group": 1}
+
+
+def check_in_parts(rank, families):
+    for family in families:  # plan="auto": three experts on four ranks
+        options = {name: number for name, number in FEW.items() if name in FAMILIES[family]}
+        check_own_tokens(rank, [family], dict(dp=2, tp=2, ep=2), **options)
+
+
+def test_a_family_learns_with_experts_over_ep_and_each_over_tp():
+    run_ranks(check_in_parts, 4, ["GptOss"])
+
+
+@pytest.mark.slow("tensor_parallel", "nn", "ops")
+@pytest.mark.parametrize("start", [0, 1])
+def test_families_learn_with_experts_over_ep_and_each_over_tp(start):
+    families = [family for family in FIXED if family != "GptOss"]
+    run_ranks(check_in_parts, 4, families[start::2], timeout_s=300, group_timeout_s=120)
 
 
 FIXED = [family for family in FAMILIES if family != "Phimoe"]  # the others draw nothing at random

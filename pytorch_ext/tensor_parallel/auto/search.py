@@ -8,6 +8,7 @@ from itertools import product
 
 from torch import nn
 
+from weft.nn.expert_form import inner_of
 from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
 from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.layer_specs import is_experts, known, sizes_of
@@ -343,7 +344,12 @@ class Search:
 
     def _too_few_experts(self, module: nn.Module) -> str | None:
         experts = next(module.parameters()).size(0)
-        return None if experts >= self.world_size else f"{experts} experts are fewer than {self.world_size} ranks"
+        if experts >= self.world_size:
+            return None
+        few, inner = f"{experts} experts are fewer than {self.world_size} ranks", inner_of(module)
+        if isinstance(inner, str):
+            return f"{few}, and the intermediate dimension cannot be split: {inner}"
+        return None if inner.size >= self.world_size else f"{few}, and so are the {inner.size} features inside of each"
 
     def _ties_hold(self, found: Propagation, alone: dict) -> bool:
         """Return whether shared weights are split alike. If not, note for the next pass not to split their layers."""
