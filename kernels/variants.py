@@ -20,6 +20,7 @@ OPS = (
     "all_reduce",
     "grouped_matmul",
     "permute",
+    "topk_gating",
 )
 Place = tuple[str, str, int]  # an op, an architecture, and the variant's number there
 T = TypeVar("T")

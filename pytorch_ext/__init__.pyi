@@ -44,6 +44,7 @@ from weft.ops.router_losses import load_balancing_loss as load_balancing_loss
 from weft.ops.router_losses import router_z_loss as router_z_loss
 from weft.ops.sequence_layout import shard_sequence as shard_sequence
 from weft.ops.sequence_layout import unshard_sequence as unshard_sequence
+from weft.ops.topk_gating import topk_gating as topk_gating
 from weft.optim import LAMB as LAMB
 from weft.optim import LARS as LARS
 from weft.optim import DiLoCo as DiLoCo

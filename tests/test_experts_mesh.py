@@ -228,7 +228,7 @@ def test_ranks_of_dp_hold_experts_together_and_what_does_not_fit_is_refused():
 
 def check_explained(rank):
     tokens = batch(0, 1)
-    for sizes, sent in ((dict(tp=2), 4096 * 6 * 4), (dict(dp=2, ep=2), 4096 * 2 * (2 * 6 * 4 + 4) // 2)):
+    for sizes, sent in ((dict(tp=2), 4096 * 6 * 4), (dict(dp=2, ep=2), 4096 * 2 * (2 * 6 * 4) // 2)):
         model = weft.parallelize(Mixture(), weft.init_mesh(**sizes))
         of_experts = [layer for layer in weft.explain(model).layers if "ParallelExperts" in layer.layer]
         assert len(of_experts) == 2 and of_experts[0].forward_bytes is None

@@ -246,10 +246,12 @@ def _experts(name: str, layer: ParallelExperts | ParallelExpertList, tokens: int
                 there = (
                     tokens
                     * chosen
-                    * (2 * row_bytes + layer.seen.weight_bytes)
+                    * (2 * row_bytes + layer.seen.weight_bytes * layer.seen.weighted)
                     // (place.tp.world_size if place.tp and not place.inner else 1)
                 )
-                traffic.append(_traffic(product, "all_to_all", "x, w and y", there, world))
+                traffic.append(
+                    _traffic(product, "all_to_all", "x, w and y" if layer.seen.weighted else "x and y", there, world)
+                )
     how, why = ATEN, "the experts' own forward, on this rank's experts"
     fused = layer.fused() if isinstance(layer, ParallelExperts) else None
     if fused is not None:

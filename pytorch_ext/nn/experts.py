@@ -80,19 +80,18 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return [..., H] for tokens [..., H], the chosen experts [..., k] and the routing weights [..., k]."""
-        return routed_experts(x, top_k_index, top_k_weights, self.rows, ExpertRanks(self.num_experts, None, None))
+        place = ExpertRanks(self.num_experts, None, None)
+        return routed_experts(x, top_k_index, top_k_weights, self.rows, place, weighted=False)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, activation={self.activation!r}"
 
-    def rows(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return [R, H], scale [R] times the output of `expert` [R], in ascending order, for rows [R, H]."""
+    def rows(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [R, H], the output of `expert` [R], in ascending order, for rows [R, H], without weights."""
         weights = self.weights()
         if grouped_matmul.algorithm(weights.up).kernel:
-            y = grouped_matmul.expert_mlps(rows, expert, weights)
-        else:
-            y = grouped(rows, expert, self.num_experts, self._expert)
-        return y * scale.unsqueeze(-1).to(y.dtype)
+            return grouped_matmul.expert_mlps(rows, expert, weights)
+        return grouped(rows, expert, self.num_experts, self._expert)
 
     def weights(self) -> grouped_matmul.ExpertWeights:
         """Return the parameters by their roles."""
@@ -123,12 +122,14 @@ class LastCall:
     Attributes:
         chosen: number of experts of a token.
         row_bytes, weight_bytes: size of a token and of a routing weight.
+        weighted: whether the routing weights travel with the tokens.
         counts: tokens of each expert of this rank.
     """
 
     chosen: int
     row_bytes: int
     weight_bytes: int
+    weighted: bool
     counts: torch.Tensor
 
     def load(self) -> list[int]:
@@ -140,18 +141,19 @@ class _Routed:
     """Mixin of layers of experts: calls `_compute` for this rank's rows and notes the sizes."""
 
     place: ExpertRanks
+    weighted = False  # whether `_compute` multiplies by the routing weights
     seen: LastCall | None = None
 
     def _route(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         def compute(rows, expert, scale):
             counts = torch.bincount(expert, minlength=len(self.place.own))
             sizes = index.size(-1), x.size(-1) * x.element_size(), weights.element_size()
-            self.seen = LastCall(*sizes, counts)
+            self.seen = LastCall(*sizes, self.weighted, counts)
             return self._compute(rows, expert, scale)
 
-        return routed_experts(x, index, weights, compute, self.place)
+        return routed_experts(x, index, weights, compute, self.place, weighted=self.weighted)
 
-    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -307,9 +309,10 @@ class ParallelExperts(_Routed, ShardedModule):
             for name in inner.attributes:
                 setattr(part, name, split_sizes(inner.size, place.tp.world_size)[place.tp.rank])
         self._part = [part]  # in a list, so that it is no submodule
+        self.weighted = not isinstance(part, Experts)
         self._names = list(inspect.signature(type(experts).forward).parameters)[1:4]
 
-    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if len(rows) == 0:  # the gradient of fused weights is zeros where no token chose an expert
             return with_absent(rows.new_zeros(rows.shape), [p for p in self._parameters.values() if p is not None])
         part = self._part[0]
@@ -319,7 +322,8 @@ class ParallelExperts(_Routed, ShardedModule):
             once = {name: added_once(self.get_parameter(name), self.place.tp.rank == 0) for name in self._once}
             part = self._form.part_of(part, {**self._parameters, **once}, len(self.place.own))  # type: ignore[dict-item]
         if isinstance(part, Experts):
-            return part.rows(rows, expert, scale)
+            return part.rows(rows, expert)
+        assert scale is not None
         return self._form.run(part, rows, expert, scale)
 
     def fused(self) -> grouped_matmul.ExpertWeights | None:
@@ -374,9 +378,8 @@ class ParallelExpertList(_Routed, PlacedModules, ShardedModule):
     def extra_repr(self) -> str:
         return ParallelExperts.extra_repr(self)  # type: ignore[arg-type]
 
-    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        y = grouped(rows, expert, len(self.place.own), self._expert)
-        return y * scale.unsqueeze(-1).to(y.dtype)
+    def _compute(self, rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return grouped(rows, expert, len(self.place.own), self._expert)
 
     def _expert(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         return self.get_submodule(str(self.place.own[number]))(rows)

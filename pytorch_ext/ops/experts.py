@@ -21,7 +21,7 @@ from weft.ops.backward import first_order
 from weft.ops.mappings import total
 from weft.sharding.sizes import Cut, split_sizes
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,13 @@ class ExpertRanks:
 
 
 def routed_experts(
-    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, compute: Compute, place: ExpertRanks
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    compute: Compute,
+    place: ExpertRanks,
+    *,
+    weighted: bool = True,
 ) -> torch.Tensor:
     """Return the weighted sum of the experts' outputs that the router chose for each token.
 
@@ -99,6 +105,8 @@ def routed_experts(
         weights: [..., K], the routing weights.
         compute: compute(rows [R, H], experts [R] numbered on this rank, weights [R]) -> [R, H], the weighted outputs.
             It is also called with R = 0, so that parameters can take part.
+        weighted: whether `compute` takes the weights. If not, it gets None for them and returns the outputs as they
+            are. The weights then do not travel: they are multiplied in the sum of a token's rows.
 
     Returns:
         [..., H], of the type of x.
@@ -120,14 +128,16 @@ def routed_experts(
         tokens, weights = _copy_to(tokens, weights, place.tp)
     pair, expert = _pairs_by_expert(chosen, place)
     token = pair // max(1, chosen.size(1))
-    place_of = _places(pair, chosen) if kernel_choice.streams(tokens) else None
+    by_kernel = kernel_choice.streams(tokens) and kernel_choice.streams(weights)
+    place_of = _places(pair, chosen) if by_kernel else None
     rows = _TokenRows.apply(tokens, token, place_of)
     scale = weights.reshape(-1).index_select(0, pair)
+    travels, stays = (scale, None) if weighted else (None, scale)
     if place.ep is None:
-        y = _Reached.apply(compute(rows, expert - place.own.start, scale), rows, scale)
+        y = _reached(compute(rows, expert - place.own.start, travels), rows, travels)
     else:
-        y = _at_their_experts(rows, expert, scale, compute, place)
-    y = _SumRows.apply(y, token, place_of, tokens.size(0), x.dtype)
+        y = _at_their_experts(rows, expert, travels, compute, place)
+    y = _SumRows.apply(y, stays, token, place_of, tokens.size(0), x.dtype)
     if place.tp is not None:
         y = total(y, place.tp)
     return y.reshape(x.shape)
@@ -201,11 +211,14 @@ def _at_their_experts(rows, expert, scale, compute: Compute, place: ExpertRanks)
     received = own.sum(1).tolist()
     here = torch.arange(own.size(1), device=expert.device).repeat(ranks.world_size)
     arrived_expert = here.repeat_interleave(own.reshape(-1))
-    rows, scale = _Exchange.apply(rows, scale.unsqueeze(-1), ranks, sent, received)
+    if scale is None:
+        rows = _RowsAllToAll.apply(rows, ranks, sent, received)
+    else:
+        rows, scale = _Exchange.apply(rows, scale.unsqueeze(-1), ranks, sent, received)
     order = torch.argsort(arrived_expert, stable=True)
-    y = compute(rows[order], arrived_expert[order], scale.squeeze(-1)[order])
-    y = _Reached.apply(y, rows, scale)
-    return _Return.apply(y[torch.argsort(order)], ranks, received, sent)
+    y = compute(rows[order], arrived_expert[order], None if scale is None else scale.squeeze(-1)[order])
+    y = _reached(y, rows, scale)
+    return _RowsAllToAll.apply(y[torch.argsort(order)], ranks, received, sent)
 
 
 def _copy_to(tokens: torch.Tensor, weights: torch.Tensor, ranks: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,18 +265,32 @@ class _TokenRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """y [T, H] = sums of the rows of each token; backward  d_rows = dy[token]."""
+    """y [T, H] = sums of the rows of each token, each times its scale if there is one.
+
+    backward  d_rows = scale * dy[token],  d_scale = sum over H of rows * dy[token]
+    """
 
     @staticmethod
-    def forward(ctx, rows, token, places, count, dtype):
-        ctx.save_for_backward(token)
+    def forward(ctx, rows, scale, token, places, count, dtype):
         ctx.dtype, ctx.kernel = rows.dtype, places is not None
-        return sum_rows(rows, token, places, count, dtype)
+        ctx.save_for_backward(token, *(() if scale is None else (rows, scale)))
+        return sum_rows(rows, token, places, count, dtype, scale)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return take_rows(dy, ctx.saved_tensors[0], ctx.dtype, ctx.kernel), None, None, None, None
+        token, *weighted = ctx.saved_tensors
+        if not weighted:
+            return take_rows(dy, token, ctx.dtype, ctx.kernel), None, None, None, None, None
+        rows, scale = weighted
+        if ctx.kernel:
+            from weft.kernels.permute import unpermute_backward
+
+            return *unpermute_backward(dy, rows, token, scale), None, None, None, None
+        of_rows = dy.index_select(0, token)
+        wide = torch.promote_types(torch.promote_types(rows.dtype, scale.dtype), torch.float32)
+        d_scale = (rows.to(wide) * of_rows).sum(1).to(scale.dtype) if ctx.needs_input_grad[1] else None
+        return (of_rows * scale.to(wide).unsqueeze(1)).to(rows.dtype), d_scale, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -286,19 +313,23 @@ class _Exchange(torch.autograd.Function):
         return *back, None, None, None
 
 
-class _Return(torch.autograd.Function):
-    """y of this rank's own tokens; forward and backward  all_to_all."""
+class _RowsAllToAll(torch.autograd.Function):
+    """rows of the tokens that come to this rank's experts, or y of its own tokens; forward and backward  all_to_all."""
 
     @staticmethod
-    def forward(ctx, y, ranks, sent, received):
+    def forward(ctx, x, ranks, sent, received):
         ctx.arguments = ranks, sent, received
-        return all_to_all_rows(y, ranks, sent, received)
+        return all_to_all_rows(x, ranks, sent, received)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         ranks, sent, received = ctx.arguments
         return all_to_all_rows(dy, ranks, received, sent), None, None, None
+
+
+def _reached(y: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _Reached.apply(y, rows) if scale is None else _Reached.apply(y, rows, scale)
 
 
 class _Reached(torch.autograd.Function):
@@ -341,14 +372,23 @@ def take_rows(x: torch.Tensor, token: torch.Tensor, dtype: torch.dtype, kernel: 
 
 
 def sum_rows(
-    rows: torch.Tensor, token: torch.Tensor, places: torch.Tensor | None, count: int, dtype: torch.dtype
+    rows: torch.Tensor,
+    token: torch.Tensor,
+    places: torch.Tensor | None,
+    count: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [count, H], the sums of the rows of each token, in their order; by the kernel if there are places."""
+    """Return [count, H], the sums of the rows of each token, times their scale, in their order.
+
+    The kernel computes them if there are places.
+    """
     if places is not None:
         from weft.kernels.permute import unpermute
 
-        return unpermute(rows, places, dtype)
+        return unpermute(rows, places, dtype, scale)
     wide = torch.promote_types(rows.dtype, torch.float32)
+    rows = rows if scale is None else rows.to(wide) * scale.to(wide).unsqueeze(1)
     y = torch.zeros(count, *rows.shape[1:], dtype=wide, device=rows.device)
     if rows.is_cuda:
         y.index_put_((token,), rows.to(wide), accumulate=True)  # in a fixed order, which index_add_ on GPUs is not

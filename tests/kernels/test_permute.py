@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weft.kernels.permute import permute, unpermute
+from weft.kernels.permute import permute, unpermute, unpermute_backward
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
 
@@ -39,6 +39,30 @@ def test_a_token_is_the_sum_of_its_rows_in_order_rounded_once(device, dtype, to)
     assert_close(y.float(), total.to(to or dtype).float(), exact)
 
 
+@pytest.mark.parametrize(("dtype", "of_scale"), cases.covering(DTYPES, DTYPES), ids=str)
+def test_a_token_is_the_weighted_sum_of_its_rows_with_both_gradients(device, dtype, of_scale):
+    rows, scale, dy = draw(device, 5, 1031, dtype=dtype), draw(device, 5, dtype=of_scale), draw(device, 3, 1031, seed=1)
+    place = torch.tensor([[0, 3], [-1, 2], [1, 4]], device=device)
+    token = torch.tensor([0, 2, 1, 0, 2], device=device)
+    dy = dy.to(dtype)
+
+    def plain(rows, scale):
+        rows, scale = rows.clone().requires_grad_(), scale.clone().requires_grad_()
+        y = torch.zeros(3, 1031, dtype=rows.dtype, device=device).index_add(
+            0, token, rows * scale[:, None].to(rows.dtype)
+        )
+        y.backward(dy.to(y.dtype))
+        return y.detach(), rows.grad, scale.grad
+
+    found = unpermute(rows, place, scale=scale), *unpermute_backward(dy, rows, token, scale)
+    of_type, exact = plain(rows, scale), plain(rows.double(), scale.double())
+    for name, result, other, true in zip(("y", "drows", "dscale"), found, of_type, exact, strict=True):
+        assert result.dtype == other.dtype
+        assert_close(result, other, true, name)
+    again = unpermute(rows, place, scale=scale), *unpermute_backward(dy, rows, token, scale)
+    assert all(map(torch.equal, found, again))
+
+
 def test_what_the_kernels_do_not_take_is_refused(device):
     x, index = draw(device, 4, 3), torch.zeros(4, dtype=torch.int64, device=device)
     for error, message, call in (
@@ -47,6 +71,9 @@ def test_what_the_kernels_do_not_take_is_refused(device):
         (ValueError, "must be a matrix and 2 contiguous", lambda: unpermute(x, index.view(2, 2).t())),
         (TypeError, "x is torch.float64", lambda: unpermute(x.double(), index.view(2, 2))),
         (TypeError, "dtype=torch.float64", lambda: permute(x, index, torch.float64)),
+        (ValueError, "scale has shape", lambda: unpermute(x, index.view(2, 2), scale=x[0])),
+        (ValueError, "scale has strides", lambda: unpermute(x, index.view(2, 2), scale=x[:, 0])),
+        (ValueError, "rows has shape", lambda: unpermute_backward(x, x[:2], index, x[:2, 0].clone())),
     ):
         with pytest.raises(error, match=message):
             call()
