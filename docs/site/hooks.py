@@ -27,7 +27,7 @@ TOPICS = {
         "diagnosis",
         "build",
     ],
-    "Layers": ["nn", "ops", "ops.router_losses"],
+    "Layers": ["nn", "ops", "ops.topk_gating", "ops.router_losses"],
     "Collectives": ["ops.collectives", "comm.registry", "comm.symmetric_tensor", "_C"],
     "Sequences": ["ops.context_attention", "ops.sequence_layout", "ops.attention_chunk"],
     "Data parallelism": ["data_parallel", "clip_grad"],

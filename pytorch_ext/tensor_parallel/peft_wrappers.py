@@ -47,8 +47,9 @@ def disable_adapters(twin: nn.Module) -> None:
 
 def is_of_adapter(name: str, wrappers: Mapping[str, nn.Module]) -> bool:
     """Return whether a module belongs to an adapter: it is in a wrapper, and not in the wrapped module."""
-    around = (wrapper for wrapper in wrappers if name.startswith(f"{wrapper}."))
-    return any(name.removeprefix(f"{w}.").partition(".")[0] != _wrapped(wrappers[w]) for w in around)
+    around = [(f"{place}.".lstrip("."), one) for place, one in wrappers.items()]
+    inside = ((name.removeprefix(place), one) for place, one in around if name.startswith(place) and name != place)
+    return any(rest.partition(".")[0] != _wrapped(one) for rest, one in inside)
 
 
 def _wrapped(wrapper: nn.Module) -> str:

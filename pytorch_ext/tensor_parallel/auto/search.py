@@ -15,6 +15,7 @@ from weft.tensor_parallel.auto.layer_specs import is_experts, known, sizes_of
 from weft.tensor_parallel.auto.propagation import RETURNED, SPLIT, Flow, Propagation
 from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
+from weft.tensor_parallel.peft_wrappers import is_of_adapter, wrappers_in
 from weft.tensor_parallel.styles import kind_of
 
 DENSE = ("nn.Linear", "transformers.Conv1D")
@@ -95,10 +96,11 @@ def _unfollowed(model: nn.Module, runs: list[Run]) -> Iterator[str]:
     layers = {node.layer for node in nodes} - closed - {""}
     ran = {node.where for node in nodes} - closed | layers
     used = {name for node in nodes for value in node.inputs for name in value.origin or ()}
+    wrappers = dict(wrappers_in(model))
     found: list[str] = []
     for name, module in model.named_modules():
         inside = f"{name}."
-        if not name or any(f"{place}.".startswith(inside) for place in ran):
+        if not name or is_of_adapter(name, wrappers) or any(f"{place}.".startswith(inside) for place in ran):
             continue
         if any(inside.startswith(f"{other}.") for other in (*found, *layers)):
             continue
