@@ -243,6 +243,15 @@ def _generate(rows: list[Row]) -> list[list[str]]:
     ]
 
 
+def _experts(rows: list[Row]) -> list[list[str]]:
+    peers = ("gloo", "one process", "transformers over gloo", "limit")
+    found = [["", "weft", "gloo's all_to_all", "one process", "transformers over gloo", "a copy of as many bytes"]]
+    for row in rows:
+        name = row["shape"].partition(":")[0]
+        found.append([name, *(_ms(row["times"].get(peer), 1) for peer in ("weft", *peers))])
+    return found
+
+
 def _lora(rows: list[Row]) -> list[list[str]]:
     step, memory = rows
     alone = [f"one process{threads}" for threads in ("", f", {step['world']} threads")]
@@ -275,6 +284,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "static figures": ("static_figures", _static_figures),
     "generate": (f"{_CPU}/generate", _generate),
     "lora": (f"{_CPU}/lora", _lora),
+    "experts": (f"{_CPU}/experts", _experts),
     "families": ("families", _families),
     "pipelines of families": ("pipelines_of_families", _pipelines_of_families),
 }

@@ -199,9 +199,10 @@ def check_distinct(model: nn.Module) -> None:
 
 
 def _mark_of_varied(x: torch.Tensor) -> int | None:
-    """Return the tensor's mark; None for a constant tensor, which ranks may share."""
+    """Return the tensor's mark; None for one of at most two values (a constant, an identity), which ranks may share."""
     x = values_of(x)
-    return int(mark_of_bits(x)) if x.numel() and bool((x != x.flatten()[0]).any()) else None
+    others = x[x != x.flatten()[0]] if x.numel() else x.flatten()
+    return int(mark_of_bits(x)) if others.numel() and bool((others != others[0]).any()) else None
 
 
 class SameCalls:

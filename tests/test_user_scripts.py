@@ -491,6 +491,18 @@ def test_the_next_call_finds_that_ranks_loaded_the_same_part():
     run_ranks(state_without_metadata, 2)
 
 
+def state_of_repeated_identities(rank):
+    model = equal_halves()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(8).repeat(2, 1))  # a layer that begins as a copy, twice
+        model[3].weight.zero_()
+    assert split(weft.init_mesh(tp=2, device_type="cpu"), model)(torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_parts_of_layers_that_begin_as_copies_may_be_equal():
+    run_ranks(state_of_repeated_identities, 2)
+
+
 # Wrappers.
 
 
