@@ -24,7 +24,6 @@ from weft.kernels.language import cdiv, tl, triton
 from weft.kernels.replay import replayed
 
 MOST_EXPERTS = 1024
-SCORINGS = ("softmax", "sigmoid")
 _LANES = (64, 256, MOST_EXPERTS)  # experts of a token in a program; few sizes, so that few variants serve all
 _BLOCK = 1024  # elements of a program, 8 for each thread of 4 warps
 
@@ -34,7 +33,7 @@ def topk_gating(
     logits: torch.Tensor,
     k: int,
     *,
-    scoring: str = "softmax",
+    softmax: bool = True,
     normalize: bool = False,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +42,7 @@ def topk_gating(
     Args:
         logits: [T, E], bf16, fp16 or fp32, with contiguous rows.
         k: from 1 to E.
-        scoring: "softmax" or "sigmoid".
+        softmax: the scores are a softmax; False: sigmoids.
         normalize: divide the weights of a token by their sum.
         bias: [E] fp32, contiguous: added to the scores for the choice alone.
 
@@ -51,7 +50,7 @@ def topk_gating(
         ValueError, TypeError: the kernel does not take an argument.
     """
     op = "topk_gating"
-    lanes = _check(op, logits, k, scoring)
+    lanes = _check(op, logits, k)
     launch.check_memory(op, logits=logits, bias=bias)
     launch.check_dtype(op, (torch.float32,), bias=bias)
     tokens, experts = logits.shape
@@ -72,7 +71,7 @@ def topk_gating(
         logits.stride(0),
         ROWS=rows,
         LANES=lanes,
-        SOFTMAX=scoring == "softmax",
+        SOFTMAX=softmax,
         NORMALIZE=normalize,
     )
     return weights, index
@@ -84,21 +83,21 @@ def topk_gating_backward(
     logits: torch.Tensor,
     index: torch.Tensor,
     *,
-    scoring: str = "softmax",
+    softmax: bool = True,
     normalize: bool = False,
 ) -> torch.Tensor:
     """Return dlogits [T, E], of the type of logits.
 
     Args:
         dw: [T, k], of the type of logits, contiguous.
-        logits, scoring, normalize: as in `topk_gating`.
+        logits, softmax, normalize: as in `topk_gating`.
         index: [T, k] int64, contiguous, that `topk_gating` returned.
 
     Raises:
         ValueError, TypeError: the kernel does not take an argument.
     """
     op = "topk_gating_backward"
-    lanes = _check(op, logits, index.size(-1), scoring)
+    lanes = _check(op, logits, index.size(-1))
     launch.check_memory(op, dw=dw, logits=logits, index=index)
     launch.check_dtype(op, (logits.dtype,), dw=dw)
     launch.check_dtype(op, (torch.int64,), index=index)
@@ -121,13 +120,13 @@ def topk_gating_backward(
         logits.stride(0),
         ROWS=rows,
         LANES=lanes,
-        SOFTMAX=scoring == "softmax",
+        SOFTMAX=softmax,
         NORMALIZE=normalize,
     )
     return dlogits
 
 
-def _check(op: str, logits: torch.Tensor, k: int, scoring: str) -> int:
+def _check(op: str, logits: torch.Tensor, k: int) -> int:
     """Check the arguments of both passes; return the number of lanes for the experts of a token."""
     launch.check_dtype(op, logits=logits)
     if logits.dim() != 2 or (logits.size(1) > 1 and logits.stride(1) != 1):
@@ -140,8 +139,6 @@ def _check(op: str, logits: torch.Tensor, k: int, scoring: str) -> int:
             f"{op}: k={k} and {logits.size(1)} experts; k must be from 1 to the experts, and these at most "
             f"{MOST_EXPERTS}"
         )
-    if scoring not in SCORINGS:
-        raise ValueError(f"{op}: scoring={scoring!r} is not one of {', '.join(map(repr, SCORINGS))}")
     return next(lanes for lanes in _LANES if lanes >= logits.size(1))
 
 
@@ -161,12 +158,7 @@ def _topk_gating_kernel(
     NORMALIZE: tl.constexpr,
 ):
     # 1. Score all experts.
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, LANES)
-    inside = (row[:, None] < tokens) & (lane[None, :] < experts)
-    x = tl.load(logits + row[:, None].to(tl.int64) * stride + lane[None, :], mask=inside, other=float("-inf"))
-    x = x.to(tl.float32)
-    score, divisor = _scores(x, inside, SOFTMAX)
+    row, lane, inside, x, score, divisor = _scores(logits, tokens, experts, stride, ROWS, LANES, SOFTMAX)
     value = x
     if bias is not None:
         value = score / divisor[:, None] + tl.load(bias + lane, mask=lane < experts, other=0.0)[None, :]
@@ -208,11 +200,7 @@ def _topk_gating_backward_kernel(
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, LANES)
-    inside = (row[:, None] < tokens) & (lane[None, :] < experts)
-    x = tl.load(logits + row[:, None].to(tl.int64) * stride + lane[None, :], mask=inside, other=float("-inf"))
-    score, divisor = _scores(x.to(tl.float32), inside, SOFTMAX)
+    row, lane, inside, _, score, divisor = _scores(logits, tokens, experts, stride, ROWS, LANES, SOFTMAX)
     own = tl.zeros((ROWS, LANES), tl.float32)
     taken = tl.zeros((ROWS, LANES), tl.int32)
     for turn in range(chosen):
@@ -240,15 +228,20 @@ def _topk_gating_backward_kernel(
 
 
 @triton.jit
-def _scores(x, inside, SOFTMAX: tl.constexpr):
-    """Return scores of fp32 logits, and the number by which each row of them is to be divided."""
+def _scores(logits, tokens, experts, stride, ROWS: tl.constexpr, LANES: tl.constexpr, SOFTMAX: tl.constexpr):
+    """Return a program's tokens and experts, which exist, their logits in fp32, the scores and their divisor."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    inside = (row[:, None] < tokens) & (lane[None, :] < experts)
+    x = tl.load(logits + row[:, None].to(tl.int64) * stride + lane[None, :], mask=inside, other=float("-inf"))
+    x = x.to(tl.float32)
     if SOFTMAX:
         score = tl.where(inside, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
         divisor = tl.sum(score, 1)
     else:
         score = tl.where(inside, tl.sigmoid(x), 0.0)
         divisor = tl.sum(score, 1) * 0 + 1
-    return score, divisor
+    return row, lane, inside, x, score, divisor
 
 
 def variants(architecture: str) -> None:
@@ -261,10 +254,6 @@ def variants(architecture: str) -> None:
         for experts in _LANES[:2]:
             logits = torch.empty(4096, experts, dtype=dtype, device="meta")
             bias = torch.empty(experts, dtype=torch.float32, device="meta")
-            for scoring, normalize, added in (
-                ("softmax", False, None),
-                ("softmax", True, None),
-                ("sigmoid", True, bias),
-            ):
-                w, index = topk_gating(logits, 8, scoring=scoring, normalize=normalize, bias=added)
-                topk_gating_backward(w, logits, index, scoring=scoring, normalize=normalize)
+            for softmax, normalize, added in ((True, False, None), (True, True, None), (False, True, bias)):
+                w, index = topk_gating(logits, 8, softmax=softmax, normalize=normalize, bias=added)
+                topk_gating_backward(w, logits, index, softmax=softmax, normalize=normalize)

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from read_sizes import read_sizes
 
 import weft
-from weft.checkpoint import safetensors_io
 from weft.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -77,15 +77,8 @@ LARGE = {**SIZES, "vocab_size": 999, "hidden_size": 256, "intermediate_size": 70
 
 
 def check_memory(rank, folder, whole_bytes, largest):
-    read, original = [], safetensors_io.Files.read
-
-    def counting(self, box, inside=None):
-        part = original(self, box, inside)
-        read.append(part.numel() * part.element_size())
-        return part
-
-    safetensors_io.Files.read = counting
-    model = weft.from_pretrained(folder)
+    with read_sizes() as read:
+        model = weft.from_pretrained(folder)
     held = sum(x.untyped_storage().nbytes() for x in model.parameters())
     assert sum(read) == held < 0.52 * whole_bytes
     assert max(read) <= largest / 2 + 4 * 999

@@ -69,9 +69,9 @@ class TopKGatingFunction(torch.autograd.Function):
     def forward(ctx, logits, k, scoring, normalize, bias):
         logits = logits.contiguous()
         bias = None if bias is None else bias.float().contiguous()
-        weights, index = _kernel().topk_gating(logits, k, scoring=scoring, normalize=normalize, bias=bias)
+        ctx.options = {"softmax": scoring == "softmax", "normalize": normalize}
+        weights, index = _kernel().topk_gating(logits, k, bias=bias, **ctx.options)
         ctx.save_for_backward(logits, index)
-        ctx.options = {"scoring": scoring, "normalize": normalize}
         ctx.mark_non_differentiable(index)
         return weights, index
 

@@ -17,7 +17,6 @@ import resource
 import signal
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from logging import getLogger
@@ -388,7 +387,7 @@ def _compared(comparison, model: nn.Module, *arguments) -> dict[str, Any]:
     try:
         results = run_ranks(comparison, WORLD, model, *arguments, timeout_s=120)
     except RanksFailedError as error:
-        return row | {"failed": str(error)}
+        return row | {"failed": _line(error)}
     row["share"] = max(share for share, *_ in results)
     row["error"], row["of"] = max((error, of) for _, error, of in results)
     return row
@@ -435,7 +434,7 @@ def row_in_a_process(family: str, checked: bool, timeout_s: float, pipeline: boo
         try:
             row = row_of(family, checked, pipeline)
         except BaseException as error:
-            row = {"family": family, "failed": f"{_line(error)}\n{traceback.format_exc()}"}
+            row = {"family": family, "failed": _line(error)}
         with os.fdopen(writer, "w") as file:
             json.dump(row, file)
         os._exit(0)

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
+from read_sizes import read_sizes
 
 import weft
-from weft.checkpoint import safetensors_io
 from weft.sharding.quantized import is_quantized, numbers_in, pick_quantized, values_of
 from weft.tensor_parallel.auto import automatic_plan
 from weft.testing.ranks import run_ranks
@@ -253,16 +253,8 @@ def save_quantised(kind, folder):
 
 def check_folder(rank, kind, folder, trains):
     warnings.simplefilter("ignore")
-    read, original = [], safetensors_io.Files.read
-
-    def counting(self, box, inside=None):
-        part = original(self, box, inside)
-        read.append(part.numel() * part.element_size())
-        return part
-
-    safetensors_io.Files.read = counting
-    model = weft.from_pretrained(folder)
-    safetensors_io.Files.read = original
+    with read_sizes() as read:
+        model = weft.from_pretrained(folder)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     plain = (part for x in model.parameters() for part in (numbers_in(x) if is_quantized(x) else [("", x)]))
     assert sum(read) == sum(part.numel() * part.element_size() for _, part in plain)

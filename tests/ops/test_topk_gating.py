@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_refused():
     logits = torch.zeros(2, 4)
     for message, options in (
         ("k=5 must be from 1 to the 4 experts", {"k": 5}),
-        ("scoring='max' is not one of", {"k": 1, "scoring": "max"}),
+        ("scoring='max' is not one of 'softmax', 'sigmoid'", {"k": 1, "scoring": "max"}),
         (r"bias has shape \(3,\); it must be \(4,\)", {"k": 1, "bias": torch.zeros(3)}),
     ):
         with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from weft.nn.expert_form import form_of, has_form
 from weft.tensor_parallel.auto.axis_layout import Axis
 from weft.tensor_parallel.auto.layer_specs import known
 from weft.tensor_parallel.auto.propagation import Propagation
-from weft.tensor_parallel.auto.search import GATHERED, Search, Structure, runs_of, structures
+from weft.tensor_parallel.auto.search import GATHERED, Search, Structure, names_above, runs_of, structures
 from weft.tensor_parallel.peft_wrappers import is_of_adapter, through_wrappers, wrappers_in
 from weft.tensor_parallel.styles import kind_of
 
@@ -201,7 +201,7 @@ def _whole(model: nn.Module, plan: Mapping, reasons: Mapping[str, str]) -> dict[
     for name, module in model.named_modules():
         if is_of_adapter(name, wrappers):
             continue
-        above = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
+        above = names_above(name)
         if any(_splits(plan.get(place)) for place in [name, *above]):
             continue
         if not any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):

@@ -93,21 +93,20 @@ def _unfollowed(model: nn.Module, runs: list[Run]) -> Iterator[str]:
     """
     nodes = [node for run in runs for node in run.whole.nodes]
     closed = {name for run in runs for name in run.whole.closed}
-    layers = {node.layer for node in nodes} - closed - {""}
-    ran = {node.where for node in nodes} - closed | layers
+    followed = {node.layer for node in nodes} - closed - {""}  # and, below, the modules that are found
+    ran = {node.where for node in nodes} - closed | followed
+    ran |= {name for place in ran for name in names_above(place)}
     used = {name for node in nodes for value in node.inputs for name in value.origin or ()}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     wrappers = dict(wrappers_in(model))
-    found: list[str] = []
     for name, module in model.named_modules():
-        inside = f"{name}."
-        if not name or is_of_adapter(name, wrappers) or any(f"{place}.".startswith(inside) for place in ran):
+        if not name or name in ran or not followed.isdisjoint(names_above(name)) or is_of_adapter(name, wrappers):
             continue
-        if any(inside.startswith(f"{other}.") for other in (*found, *layers)):
-            continue
-        own = {id(parameter) for parameter in module.parameters()}
-        names = {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in own}
-        if own and not names & used and all(n.startswith(inside) for n in names):
-            found.append(name)
+        own = [other for parameter in module.parameters() for other in names[id(parameter)]]
+        if own and used.isdisjoint(own) and all(other.startswith(f"{name}.") for other in own):
+            followed.add(name)
             yield name
 
 
@@ -397,6 +396,11 @@ class Search:
         if owner in alone:
             return alone[owner] in ("vocabulary", "lookup", GATHERED)
         return owner in self.flow.returned and owner not in found.refused
+
+
+def names_above(name: str) -> list[str]:
+    """Return the names of the modules that a module is in, the innermost first, without the model's own."""
+    return [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
 
 
 def module_size(module: nn.Module) -> int:
