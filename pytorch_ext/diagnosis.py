@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.adapters import version_numbers
+
 SELF_TEST_S = 60
+TESTED_TORCHES = "2.11", "2.15"  # the oldest and the newest that the tests ran with; docs/install.md has the table
 _IMPORTED = ("torch", "weft._C")
 
 
@@ -91,7 +94,14 @@ def _probe(name: str, probe: Callable[[], tuple[bool | None, str]]) -> Finding:
 def _versions() -> tuple[bool | None, str]:
     found = {name: version_of(name) for name in ("weft", "torch", "triton", "cupy-cuda13x", "numpy")}
     text = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
-    return found["torch"] is not None, f"{text}; Python {platform.python_version()} on {platform.platform()}"
+    text = f"{text}; Python {platform.python_version()} on {platform.platform()}"
+    if found["torch"] is None:
+        return False, text
+    oldest, newest = map(version_numbers, TESTED_TORCHES)
+    torch = version_numbers(found["torch"])[:2]
+    if not oldest <= torch <= newest:
+        text += f"\nweft's tests ran with torch {' to '.join(TESTED_TORCHES)}; this one is {found['torch']}"
+    return torch >= oldest, text
 
 
 def version_of(package: str) -> str | None:

@@ -25,13 +25,13 @@ def need(adapter: str, package: str, at_least: str) -> None:
         found = version(package)
     except PackageNotFoundError:
         found = None
-    if found is None or _numbers(found) < _numbers(at_least):
+    if found is None or version_numbers(found) < version_numbers(at_least):
         there = f"has {package} {found}" if found else f"has no {package}"
         raise ImportError(
             f'{adapter} needs {package} >= {at_least}; this Python {there}: pip install "{package}>={at_least}"'
         )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def version_numbers(text: str) -> tuple[int, ...]:
     """Return (2, 13, 0) for "2.13.0+cpu", and (5, 23, 0) for "5.23.0rc1"."""
     return tuple(int("".join(takewhile(str.isdigit, part)) or 0) for part in text.partition("+")[0].split(".")[:3])

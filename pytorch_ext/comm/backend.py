@@ -98,6 +98,9 @@ class WeftProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        # From 2.15 on torch asks while it makes the group, to attach its flight recorder, which needs a C++ backend.
+        if self not in distributed_c10d._world.pg_map:
+            return []
         return [torch.device(device) for device in backends_of(self)]
 
     def _get_backend(self, device: torch.device):

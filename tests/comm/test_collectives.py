@@ -130,6 +130,7 @@ def what_torch_asks(rank):
     assert group._get_sequence_number_for_group() == before + 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.distributed.distributed_c10d._set_pg_timeout` is deprecated")
         distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     begin = time.monotonic()
     if rank == 0:
