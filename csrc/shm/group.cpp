@@ -25,10 +25,6 @@ constexpr auto spin_limit = std::chrono::microseconds(100);
 constexpr auto sleep_slice = std::chrono::milliseconds(10);  // a lost rank is noticed after at most this time
 constexpr size_t page_bytes = 4096;
 
-constexpr const char* call_names[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast",
-                                      "reduce",  "gather",     "scatter",    "all_to_all"};
-static_assert(std::size(call_names) == static_cast<size_t>(CallKind::count));
-
 // Number of forks between the first process and this one. A child has its parent's mappings but is no rank.
 std::atomic<uint32_t> forks{0};
 const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
@@ -91,7 +87,7 @@ bool CallHeader::operator==(const CallHeader& other) const {
 }
 
 std::string CallHeader::text() const {
-  std::string text = call_names[static_cast<size_t>(kind)];
+  std::string text = name_of(kind);
   if (kind == CallKind::barrier) return text + "()";
   text += std::string("(") + name_of(dtype);
   if (kind == CallKind::all_to_all) return text + ")";
@@ -172,6 +168,7 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
   }
   options_.single_copy = reads_all_peers();
   calls_ = 0;  // joining does not count as a call of the user
+  std::fill(last_calls_.begin(), last_calls_.end(), CallRecord());
   segment_.close_descriptor();
 }
 
@@ -480,11 +477,30 @@ Call::Call(Group& group, const CallHeader& header) : group_(group), header_(head
   group_.check_usable();  // before the lock: in a forked child no thread may be left to release it
   lock_ = std::unique_lock<std::mutex>(group_.one_call_at_a_time_);
   group_.check_usable();  // again, because the group may have been left while this call waited for the lock
-  ++group_.calls_;
+  const uint64_t number = ++group_.calls_;
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  const std::lock_guard<std::mutex> lock(group_.last_calls_mutex_);
+  group_.last_calls_[number % group_.last_calls_.size()] = {
+      number, header, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count()};
+}
+
+Call::~Call() {
+  if (std::uncaught_exceptions() > exceptions_) return;
+  const std::lock_guard<std::mutex> lock(group_.last_calls_mutex_);
+  group_.last_calls_[group_.calls_ % group_.last_calls_.size()].completed = true;
+}
+
+std::vector<CallRecord> Group::last_calls() const {
+  const std::lock_guard<std::mutex> lock(last_calls_mutex_);
+  std::vector<CallRecord> calls;
+  for (const CallRecord& record : last_calls_)
+    if (record.number != 0) calls.push_back(record);
+  std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
+  return calls;
 }
 
 std::string Call::text() const {
-  return std::string(call_names[static_cast<size_t>(header_.kind)]) + " #" + std::to_string(group_.calls_) +
+  return std::string(name_of(header_.kind)) + " #" + std::to_string(group_.calls_) +
          " on group \"" + group_.name() + "\"";
 }
 

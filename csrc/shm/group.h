@@ -13,6 +13,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <forward_list>
 #include <functional>
 #include <memory>
@@ -36,6 +37,11 @@ enum class CallKind : uint32_t {
   barrier, all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all,
   count
 };
+
+inline constexpr const char* call_names[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast",
+                                      "reduce",  "gather",     "scatter",    "all_to_all"};
+static_assert(std::size(call_names) == static_cast<size_t>(CallKind::count));
+inline const char* name_of(CallKind kind) { return call_names[static_cast<size_t>(kind)]; }
 
 // Further steps of an all_reduce of floating-point numbers, in the same pass over the data.
 struct Fusion {
@@ -62,6 +68,14 @@ struct CallHeader {
 
   bool operator==(const CallHeader& other) const;
   std::string text() const;
+};
+
+// One of a group's last calls.
+struct CallRecord {
+  uint64_t number = 0;
+  CallHeader header{CallKind::barrier};
+  int64_t begun_ns = 0;  // since 1970
+  bool completed = false;
 };
 
 enum class FailureKind : int { rank_lost = 1, timed_out, mismatched, interrupted };
@@ -127,6 +141,7 @@ class Group {
   void inject(const InjectedFaults& faults);
   void wait_for_death() const;  // returns at once unless that fault is injected
   uint64_t calls() const { return calls_; }  // number of the last call in errors
+  std::vector<CallRecord> last_calls() const;  // oldest first
 
   // Runs a call (a function of collectives.h) after all calls submitted earlier, and waits for it.
   template <class Function>
@@ -192,6 +207,8 @@ class Group {
   std::mutex one_call_at_a_time_;
   uint32_t step_ = 0;
   std::atomic<uint64_t> calls_{0};
+  mutable std::mutex last_calls_mutex_;
+  std::vector<CallRecord> last_calls_ = std::vector<CallRecord>(256);  // call n is at n % 256
   std::atomic<bool> left_{false};
   Threads threads_;
   InjectedFaults faults_;
@@ -208,6 +225,7 @@ class Group {
 class Call {
  public:
   Call(Group& group, const CallHeader& header);
+  ~Call();
 
   int rank() const { return group_.rank_; }
   int world() const { return group_.world_; }
@@ -246,6 +264,7 @@ class Call {
   Group& group_;
   std::unique_lock<std::mutex> lock_;
   const CallHeader header_;
+  const int exceptions_ = std::uncaught_exceptions();  // a call that ends with more of them has failed
   uint32_t announced_ = 0;  // the exchange that carried the headers
   bool announced_known_ = false;
   bool reads_in_place_ = false;

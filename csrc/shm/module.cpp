@@ -96,6 +96,18 @@ struct {
   py::handle comm, rank_lost, mismatch, timeout;
 } errors;
 
+// Called with the text of each error between ranks before Python sees it; null if nobody asked.
+PyObject* error_hook = nullptr;
+
+void call_error_hook(const CommError& error) {
+  if (error_hook == nullptr) return;
+  try {
+    py::handle{error_hook}(error.what());
+  } catch (py::error_already_set& raised) {
+    raised.discard_as_unraisable("the hook of weft._C.on_comm_error");
+  }
+}
+
 void register_errors(py::module_& m) {
   static const py::exception<CommError> comm(m, "CommError", PyExc_RuntimeError);
   static const py::exception<RankLostError> rank_lost(m, "RankLostError", comm.ptr());
@@ -110,9 +122,17 @@ void register_errors(py::module_& m) {
   errors.timeout.attr("__doc__") = "A rank was silent for longer than the group's timeout. The text names it.";
   for (const py::handle error : {errors.comm, errors.rank_lost, errors.mismatch, errors.timeout})
     error.attr("__module__") = "weft";  // the name under which users know them
+  m.def(
+      "on_comm_error", [](const py::function& hook) { error_hook = hook.inc_ref().ptr(); }, py::arg("hook"),
+      "Call hook(text) for each error between ranks of this process, before it is raised.");
   py::register_local_exception_translator([](std::exception_ptr raised) {
     try {
-      if (raised) std::rethrow_exception(raised);
+      try {
+        if (raised) std::rethrow_exception(raised);
+      } catch (const CommError& error) {
+        call_error_hook(error);
+        throw;
+      }
     } catch (const RankLostError& error) {
       py::set_error(errors.rank_lost, error.what());
     } catch (const CollectiveMismatchError& error) {
@@ -130,7 +150,12 @@ void register_errors(py::module_& m) {
 py::object as_python(const std::exception_ptr& raised) {
   if (!raised) return py::none();
   try {
-    std::rethrow_exception(raised);
+    try {
+      std::rethrow_exception(raised);
+    } catch (const CommError& error) {
+      call_error_hook(error);
+      throw;
+    }
   } catch (const RankLostError& error) {
     return errors.rank_lost(error.what());
   } catch (const CollectiveMismatchError& error) {
@@ -408,6 +433,17 @@ void register_group(py::module_& m) {
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("world", &Group::world)
       .def_property_readonly("calls", &Group::calls)
+      .def(
+          "last_calls",
+          [](const Group& g) {
+            py::list calls;
+            for (const CallRecord& record : g.last_calls())
+              calls.append(py::make_tuple(record.number, name_of(record.header.kind), name_of(record.header.dtype),
+                                          record.header.count, record.begun_ns, record.completed));
+            return calls;
+          },
+          "The last 256 collectives, oldest first: number, operation, type, elements, begin in ns since 1970, whether\n"
+          "it is completed. 0 elements where ranks may have different ones.")
       .def_property_readonly("single_copy", &Group::single_copy, "Whether ranks read one another's memory.")
       .def("rename", &Group::rename, py::arg("name"), NoGil())
       .def(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from weft import _C
+from weft.comm import flight_record
 from weft.comm.communicator import Communicator, backends_of
 from weft.comm.dtypes import op_code
 from weft.comm.engine import Engine, Pending
@@ -62,6 +63,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         )
         if isinstance(group.engine, Engine):
             group.group_here = group.engine.group
+            flight_record.enable()
         group._name, group._desc = str(options.group_id), "undefined"
         group.timeout = options.timeout
         return group
@@ -141,6 +143,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         return self._cuda_half
 
     def shutdown(self) -> None:
+        flight_record.write()
         try:
             if self.communicator is not None:
                 self.communicator.drain()
