@@ -51,10 +51,10 @@ def pytest_configure(config):
         config.addinivalue_line("markers", "timeout: nothing without pytest-timeout")
         config.addinivalue_line("filterwarnings", "ignore:Unknown config option. timeout")
     if INTERPRETED:
-        _hurry_the_interpreter(checks=bool({"kernels", "all"} & set(config.getoption("--slow"))))
+        _mend_the_interpreter(checks=bool({"kernels", "all"} & set(config.getoption("--slow"))))
 
 
-def _hurry_the_interpreter(checks: bool) -> None:
+def _mend_the_interpreter(checks: bool) -> None:
     """Let Triton's interpreter replace the language's functions once a launch and module, not again in every call of a
     device function; and check integers for overflow only where `checks` is True. Two and a half times as fast."""
     from triton.runtime import interpreter
@@ -74,6 +74,15 @@ def _hurry_the_interpreter(checks: bool) -> None:
         finally:
             seen.pop()
 
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat_truth(builder, kind, scalar):
+        made = splat(builder, kind, scalar)
+        if scalar.data.dtype == bool:  # triton 3.9 makes integers of a comparison, and takes no mask of integers
+            made.data = made.data.astype(bool)
+        return made
+
+    interpreter.InterpreterBuilder.create_splat = splat_truth
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", checks)
 

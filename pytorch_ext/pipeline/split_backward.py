@@ -8,18 +8,21 @@ layer), or for an output that does not depend on the inputs. Such a stage runs i
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 
-def can_be_halved(outputs: Iterable[torch.Tensor], inputs: Iterable, parameters: Iterable[torch.Tensor]) -> bool:
+def can_be_halved(
+    outputs: Iterable[torch.Tensor | GradientEdge], inputs: Iterable, parameters: Iterable[torch.Tensor]
+) -> bool:
     """Check that every parameter meets the inputs' values in one operation, and that all its gradient comes from there.
 
     Args:
-        outputs: outputs of a stage, or its loss.
+        outputs: outputs of a stage or their gradient edges, or its loss.
         inputs: inputs of the stage, leaves; values that are not tensors do not matter.
         parameters: the stage's parameters.
     """
-    roots = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    ends = [x.node if isinstance(x, GradientEdge) else x.grad_fn for x in outputs]
+    roots = [node for node in ends if node is not None]
     leaves = {_accumulator(x) for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad}
     weights = {_accumulator(x) for x in parameters if x.requires_grad}
     order = _in_order(roots)

@@ -87,14 +87,14 @@ class ClockedStage(PipelineStage):
         with nullcontext() if self.gradients is None else self.gradients.within(fwd_chunk_id):
             result = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
         if self.gradients is not None:
-            self.gradients.watch(self.stage_index, *self.fwd_cache[fwd_chunk_id])
+            self.gradients.watch(self.stage_index, *self._kept(fwd_chunk_id))
         self._mark("F", fwd_chunk_id, start)
         return result
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         start = self.clock.now()
         if not full_backward and not self.is_first and not self.halves_checked:
-            outputs, inputs = self.fwd_cache[bwd_chunk_id]
+            outputs, inputs = self._kept(bwd_chunk_id)
             if not can_be_halved(outputs if loss is None else [loss], inputs, self.submod.parameters()):
                 self.dw_builder = lambda: lambda: None  # the first half is the whole backward
             self.halves_checked = True
@@ -109,6 +109,13 @@ class ClockedStage(PipelineStage):
         if self.gradients is not None and self.dw_builder is None:
             self.gradients.take(self.stage_index, bwd_chunk_id)
         self._mark("W", bwd_chunk_id, start)
+
+    def _kept(self, microbatch):
+        """Return the outputs and inputs of a forward; gradient edges for outputs that the stage has let go of."""
+        if hasattr(self, "fwd_cache"):  # before torch 2.15
+            return self.fwd_cache[microbatch]
+        state = self._forward_chunk_states[microbatch]
+        return state.stage_output_for_backward(), state.input_values
 
     def _mark(self, kind, microbatch, start) -> None:
         self.clock.marks.append((self.stage_index, kind, microbatch, start, self.clock.now()))

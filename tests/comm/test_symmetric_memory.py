@@ -224,9 +224,10 @@ def test_a_fabric_joins_the_gpus_of_two_machines():
 
 NVML = """
 #include <string.h>
+static char name[16];
 struct info { unsigned char cluster[16]; unsigned status, clique; unsigned char state; };
 int nvmlInit_v2(void) { return 0; }
-int nvmlDeviceGetHandleByUUID(const char* uuid, void** handle) { *handle = (void*)uuid; return 0; }
+int nvmlDeviceGetHandleByUUID(const char* uuid, void** handle) { *handle = strcpy(name, uuid); return 0; }
 int nvmlDeviceGetGpuFabricInfo(void* handle, struct info* info) {
   const char* uuid = handle;
   memset(info, 0, sizeof *info);
