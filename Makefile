@@ -83,12 +83,12 @@ wheel-check-%: build/envs/torch-%/ready
 	build/envs/torch-$*/bin/python -c "import sys, torch, weft._C as _C; print(torch.__version__, _C.__file__); assert _C.__file__.startswith(sys.prefix)"
 	build/envs/torch-$*/bin/pytest -m "not gpu and not packaging" $(CHECKS)
 
-# The set that the tests run with, but for what a torch pins itself: 2.11 triton 3.6.
+# The set that the tests run with, but for what a torch pins itself: 2.11 triton 3.6, 2.15 triton 3.9.
 .PRECIOUS: build/envs/torch-%/ready
 build/envs/torch-%/ready: requirements.txt
 	$(PYTHON) -m venv build/envs/torch-$*
 	grep -Ev '^(torch|triton|setuptools)==' $< > build/envs/torch-$*/requirements.txt
-	build/envs/torch-$*/bin/pip install -qq --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* 'triton>=3.6,<3.8'
+	build/envs/torch-$*/bin/pip install -qq --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* '$(if $(filter 2.13.%,$*),triton<3.8,triton>=3.6)'
 	touch $@
 
 # What a machine with a GPU and no network may lack: wheels for its Python. Take $(KIT) there with the clone; and

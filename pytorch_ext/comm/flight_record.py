@@ -8,7 +8,9 @@ collective fails, when a group is destroyed, and when the process ends.
 import atexit
 import os
 import pickle
+from collections.abc import Iterable
 from operator import itemgetter
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -35,10 +37,13 @@ def write() -> None:
     The file's name is the variable's value and the rank. Groups over several machines are left out.
     """
     prefix = _file()
-    groups = [group for group in distributed_c10d._world.pg_map if getattr(group, "group_here", None) is not None]
+    made: Iterable[Any] = distributed_c10d._world.pg_map
+    groups = [group for group in made if getattr(group, "group_here", None) is not None]
     if prefix is None or not groups or not _enabled:
         return
-    config, entries, forgotten = {}, [], 0
+    config: dict[str, dict[str, str]] = {}
+    entries: list[dict[str, Any]] = []
+    forgotten = 0
     for group in groups:
         config[group.group_name] = {
             "name": group.group_name,

@@ -114,7 +114,7 @@ class ClockedStage(PipelineStage):
         """Return the outputs and inputs of a forward; gradient edges for outputs that the stage has let go of."""
         if hasattr(self, "fwd_cache"):  # before torch 2.15
             return self.fwd_cache[microbatch]
-        state = self._forward_chunk_states[microbatch]
+        state = self._forward_chunk_states[microbatch]  # type: ignore[attr-defined]
         return state.stage_output_for_backward(), state.input_values
 
     def _mark(self, kind, microbatch, start) -> None:

@@ -28,6 +28,8 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
     named = inspect.signature(without_peft(model).forward).parameters
     main, config = model.main_input_name, model.config
     main = main if isinstance(main, str) else main[0]
+    if main not in named:  # parts of models that take something else than the whole
+        main = next((name for name in _INPUTS if name in named), main)
     texts = _tokens(batch, length)
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
     needed = (name for name, one in named.items() if one.default is one.empty and name.endswith("_ids"))
@@ -129,6 +131,9 @@ def _features(model, batch: int) -> Iterator[torch.Tensor]:
     for layer in layers[:_FIRST_LAYERS]:
         width = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
         shapes += [(batch, _FRAMES, width), (batch, width, _FRAMES), (batch, width)]
+    for config in (model.config, *vars(model.config).values()):
+        if isinstance(bins := getattr(config, "num_mel_bins", None), int):
+            shapes += [(batch, _FRAMES, bins), (batch, bins, _FRAMES)]
     yield from (torch.empty(shape, dtype=model.dtype, device="meta") for shape in dict.fromkeys(shapes))
 
 
@@ -146,6 +151,8 @@ def _signals(config, batch: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     if size is not None:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         yield torch.empty(batch, channels, height, width, dtype=dtype, device="meta")
+        if (pictures := getattr(config, "num_frames", None)) is not None:
+            yield torch.empty(batch, pictures, channels, height, width, dtype=dtype, device="meta")
     bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
     if bins is not None and frames is not None:
         yield torch.empty(batch, frames, bins, dtype=dtype, device="meta")

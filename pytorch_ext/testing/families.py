@@ -186,19 +186,29 @@ def _few_kinds(value: list) -> list:
     return (kinds + value)[:LAYERS] if all(isinstance(part, str) for part in value) else value[:LAYERS]
 
 
-def small_model(family: str) -> nn.Module:
-    """Build a small random model of a family.
+def small_model(family: str, batch: int = 3) -> tuple[nn.Module, dict[str, Any] | None]:
+    """Build a small random model of a family, in fp64 if it can, and a call that it runs.
+
+    The first size that runs a guessed call is taken; if none does, the first that can be built, with None.
 
     Raises:
         RuntimeError: the model is not small.
     """
-    errors = []
+    errors: list[Exception] = []
+    models: list[nn.Module] = []
     for kept in _KEPT:
         try:
-            return _built(family, kept)
+            model = _built(family, kept).train()
         except Exception as error:
             errors.append(error)
-    raise errors[0]
+            continue
+        models.append(model)
+        for kind in (torch.float64, torch.float32):
+            if (named := example(model.to(kind), batch)) is not None:
+                return model, named
+    if not models:
+        raise errors[0]
+    return models[0], None
 
 
 def _built(family: str, kept: Sequence[int]) -> nn.Module:
@@ -312,6 +322,9 @@ def compare_pipeline(rank: int, model: nn.Module, named: dict[str, Any]) -> tupl
     share = _count(pipe) / _count(plain)
     wanted, found = _gradients(plain), _gradients(pipe)
     held = {f"d {name}" for name, _ in pipe.named_parameters()}
+    for key in found.keys() - wanted.keys():  # a stage whose output needs no gradient gets zeros
+        if not found[key].any():
+            del found[key]
     if differing := found.keys() ^ (wanted.keys() & held):
         raise AssertionError(f"gradients differ: {sorted(differing)[:3]}")
     largest = max((tensor.norm().item() for tensor in wanted.values()), default=0.0)
@@ -354,19 +367,18 @@ def row_of(family: str, checked: bool, pipeline: bool = False) -> dict[str, Any]
     """Return a family's row of the table: its share, the reasons of large whole layers, the comparison."""
     row: dict[str, Any] = {"family": family}
     try:
-        model = small_model(family)
+        model, named = small_model(family, 2 * MICROBATCHES if pipeline else 3)
     except Exception as error:
         return row | {"not built": _line(error)}
     row |= {"model": type(model).__name__, "parameters": _count(model)}
     if pipeline:
-        return row | _row_of_pipeline(model)
+        return row | _row_of_pipeline(model, named)
     start = time.monotonic()
     found = automatic_plan(model, WORLD)
     row |= {"share": share_of_plan(model, found, WORLD), "seconds": time.monotonic() - start}
     row["whole"] = _whole(model, found)
     row["called"] = found.parts == ("",)
     if checked:
-        model, named = _runnable(model.train())
         if named is None:
             return row | {"not compared": "no guessed call runs"}
         first, second = (_results(copy.deepcopy(model), named) for _ in range(2))
@@ -374,12 +386,6 @@ def row_of(family: str, checked: bool, pipeline: bool = False) -> dict[str, Any]
             return row | {"not compared": "the model is random"}
         row |= _compared(compare, model, found, named)
     return row
-
-
-def _runnable(model: nn.Module, batch: int = 3) -> tuple[nn.Module, dict[str, Any] | None]:
-    """Return the model and a call that it runs, in fp64 if it can."""
-    named = example(model.double(), batch)
-    return model, example(model.float(), batch) if named is None else named
 
 
 def _compared(comparison, model: nn.Module, *arguments) -> dict[str, Any]:
@@ -393,8 +399,7 @@ def _compared(comparison, model: nn.Module, *arguments) -> dict[str, Any]:
     return row
 
 
-def _row_of_pipeline(model: nn.Module) -> dict[str, Any]:
-    model, named = _runnable(model.train(), 2 * MICROBATCHES)
+def _row_of_pipeline(model: nn.Module, named: dict[str, Any] | None) -> dict[str, Any]:
     if named is None:
         return {"not compared": "no guessed call runs"}
     named = {name: value for name, value in named.items() if name not in RECORDED}
