@@ -8,6 +8,7 @@ collective fails, when a group is destroyed, and when the process ends.
 import atexit
 import os
 import pickle
+import warnings
 from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
@@ -58,9 +59,12 @@ def write() -> None:
         entry["record_id"] = number
     record = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
     temporary = f"{prefix}{dist.get_rank()}.{os.getpid()}"
-    with open(temporary, "wb") as file:
-        pickle.dump(record, file)
-    os.replace(temporary, f"{prefix}{dist.get_rank()}")
+    try:
+        with open(temporary, "wb") as file:
+            pickle.dump(record, file)
+        os.replace(temporary, f"{prefix}{dist.get_rank()}")
+    except OSError as error:  # it ends no program
+        warnings.warn(f"the record of collectives was not written: {error}", stacklevel=2)
 
 
 def _file() -> str | None:

@@ -60,6 +60,12 @@ def many_calls(rank):
         dist.all_reduce(torch.ones(1))
 
 
+def without_a_folder(rank):
+    dist.barrier()
+    with pytest.warns(UserWarning, match="the record of collectives was not written: .*No such file"):
+        dist.destroy_process_group()
+
+
 def analyzed(monkeypatch, folder) -> str:
     lines = []
     for level in ("info", "warning", "error"):
@@ -108,6 +114,11 @@ def test_the_last_256_calls_are_kept(folder, monkeypatch):
     assert "has errors" not in analyzed(monkeypatch, folder)
     entries = pickle.loads((folder / "rank_0").read_bytes())["entries"]
     assert [entry["collective_seq_id"] for entry in entries] == list(range(45, 301))
+
+
+def test_a_folder_that_is_not_there_ends_no_program(tmp_path, monkeypatch):
+    monkeypatch.setenv(FILE_VARIABLES[0], f"{tmp_path}/none/rank_")
+    run_ranks(without_a_folder, 2)
 
 
 def test_nothing_is_written_unasked(tmp_path, monkeypatch):
