@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
@@ -12,6 +13,7 @@ from weft.checkpoint.full_state import full_state_dict
 from weft.checkpoint.on_all_ranks import ranks_of, together
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
+from weft.pipeline import Pipeline
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.peft_wrappers import without_peft
 
@@ -21,9 +23,11 @@ class SplitModel(TrainerCallback):
 
     Attributes:
         replicas: the ranks that share a batch; None if all ranks compute with all rows.
+        pipeline: runs the model's stages; None if each rank runs all layers.
     """
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, pipeline: Pipeline | None = None):
+        self.pipeline = pipeline
         shared = "dp" in (mesh.mesh_dim_names or ()) and mesh["dp"].size() > 1
         self.replicas: Communicator | None = communicator(mesh["dp"]) if shared else None
 
@@ -35,7 +39,11 @@ class SplitModel(TrainerCallback):
                 'own. On a mesh with dp, give Trainer weft.parallelize(model, mesh["cp", "tp"]), not wrapped'
             )
         if not has_adapters(model):  # adapters/peft.py saves those
-            model.save_pretrained = partial(save_whole, model)
+            model.save_pretrained = partial(save_whole, model, self.pipeline or model)
+        elif self.pipeline is not None:
+            raise ValueError(
+                "weft.adapters.trainer: the files of adapters in stages are not written; use a mesh without pp"
+            )
 
     def on_train_begin(self, args, state, control, model: Any = None, **more):
         self.on_init_end(args, state, control, model, **more)  # a model_init makes another model
@@ -59,11 +67,14 @@ def has_adapters(model: Any) -> bool:
     return without_peft(model) is not model
 
 
-def save_whole(model: PreTrainedModel, folder: str, state_dict=None, is_main_process: bool = True, **options) -> None:
+def save_whole(
+    model: PreTrainedModel, held: nn.Module, folder: str, state_dict=None, is_main_process: bool = True, **options
+) -> None:
     """Write the unsplit model with the model's own save_pretrained, from the first rank. A collective call.
 
     Args:
         model: the split model, on every rank.
+        held: what holds its parameters: the model, or its pipeline.
         folder: the folder to write.
         state_dict, is_main_process: ignored; the whole model's values and the first rank take their place.
         options: further options of save_pretrained.
@@ -71,7 +82,7 @@ def save_whole(model: PreTrainedModel, folder: str, state_dict=None, is_main_pro
     Raises:
         CheckpointError, ValueError: the first rank could not write; raised on every rank.
     """
-    whole = full_state_dict(model)
+    whole = full_state_dict(held)
 
     def write() -> None:
         if dist.get_rank() == 0:

@@ -16,30 +16,41 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.adapters import need
 from weft.adapters.trainer_options import check_options
+from weft.pipeline import Pipeline
 
 # Environment variables by which accelerate detects other processes.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _DIMENSIONS = "dp", "cp", "tp"
 
 
-def settings(mesh: DeviceMesh, *, arguments: type | None = None, **options) -> dict[str, Any]:
+def settings(
+    mesh: DeviceMesh, *, arguments: type | None = None, pipeline: Pipeline | None = None, **options
+) -> dict[str, Any]:
     """Return the arguments of a Trainer except its model and data: `args` and `callbacks`.
 
         model = weft.parallelize(model, mesh["cp", "tp"])
         trainer = Trainer(model, train_dataset=data, **settings(mesh, output_dir="out", max_steps=1000))
         trainer.train(resume_from_checkpoint=True)
 
+    With stages Trainer gets the model, which has this rank's part after it was cut, and here the pipeline:
+
+        pipe = weft.Pipeline(model, mesh, microbatches=4, reduction="sum", example=batch)
+        trainer = Trainer(model, train_dataset=data, **settings(mesh, pipeline=pipe, output_dir="out"))
+
     Args:
         mesh: a mesh of weft.init_mesh with tp, cp and dp. Every rank reads the same batches, of
             `per_device_train_batch_size` rows in all; ranks along dp share the rows.
         arguments: the class of the arguments, TrainingArguments or derived from it (TRL's SFTConfig).
+        pipeline: of a mesh with pp and tp; the model computes its loss, and reduction is "sum". Every batch must be a
+            multiple of its micro-batches (`dataloader_drop_last`). Evaluation gives losses alone.
         options: options of that class.
 
     Returns:
         "args", an object of that class, and "callbacks", a list of one callback.
 
     Raises:
-        ValueError: the mesh has pp, an option does not work with shards, or this rank sees several GPUs.
+        ValueError: the mesh has pp without a pipeline or beside dp or cp, the pipeline's loss is another one, an option
+            does not work with shards, or this rank sees several GPUs.
         ImportError: transformers is older than 5.23, or accelerate is older than 1.15.
     """
     need("weft.adapters.trainer", "transformers", "5.23")
@@ -49,23 +60,28 @@ def settings(mesh: DeviceMesh, *, arguments: type | None = None, **options) -> d
     from weft.adapters.split_model import SplitModel
     from weft.adapters.trainer_loop import register
 
-    _check_mesh(mesh)
+    _check_mesh(mesh, pipeline)
     check_options(options, mesh.device_type)
     register()
     on_cpu = mesh.device_type == "cpu"
     configured = {**(options.pop("accelerator_config", None) or {}), "use_configured_state": True}
     _be_alone(on_cpu)
     made = (arguments or TrainingArguments)(**{**options, "use_cpu": on_cpu, "accelerator_config": configured})
-    return {"args": made, "callbacks": [SplitModel(mesh)]}
+    return {"args": made, "callbacks": [SplitModel(mesh, pipeline)]}
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
-    names = mesh.mesh_dim_names or ()
-    large = [f"{name}={mesh[name].size()}" for name in names if mesh[name].size() > 1 and name not in _DIMENSIONS]
+def _check_mesh(mesh: DeviceMesh, pipeline: Pipeline | None) -> None:
+    names, possible = mesh.mesh_dim_names or (), _DIMENSIONS if pipeline is None else ("pp", "tp")
+    large = [f"{name}={mesh[name].size()}" for name in names if mesh[name].size() > 1 and name not in possible]
     if large or not names:
         raise ValueError(
-            f"settings: the mesh has {', '.join(large) or 'no names'}; it is for dp, cp and tp. Stages (pp) need a "
-            "loop of your own around weft.Pipeline's step: Trainer calls forward and backward itself, for a whole batch"
+            f"settings: the mesh has {', '.join(large) or 'no names'}; it is for {' and '.join(possible)}. Stages (pp) "
+            "need settings(mesh, pipeline=weft.Pipeline(...)), with pp and tp alone"
+        )
+    if pipeline is not None and not (pipeline.reduction == "sum" and pipeline.own_loss):
+        raise ValueError(
+            "settings: Trainer divides the loss by the labels of a whole batch: give the pipeline no loss of its own, "
+            'and reduction="sum"'
         )
     gpus = 0 if mesh.device_type == "cpu" else torch.cuda.device_count()
     if gpus > 1:

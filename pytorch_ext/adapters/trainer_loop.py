@@ -27,6 +27,7 @@ from weft.checkpoint.on_all_ranks import ranks_of, together
 from weft.checkpoint.safetensors_io import source_at
 from weft.comm.communicator import Communicator
 from weft.data_parallel.data_parallel import DataParallel
+from weft.pipeline import Pipeline
 from weft.rng import own_random_numbers
 
 _TRAINING = "training"
@@ -80,22 +81,21 @@ def _save_training(plain: Callable, trainer: Any, output_dir: str) -> None:
         "random": _random_state(),
     }
     folder, step = Path(output_dir) / _TRAINING, trainer.state.global_step
-    save_checkpoint(trainer.model, _unwrapped(trainer.optimizer), folder, step=step, extras=extras, weights=False)
+    save_checkpoint(_held(trainer), _unwrapped(trainer.optimizer), folder, step=step, extras=extras, weights=False)
 
 
 def _load_model(plain: Callable, trainer: Any, folder: str, model: nn.Module | None = None) -> None:
-    model = trainer.model if model is None else model
-    if has_adapters(model):
+    if has_adapters(trainer.model if model is None else model):
         plain(folder, model)
     else:
-        load_checkpoint(model, None, folder, cast=True)
+        load_checkpoint(_held(trainer, model), None, folder, cast=True)
 
 
 def _load_best(plain: Callable, trainer: Any) -> None:
     if has_adapters(trainer.model):
         plain()
     else:
-        load_checkpoint(trainer.model, None, trainer.state.best_model_checkpoint, cast=True)
+        load_checkpoint(_held(trainer), None, trainer.state.best_model_checkpoint, cast=True)
 
 
 def _load_training(plain: Callable, trainer: Any, checkpoint: str | None) -> None:
@@ -108,7 +108,7 @@ def _load_training(plain: Callable, trainer: Any, checkpoint: str | None) -> Non
             "with save_only_model, or by a Trainer without weft.adapters.trainer.settings. Load its model "
             "(weft.from_pretrained) and train without resume_from_checkpoint"
         )
-    loaded = load_checkpoint(trainer.model, _unwrapped(trainer.optimizer), folder, weights=False)
+    loaded = load_checkpoint(_held(trainer), _unwrapped(trainer.optimizer), folder, weights=False)
     trainer.lr_scheduler.load_state_dict(loaded.extras["scheduler"])
     if loaded.extras["scaler"] is not None:
         trainer.accelerator.scaler.load_state_dict(loaded.extras["scaler"])
@@ -164,7 +164,10 @@ def _wrap(plain: Callable, trainer: Any, model: nn.Module, training: bool = True
 
 
 def _train_on_part(plain: Callable, trainer: Any, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-    """Run forward and backward on this rank's rows, and return the loss of the whole batch."""
+    """Run forward and backward on this rank's rows or stages, and return the loss of the whole batch."""
+    if (pipe := _pipeline_of(trainer)) is not None:
+        pipe.train()
+        return pipe.step(_with_items(trainer, inputs, num_items_in_batch))
     replicas = _replicas_of(trainer)
     if replicas is None:
         return plain(model, inputs, num_items_in_batch)
@@ -182,6 +185,37 @@ def _train_on_part(plain: Callable, trainer: Any, model, inputs, num_items_in_ba
     finally:
         del trainer.compute_loss
     return replicas.all_reduce_(loss.clone())
+
+
+def _evaluate(plain: Callable, trainer: Any, model, inputs, prediction_loss_only, ignore_keys=None):
+    pipe = _pipeline_of(trainer)
+    if pipe is None:
+        return plain(model, inputs, prediction_loss_only, ignore_keys)
+    if not prediction_loss_only:
+        raise ValueError("Trainer on a pipeline evaluates losses alone: no predict and no compute_metrics")
+    pipe.eval()
+    items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+    return pipe.evaluate(_with_items(trainer, inputs, items)), None, None
+
+
+def _pipeline_of(trainer: Any) -> Pipeline | None:
+    mark = mark_of(trainer)
+    return None if mark is None else mark.pipeline
+
+
+def _held(trainer: Any, model: nn.Module | None = None) -> nn.Module:
+    """Return what holds this rank's parameters under the names of the whole model."""
+    return _pipeline_of(trainer) or model or trainer.model
+
+
+def _with_items(trainer: Any, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> dict[str, Any]:
+    """Return a batch for a pipeline: each micro-batch divides its sum by the labels of all."""
+    if num_items is None or trainer.compute_loss_func is not None:
+        raise ValueError(
+            "Trainer on a pipeline needs labels, and a model that takes num_items_in_batch for its own loss; "
+            f"{type(trainer.model).__name__} does not, or there is a compute_loss_func"
+        )
+    return {**trainer._prepare_inputs(inputs), "num_items_in_batch": int(num_items)}
 
 
 def part_of_batch(inputs: Mapping[str, Any], rank: int, ranks: int, is_sum: bool) -> tuple[dict[str, Any], float]:
@@ -230,4 +264,5 @@ _METHODS: dict[str, Callable] = {
     "_load_rng_state": _load_random,
     "_wrap_model": _wrap,
     "training_step": _train_on_part,
+    "prediction_step": _evaluate,
 }

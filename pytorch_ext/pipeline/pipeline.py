@@ -309,6 +309,16 @@ class Pipeline(nn.Module):
         check_replicas(self)
 
     @property
+    def reduction(self) -> str:
+        """How the micro-batches' losses become the batch's: "mean" or "sum"."""
+        return self._reduction
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the model computes its loss."""
+        return self._loss is None
+
+    @property
     def replicas(self) -> Communicator | None:
         """The ranks of "dp", which have the same stages."""
         return self._replicas

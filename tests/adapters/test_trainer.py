@@ -32,6 +32,8 @@ SIZES = dict(
     eos_token_id=2,
 )
 STEPS, EVERY = 6, 2
+# Batches of whole micro-batches.
+IN_HALVES = dict(per_device_train_batch_size=4, per_device_eval_batch_size=2, dataloader_drop_last=True)
 CLOSE = dict(rel=1e-4, abs=1e-5)
 
 
@@ -89,10 +91,14 @@ def history_of(trainer, **options):
     return [entry[key] for entry in trainer.state.log_history for key in kept if key in entry]
 
 
-def trains_plainly(rank, folder, model):
-    arguments = transformers.TrainingArguments(use_cpu=True, **options_of(folder))
+def trains_plainly(rank, folder, model, **more):
+    arguments = transformers.TrainingArguments(use_cpu=True, **options_of(folder, **more))
     trainer = transformers.Trainer(model_of(**model), arguments, train_dataset=Sentences(), eval_dataset=Sentences())
     return history_of(trainer)
+
+
+def plainly_in_halves(rank, folder):
+    return trains_plainly(rank, folder, {}, **IN_HALVES)
 
 
 def split_trainer(folder, sizes, model=None, **options):
@@ -103,6 +109,20 @@ def split_trainer(folder, sizes, model=None, **options):
     split = weft.parallelize(model_of(**(model or {})), mesh["cp", "tp"])
     given = settings(mesh, **options_of(folder, **options))
     return transformers.Trainer(split, train_dataset=Sentences(), eval_dataset=Sentences(), **given)
+
+
+def staged_trainer(folder, sizes):
+    from weft.adapters.trainer import settings
+
+    warnings.simplefilter("ignore")
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    model = model_of()
+    if sizes.get("tp", 1) > 1:
+        model = weft.parallelize(model, mesh["tp"])
+    example = {key: value[None] for key, value in Sentences()[0].items()}
+    pipe = weft.Pipeline(model, mesh, microbatches=2, reduction="sum", example=example)
+    given = settings(mesh, pipeline=pipe, **options_of(folder, **IN_HALVES))
+    return transformers.Trainer(model, train_dataset=Sentences(), eval_dataset=Sentences(), **given)
 
 
 def checkpoint_in(folder, step=EVERY):
@@ -167,6 +187,41 @@ def test_replicas_of_a_split_model_save_and_go_on_as_the_plain_trainer(adapters,
 @pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/checkpoint")
 def test_adapters_are_saved_and_go_on_as_the_plain_trainers(tmp_path):
     check_plain_loop(tmp_path, 2, {"dp": 2}, [{"tp": 2}], adapters=True)
+
+
+def check_stages(rank, folder, sizes, expected):
+    trainer = staged_trainer(folder / "first", sizes)
+    assert history_of(trainer) == pytest.approx(expected, **CLOSE)
+    assert trainer.state.best_model_checkpoint == checkpoint_in(folder / "first")
+    resumed = staged_trainer(folder / "resumed", sizes)
+    again = history_of(resumed, resume_from_checkpoint=checkpoint_in(folder / "first"))
+    assert again == pytest.approx(expected, **CLOSE)
+
+
+def check_mistakes_in_stages(rank, folder):
+    from weft.adapters.trainer import settings
+
+    mesh = weft.init_mesh(pp=2, device_type="cpu")
+    with pytest.raises(ValueError, match="pp=2; it is for dp and cp and tp. Stages"):
+        settings(mesh, output_dir=str(folder))
+    example = {key: value[None] for key, value in Sentences()[0].items()}
+    pipe = weft.Pipeline(model_of(), mesh, microbatches=2, example=example)
+    with pytest.raises(ValueError, match='reduction="sum"'):
+        settings(mesh, pipeline=pipe, output_dir=str(folder))
+    trainer = staged_trainer(folder, {"pp": 2})
+    with pytest.raises(ValueError, match="no predict"):
+        trainer.predict(Sentences())
+
+
+def test_mistakes_in_stages_are_named_on_every_rank(tmp_path):
+    run_ranks(check_mistakes_in_stages, 2, tmp_path, timeout_s=120)
+
+
+@pytest.mark.parametrize("world, sizes", [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2})])
+def test_stages_save_and_go_on_as_the_plain_trainer(world, sizes, tmp_path):
+    expected = run_ranks(plainly_in_halves, 1, tmp_path / "plain", backend=None, timeout_s=200)[0]
+    run_ranks(check_stages, world, tmp_path, sizes, expected, timeout_s=240)
+    check_files(tmp_path / "first", tmp_path / "plain", "model.safetensors")
 
 
 def check_dropout(rank, folder, sizes):
