@@ -246,7 +246,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 def check(*tensors: torch.Tensor) -> None:
     for x in tensors:
-        if not (x.is_cpu and x.layout is _STRIDED) or x.is_conj() or x.is_neg():
+        if not (x.is_cpu and x.layout is _STRIDED) or x.is_conj() or x.is_neg() or (x.data_ptr() == 0 and x.numel()):
             _refuse(x)
 
 
@@ -255,6 +255,8 @@ def _refuse(x: torch.Tensor) -> None:
         raise TypeError(f"the weft backend takes CPU tensors, got one on {x.device}")
     if x.layout is not _STRIDED:
         raise TypeError(f"the weft backend takes dense tensors, got {x.layout}")
+    if not (x.is_conj() or x.is_neg()):
+        raise TypeError(f"the weft backend takes tensors with values in memory, got {type(x).__name__} without")
     raise TypeError("the weft backend takes no conjugate or negative views: resolve_conj() or resolve_neg() them")
 
 

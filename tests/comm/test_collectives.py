@@ -20,6 +20,7 @@ import weft
 from weft.comm import rendezvous
 from weft.comm.backend import _Work
 from weft.comm.engine import Engine
+from weft.pipeline import absent
 from weft.testing import reference
 from weft.testing.cases import COUNTS
 from weft.testing.ranks import on_machines, run_ranks
@@ -754,6 +755,19 @@ def negative_views(rank):
 
 def test_a_negative_view_is_refused():
     run_ranks(negative_views, 2)
+
+
+def tensors_without_values(rank):
+    x = absent.like(torch.ones(3), "another stage")
+    calls = dist.all_reduce, weft.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.send(x, 1 - rank)
+    for call in (*calls, lambda x: dist.all_gather([torch.ones(3)] * 2, x)):
+        with pytest.raises(TypeError, match="values in memory, got Absent without"):
+            call(x)
+    dist.all_reduce(torch.empty(0))  # has none, and needs none
+
+
+def test_a_tensor_without_values_is_refused():
+    run_ranks(tensors_without_values, 2)
 
 
 def overlap_in_one_tensor(rank):
