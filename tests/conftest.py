@@ -56,7 +56,8 @@ def pytest_configure(config):
 
 def _mend_the_interpreter(checks: bool) -> None:
     """Let Triton's interpreter replace the language's functions once a launch and module, not again in every call of a
-    device function; and check integers for overflow only where `checks` is True. Two and a half times as fast."""
+    device function; and check integers for overflow only where `checks` is True. Two and a half times as fast.
+    Let comparisons of scalars be masks, which triton 3.9 refuses."""
     from triton.runtime import interpreter
 
     replace, launch, seen = interpreter._patch_lang, interpreter.GridExecutor.__call__, []
@@ -78,7 +79,7 @@ def _mend_the_interpreter(checks: bool) -> None:
 
     def splat_truth(builder, kind, scalar):
         made = splat(builder, kind, scalar)
-        if scalar.data.dtype == bool:  # triton 3.9 makes integers of a comparison, and takes no mask of integers
+        if scalar.data.dtype == bool:  # it makes integers of them, and takes no mask of integers
             made.data = made.data.astype(bool)
         return made
 

@@ -39,7 +39,8 @@ class SplitModel(TrainerCallback):
                 'own. On a mesh with dp, give Trainer weft.parallelize(model, mesh["cp", "tp"]), not wrapped'
             )
         if not has_adapters(model):  # adapters/peft.py saves those
-            model.save_pretrained = partial(save_whole, model, self.pipeline or model)
+            held = model if self.pipeline is None else self.pipeline
+            model.save_pretrained = partial(save_whole, model, held)
         elif self.pipeline is not None:
             raise ValueError(
                 "weft.adapters.trainer: the files of adapters in stages are not written; use a mesh without pp"

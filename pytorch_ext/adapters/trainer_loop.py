@@ -205,7 +205,8 @@ def _pipeline_of(trainer: Any) -> Pipeline | None:
 
 def _held(trainer: Any, model: nn.Module | None = None) -> nn.Module:
     """Return what holds this rank's parameters under the names of the whole model."""
-    return _pipeline_of(trainer) or model or trainer.model
+    candidates = _pipeline_of(trainer), model, trainer.model
+    return next(one for one in candidates if one is not None)
 
 
 def _with_items(trainer: Any, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> dict[str, Any]:

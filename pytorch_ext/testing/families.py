@@ -195,20 +195,20 @@ def small_model(family: str, batch: int = 3) -> tuple[nn.Module, dict[str, Any] 
         RuntimeError: the model is not small.
     """
     errors: list[Exception] = []
-    models: list[nn.Module] = []
+    first: nn.Module | None = None
     for kept in _KEPT:
         try:
             model = _built(family, kept).train()
         except Exception as error:
             errors.append(error)
             continue
-        models.append(model)
+        first = model if first is None else first
         for kind in (torch.float64, torch.float32):
             if (named := example(model.to(kind), batch)) is not None:
                 return model, named
-    if not models:
+    if first is None:
         raise errors[0]
-    return models[0], None
+    return first, None
 
 
 def _built(family: str, kept: Sequence[int]) -> nn.Module:
