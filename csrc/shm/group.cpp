@@ -168,7 +168,6 @@ Group::Group(std::string name, int rank, Segment segment, const std::vector<Rank
   }
   options_.single_copy = reads_all_peers();
   calls_ = 0;  // joining does not count as a call of the user
-  std::fill(last_calls_.begin(), last_calls_.end(), CallRecord());
   segment_.close_descriptor();
 }
 
@@ -478,6 +477,7 @@ Call::Call(Group& group, const CallHeader& header) : group_(group), header_(head
   lock_ = std::unique_lock<std::mutex>(group_.one_call_at_a_time_);
   group_.check_usable();  // again, because the group may have been left while this call waited for the lock
   const uint64_t number = ++group_.calls_;
+  if (!group_.recording_) return;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   const std::lock_guard<std::mutex> lock(group_.last_calls_mutex_);
   group_.last_calls_[number % group_.last_calls_.size()] = {
@@ -485,9 +485,15 @@ Call::Call(Group& group, const CallHeader& header) : group_(group), header_(head
 }
 
 Call::~Call() {
-  if (std::uncaught_exceptions() > exceptions_) return;
+  if (!group_.recording_ || std::uncaught_exceptions() > exceptions_) return;
   const std::lock_guard<std::mutex> lock(group_.last_calls_mutex_);
   group_.last_calls_[group_.calls_ % group_.last_calls_.size()].completed = true;
+}
+
+void Group::record_calls() {
+  const std::lock_guard<std::mutex> lock(last_calls_mutex_);
+  last_calls_.resize(256);
+  recording_ = true;
 }
 
 std::vector<CallRecord> Group::last_calls() const {

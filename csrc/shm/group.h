@@ -39,7 +39,7 @@ enum class CallKind : uint32_t {
 };
 
 inline constexpr const char* call_names[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast",
-                                      "reduce",  "gather",     "scatter",    "all_to_all"};
+                                             "reduce",  "gather",     "scatter",    "all_to_all"};
 static_assert(std::size(call_names) == static_cast<size_t>(CallKind::count));
 inline const char* name_of(CallKind kind) { return call_names[static_cast<size_t>(kind)]; }
 
@@ -141,7 +141,8 @@ class Group {
   void inject(const InjectedFaults& faults);
   void wait_for_death() const;  // returns at once unless that fault is injected
   uint64_t calls() const { return calls_; }  // number of the last call in errors
-  std::vector<CallRecord> last_calls() const;  // oldest first
+  void record_calls();  // from now on
+  std::vector<CallRecord> last_calls() const;  // the recorded ones, oldest first
 
   // Runs a call (a function of collectives.h) after all calls submitted earlier, and waits for it.
   template <class Function>
@@ -208,7 +209,8 @@ class Group {
   uint32_t step_ = 0;
   std::atomic<uint64_t> calls_{0};
   mutable std::mutex last_calls_mutex_;
-  std::vector<CallRecord> last_calls_ = std::vector<CallRecord>(256);  // call n is at n % 256
+  std::vector<CallRecord> last_calls_;  // call n is at n % 256
+  std::atomic<bool> recording_{false};
   std::atomic<bool> left_{false};
   Threads threads_;
   InjectedFaults faults_;

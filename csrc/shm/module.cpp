@@ -433,6 +433,7 @@ void register_group(py::module_& m) {
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("world", &Group::world)
       .def_property_readonly("calls", &Group::calls)
+      .def("record_calls", &Group::record_calls, "Remember the last 256 collectives from now on.")
       .def(
           "last_calls",
           [](const Group& g) {
@@ -442,7 +443,7 @@ void register_group(py::module_& m) {
                                           record.header.count, record.begun_ns, record.completed));
             return calls;
           },
-          "The last 256 collectives, oldest first: number, operation, type, elements, begin in ns since 1970, whether\n"
+          "The recorded collectives, oldest first: number, operation, type, elements, begin in ns since 1970, whether\n"
           "it is completed. 0 elements where ranks may have different ones.")
       .def_property_readonly("single_copy", &Group::single_copy, "Whether ranks read one another's memory.")
       .def("rename", &Group::rename, py::arg("name"), NoGil())

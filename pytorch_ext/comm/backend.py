@@ -63,7 +63,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         )
         if isinstance(group.engine, Engine):
             group.group_here = group.engine.group
-            flight_record.enable()
+            flight_record.enable(group.group_here)
         group._name, group._desc = str(options.group_id), "undefined"
         group.timeout = options.timeout
         return group

@@ -1,7 +1,7 @@
 """Each rank's last collectives, in a file for torch's analyzer of flight records (`torchfrtrace`).
 
-torch records collectives in C++ backends. weft's groups are not made of these, but the engine remembers the last 256
-calls of each group. They are written where the variable is set by which torch is given the file's name: when a
+torch records collectives in C++ backends. weft's groups are not made of these. Where the variable is set by which
+torch is given the file's name, the engine remembers the last 256 calls of each group, and they are written when a
 collective fails, when a group is destroyed, and when the process ends.
 """
 
@@ -23,10 +23,13 @@ _NAMES = {"barrier": "all_reduce_barrier", "all_gather": "_all_gather_base"}  # 
 _enabled = False
 
 
-def enable() -> None:
-    """Write this rank's record from now on, if the environment names the file."""
+def enable(group: _C.Group) -> None:
+    """Record the group's calls, and write this rank's record from now on, if the environment names the file."""
     global _enabled
-    if not _enabled and _file() is not None:
+    if _file() is None:
+        return
+    group.record_calls()
+    if not _enabled:
         _enabled = True
         _C.on_comm_error(lambda text: write())
         atexit.register(write)
