@@ -75,8 +75,8 @@ def _check_mesh(mesh: DeviceMesh, pipeline: Pipeline | None) -> None:
     large = [f"{name}={mesh[name].size()}" for name in names if mesh[name].size() > 1 and name not in possible]
     if large or not names:
         raise ValueError(
-            f"settings: the mesh has {', '.join(large) or 'no names'}; it is for {' and '.join(possible)}. Stages (pp) "
-            "need settings(mesh, pipeline=weft.Pipeline(...)), with pp and tp alone"
+            f"settings: the mesh has {', '.join(large) or 'no names'}; it is for {', '.join(possible[:-1])} and "
+            f"{possible[-1]}. Stages (pp) need settings(mesh, pipeline=weft.Pipeline(...)), with pp and tp alone"
         )
     if pipeline is not None and not (pipeline.reduction == "sum" and pipeline.own_loss):
         raise ValueError(
