@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.context_parallel.shared_sequence import parts_here
 from weft.data_parallel.batch_units import running_unit, tensors_in
 from weft.data_parallel.data_parallel import DataParallel
 from weft.sharding.shard import Shard, shard_of
@@ -21,6 +22,7 @@ class Event(NamedTuple):
         unit: unit of the batch; None if the whole batch runs at once.
         call: number of the module's call in this unit.
         place: number of the tensor in the module's output.
+        positions: unit of the sequence; None if the sequence is whole.
     """
 
     module: str
@@ -28,9 +30,11 @@ class Event(NamedTuple):
     unit: int | None
     call: int
     place: int
+    positions: int | None
 
     def __str__(self) -> str:
         unit = "" if self.unit is None else f", unit {self.unit}"
+        unit += "" if self.positions is None else f", unit {self.positions} of the sequence"
         call = "" if self.call == 0 else f", call {self.call}"
         part = "forward of" if self.direction == "forward" else "backward to the output of"
         return f"{part} {self.module or 'the model'}{unit}{call}"
@@ -53,11 +57,12 @@ class StepRecording:
         unit = running_unit()
         call = self._calls[name, unit]
         self._calls[name, unit] += 1
-        for place, x in enumerate(tensors_in(output)):
-            self.values[Event(name, "forward", unit, call, place)] = x.detach().clone()
-            if x.requires_grad:
-                event = Event(name, "backward", unit, call, place)
-                x.register_hook(lambda dx, event=event: self._note_gradient(event, dx))
+        for place, whole in enumerate(tensors_in(output)):
+            for positions, x in parts_here(whole):
+                self.values[Event(name, "forward", unit, call, place, positions)] = x.detach().clone()
+                if x.requires_grad:
+                    event = Event(name, "backward", unit, call, place, positions)
+                    x.register_hook(lambda dx, event=event: self._note_gradient(event, dx))
 
     def _note_gradient(self, event: Event, dx: torch.Tensor) -> None:
         self.values[event] = dx.detach().clone()

@@ -16,6 +16,7 @@ from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.context_parallel.between_layers import refuse_adapters, share_between_layers
 from weft.context_parallel.region import share, sharing_in, sharing_of
+from weft.context_parallel.shared_sequence import Sharing
 from weft.data_parallel.batch_units import check_units
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import mark_invariant
@@ -101,7 +102,8 @@ def parallelize(
                 it, or with fewer dimensions, is passed as it is;
             parts: False: the model takes and returns the whole sequence, as before. True: every rank calls it with its
                 own part (`weft.shard_sequence`) and gets its part of the outputs; the whole loss is the sum over ranks;
-            strict: raise if a function of the model has no rule, instead of gathering the sequence for it.
+            strict: raise if a function of the model has no rule, instead of gathering the sequence for it;
+            units: with `invariant`, the number of units of the sequence, which "cp" must divide, also where it is 1.
             See docs/sequence_parallel.md.
         recompute: the activations that backward recomputes instead of keeping them: "none"; "full": each block (an
             element of the outermost lists of modules); "selective": the attention and the MLP of each block, if these
@@ -119,8 +121,8 @@ def parallelize(
             turns it off.
         invariant: a number of units, which "tp" and "dp" must divide: outputs and gradients have the same bits on every
             such mesh, one process included (docs/invariance.md). With a mesh that has "dp", of any size, as that of
-            init_mesh, the batch is in units too, and the result is a DataParallel, or with `pipeline` a Pipeline. On
-            CPUs.
+            init_mesh, the batch is in units too, and the result is a DataParallel, or with `pipeline` a Pipeline. With
+            context={"units": ...} the sequence is, and the mesh may have "cp". On CPUs.
         pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp: the result is a Pipeline,
             which has `step` and covers "dp" too.
 
@@ -175,6 +177,8 @@ def parallelize(
         raise ValueError(
             f'parallelize: context={context!r}, and the mesh has no dimension "cp" to share a sequence over'
         )
+    if sharing is not None:
+        _check_position_units(sharing, invariant)
     refuse_other_tuners(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     automatic, plan = _plan_of(model, plan, ranks, sequence_parallel, strict, invariant)
@@ -234,7 +238,7 @@ def parallelize(
     return_whole(model)
     if recompute != "none":
         recompute_modules({name: model.get_submodule(name) for name in recomputed})
-    if sharing is not None and sharing.ranks.world_size > 1:
+    if sharing is not None and (sharing.ranks.world_size > 1 or sharing.units is not None):
         share(model, sharing, tokenwise)
     if invariant is not None:
         Forward.of(model).mode = InAnyShape()
@@ -400,12 +404,24 @@ def _check_invariant(model: nn.Module, ranks: _Ranks, invariant: int, recompute:
         raise ValueError(
             'parallelize: invariant with "pp" is for a Pipeline: pass pipeline={"loss": ..., "schedule": ...}'
         )
-    if ranks.sizes.get("cp", 1) > 1 or ranks.tp is None or ranks.experts is not None:
-        raise ValueError(f'parallelize: invariant takes a mesh of "pp", "dp" and "tp"; this one has {ranks.sizes}')
+    if ranks.tp is None or ranks.experts is not None:
+        raise ValueError(
+            f'parallelize: invariant takes a mesh of "pp", "dp", "cp" and "tp"; this one has {ranks.sizes}'
+        )
     if recompute != "none":
         raise ValueError(f"parallelize: invariant with recompute={recompute!r} does not exist")
     if ranks.replicas is not None:
         check_units(model, communicator(ranks.replicas), invariant)
+
+
+def _check_position_units(sharing: Sharing, invariant: int | None) -> None:
+    shares = sharing.ranks.world_size > 1 or sharing.units is not None
+    if shares and (invariant is None) != (sharing.units is None):
+        raise ValueError(
+            'parallelize: invariant on a mesh with cp needs context={"units": ...}, and the units need invariant: a '
+            "sequence has the same bits on any number of ranks if it is in units, on one rank too. Got "
+            f"invariant={invariant} and units={sharing.units}"
+        )
 
 
 def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:

@@ -16,9 +16,18 @@ def own_random_numbers(ranks: Communicator, device: torch.device) -> Iterator[No
     The seed follows from the state before and the rank. Ranks may draw different amounts inside and draw alike again
     afterwards. A recomputation that starts from the state before (torch.utils.checkpoint) draws the same numbers.
     """
-    seed = int(torch.randint(2**62, (1,))) + ranks.rank
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with random_numbers_of(int(torch.randint(2**62, (1,))) + ranks.rank, device):
+        yield
+
+
+@contextmanager
+def random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
+    """Use the random numbers of `seed` inside, so that ranks with different states compute alike."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 2 ms, for devices that are not there
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
         yield
 
 

@@ -14,13 +14,16 @@ from weft.context_parallel.shared_sequence import (
     SharedSequence,
     note_gathering,
     rule_for,
+    rule_for_all_units,
     shared_in,
     wholes,
 )
+from weft.context_parallel.units import Unit
 from weft.kernels.attention_rules import Rules
 from weft.ops.autocast import cast_operands
 from weft.ops.context_attention import AttentionCall, choose, context_attention
 from weft.ops.sequence_layout import SequenceLayout
+from weft.ops.unit_attention import unit_attention
 
 
 @rule_for(F.scaled_dot_product_attention)
@@ -91,6 +94,8 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     """Call weft.context_attention; plain keys and values are shared first."""
     cut = query.cut
     sharing = cut.sharing
+    if isinstance(sharing.ranks, Unit):
+        return _attend_in_unit(query, key, value, sharing.ranks, dropout, **mask)
     key_layout = SequenceLayout(key.size(2), sharing.ranks.world_size, sharing.layout)
     parts = [
         x.local if isinstance(x, SharedSequence) else SequenceCut(sharing, key_layout).pick(x, 2)
@@ -107,10 +112,35 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     return query.like(context_attention(q, k, v, group=sharing.ranks, dropout=dropout, **options))
 
 
+def _attend_in_unit(
+    query: SharedSequence,
+    key,
+    value,
+    unit: Unit,
+    dropout: float,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    sinks=None,
+) -> SharedSequence:
+    if dropout:
+        raise ValueError("invariant: attention drops other elements on another number of ranks; set its dropout to 0")
+    note("attention", "unit by unit, over gathered keys and values")
+    q, k, v = cast_operands(query.local, *(unit.used(wholes(x)) for x in (key, value)))
+    assert q is not None and k is not None and v is not None
+    rules = Rules(
+        left=None if window is None else window - 1, right=0 if causal else None, scale=scale, softcap=softcap
+    )
+    start = sum(query.cut.sizes[: unit.rank])
+    return query.like(unit_attention(q, k, v, rules, start, None if sinks is None else unit.used(sinks)))
+
+
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-@rule_for(F.multi_head_attention_forward)
+@rule_for_all_units(F.multi_head_attention_forward)
 def multi_head_attention_forward(func, *args, **kwargs):
     """Compute nn.MultiheadAttention on [L, N, E]: projections by position, then attention as above."""
     call = _SIGNATURE.bind(*args, **kwargs)

@@ -3,9 +3,11 @@
 A function without a rule gets the whole sequence, and so does a call that its rule does not cover.
 """
 
+import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,12 +19,18 @@ from weft.context_parallel.pytree import leaves, mapped
 from weft.context_parallel.shared_sequence import (
     NATIVE,
     SharedSequence,
+    Sharing,
+    by_part,
+    in_each_part,
     localized,
     note_gathering,
     rule_for,
+    rule_for_all_units,
     shared_in,
     works_in_place,
 )
+from weft.context_parallel.units import Unit
+from weft.ops.invariant import Units, total_of_units
 from weft.ops.mappings import total, used_by_parts
 from weft.rng import own_random_numbers
 
@@ -54,7 +62,9 @@ def plain(x):
 
 def used(x, ranks: Communicator):
     """Return x for use with a part of the sequence: a tensor's gradient is summed over the ranks."""
-    return used_by_parts(x, ranks) if isinstance(x, torch.Tensor) else x
+    if not isinstance(x, torch.Tensor):
+        return x
+    return ranks.used(x) if isinstance(ranks, Unit) else used_by_parts(x, ranks)
 
 
 # Position by position
@@ -331,7 +341,7 @@ def padded(func, input, pad, mode="constant", value=None):
     return carried(func, input, pad, mode, value)
 
 
-@rule_for(torch.Tensor.__iter__)
+@rule_for_all_units(torch.Tensor.__iter__)
 def iterated(func, x):
     return iter(x.unbind(0))
 
@@ -429,18 +439,19 @@ def _shape_after(func, x: SharedSequence, args, kwargs) -> list[int] | None:
 # Sums over the sequence
 
 
-@rule_for(*_named("sum mean"))
+@rule_for_all_units(*_named("sum mean"))
 def summed(func, x, *args, **kwargs):
-    carried_on = _over_others(func, x, *args, **kwargs)
+    carried_on = by_part(_over_others, func, x, *args, **kwargs)
     if carried_on is NotImplemented:
-        carried_on = carried(func, x, *args, **kwargs)
+        carried_on = by_part(carried, func, x, *args, **kwargs)
     if carried_on is not NotImplemented or not x.is_floating_point() or x.cut.region is not None:
         return carried_on
     if kwargs.get("out") is not None:
         return NotImplemented
     trial = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs)
     wide = torch.promote_types(trial.dtype, torch.float32)
-    out = total(x.local.sum(*args, **{**kwargs, "dtype": wide}), x.cut.sharing.ranks)
+    sums = {**kwargs, "dtype": wide}
+    out = _total([part.local.sum(*args, **sums) for part in x.units or (x,)], x.cut.sharing)
     if func in _MEANS and trial.numel():
         out = out / (x.numel() / trial.numel())
     return out.to(trial.dtype)
@@ -466,8 +477,38 @@ def _over_others(func, x, dim=None, keepdim=False, **kwargs):
 _MEANS = set(_named("mean"))
 
 
-@rule_for(F.cross_entropy)
-def cross_entropy(
+def _total(parts: Sequence[torch.Tensor], sharing: Sharing) -> torch.Tensor:
+    """Return the sum of this rank's parts and all others'."""
+    if sharing.units is None:
+        return total(parts[0], sharing.ranks)
+    return total_of_units(sharing.ranks, Units(sharing.units), parts)
+
+
+@rule_for_all_units(F.cross_entropy)
+def cross_entropy(func, input, *args, **kwargs):
+    """Compute the cross entropy over the positions of all ranks. The logits stay on their rank.
+
+    Args:
+        input: logits, [N, classes, ...].
+    """
+    if plain(input):
+        return NotImplemented
+    call = partial(_cross_entropy_of_part, func)
+    found = _CROSS_ENTROPY.bind(input, *args, **kwargs).arguments
+    if found.get("reduction") == "none":
+        return by_part(call, **found)
+    parts = in_each_part(call, **found)
+    if any(part is NotImplemented for part in parts):
+        return NotImplemented
+    losses, counts = zip(*parts, strict=True)
+    loss = _total(losses, input.cut.sharing)
+    return loss if found.get("reduction") == "sum" else loss / _total(counts, input.cut.sharing).to(loss.dtype)
+
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+
+
+def _cross_entropy_of_part(
     func,
     input,
     target,
@@ -478,11 +519,7 @@ def cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
 ):
-    """Compute the cross entropy over the positions of all ranks. The logits stay on their rank.
-
-    Args:
-        input: logits, [N, classes, ...].
-    """
+    """Return the losses of a part if there is no reduction, else their sum and the number, or weight, of targets."""
     odd = size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean")
     if odd or plain(input) or input.ndim < 2 or input.axis == 1 or target.is_floating_point() or not plain(weight):
         return NotImplemented
@@ -499,9 +536,6 @@ def cross_entropy(
     losses = func(input.local, target, weight, reduction="none" if reduction == "none" else "sum", **options)
     if reduction == "none":
         return input.like(losses, axis)
-    loss = total(losses, cut.sharing.ranks)
-    if reduction == "sum":
-        return loss
     kept = target[target != ignore_index]
     counted = kept.new_tensor(kept.numel(), dtype=torch.float64) if weight is None else weight[kept].sum()
-    return loss / total(counted.detach(), cut.sharing.ranks).to(loss.dtype)
+    return losses, counted.detach()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.context_parallel.attention import attend
-from weft.context_parallel.shared_sequence import SharedSequence
+from weft.context_parallel.shared_sequence import SharedSequence, by_part
 
 _NAME = "weft"  # of the attention implementation
 
@@ -114,4 +114,4 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask = {"causal": is_causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scaling}
-    return attend(query, key, value, dropout=dropout, **mask).transpose(1, 2).contiguous(), None
+    return by_part(attend, query, key, value, dropout=dropout, **mask).transpose(1, 2).contiguous(), None

@@ -18,6 +18,8 @@ from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
     Sharing,
+    by_part,
+    in_units,
     localized,
     note_gathering,
     refuse_results_of_custom_functions,
@@ -30,11 +32,19 @@ from weft.nn import Branches, ParallelConv, ParallelLinear, ParallelMultiheadAtt
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
+from weft.rng import random_numbers_of
 from weft.running import followed
 from weft.sharding.quantized import is_quantized, numbers_in
 from weft.sharding.shard import split_over
 
-_OPTIONS = {"method": METHODS, "layout": LAYOUTS, "dim": None, "parts": (True, False), "strict": (True, False)}
+_OPTIONS = {
+    "method": METHODS,
+    "layout": LAYOUTS,
+    "dim": None,
+    "parts": (True, False),
+    "strict": (True, False),
+    "units": None,
+}
 
 
 def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
@@ -49,7 +59,22 @@ def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
     dim = options.get("dim", 1)
     if not isinstance(dim, int) or dim < 0:
         raise ValueError(f"parallelize: context dim={dim!r} must be a dimension, counted from the first")
+    if options.get("units") is not None:
+        _check_units(ranks, options)
+        options["layout"] = "contiguous"
     return Sharing(ranks, **options)
+
+
+def _check_units(ranks: Communicator, options: Mapping) -> None:
+    units = options["units"]
+    if not isinstance(units, int) or units < 1 or units % ranks.world_size:
+        raise ValueError(
+            f"parallelize: context units={units!r} must be a number of units that the {ranks.world_size} ranks of "
+            '"cp" divide'
+        )
+    for name, possible in (("method", ("auto", "all_gather")), ("layout", ("contiguous",)), ("parts", (False,))):
+        if options.get(name, possible[0]) not in possible:
+            raise ValueError(f"parallelize: context {name}={options[name]!r} does not go with units={units}")
 
 
 def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
@@ -177,6 +202,8 @@ class SharedCall:
         def shared(x):
             if x.ndim <= dim or x.size(dim) != self.length:
                 return x
+            if sharing.units is not None:
+                return in_units(x, dim, cut)
             return SharedSequence(x if sharing.parts else cut.pick(x, dim), dim, cut)
 
         return tree_map_only(torch.Tensor, shared, tree)
@@ -220,7 +247,11 @@ def agreed(caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | 
             "of data-parallel ranks must not count them)"
         )
     if not sharing.parts:
-        layout = SequenceLayout(length, ranks.world_size, sharing.layout)
+        if length < (sharing.units or 0):
+            raise ValueError(
+                f"{caller} shares a sequence in {sharing.units} units, and this one has {length} positions"
+            )
+        layout = SequenceLayout(length, sharing.pieces, sharing.layout)
         return SharedCall(sharing, layout, length, seeds[0], along[0].device)
     if any(odds):
         raise ValueError(
@@ -265,14 +296,6 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()])
 
 
-@contextmanager
-def random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
-    """Use the random numbers of `seed` inside, so that ranks with different states compute alike."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
 class Tokenwise:
     """Forward of a module that treats every position alone: it gets this rank's part."""
 
@@ -289,6 +312,10 @@ class Tokenwise:
         if within or any(x.cut != lead.cut or x.axis != lead.axis for x in shared):
             note_gathering("the module works along the sequence", *shared)
             return self.forward(*wholes(args), **wholes(kwargs))
+        return by_part(self._of_part, *args, **kwargs)
+
+    def _of_part(self, *args, **kwargs):
+        module, lead = self.module, shared_in((args, kwargs))[0]
         ranks, cut = lead.cut.sharing.ranks, _cut_after(module, lead)
         with ExitStack() as frame:
             frame.enter_context(_parameters_used(module, ranks))
@@ -317,6 +344,9 @@ class _OfPart:
         if not isinstance(x, SharedSequence):
             return self.function(x, *others)
         refuse_results_of_custom_functions(x)
+        return by_part(self._of_one, x, *others)
+
+    def _of_one(self, x: SharedSequence, *others) -> SharedSequence:
         out = self.function(x.local, *(used(other, x.cut.sharing.ranks) for other in others))
         return x.like(out, out.ndim + x.back)
 

@@ -1,8 +1,8 @@
 """SharedSequence: a tensor with the shape of the whole and this rank's part of the data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_map_only
 from weft.comm.communicator import Communicator
 from weft.context_parallel.notes import note
 from weft.context_parallel.pytree import leaves, mapped
+from weft.context_parallel.units import Unit, UnitCall
+from weft.ops.invariant import Units
+from weft.ops.mappings import gather
 from weft.ops.sequence_layout import SequenceLayout, shard_sequence, unshard_sequence
 from weft.sharding.sizes import split_sizes
 
@@ -25,6 +28,7 @@ class Sharing:
         dim: the sequence dimension of the model's arguments.
         parts: the model is called with this rank's part, and returns it, instead of the whole.
         strict: nothing is gathered for a function without a rule.
+        units: number of units of the sequence, for a model with `invariant`; None: each rank has one part.
     """
 
     ranks: Communicator
@@ -33,6 +37,31 @@ class Sharing:
     dim: int = 1
     parts: bool = False
     strict: bool = False
+    units: int | None = None
+
+    @property
+    def pieces(self) -> int:
+        """Number of parts that the sequence is cut into."""
+        return self.units or self.ranks.world_size
+
+    @property
+    def here(self) -> range:
+        """Numbers of this rank's parts."""
+        rank = self.ranks.rank
+        return range(rank, rank + 1) if self.units is None else Units(self.units).here(self.ranks)
+
+    @cached_property
+    def of_units(self) -> list["Sharing"]:
+        """The sharing of each of this rank's units, as if the unit were a rank."""
+        assert self.units is not None
+        units = (Unit(number, self.units) for number in self.here)
+        return [replace(self, ranks=unit, units=None) for unit in units]  # type: ignore[arg-type]
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that stands in the place of a rank."""
+        assert isinstance(self.ranks, Unit)
+        return self.ranks
 
 
 @dataclass(frozen=True)
@@ -66,15 +95,34 @@ class SequenceCut:
 
     @property
     def mine(self) -> int:
-        return self.sizes[self.sharing.ranks.rank]
+        return sum(self.sizes[number] for number in self.sharing.here)
+
+    @cached_property
+    def of_units(self) -> list["SequenceCut"]:
+        """The cut of each of this rank's units."""
+        return [replace(self, sharing=sharing) for sharing in self.sharing.of_units]
 
     def pick(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's part of a tensor that every rank has whole. Backward gathers."""
-        return self._cross(shard_sequence, whole, dim, self.length)
+        """Return this rank's part, or the unit, of a tensor that every rank has whole. Backward gathers."""
+        ranks = self.sharing.ranks
+        if not isinstance(ranks, Unit):
+            return self._cross(shard_sequence, whole, dim, self.length)
+        return self._cross(
+            lambda x, dim, **_: self.layout.pick(x, dim, ranks.rank), ranks.used(whole), dim, self.length
+        )
 
-    def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the whole from the parts of all ranks. Backward picks."""
-        return self._cross(unshard_sequence, part, dim, self.mine)
+    def gather(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """Return the whole from the parts of all ranks. Backward picks.
+
+        Args:
+            parts: this rank's parts: one, or its units.
+        """
+        if self.sharing.units is None:
+            return self._cross(unshard_sequence, parts[0], dim, self.mine)
+        blocks = [part.unflatten(dim, (self.blocks, -1)) for part in parts]
+        each = self.sharing.units // self.sharing.ranks.world_size
+        sizes = [sum(self.sizes[first : first + each]) for first in range(0, self.sharing.units, each)]
+        return gather(torch.cat(blocks, dim + 1), dim + 1, self.sharing.ranks, sizes).flatten(dim, dim + 1)
 
     def _cross(self, way: Callable, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         if self.region is not None:
@@ -89,29 +137,50 @@ class SequenceCut:
 
 
 class SharedSequence(torch.Tensor):
-    """Tensor that looks whole; `local` is this rank's part along `axis`. Differentiable through `local` alone."""
+    """Tensor that looks whole; `local` is this rank's part along `axis`. Differentiable through `local` alone.
+
+    With units, the tensor that the model's code sees has no `local`. Its `units` are this rank's, and each is a
+    SharedSequence as if the unit were a rank.
+    """
 
     local: torch.Tensor
     axis: int
+    back: int  # the axis, counted from the end (negative)
     cut: SequenceCut
+    units: tuple["SharedSequence", ...]
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, axis: int, cut: SequenceCut):
-        shape = list(local.shape)
-        assert shape[axis] == cut.blocks * cut.mine, (shape, axis, cut)
-        shape[axis] = cut.blocks * cut.length
-        # It requires a gradient if its part does, so that its use in a custom autograd function is detected.
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
-        self.local, self.axis, self.cut = local, axis, cut
-        if local.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                self.register_hook(_refuse_gradient)
+        assert local.size(axis) == cut.blocks * cut.mine, (local.shape, axis, cut)
+        self = cls._looking_whole(local, axis, cut, local.requires_grad)
+        self.local, self.units = local, ()
         return self
 
     def __init__(self, *_):
         pass
+
+    @classmethod
+    def of_units(cls, units: Sequence["SharedSequence"], sharing: Sharing) -> "SharedSequence":
+        """Return the sequence that has these units."""
+        first = units[0]
+        requires_grad = any(unit.local.requires_grad for unit in units)
+        self = cls._looking_whole(first.local, first.axis, replace(first.cut, sharing=sharing), requires_grad)
+        self.units = tuple(units)
+        return self
+
+    @classmethod
+    def _looking_whole(cls, part: torch.Tensor, axis: int, cut: SequenceCut, requires_grad: bool) -> "SharedSequence":
+        shape = list(part.shape)
+        shape[axis] = cut.blocks * cut.length
+        # It requires a gradient if its part does, so that its use in a custom autograd function is detected.
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=part.dtype, device=part.device, requires_grad=requires_grad
+        )
+        self.axis, self.cut, self.back = axis, cut, axis - len(shape)
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_refuse_gradient)
+        return self
 
     def like(self, local: torch.Tensor, axis: int | None = None, **changes) -> "SharedSequence":
         """Return a SharedSequence with the same cut."""
@@ -120,12 +189,10 @@ class SharedSequence(torch.Tensor):
         )
 
     def whole(self) -> torch.Tensor:
-        return self.cut.gather(self.local, self.axis)
-
-    @property
-    def back(self) -> int:
-        """Axis, counted from the end (negative)."""
-        return self.axis - self.local.ndim
+        ranks = self.cut.sharing.ranks
+        if isinstance(ranks, Unit):
+            return ranks.whole_of(self)
+        return self.cut.gather([unit.local for unit in self.units] or [self.local], self.axis)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -137,7 +204,12 @@ class SharedSequence(torch.Tensor):
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         refuse_results_of_custom_functions((args, kwargs))
         rule = RULES.get(func) if kwargs.get("out") is None else None
-        result = NotImplemented if rule is None else rule(func, *args, **kwargs)
+        if rule is None:
+            result = NotImplemented
+        elif rule in _OF_ALL_UNITS:
+            result = rule(func, *args, **kwargs)
+        else:
+            result = by_part(partial(rule, func), *args, **kwargs)
         return gathered(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
@@ -150,6 +222,7 @@ _WAY_OUT = (
     '{"its.name": "tokenwise"}, and it gets this rank\'s part.'
 )
 RULES: dict[Callable, Callable] = {}  # function to rule(func, *args, **kwargs); NotImplemented: gather
+_OF_ALL_UNITS: set[Callable] = set()  # rules that get a sequence with all of its units
 NATIVE: set[Callable] = set()  # functions that only read the shape, the type or the device
 _REFUSED = {
     *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "share_memory_", "backward", "__setitem__"),
@@ -167,8 +240,77 @@ def rule_for(*functions: Callable):
     return register
 
 
+def rule_for_all_units(*functions: Callable):
+    """Decorate the rule of these functions that gets a sequence with all of its units."""
+
+    def register(rule):
+        _OF_ALL_UNITS.add(rule)
+        return rule_for(*functions)(rule)
+
+    return register
+
+
+def by_part(function: Callable, *args, **kwargs):
+    """Return function(*args, **kwargs), called with this rank's part, or with each of its units.
+
+    Results of units are joined; NotImplemented if one of them is.
+    """
+    sharing = shared_in((args, kwargs))[0].cut.sharing
+    if sharing.units is None:
+        return function(*args, **kwargs)
+    call, results = _in_each_unit(sharing, function, args, kwargs)
+    if any(result is NotImplemented for result in results):
+        return NotImplemented
+    rows = zip(*map(leaves, results), strict=True)
+
+    def joined(_):
+        first, *others = next(rows)
+        if not isinstance(first, SharedSequence):
+            return first
+        written = call.sequence_of(first)
+        return SharedSequence.of_units([first, *others], sharing) if written is None else written
+
+    return mapped(joined, results[0])
+
+
+def in_each_part(function: Callable, *args, **kwargs) -> list:
+    """Return function(*args, **kwargs) for this rank's part, or for each of its units."""
+    sharing = shared_in((args, kwargs))[0].cut.sharing
+    return [function(*args, **kwargs)] if sharing.units is None else _in_each_unit(sharing, function, args, kwargs)[1]
+
+
+def _in_each_unit(sharing: Sharing, function: Callable, args, kwargs) -> tuple[UnitCall, list]:
+    call, state = UnitCall(sharing.ranks, Units(sharing.pieces)), torch.get_rng_state()
+    results = []
+    for number, of_unit in enumerate(sharing.of_units):
+
+        def part(x, number=number):
+            return call.part(x, number) if isinstance(x, SharedSequence) else x
+
+        torch.set_rng_state(state)  # the state after the call does not depend on the number of units here
+        with of_unit.unit.during(call):
+            results.append(function(*mapped(part, args), **mapped(part, kwargs)))
+    return call, results
+
+
+def in_units(whole: torch.Tensor, axis: int, cut: SequenceCut) -> SharedSequence:
+    """Return this rank's units of a tensor that every rank has whole."""
+    call, units = UnitCall(cut.sharing.ranks, Units(cut.sharing.pieces)), []
+    for of_unit in cut.of_units:
+        with of_unit.sharing.unit.during(call):
+            units.append(SharedSequence(of_unit.pick(whole, axis), axis, of_unit))
+    return SharedSequence.of_units(units, cut.sharing)
+
+
 def shared_in(tree) -> list[SharedSequence]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, SharedSequence)]
+
+
+def parts_here(x: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
+    """Return what this rank has of a tensor: the parts of a shared sequence by number, or the whole with None."""
+    if not isinstance(x, SharedSequence):
+        return [(None, x)]
+    return list(zip(x.cut.sharing.here, (part.local for part in x.units or (x,)), strict=True))
 
 
 def localized(tree):

@@ -69,7 +69,7 @@ class BatchUnits:
     @property
     def here(self) -> range:
         """Numbers of this rank's units."""
-        return units_here(self.units, self.ranks)
+        return self.units.here(self.ranks)
 
     def watch(self) -> None:
         """Raise from now on where a gradient comes to a parameter that requires one, but not from its units."""
@@ -243,12 +243,6 @@ class BatchUnits:
         return {name: [] for name, g in named if g is not None and not g.isfinite().all()}
 
 
-def units_here(units: Units, ranks: Communicator) -> range:
-    """Return the numbers of this rank's units of the batch."""
-    each = units.total // ranks.world_size
-    return range(ranks.rank * each, (ranks.rank + 1) * each)
-
-
 def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
     """Check that a module can run in units of a batch.
 
@@ -300,7 +294,7 @@ class UnitSums:
     @property
     def here(self) -> range:
         """Numbers of this rank's units."""
-        return units_here(self.units, self.ranks)
+        return self.units.here(self.ranks)
 
     def put(self, unit: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of a unit, in the type of the parameters."""

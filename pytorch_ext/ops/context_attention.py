@@ -20,9 +20,11 @@ from weft.comm.registry import Group, communicator
 from weft.kernels.attention_rules import Rules
 from weft.ops.gathered_attention import GatheredAttentionFunction
 from weft.ops.head_exchange import to_heads, to_sequence
-from weft.ops.mappings import split
+from weft.ops.invariant import Units, used_by_units
+from weft.ops.mappings import gather, split
 from weft.ops.ring_attention import RingAttentionFunction, RingSchedule, last_step
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
+from weft.ops.unit_attention import NoRing, unit_attention
 from weft.sharding.sizes import Heads
 
 METHODS = ("ring", "all_gather", "ulysses", "auto")
@@ -45,6 +47,7 @@ def context_attention(
     method: str = "auto",
     layout: str = "zigzag",
     deterministic: bool = True,
+    invariant: int | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k.T, masked) v over a sequence that is split over the ranks; differentiable.
 
@@ -72,6 +75,9 @@ def context_attention(
             in this file gives the reason. A mesh of two dimensions takes "auto" only.
         layout: "zigzag" or "contiguous", as the sequence was sharded.
         deterministic: has no effect: every method gives the same bits in every run.
+        invariant: a number of units of positions that the ranks divide: the result and all gradients have the same
+            bits on every such number of ranks, one included (docs/invariance.md). Keys and values are gathered. Needs
+            layout="contiguous", and a length for which each rank's part is whole units: a multiple of `invariant` is.
 
     Returns:
         [batch, heads, S_r, head_dim of v], of q's type. Rows that see no key are 0.
@@ -87,7 +93,9 @@ def context_attention(
     """
     outer, inner = _groups(group)
     _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner)
-    options = (causal, scale, window, softcap, float(dropout), method, layout, document_ids is not None)
+    if invariant is not None:
+        _check_units(invariant, outer, inner, method, layout)
+    options = (causal, scale, window, softcap, float(dropout), method, layout, document_ids is not None, invariant)
     call = _agree(q, k, v, outer, inner, options, seed if dropout else None)
     rules = Rules(
         left=window - 1 if window is not None else None,
@@ -98,6 +106,8 @@ def context_attention(
         seed=call.seed,
     )
     documents = _gather_documents(document_ids, q, call, outer, inner)
+    if invariant is not None:
+        return _in_units(q, k, v, sinks, call, rules, outer, documents, Units(invariant))
     decision = choose(call, rules, documents is not None, method)
     if decision.method == "all_gather":
         schedule = _schedule(call, rules, outer, documents)
@@ -188,13 +198,45 @@ def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, d
         sinks = split(sinks, 0, sharing, [count for _, count in heads.queries])
     rules = replace(rules, head_start=first)
     if ring is None:
-        ring = _NoRing()
+        ring = NoRing()
     if count:
         out = RingAttentionFunction.apply(q_heads, k_heads, v_heads, sinks, _schedule(call, rules, ring, documents))
     else:  # a rank without heads still takes part in every exchange of backward
         used = (x for x in (q_heads, k_heads, v_heads, sinks) if x is not None)
         out = q_heads.new_zeros((*q_heads.shape[:3], v.size(3))) + 0 * sum(x.sum() for x in used)
     return to_sequence(out, heads.queries, sharing, query_layout)
+
+
+def _check_units(units: int, ranks: Communicator, inner: Communicator | None, method: str, layout: str) -> None:
+    if units < 1 or units % ranks.world_size or inner is not None:
+        over = "a mesh of two dimensions, which has no form with it" if inner else f"{ranks.world_size} ranks"
+        raise ValueError(f"context_attention: invariant={units} must be a multiple of the number of ranks, got {over}")
+    if method not in ("auto", "all_gather") or layout != "contiguous":
+        raise ValueError(
+            f'context_attention: invariant={units} needs layout="contiguous" and method "all_gather" or "auto", got '
+            f"{layout!r} and {method!r}"
+        )
+
+
+def _in_units(q, k, v, sinks, call: AttentionCall, rules: Rules, ranks, documents, units: Units) -> torch.Tensor:
+    """Run each of this rank's units of queries against all keys."""
+    layout = SequenceLayout(call.queries.length, units.total, "contiguous")
+    here = units.here(ranks)
+    if layout.length < units.total or layout.among(here).runs != call.queries.among([ranks.rank]).runs:
+        raise ValueError(
+            f"context_attention: {layout.length} positions are {layout.sizes} in {units.total} units, and the ranks "
+            f"have {call.queries.sizes}, which are no whole units; a multiple of {units.total} positions always is"
+        )
+    k_units, v_units = (used_by_units(ranks, units, gather(x, 2, ranks, call.keys.sizes)) for x in (k, v))
+    sinks_units = [None] * len(here) if sinks is None else used_by_units(ranks, units, sinks)
+    whole = None if documents is None else call.queries.join(documents, 1)
+    q_units = q.split([layout.sizes[number] for number in here], 2)
+    outs = []
+    for number, q_unit, k_unit, v_unit, own_sinks in zip(here, q_units, k_units, v_units, sinks_units, strict=True):
+        start = sum(layout.sizes[:number])
+        of_documents = None if whole is None else (whole[:, start : start + layout.sizes[number]], whole)
+        outs.append(unit_attention(q_unit, k_unit, v_unit, rules, start, own_sinks, of_documents))
+    return torch.cat(outs, 2)
 
 
 def _parts(layout: SequenceLayout, inner: int) -> list[SequenceLayout]:
@@ -346,12 +388,3 @@ def sees_of(
         tuple(positions_meet(query_part, key_part) and documents_meet(r, s) for s, key_part in enumerate(keys))
         for r, query_part in enumerate(queries)
     )
-
-
-class _NoRing:
-    """Stand-in for a ring's communicator where each rank has the whole sequence."""
-
-    rank, world_size = 0, 1
-
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        return x

@@ -9,7 +9,7 @@ exchange the tree's nodes that lie within them. Every other sum is within a rank
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -71,6 +71,11 @@ class Units:
             return cls(total)
         place = {feature: index for index, feature in enumerate(held)}
         return cls(total, torch.tensor([place[feature] for feature in by_unit]))
+
+    def here(self, ranks: Communicator) -> range:
+        """Return the numbers of this rank's units."""
+        each = self.total // ranks.world_size
+        return range(ranks.rank * each, (ranks.rank + 1) * each)
 
     def of_rank(self, ranks: Communicator, rank: int) -> list[tuple[int, int]]:
         """Return the nodes of the tree that lie within a rank, as (first unit, unit after the last)."""
@@ -293,6 +298,65 @@ def sum_over_nodes(ranks: Communicator, units: Units, local: torch.Tensor) -> to
         for node, total in zip(of_rank, totals, strict=True)
     }
     return ranks.all_gather(add_nodes(sums, 0, units.total), 0, rows)
+
+
+def total_of_units(ranks: Communicator, units: Units, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum over all units of all ranks, in the tree's order; every rank must go on with it in the same way.
+
+    Args:
+        parts: a tensor of one shape for each unit of this rank.
+    """
+    return _TotalFunction.apply(ranks, units, *parts)
+
+
+def used_by_units(ranks: Communicator, units: Units, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return x, the same on every rank, once for each unit of this rank; its gradient is the sum over all units."""
+    return _UsedByUnitsFunction.apply(ranks, units, x) if x.requires_grad else (x,) * len(units.here(ranks))
+
+
+class _TotalFunction(torch.autograd.Function):
+    """y = sum over units of x_unit, in the tree's order.
+
+    backward  dx_unit = dy: every rank has the same y and so the same dy; nothing travels
+    """
+
+    @staticmethod
+    def forward(ctx, ranks: Communicator, units: Units, *parts):
+        ctx.count = len(parts)
+        return _tree_sum(ranks, units, parts)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return None, None, *[dy] * ctx.count
+
+
+class _UsedByUnitsFunction(torch.autograd.Function):
+    """y_unit = x.
+
+    backward  dx = sum over units of dy_unit, in the tree's order
+    """
+
+    @staticmethod
+    def forward(ctx, ranks: Communicator, units: Units, x):
+        ctx.ranks, ctx.units = ranks, units
+        return tuple(x.view_as(x) for _ in units.here(ranks))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, *dys):
+        return None, None, _tree_sum(ctx.ranks, ctx.units, dys)
+
+
+def _tree_sum(ranks: Communicator, units: Units, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum over all units in at least fp32, rounded once."""
+    like, tree = parts[0], Tree(units.total, torch.add)
+    for unit, part in zip(units.here(ranks), parts, strict=True):
+        tree.put(unit, part.to(torch.promote_types(like.dtype, torch.float32)))
+    nodes = [tree.sums[node] for node in units.of_rank(ranks, ranks.rank)]
+    if ranks.world_size > 1:
+        nodes = [sum_over_nodes(ranks, units, torch.stack([node.reshape(-1, 1) for node in nodes]))]
+    return nodes[0].to(like.dtype).view(like.shape)
 
 
 def matmul_all_reduce(place, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

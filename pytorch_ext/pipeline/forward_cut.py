@@ -25,13 +25,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from weft._C import CommError
 from weft.comm.communicator import Communicator
 from weft.context_parallel.hugging_face import models_of_transformers
-from weft.context_parallel.region import random_numbers_of
 from weft.context_parallel.shared_sequence import NATIVE
 from weft.layer_lists import layers_of, opened_in, refuse_caches, tensors_outside
 from weft.pipeline.absent import Absent, AbsentValueError, absent_in, like
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.layer_graph import numbers_in
 from weft.pipeline.stage_boundary import cross
+from weft.rng import random_numbers_of
 
 Root = tuple[int, int]  # a result of a layer: the number of the call, and of the tensor in its result
 Call = tuple[tuple, dict]  # arguments of the model

@@ -24,7 +24,6 @@ from weft._C import CommError
 from weft.comm.communicator import Communicator
 from weft.context_parallel.hugging_face import models_of_transformers
 from weft.context_parallel.pytree import leaves as leaves_of
-from weft.context_parallel.region import random_numbers_of
 from weft.context_parallel.shared_sequence import (
     NATIVE,
     SequenceCut,
@@ -36,6 +35,7 @@ from weft.context_parallel.shared_sequence import (
 from weft.layer_lists import refuse_caches
 from weft.pipeline.stage import Mark
 from weft.pipeline.stage_boundary import differentiable
+from weft.rng import random_numbers_of
 
 
 class Relay:

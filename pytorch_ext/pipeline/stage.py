@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.context_parallel.region import SharedCall, agreed, leave, random_numbers_of
+from weft.context_parallel.region import SharedCall, agreed, leave
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
@@ -20,6 +20,8 @@ from weft.context_parallel.shared_sequence import (
     refuse_results_of_custom_functions,
     without_guards,
 )
+from weft.pipeline.stage_boundary import received, to_send
+from weft.rng import random_numbers_of
 from weft.running import followed
 
 _PRIME = 1_000_003  # keeps the seeds of stages and of calls apart
@@ -84,7 +86,7 @@ class Stage(nn.Module):
     def _shared(self, values, call: SharedCall):
         cut = SequenceCut(call.sharing, call.layout)
         return [
-            x if mark is None else SharedSequence(x, mark.axis, replace(cut, blocks=mark.blocks, region=mark.region))
+            x if mark is None else received(x, mark.axis, replace(cut, blocks=mark.blocks, region=mark.region))
             for x, mark in zip(values, self.arriving, strict=True)
         ]
 
@@ -93,7 +95,7 @@ class Stage(nn.Module):
         self.leaving = tuple(
             Mark(x.axis, x.cut.blocks, x.cut.region) if isinstance(x, SharedSequence) else None for x in output
         )
-        return without_guards(tuple(x.local if isinstance(x, SharedSequence) else x for x in output))
+        return without_guards(tuple(to_send(x) if isinstance(x, SharedSequence) else x for x in output))
 
 
 def begin(caller: str, sharing: Sharing | None, inputs, alike=None) -> tuple[SharedCall | None, int]:

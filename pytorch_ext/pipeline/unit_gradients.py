@@ -14,7 +14,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
-from weft.data_parallel.batch_units import UnitSums, check_units, units_here, within_unit
+from weft.context_parallel.region import sharing_in
+from weft.data_parallel.batch_units import UnitSums, check_units, within_unit
 from weft.ops.invariant import Units
 from weft.pipeline.split_backward import uses_of
 from weft.pipeline.stage_boundary import leaves_as_it_is
@@ -46,7 +47,7 @@ class UnitGradients:
         named: Mapping[str, nn.Parameter],
         ties: Ties,
     ):
-        self._ties, self._here = ties, units_here(units, replicas)
+        self._ties, self._here = ties, units.here(replicas)
         self.problems: dict[str, None] = {}
         self._of_stage = {number: [p for p in stages[number].parameters() if p.requires_grad] for number in stages}
         self._tie_of = {tie.parameter: tie for tie in ties.ties}
@@ -190,8 +191,12 @@ def microbatches_in_units(
             f'Pipeline: invariant={units}: the mesh has no dimension "dp", which shares the units out; give the mesh '
             "of weft.init_mesh, where its size may be 1"
         )
-    if "cp" in along and along["cp"].size() > 1:
-        raise ValueError(f'Pipeline: invariant={units} does not go with "cp", which splits each unit\'s sums')
+    sharing = sharing_in(model).get("")
+    if "cp" in along and along["cp"].size() > 1 and (sharing is None or sharing.units is None):
+        raise ValueError(
+            f'Pipeline: invariant={units} with "cp" needs a sequence in units: context={{"units": ...}} of '
+            "weft.parallelize"
+        )
     if reduction != "mean":
         raise ValueError(f"Pipeline: invariant={units}: the loss is the mean over units, not reduction={reduction!r}")
     replicas = communicator(along["dp"])

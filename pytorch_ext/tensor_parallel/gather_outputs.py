@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.context_parallel.shared_sequence import SharedSequence
+from weft.context_parallel.shared_sequence import SharedSequence, by_part
 from weft.metadata import metadata
 from weft.ops.mappings import gather
 from weft.tensor_parallel.auto.trace import tensors_in
@@ -50,7 +50,7 @@ def _whole(tree, objects: int = _OBJECTS):
             return tree
         dim, sizes, ranks = metadata(tree, "part")
         if isinstance(tree, SharedSequence):
-            return tree.like(gather(tree.local, dim, ranks, sizes))
+            return by_part(lambda x: x.like(gather(x.local, dim, ranks, sizes)), tree)
         return gather(tree, dim, ranks, sizes)
     if type(tree) in (tuple, list):
         return type(tree)(_whole(part, objects) for part in tree)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from weft.context_parallel.shared_sequence import NATIVE, SharedSequence
 from weft.ops import invariant
 from weft.tensor_parallel.auto import AutomaticPlan
 from weft.tensor_parallel.styles import kind_of
@@ -33,6 +34,11 @@ class InAnyShape(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if SharedSequence in types:
+            if func in NATIVE or not torch._C._is_torch_function_enabled():
+                return func(*args, **kwargs)
+            with self:  # for the functions of units that the sequence's rule calls
+                return SharedSequence.__torch_function__(func, types, args, kwargs)
         if func in _POINTWISE and args:
             in_place = kwargs.pop("inplace", False)
             y = invariant.pointwise(lambda x: func(x, *args[1:], **kwargs), args[0])

@@ -3,13 +3,14 @@
 import copy
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import used
-from weft.context_parallel.shared_sequence import SharedSequence
+from weft.context_parallel.shared_sequence import SharedSequence, by_part
 from weft.nn.sharded import ShardHolder
 from weft.ops import parallel_embedding
 from weft.sharding.shard import Shard
@@ -69,5 +70,9 @@ class _LookupMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tokens, of_shard = named["input"], (self.module.shards["weight"], named.get("padding_idx"))
         if isinstance(tokens, SharedSequence):
-            return tokens.like(parallel_embedding(tokens.local, used(weight, tokens.cut.sharing.ranks), *of_shard))
+            return by_part(_of_part, tokens, weight, *of_shard)
         return parallel_embedding(tokens, weight, *of_shard)
+
+
+def _of_part(tokens: SharedSequence, weight: torch.Tensor, *of_shard) -> SharedSequence:
+    return tokens.like(parallel_embedding(tokens.local, used(weight, tokens.cut.sharing.ranks), *of_shard))

@@ -72,11 +72,11 @@ def named_functions():
         yield name.replace(" of ", "_"), where, func
 
 
-def calls_at_random(rank):
+def calls_at_random(rank, units):
     ranks, done, refused = communicator(None), Counter(), Counter()
     for name, owner, func in named_functions():
         for number in range(COUNT):
-            draw = Draw(ranks, name, owner, number)
+            draw = Draw(ranks, name, owner, number, units)
             try:
                 for expected, found in outcomes(draw, func):
                     words = f"{owner}.{name} #{number} {draw.shapes} {draw.cut.layout} {draw.cut.blocks}"
@@ -100,9 +100,12 @@ def test_every_function_that_has_a_rule_has_a_case():
     assert {name for name, _, _ in named_functions()} == set(CASES)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow("pytorch_ext/context_parallel")), 3])
-def test_every_function_of_a_shared_sequence_is_that_of_the_whole(world):
-    run_ranks(calls_at_random, world, timeout_s=200)
+@pytest.mark.parametrize(
+    ("world", "units"),
+    [pytest.param(2, None, marks=pytest.mark.slow("pytorch_ext/context_parallel")), (3, None), (2, 4)],
+)
+def test_every_function_of_a_shared_sequence_is_that_of_the_whole(world, units):
+    run_ranks(calls_at_random, world, units, timeout_s=200)
 
 
 def shifts(rank):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weft.context_parallel.shared_sequence import SequenceCut, SharedSequence, Sharing
+from weft.context_parallel.shared_sequence import SequenceCut, SharedSequence, Sharing, in_units
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 
 Arguments = tuple[tuple, dict]
@@ -25,6 +25,9 @@ class Operand:
         """What the function is called with: a new tensor, which in-place functions may write to."""
         if self.cut is None or not shared:
             return self.leaf.clone()
+        if self.cut.sharing.units is not None:
+            units = in_units(self.leaf, self.axis, self.cut).units
+            return SharedSequence.of_units([unit.like(unit.local.clone()) for unit in units], self.cut.sharing)
         return SharedSequence(self.cut.pick(self.leaf, self.axis).clone(), self.axis, self.cut)
 
 
@@ -41,13 +44,14 @@ class Draw(random.Random):
     of_shapes = False
     shapes: object = None
 
-    def __init__(self, ranks, function: str, owner: str, number: int):
+    def __init__(self, ranks, function: str, owner: str, number: int, units: int | None = None):
         super().__init__(f"{function} {owner} {number}")
         self.function, self.owner = function, owner
         self.numbers = torch.Generator().manual_seed(self.randrange(2**31))
-        length = self.choice([1, 2, 3, 4, 5, 7])
-        layout = SequenceLayout(length, ranks.world_size, self.choice(LAYOUTS))
-        sharing = Sharing(ranks, layout=layout.kind, strict=self.often(0.2))
+        length = max(units or 0, self.choice([1, 2, 3, 4, 5, 7]))
+        kind = self.choice(LAYOUTS)
+        layout = SequenceLayout(length, units or ranks.world_size, "contiguous" if units else kind)
+        sharing = Sharing(ranks, layout=layout.kind, strict=self.often(0.2), units=units)
         self.cut = SequenceCut(sharing, layout, self.choice([1, 1, 1, 2]))
         self.sized(self.choice([1, 2, 3, 3, 3, 4]), length)
 
