@@ -164,6 +164,12 @@ fsdp_module = fully_shard(model)
     ("invariance.md", 1): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
     ("invariance.md", 2): (
         4,
+        "import transformers\nsizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=8, vocab_size=24)\n"
+        "model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, **sizes))\n",
+        {},
+    ),
+    ("invariance.md", 3): (
+        4,
         MODEL + BATCH + "import copy\nfrom torch import distributed as dist\n"
         "from torch.distributed.device_mesh import init_device_mesh\n",
         {},

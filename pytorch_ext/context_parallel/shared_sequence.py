@@ -285,7 +285,10 @@ def _in_each_unit(sharing: Sharing, function: Callable, args, kwargs) -> tuple[U
     for number, of_unit in enumerate(sharing.of_units):
 
         def part(x, number=number):
-            return call.part(x, number) if isinstance(x, SharedSequence) else x
+            if not isinstance(x, SharedSequence):
+                return x
+            call.note(x.units[number], x)
+            return x.units[number]
 
         torch.set_rng_state(state)  # the state after the call does not depend on the number of units here
         with of_unit.unit.during(call):

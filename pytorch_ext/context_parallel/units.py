@@ -7,15 +7,12 @@ have the same shapes on any number of ranks. A unit stands in the place of a ran
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.invariant import Units, used_by_units
-
-if TYPE_CHECKING:
-    from weft.context_parallel.shared_sequence import SharedSequence
 
 
 class UnitCall:
@@ -24,7 +21,7 @@ class UnitCall:
     def __init__(self, ranks: Communicator, units: Units):
         self.ranks, self.units = ranks, units
         self._used: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
-        self._sequences: dict[int, SharedSequence] = {}
+        self._sequences: dict[int, Any] = {}
         self._wholes: dict[int, torch.Tensor] = {}
 
     def used(self, x: torch.Tensor, unit: int) -> torch.Tensor:
@@ -33,18 +30,17 @@ class UnitCall:
             self._used[id(x)] = x, used_by_units(self.ranks, self.units, x)
         return self._used[id(x)][1][unit - self.units.here(self.ranks).start]
 
-    def part(self, x: "SharedSequence", number: int) -> "SharedSequence":
-        """Return this rank's unit of that number, counted from 0."""
-        self._sequences[id(x.units[number])] = x
-        return x.units[number]
+    def note(self, unit: torch.Tensor, sequence: torch.Tensor) -> None:
+        """Note the SharedSequence of a unit that the function is called with."""
+        self._sequences[id(unit)] = sequence
 
-    def sequence_of(self, part: "SharedSequence") -> "SharedSequence | None":
-        """Return the sequence that has this unit, if `part` returned it."""
-        return self._sequences.get(id(part))
+    def sequence_of(self, unit: torch.Tensor) -> Any:
+        """Return the SharedSequence that was noted for this unit; None for another tensor."""
+        return self._sequences.get(id(unit))
 
-    def whole_of(self, part: "SharedSequence") -> torch.Tensor:
-        """Return the whole of the sequence that has this unit: the same tensor for each of its units."""
-        x = self._sequences[id(part)]
+    def whole_of(self, unit: torch.Tensor) -> torch.Tensor:
+        """Return the whole of the unit's SharedSequence: the same tensor for each of its units."""
+        x = self._sequences[id(unit)]
         if id(x) not in self._wholes:
             self._wholes[id(x)] = x.whole()
         return self._wholes[id(x)]
@@ -77,7 +73,7 @@ class Unit:
         assert self.call is not None
         return self.call.used(x, self.rank)
 
-    def whole_of(self, part: "SharedSequence") -> torch.Tensor:
+    def whole_of(self, unit: torch.Tensor) -> torch.Tensor:
         """As `UnitCall.whole_of`."""
         assert self.call is not None
-        return self.call.whole_of(part)
+        return self.call.whole_of(unit)

@@ -37,7 +37,11 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
     if "decoder_input_ids" in named:
         fixed["decoder_input_ids"] = _tokens(batch, length + 1)
     patches = list(_patches(model, named, batch, texts))
-    inputs = [texts] if main.endswith("ids") else [*_signals(config, batch, model.dtype), *_features(model, batch)]
+    if main.endswith("ids"):
+        inputs = [{main: texts, **more} for more in ({}, *_with_texts(config, named, batch, length, model.dtype))]
+    else:
+        signals = (*_signals(config, batch, model.dtype), *_features(model, batch))
+        inputs = [{main: tensor} for tensor in signals]
     for beside in filter(None, patches or [_beside(config, named, batch, model.dtype)]):
         # First, because with texts alone the images' part of a model would not run.
         text = {"input_ids": texts} if "input_ids" in named else {}
@@ -45,11 +49,11 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
         yield partial(_call, named={**hidden, "output_attentions": True})
         yield partial(_call, named=hidden)
         yield partial(_call, named={**text, **beside, **fixed})
-    for tensor in inputs:
-        hidden = {main: tensor, **fixed, "output_hidden_states": True}
+    for given in inputs:
+        hidden = {**given, **fixed, "output_hidden_states": True}
         yield partial(_call, named={**hidden, "output_attentions": True})
         yield partial(_call, named=hidden)
-        yield partial(_call, named={main: tensor, **fixed})
+        yield partial(_call, named={**given, **fixed})
 
 
 def _call(model: nn.Module, named: dict[str, Any]) -> Any:
@@ -79,6 +83,14 @@ def prepare(twin: nn.Module, attention: str) -> None:
 
 def _tokens(batch: int, length: int) -> torch.Tensor:
     return (torch.arange(length) + torch.arange(batch).unsqueeze(1)) % 4 + 3  # texts that differ
+
+
+def _with_texts(config, named, batch: int, length: int, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield what a model without parts may need with its texts: places on a page, or an image."""
+    if "bbox" in named:
+        yield {"bbox": torch.zeros(batch, length, 4, dtype=torch.int64)}
+    if "pixel_values" in named and getattr(config, "image_size", None) is not None:
+        yield {"pixel_values": next(_signals(config, batch, dtype))}
 
 
 _INPUTS = {"pixel_values": "image_size", "input_features": "num_mel_bins", "input_values": "conv_kernel"}
