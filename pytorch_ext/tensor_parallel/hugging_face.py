@@ -88,7 +88,7 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 def _with_texts(config, named, batch: int, length: int, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Yield what a model without parts may need with its texts: places on a page, or an image."""
     if "bbox" in named:
-        yield {"bbox": torch.zeros(batch, length, 4, dtype=torch.int64)}
+        yield from ({"bbox": torch.zeros(batch, length, 4, dtype=kind)} for kind in (torch.int64, dtype))
     if "pixel_values" in named and getattr(config, "image_size", None) is not None:
         yield {"pixel_values": next(_signals(config, batch, dtype))}
 
