@@ -1,4 +1,4 @@
-"""weft bench invariance: a Llama's training step on ranks that split its layers, with invariant=8 and without."""
+"""weft bench invariance: a Llama's step with invariant=8 and without, on ranks that split layers or sequence."""
 
 import argparse
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from weft.bench.table import Row
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks
 
-UNITS = 8
+UNITS, POSITION_UNITS = 8, 4
+CASES = (("tp", torch.float32), ("tp", torch.bfloat16), ("cp", torch.float32))
 BLOCKS, BATCH, SEQUENCE = 2, 2, 256
 PEER = "without invariant"
 LIMIT = "the ordinary step: the same products by MKL or oneDNN, and sums in the order of ranks"
@@ -37,20 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
     for model, width in ((Llama256, 256), (Llama1024, 1024)):
-        for dtype in (torch.float32, torch.bfloat16):
-            samples = run_ranks(_measure, options.world, model, dtype, options.rounds, timeout_s=300)
+        for split, dtype in CASES:
+            samples = run_ranks(_measure, options.world, model, dtype, split, options.rounds, timeout_s=300)
             times = slowest_rank(samples)
             shape = f"hidden {width}, {BATCH * SEQUENCE} tokens {str(dtype).removeprefix('torch.')}"
+            shape += f", sequence in {POSITION_UNITS} units" if split == "cp" else ""
             facts = {"of_limit": times[PEER].p50_us / times["weft"].p50_us}
             yield Row({"shape": shape, "world": options.world}, times, PEER, facts)
 
 
-def _measure(rank: int, kind: type[Llama], dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
-    mesh = weft.init_mesh(tp=dist.get_world_size())["tp"]
+def _measure(rank: int, kind: type[Llama], dtype: torch.dtype, split: str, rounds: int) -> dict[str, list[float]]:
+    mesh = weft.init_mesh(**{split: dist.get_world_size()})["cp", "tp"]
     steps = {}
     for name, units in (("weft", UNITS), (PEER, None)):
         torch.manual_seed(0)
-        model = weft.parallelize(kind(BLOCKS).to(dtype), mesh, invariant=units)
+        context = {"units": POSITION_UNITS} if units and split == "cp" else "auto"
+        model = weft.parallelize(kind(BLOCKS).to(dtype), mesh, invariant=units, context=context)
         tokens = torch.randint(0, kind.WORDS, (BATCH, SEQUENCE))
         steps[name] = _step(model, torch.optim.AdamW(model.parameters()), tokens)
     return alternate(steps, meet=dist.barrier, rounds=rounds, calls=2)
