@@ -48,11 +48,12 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _measure(rank: int, kind: type[Llama], dtype: torch.dtype, split: str, rounds: int) -> dict[str, list[float]]:
-    mesh = weft.init_mesh(**{split: dist.get_world_size()})["cp", "tp"]
+    world = dist.get_world_size()
+    mesh = (weft.init_mesh(cp=world) if split == "cp" else weft.init_mesh(tp=world))["cp", "tp"]
     steps = {}
     for name, units in (("weft", UNITS), (PEER, None)):
         torch.manual_seed(0)
-        context = {"units": POSITION_UNITS} if units and split == "cp" else "auto"
+        context: str | dict[str, int] = {"units": POSITION_UNITS} if units and split == "cp" else "auto"
         model = weft.parallelize(kind(BLOCKS).to(dtype), mesh, invariant=units, context=context)
         tokens = torch.randint(0, kind.WORDS, (BATCH, SEQUENCE))
         steps[name] = _step(model, torch.optim.AdamW(model.parameters()), tokens)
