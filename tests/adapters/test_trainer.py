@@ -202,7 +202,7 @@ def check_mistakes_in_stages(rank, folder):
     from weft.adapters.trainer import settings
 
     mesh = weft.init_mesh(pp=2, device_type="cpu")
-    with pytest.raises(ValueError, match="pp=2; it is for dp and cp and tp. Stages"):
+    with pytest.raises(ValueError, match="pp=2; it is for dp, cp and tp. Stages"):
         settings(mesh, output_dir=str(folder))
     example = {key: value[None] for key, value in Sentences()[0].items()}
     pipe = weft.Pipeline(model_of(), mesh, microbatches=2, example=example)
