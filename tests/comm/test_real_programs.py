@@ -101,6 +101,62 @@ dist.barrier()
 """
 
 
+METRICS = """
+import torch, torch.distributed as dist, torchmetrics
+from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix
+dist.init_process_group("gloo")
+rank, found = dist.get_rank(), []
+random = torch.Generator().manual_seed(rank)
+confusion, curve, values = MulticlassConfusionMatrix(5), BinaryAUROC(), torchmetrics.CatMetric()
+for _ in range(2 + rank):
+    confusion.update(torch.randn(7 + rank, 5, generator=random), torch.randint(0, 5, (7 + rank,), generator=random))
+    curve.update(torch.rand(9, generator=random), torch.randint(0, 2, (9,), generator=random))
+    values.update(torch.arange(3 + 2 * rank).float())
+found = [metric.compute().tolist() for metric in (confusion, curve, values)]
+if rank == 0:
+    print("found", type(dist.group.WORLD).__name__, found)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+# DeepSpeed is no requirement of the tests: its source needs torch to build (pip install --no-build-isolation).
+ZERO = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed, torch, torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from torch import nn
+deepspeed.init_distributed(dist_backend="gloo")
+found = []
+def layers():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)]
+def started(model, **more):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, **more}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+for stage in range(4):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine = started(nn.Sequential(*layers()), gradient_clipping=0.1, zero_optimization=zero)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(6):
+        loss = engine(torch.randn(4, 6, generator=random)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+engine = started(PipelineModule(layers=layers(), loss_fn=nn.MSELoss(), num_stages=2))
+random = torch.Generator().manual_seed(0)
+def batches():
+    while True:
+        yield torch.randn(4, 6, generator=random), torch.randn(4, 4, generator=random)
+found += [engine.train_batch(batches()).item() for _ in range(3)]
+if dist.get_rank() == 0:
+    print("found", type(dist.group.WORLD).__name__, found)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 def needed(module):
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
 
@@ -134,6 +190,8 @@ def test_what_accelerate_checks_holds(script, tmp_path):
         pytest.param(TRAINER, id="transformers.Trainer", marks=needed("transformers")),
         pytest.param(SHARDED, id="FSDP2, DTensor and checkpoints"),
         pytest.param(FABRIC, id="Lightning Fabric", marks=needed("lightning_fabric")),
+        pytest.param(METRICS, id="torchmetrics", marks=needed("torchmetrics")),
+        pytest.param(ZERO, id="DeepSpeed", marks=needed("deepspeed")),
     ],
 )
 def test_a_program_prints_the_same_numbers(program, tmp_path):
