@@ -59,6 +59,7 @@ PARADIGMS = {
         Paradigm("pipeline, afab", {"pp": 2}, "afab"),
         Paradigm("pipeline, 1f1b", {"pp": 2}, "1f1b"),
         Paradigm("pipeline, 1f1b, 8 micro-batches", {"pp": 2}, "1f1b", microbatches=8),
+        Paradigm("pipeline, interleaved, 8 micro-batches", {"pp": 2}, "interleaved", microbatches=8),
         Paradigm("tensor", {"tp": 2}),
         Paradigm("sequence (context)", {"cp": 2}),
     ],
