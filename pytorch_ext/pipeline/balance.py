@@ -1,19 +1,36 @@
 """The grouping of layers into contiguous parts whose largest cost is as small as possible."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
 from weft.pipeline.layer_graph import Chain
 
 ROUNDS = 3  # of timing; the fastest round counts
 
 
-def balanced(costs: Sequence[Sequence[float]]) -> list[int]:
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer takes for a micro-batch on this rank.
+
+    Attributes:
+        seconds: of its forward.
+        saved: bytes that its forward keeps for its backward, without parameters and buffers.
+    """
+
+    seconds: float
+    saved: int
+
+
+def balanced(costs: Sequence[Sequence[float]], fits: Callable[[int, int, int], bool] = lambda *_: True) -> list[int]:
     """Return the number of costs in each part, in sequence, at least one each.
 
     The largest sum of a part is as small as possible. Among such cuts, the sums up to each part are as equal as
@@ -21,9 +38,10 @@ def balanced(costs: Sequence[Sequence[float]]) -> list[int]:
 
     Args:
         costs: for each part all costs as they are there: ranks may differ in speed.
+        fits: (part, begin, end) -> whether this part can have these costs.
 
     Raises:
-        ValueError: fewer costs than parts.
+        ValueError: fewer costs than parts, or no cut fits.
     """
     n, parts = len(costs[0]), len(costs)
     if parts > n:
@@ -37,28 +55,64 @@ def balanced(costs: Sequence[Sequence[float]]) -> list[int]:
             choices = (
                 (max(largest, own), squares + own * own, [*sizes, k - before])
                 for before, (largest, squares, sizes) in best.items()
-                if before < k
+                if before < k and fits(part - 1, before, k)
                 for own in [until[part - 1][k] - until[part - 1][before]]
             )
-            reached[k] = min(choices, key=lambda choice: choice[:2])
+            if found := min(choices, key=lambda choice: choice[:2], default=None):
+                reached[k] = found
         best = reached
+    if n not in best:
+        raise ValueError("balanced: no cut fits")
     return best[n][2]
 
 
-def times(chain: Chain, inputs: Sequence[torch.Tensor]) -> list[float]:
-    """Return the forward seconds of each layer on these inputs, the fastest of a few rounds."""
+def layer_costs(chain: Chain, inputs: Sequence[torch.Tensor]) -> list[LayerCost]:
+    """Return what each layer takes for these inputs; the fastest of a few rounds counts."""
     stages = chain.stages([1] * len(chain.layers))
-    fastest = [float("inf")] * len(stages)
+    fastest, saved = [float("inf")] * len(stages), [0] * len(stages)
     with undisturbed(chain.model), torch.no_grad():
         for _ in range(ROUNDS):
             values = tuple(inputs)
             for number, stage in enumerate(stages):
-                _synchronize(values)
-                start = time.perf_counter()
-                values = stage(*values)
-                _synchronize(values)
-                fastest[number] = min(fastest[number], time.perf_counter() - start)
-    return fastest
+                values, seconds, saved[number] = measured(stage, stage, values, {})
+                fastest[number] = min(fastest[number], seconds)
+    return [LayerCost(*cost) for cost in zip(fastest, saved, strict=True)]
+
+
+def measured(layer: nn.Module, forward: Callable, args: Sequence, named: dict) -> tuple[Any, float, int]:
+    """Run a layer's forward as in training.
+
+    Returns:
+        Its result without a graph, the seconds, and the bytes kept for backward.
+    """
+    own = {x.untyped_storage()._cdata for x in [*layer.parameters(), *layer.buffers()]}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+
+    args, named = tree_map_only(torch.Tensor, _from_a_layer, (tuple(args), named))
+    _synchronize(args)
+    start = time.perf_counter()
+    with torch.enable_grad(), saved_tensors_hooks(keep, _never_read):
+        values = forward(*args, **named)
+    _synchronize(args)
+    seconds = time.perf_counter() - start
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, values), seconds, sum(x.nbytes() for x in kept.values())
+
+
+def _from_a_layer(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as a layer gives it: its gradient is wanted."""
+    if isinstance(x, nn.Parameter) or not x.is_floating_point():
+        return x
+    with torch.enable_grad():
+        return x.detach().requires_grad_().clone()
+
+
+def _never_read(_: None) -> NoReturn:
+    raise AssertionError("a measured layer has no backward")
 
 
 def _synchronize(values) -> None:

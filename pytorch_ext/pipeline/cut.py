@@ -14,7 +14,7 @@ from weft.comm.registry import communicator
 from weft.context_parallel.region import sharing_in
 from weft.context_parallel.shared_sequence import Sharing
 from weft.data_parallel.data_parallel import DataParallel
-from weft.pipeline.balance import ROUNDS, balanced, times
+from weft.pipeline.balance import ROUNDS, LayerCost, balanced, layer_costs
 from weft.pipeline.forward_cut import Call, CallRecording, CountingError, ForwardCut, recorded, stages_of
 from weft.pipeline.layer_graph import ReadAttributes, UncuttableError, chain_of
 from weft.pipeline.layer_split import LayerSplit
@@ -100,6 +100,7 @@ def cut_of(
     layers: Sequence[str] | None,
     arguments: Sequence[str] | None,
     balance: str | Sequence[int],
+    memory: float | None,
     example,
     loss,
     device: torch.device,
@@ -125,24 +126,31 @@ def cut_of(
         own = _recorded(model, sharing_of(model, along), example, device, error)
         names, elements = own[0].names, _elements(model, own[0].names)
 
-    def seconds() -> list[list[float]]:
-        """Return the time of every layer for each stage, as its rank has measured it."""
+    def costs() -> list[tuple[list[LayerCost], float | None]]:
+        """Return what every layer takes on each stage's rank, and that rank's memory."""
         if example is None:
             raise ValueError(
                 'Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example='
             )
         if own is None:
-            measured = times(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example))
+            found = layer_costs(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example))
         else:
-            runs = [recorded(own[0], own[1]).seconds for _ in range(ROUNDS)]
-            measured = [min(run) for run in zip(*runs, strict=True)]
-        of_rank = communicator(along["pp"]).all_gather_object(measured)
-        if len(set(map(len, of_rank))) > 1:
-            of_rank = [measured] * ranks  # refused below
+            runs = [recorded(own[0], own[1], measure=True).costs for _ in range(ROUNDS)]
+            found = [min(run, key=lambda cost: cost.seconds) for run in zip(*runs, strict=True)]
+        of_rank = communicator(along["pp"]).all_gather_object((found, memory))
+        if len({len(layers) for layers, _ in of_rank}) > 1:
+            of_rank = [(found, memory)] * ranks  # refused below
         return [of_rank[plan.rank_of(stage, ranks)] for stage in range(total)]
 
+    sizes: list[int] | str  # or why there are none
     try:
-        sizes = _sizes(names, elements, seconds, total, schedule, balance)
+        if memory is not None and (balance != "time" or total != ranks):
+            raise _RankError('Pipeline: memory= is for balance="time" and schedules with one stage on a rank')
+        size = 4 * max((x.element_size() for x in model.parameters()), default=0)  # gradients and two moments as well
+        kept = [plan.kept(rank, ranks, microbatches) for rank in range(ranks)]
+        sizes = _sizes(names, [size * count for count in elements], costs, kept, total, schedule, balance)
+    except _RankError as error:  # raised below, on every rank
+        sizes = str(error)
     except ValueError:
         if own is not None:
             own[0].undo()
@@ -154,7 +162,12 @@ def cut_of(
                 "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
                 + "; ".join(f"rank {rank} has {cut[:4]}" for rank, cut in enumerate(cuts))
             )
-        sizes = cuts[0][4]
+        misfit = next((cut[4] for cut in cuts if isinstance(cut[4], str)), None)
+        sizes = misfit or cuts[0][4]
+    if isinstance(sizes, str):
+        if own is not None:
+            own[0].undo()
+        raise ValueError(sizes)
     if own is None:
         inputs = [str(node.target) for node in chain.inputs]
         cut = StageCut(chain.stages(sizes), tuple(sizes), inputs, chain.settings)
@@ -273,15 +286,26 @@ def _number_of_stages(plan: Schedule, name: str, ranks: int, per_rank: int | Non
     return stages
 
 
+class _RankError(ValueError):
+    """Error that ranks of other pipelines, or with other arguments, may not have."""
+
+
 def _sizes(
     names: Sequence[str],
-    elements: Sequence[int],
-    seconds: Callable[[], Sequence[Sequence[float]]],
+    states: Sequence[int],
+    costs: Callable[[], Sequence[tuple[Sequence[LayerCost], float | None]]],
+    kept: Sequence[int],
     stages: int,
     name: str,
     balance,
 ) -> list[int]:
-    """Return the number of layers of each stage."""
+    """Return the number of layers of each stage.
+
+    Args:
+        states: bytes of each layer's parameters, gradients and AdamW's moments.
+        costs: returns the measured layers and the memory of each stage's rank.
+        kept: of each rank: micro-batches whose activations it keeps at once.
+    """
     if len(names) < stages:
         raise ValueError(
             f"Pipeline: schedule {name!r} needs {stages} stages, and the model has {len(names)} layers with parameters "
@@ -296,7 +320,22 @@ def _sizes(
             )
         return sizes
     if balance == "parameters":
-        return balanced([elements] * stages)
+        return balanced([states] * stages)
     if balance != "time":
         raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
-    return balanced(seconds())
+    of_stage = costs()
+    seconds = [[layer.seconds for layer in layers] for layers, _ in of_stage]
+    if all(memory is None for _, memory in of_stage):
+        return balanced(seconds)
+    needed = [
+        [state + kept[stage] * layer.saved for state, layer in zip(states, layers, strict=True)]
+        for stage, (layers, _) in enumerate(of_stage)
+    ]
+    limits = [float("inf") if memory is None else memory for _, memory in of_stage]
+    try:
+        return balanced(seconds, lambda stage, begin, end: sum(needed[stage][begin:end]) <= limits[stage])
+    except ValueError as error:
+        raise _RankError(
+            f"Pipeline: no cut fits: the ranks have memory={limits} bytes, and all layers together need {needed[0]} "
+            "on the first"
+        ) from error

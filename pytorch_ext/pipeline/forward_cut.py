@@ -10,7 +10,6 @@ calls. The results that cross are found in one run of a micro-batch through all 
 """
 
 import pickle
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from weft.context_parallel.hugging_face import models_of_transformers
 from weft.context_parallel.shared_sequence import NATIVE
 from weft.layer_lists import layers_of, opened_in, refuse_caches, tensors_outside
 from weft.pipeline.absent import Absent, AbsentValueError, absent_in, like
-from weft.pipeline.balance import undisturbed
+from weft.pipeline.balance import LayerCost, measured, undisturbed
 from weft.pipeline.layer_graph import numbers_in
 from weft.pipeline.stage_boundary import cross
 from weft.rng import random_numbers_of
@@ -437,15 +436,17 @@ class CallRecording:
     """A forward of the whole model that notes the order of its layers.
 
     Attributes:
-        names, seconds: of each call.
+        names: of each call.
+        costs: of each call, if they were asked for.
         nested: calls in which a layer ran inside of another, by its name.
         first_use: id of a tensor -> number of calls before the code outside of layers first used it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measure: bool = False) -> None:
         self.inside: CutLayer | None = None
+        self.measure = measure
         self.names: list[str] = []
-        self.seconds: list[float] = []
+        self.costs: list[LayerCost] = []
         self.nested: dict[str, set[int]] = {}
         self.first_use: dict[int, int] = {}
 
@@ -455,11 +456,13 @@ class CallRecording:
     def call(self, layer: CutLayer, args, kwargs):
         self.names.append(layer.name)
         self.inside = layer
-        start = time.perf_counter()
         try:
-            return layer.forward(*args, **kwargs)
+            if not self.measure:
+                return layer.forward(*args, **kwargs)
+            values, seconds, saved = measured(layer.layer, layer.forward, args, kwargs)
+            self.costs.append(LayerCost(seconds, saved))
+            return values
         finally:
-            self.seconds.append(time.perf_counter() - start)
             self.inside = None
 
 
@@ -478,9 +481,9 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def recorded(cut: ForwardCut, inputs: Call) -> CallRecording:
+def recorded(cut: ForwardCut, inputs: Call, measure: bool = False) -> CallRecording:
     """Run the whole model once, without gradients and without a trace, and note the order of its layers."""
-    run, opened = CallRecording(), opened_in(cut.model)
+    run, opened = CallRecording(measure), opened_in(cut.model)
     before = numbers_in(cut.model, opened)
     with undisturbed(cut.model), torch.no_grad(), _absent_for_meta(cut.model), _Uses(run, cut.model):
         cut.forward(run, inputs)

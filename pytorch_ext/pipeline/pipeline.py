@@ -82,6 +82,9 @@ class Pipeline(nn.Module):
         balance: "parameters": the largest stage has as few parameters as possible. "time": the slowest stage takes as
             little forward time as possible. Every rank measures every layer on `example`, so that a slow rank gets
             fewer layers. Or a list: the number of layers of each stage.
+        memory: for balance="time" and one stage on a rank: bytes that a step may take on this rank. Ranks may have
+            different limits. Counted are parameters, gradients and AdamW's two moments, and what autograd keeps of the
+            micro-batches that the schedule has under way, measured on `example`.
         example: a micro-batch of inputs, for balance="time". For a model that cannot be traced also if no guessed one
             runs, or if batches run other layers than a guessed one; a dict gives arguments by name.
         layers: names of modules that run one after another, `*` for the elements of a list: ["embedding", "blocks.*",
@@ -118,6 +121,7 @@ class Pipeline(nn.Module):
         loss: Loss | None = None,
         reduction: str = "mean",
         balance: str | Sequence[int] = "parameters",
+        memory: float | None = None,
         example: Inputs | None = None,
         layers: Sequence[str] | None = None,
         arguments: Sequence[str] | None = None,
@@ -151,6 +155,7 @@ class Pipeline(nn.Module):
             layers,
             arguments,
             balance,
+            memory,
             example,
             self._loss,
             self._device,

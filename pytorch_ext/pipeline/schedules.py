@@ -17,6 +17,7 @@ class Schedule:
         v_shaped: rank r of p has stages r and 2p - 1 - r, so that the first rank has both ends; otherwise r, r + p, ...
         halves: it splits a backward in two, for the inputs and for the weights.
         obstacle: (ranks, stages, micro-batches) -> the reason why it cannot run, and the way out; "" if it can.
+        kept: (rank, ranks, micro-batches) -> those whose activations a rank keeps at once, with one stage on a rank.
     """
 
     kind: type
@@ -25,6 +26,7 @@ class Schedule:
     v_shaped: bool
     halves: bool
     obstacle: Callable[[int, int, int], str]
+    kept: Callable[[int, int, int], int] = lambda rank, ranks, microbatches: min(ranks, microbatches)
 
     @property
     def single(self) -> bool:
@@ -59,8 +61,10 @@ def _whole_rounds(ranks: int, stages: int, microbatches: int) -> str:
 
 
 SCHEDULES = {
-    "afab": Schedule(of_torch.ScheduleGPipe, 1, True, False, False, _anything),
-    "1f1b": Schedule(of_torch.Schedule1F1B, 1, True, False, False, _one_for_each_stage),
+    "afab": Schedule(of_torch.ScheduleGPipe, 1, True, False, False, _anything, lambda rank, ranks, m: m),
+    "1f1b": Schedule(
+        of_torch.Schedule1F1B, 1, True, False, False, _one_for_each_stage, lambda rank, ranks, m: min(ranks - rank, m)
+    ),
     "interleaved": Schedule(of_torch.ScheduleInterleaved1F1B, 2, False, False, False, _whole_rounds),
     "zero-bubble": Schedule(of_torch.ScheduleInterleavedZeroBubble, 1, False, False, True, _whole_rounds),
     "zbv": Schedule(of_torch.ScheduleZBVZeroBubble, 2, True, True, True, _anything),

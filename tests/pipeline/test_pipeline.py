@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
-from weft.pipeline.balance import balanced, undisturbed
+from weft.pipeline.balance import LayerCost, balanced, undisturbed
 from weft.pipeline.layer_graph import chain_of
 from weft.pipeline.schedules import SCHEDULES
 from weft.sharding.shard import shard_of
@@ -365,7 +365,8 @@ def test_layers_that_are_named_run_in_sequence_and_ranks_agree_on_measured_cuts(
 
 
 def cut_for_a_slow_rank(rank, monkeypatch):
-    monkeypatch.setattr("weft.pipeline.cut.times", lambda chain, _: [3.0 if rank else 1.0] * len(chain.layers))
+    costs = [LayerCost(3.0 if rank else 1.0, saved=0)]
+    monkeypatch.setattr("weft.pipeline.cut.layer_costs", lambda chain, _: costs * len(chain.layers))
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     options = dict(loss=F.mse_loss, balance="time", example=torch.ones(2, 4))
     return pipeline_of(model, **options).layers_per_stage, pipeline_of(
@@ -375,6 +376,50 @@ def cut_for_a_slow_rank(rank, monkeypatch):
 
 def test_a_rank_that_is_three_times_as_slow_gets_a_third_of_the_layers(monkeypatch):
     assert run_ranks(cut_for_a_slow_rank, 2, monkeypatch) == [((6, 2), (3, 1, 1, 3))] * 2
+
+
+class Saving(nn.Module):
+    """Layer of one parameter whose backward needs 32 bytes of a micro-batch of [2, 4], and 32 bytes `times` over."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.scale, self.times = nn.Parameter(torch.ones(1)), times
+
+    def forward(self, x):
+        return torch.sin(x[:, :, None].expand(-1, -1, self.times) * self.scale).sum(-1)
+
+
+def cut_within_memory(rank, memories, schedule, traced):
+    model = nn.Sequential(*map(Saving, (250, 250, 1, 1, 1, 1)))
+    if not traced:
+        model.register_forward_pre_hook(lambda module, args: None)
+    options = dict(loss=F.mse_loss, balance="time", example=torch.ones(2, 4), schedule=schedule)
+    try:
+        pipe = pipeline_of(model, memory=memories[rank], **options)
+    except ValueError as error:
+        return str(error)
+    pipe.step(torch.ones(8, 4), torch.ones(8, 4))
+    return pipe.layers_per_stage
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize(
+    ("memories", "schedule", "expected"),
+    [
+        ((1e6, 16 + 64), "1f1b", (5, 1)),  # a small layer of one micro-batch
+        ((2 * 8032 + 16, None), "1f1b", (1, 5)),  # a large one of two
+        ((2 * 8032 + 15, None), "1f1b", "no cut fits"),
+        ((4 * 8032 + 16, None), "afab", (1, 5)),
+        ((None, 4 * (8032 + 4 * 64) + 5 * 16 - 1), "afab", "at most 4"),
+    ],
+)
+def test_a_rank_takes_the_layers_that_its_memory_holds(memories, schedule, expected, traced):
+    found = run_ranks(cut_within_memory, 2, memories, schedule, traced)
+    assert found[0] == found[1]
+    if expected == "at most 4":
+        assert found[0][1] <= 4
+    else:
+        assert found[0] == expected or expected in found[0]
 
 
 @pytest.mark.parametrize(
@@ -643,6 +688,7 @@ def expect_refusals(rank):
         (dict(balance=[1, 2]), "balance=\\[1, 2\\] must be 2 numbers, 1 or more, that add up to 4 layers"),
         (dict(balance="size"), "balance='size' is not"),
         (dict(balance="time"), "pass it as example="),
+        (dict(memory=1e9), "memory= is for balance=.time. and schedules with one stage"),
         (dict(reduction="none"), "reduction='none'"),
         (dict(mesh=weft.init_mesh(tp=2, device_type="cpu")["tp"]), 'a dimension "pp", got one with the dimensions'),
         (dict(mesh=None), 'must be a DeviceMesh with a dimension "pp", got NoneType'),
