@@ -1,6 +1,6 @@
 """`make demo`: train one model alone, split in two ways, and over gloo; only time and memory change.
 
-The last four runs have invariant=4: their losses and weights are the same to the bit.
+The last five runs have invariant=4: their losses and weights are the same to the bit.
 """
 
 import argparse
@@ -16,15 +16,17 @@ from rich.table import Table
 
 ALONE, ALONE_IN_UNITS = "one process", "one process, invariant"
 SCRIPT = Path(__file__).parent / "train_lm.py"
+UNITS = ["--invariant", "4", "--units", "2"]
 RUNS = {
     ALONE: [],
     "tensor parallel, 2 ranks": ["--tp", "2"],
     "data parallel, 2 ranks": ["--dp", "2"],
     "tensor parallel over gloo": ["--tp", "2", "--backend", "gloo"],
-    ALONE_IN_UNITS: ["--invariant", "4"],
-    "tensor parallel, invariant": ["--tp", "2", "--invariant", "4"],
-    "data parallel, invariant": ["--dp", "2", "--invariant", "4"],
-    "pipeline, invariant": ["--pp", "2", "--invariant", "4"],
+    ALONE_IN_UNITS: UNITS,
+    "tensor parallel, invariant": ["--tp", "2", *UNITS],
+    "data parallel, invariant": ["--dp", "2", *UNITS],
+    "context parallel, invariant": ["--cp", "2", *UNITS],
+    "pipeline, invariant": ["--pp", "2", *UNITS],
 }
 # The first runs only differ in the order of some fp32 sums. A lost gradient or a bias added twice exceeds this at once.
 LARGEST_DIFFERENCE = 0.01
@@ -65,7 +67,7 @@ def train(arguments: list[str], steps: int, out: Path) -> dict:
     With invariant every process has one core: the bits of layers that stay whole follow the number of threads.
     """
     launch, cores = [], 1 if "--invariant" in arguments else os.cpu_count() or 1
-    if {"--tp", "--dp", "--pp"} & set(arguments):
+    if {"--tp", "--dp", "--cp", "--pp"} & set(arguments):
         launch, cores = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 1
     command = [sys.executable, *launch, str(SCRIPT), *arguments, "--steps", str(steps), "--out", str(out)]
     paths = os.pathsep.join(filter(None, [str(SCRIPT.parent), os.environ.get("PYTHONPATH")]))

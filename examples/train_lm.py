@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --cp 2                      each sequence split over two ranks
     torchrun --nproc-per-node 4 examples/train_lm.py --pp 2 --tp 2               the layers cut in two stages as well
     torchrun --nproc-per-node 2 examples/train_lm.py --tp 2 --invariant 4        the same bits on any number of ranks
+    torchrun --nproc-per-node 2 examples/train_lm.py --cp 2 --invariant 4 --units 2
 
 The model in gpt.py is plain PyTorch. (1) is its plan in the same file; the lines marked (2) to (8) make it parallel.
 
@@ -84,6 +85,9 @@ def parse_options():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
     parser.add_argument("--invariant", type=int, help="units of layers and batch: the same bits on any mesh")
+    parser.add_argument(
+        "--units", type=int, help="parts of each sequence, for the same bits with --cp, which divides it"
+    )
     parser.add_argument("--checkpoint", type=Path, help="continue from this folder if there is one; save there")
     parser.add_argument("--save-every", type=int, default=10, help="steps between saves")
     parser.add_argument("--backend", default="weft", help="of torch.distributed")
@@ -99,8 +103,10 @@ def main():
         dist.init_process_group(options.backend)  # (2) "weft" where others write "gloo"
     mesh = weft.init_mesh(pp=options.pp, dp=options.dp, cp=options.cp, tp=options.tp, device_type="cpu")  # (3)
     torch.manual_seed(options.seed)
-    # (4) This rank's part of every layer. With --cp the model takes and returns this rank's part of the sequence.
-    split = {"plan": PLAN, "context": {"parts": True}, "recompute": options.recompute, "invariant": options.invariant}
+    # (4) This rank's part of every layer. With --cp the model takes and returns this rank's part of the sequence, or,
+    # with --units, the whole one.
+    context = {"units": options.units} if options.units else {"parts": True}
+    split = {"plan": PLAN, "context": context, "recompute": options.recompute, "invariant": options.invariant}
     model, step_of = stepper(GPT(options.sequence), mesh, options, split)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     held = sum(parameter.numel() for parameter in model.parameters())
@@ -115,7 +121,7 @@ def main():
     for number, batch in enumerate(data, len(losses) + 1):
         start = time.perf_counter()
         local = (part.chunk(options.dp)[mesh["dp"].get_local_rank()] for part in batch)  # (5) this rank's sequences
-        inputs, targets = (weft.shard_sequence(part, dim=1, group=mesh["cp"]) for part in local)
+        inputs, targets = local if options.units else (weft.shard_sequence(x, dim=1, group=mesh["cp"]) for x in local)
         optimizer.zero_grad()
         losses.append(step_of(inputs, targets).item())
         weft.clip_grad_norm_(model, 1.0)  # by the norm of the whole model's gradient

@@ -197,7 +197,7 @@ def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     runs = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
     in_units = [run for name, run in runs.items() if "invariant" in name]
-    assert len(runs) == 8 and len(in_units) == 4 and len({run["weights"] for run in in_units}) == 1
+    assert len(runs) == 9 and len(in_units) == 5 and len({run["weights"] for run in in_units}) == 1
 
 
 @pytest.mark.slow("bench", "pytorch_ext/nn")

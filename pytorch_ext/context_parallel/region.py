@@ -28,7 +28,7 @@ from weft.context_parallel.shared_sequence import (
     without_guards,
 )
 from weft.metadata import metadata, set_metadata
-from weft.nn import Branches, ParallelConv, ParallelLinear, ParallelMultiheadAttention
+from weft.nn import Branches, ParallelConv, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
@@ -319,7 +319,7 @@ class Tokenwise:
         ranks, cut = lead.cut.sharing.ranks, _cut_after(module, lead)
         with ExitStack() as frame:
             frame.enter_context(_parameters_used(module, ranks))
-            if module.training:
+            if module.training and not isinstance(module, ParallelLinear | ParallelEmbedding):  # these draw none
                 frame.enter_context(own_random_numbers(ranks, lead.device))
             out = self.forward(*_parts(args, ranks), **_parts(kwargs, ranks))
 
