@@ -41,15 +41,15 @@ def settings(
         mesh: a mesh of weft.init_mesh with tp, cp and dp. Every rank reads the same batches, of
             `per_device_train_batch_size` rows in all; ranks along dp share the rows.
         arguments: the class of the arguments, TrainingArguments or derived from it (TRL's SFTConfig).
-        pipeline: of a mesh with pp and tp; the model computes its loss, and reduction is "sum". Every batch must be a
-            multiple of its micro-batches (`dataloader_drop_last`). Evaluation gives losses alone.
+        pipeline: of a mesh with pp, dp and tp; the model computes its loss, and reduction is "sum". Every batch must be
+            a multiple of dp times its micro-batches (`dataloader_drop_last`). Evaluation gives losses alone.
         options: options of that class.
 
     Returns:
         "args", an object of that class, and "callbacks", a list of one callback.
 
     Raises:
-        ValueError: the mesh has pp without a pipeline or beside dp or cp, the pipeline's loss is another one, an option
+        ValueError: the mesh has pp without a pipeline or beside cp, the pipeline's loss is another one, an option
             does not work with shards, or this rank sees several GPUs.
         ImportError: transformers is older than 5.23, or accelerate is older than 1.15.
     """
@@ -71,12 +71,12 @@ def settings(
 
 
 def _check_mesh(mesh: DeviceMesh, pipeline: Pipeline | None) -> None:
-    names, possible = mesh.mesh_dim_names or (), _DIMENSIONS if pipeline is None else ("pp", "tp")
+    names, possible = mesh.mesh_dim_names or (), _DIMENSIONS if pipeline is None else ("pp", "dp", "tp")
     large = [f"{name}={mesh[name].size()}" for name in names if mesh[name].size() > 1 and name not in possible]
     if large or not names:
         raise ValueError(
             f"settings: the mesh has {', '.join(large) or 'no names'}; it is for {', '.join(possible[:-1])} and "
-            f"{possible[-1]}. Stages (pp) need settings(mesh, pipeline=weft.Pipeline(...)), with pp and tp alone"
+            f"{possible[-1]}. Stages (pp) need settings(mesh, pipeline=weft.Pipeline(...)), and no cp"
         )
     if pipeline is not None and not (pipeline.reduction == "sum" and pipeline.own_loss):
         raise ValueError(

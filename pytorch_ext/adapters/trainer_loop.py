@@ -154,7 +154,7 @@ def _replicas_of(trainer: Any) -> Communicator | None:
 
 
 def _wrap(plain: Callable, trainer: Any, model: nn.Module, training: bool = True, dataloader=None) -> nn.Module:
-    replicas = _replicas_of(trainer)
+    replicas = _replicas_of(trainer) if _pipeline_of(trainer) is None else None  # a pipeline adds up its own gradients
     if replicas is None or not training or isinstance(model, DataParallel):
         return model if isinstance(model, DataParallel) else plain(model, training, dataloader)
     unused = "zero" if trainer.args.ddp_find_unused_parameters else "error"
@@ -165,10 +165,11 @@ def _wrap(plain: Callable, trainer: Any, model: nn.Module, training: bool = True
 
 def _train_on_part(plain: Callable, trainer: Any, model, inputs, num_items_in_batch=None) -> torch.Tensor:
     """Run forward and backward on this rank's rows or stages, and return the loss of the whole batch."""
+    replicas = _replicas_of(trainer)
     if (pipe := _pipeline_of(trainer)) is not None:
         pipe.train()
-        return pipe.step(_with_items(trainer, inputs, num_items_in_batch))
-    replicas = _replicas_of(trainer)
+        with nullcontext() if replicas is None else own_random_numbers(replicas, trainer.args.device):
+            return pipe.step(_staged(trainer, inputs, num_items_in_batch))
     if replicas is None:
         return plain(model, inputs, num_items_in_batch)
     # The model then returns a sum divided by the items of all ranks, and otherwise a mean over its own.
@@ -195,7 +196,7 @@ def _evaluate(plain: Callable, trainer: Any, model, inputs, prediction_loss_only
         raise ValueError("Trainer on a pipeline evaluates losses alone: no predict and no compute_metrics")
     pipe.eval()
     items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-    return pipe.evaluate(_with_items(trainer, inputs, items)), None, None
+    return pipe.evaluate(_staged(trainer, inputs, items)), None, None
 
 
 def _pipeline_of(trainer: Any) -> Pipeline | None:
@@ -209,14 +210,23 @@ def _held(trainer: Any, model: nn.Module | None = None) -> nn.Module:
     return next(one for one in candidates if one is not None)
 
 
-def _with_items(trainer: Any, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> dict[str, Any]:
-    """Return a batch for a pipeline: each micro-batch divides its sum by the labels of all."""
+def _staged(trainer: Any, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> dict[str, Any]:
+    """Return this rank's rows of a batch for a pipeline: each micro-batch divides its sum by the labels of all."""
     if num_items is None or trainer.compute_loss_func is not None:
         raise ValueError(
             "Trainer on a pipeline needs labels, and a model that takes num_items_in_batch for its own loss; "
             f"{type(trainer.model).__name__} does not, or there is a compute_loss_func"
         )
-    return {**trainer._prepare_inputs(inputs), "num_items_in_batch": int(num_items)}
+    inputs = trainer._prepare_inputs(inputs)
+    if (replicas := _replicas_of(trainer)) is not None:
+        rows = len(inputs["labels"])
+        if rows % replicas.world_size:
+            raise ValueError(
+                f"Trainer on a pipeline: a batch of {rows} rows has no equal parts for dp={replicas.world_size}; "
+                "set dataloader_drop_last, and a batch size that dp and the micro-batches divide"
+            )
+        inputs, _ = part_of_batch(inputs, replicas.rank, replicas.world_size, is_sum=True)
+    return {**inputs, "num_items_in_batch": int(num_items)}
 
 
 def part_of_batch(inputs: Mapping[str, Any], rank: int, ranks: int, is_sum: bool) -> tuple[dict[str, Any], float]:

@@ -33,7 +33,7 @@ SIZES = dict(
 )
 STEPS, EVERY = 6, 2
 # Batches of whole micro-batches.
-IN_HALVES = dict(per_device_train_batch_size=4, per_device_eval_batch_size=2, dataloader_drop_last=True)
+IN_HALVES = dict(per_device_train_batch_size=4, per_device_eval_batch_size=4, dataloader_drop_last=True)
 CLOSE = dict(rel=1e-4, abs=1e-5)
 
 
@@ -111,7 +111,7 @@ def split_trainer(folder, sizes, model=None, **options):
     return transformers.Trainer(split, train_dataset=Sentences(), eval_dataset=Sentences(), **given)
 
 
-def staged_trainer(folder, sizes):
+def staged_trainer(folder, sizes, **options):
     from weft.adapters.trainer import settings
 
     warnings.simplefilter("ignore")
@@ -121,7 +121,7 @@ def staged_trainer(folder, sizes):
         model = weft.parallelize(model, mesh["tp"])
     example = {key: value[None] for key, value in Sentences()[0].items()}
     pipe = weft.Pipeline(model, mesh, microbatches=2, reduction="sum", example=example)
-    given = settings(mesh, pipeline=pipe, **options_of(folder, **IN_HALVES))
+    given = settings(mesh, pipeline=pipe, **options_of(folder, **{**IN_HALVES, **options}))
     return transformers.Trainer(model, train_dataset=Sentences(), eval_dataset=Sentences(), **given)
 
 
@@ -213,11 +213,21 @@ def check_mistakes_in_stages(rank, folder):
         trainer.predict(Sentences())
 
 
+def check_uneven_rows(rank, folder):
+    trainer = staged_trainer(folder, {"pp": 2, "dp": 2}, per_device_train_batch_size=3)
+    with pytest.raises(ValueError, match="3 rows has no equal parts for dp=2"):
+        trainer.train()
+
+
+def test_rows_that_dp_does_not_divide_are_refused_in_stages(tmp_path):
+    run_ranks(check_uneven_rows, 4, tmp_path, timeout_s=120)
+
+
 def test_mistakes_in_stages_are_named_on_every_rank(tmp_path):
     run_ranks(check_mistakes_in_stages, 2, tmp_path, timeout_s=120)
 
 
-@pytest.mark.parametrize("world, sizes", [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2})])
+@pytest.mark.parametrize("world, sizes", [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), (4, {"pp": 2, "dp": 2})])
 def test_stages_save_and_go_on_as_the_plain_trainer(world, sizes, tmp_path):
     expected = run_ranks(plainly_in_halves, 1, tmp_path / "plain", backend=None, timeout_s=200)[0]
     run_ranks(check_stages, world, tmp_path, sizes, expected, timeout_s=240)
