@@ -296,6 +296,10 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()])
 
 
+# A class derived from these with a forward of its own may draw.
+_WITHOUT_DRAWS = ParallelLinear.forward, ParallelEmbedding.forward
+
+
 class Tokenwise:
     """Forward of a module that treats every position alone: it gets this rank's part."""
 
@@ -319,7 +323,7 @@ class Tokenwise:
         ranks, cut = lead.cut.sharing.ranks, _cut_after(module, lead)
         with ExitStack() as frame:
             frame.enter_context(_parameters_used(module, ranks))
-            if module.training and not isinstance(module, ParallelLinear | ParallelEmbedding):  # these draw none
+            if module.training and type(module).forward not in _WITHOUT_DRAWS:
                 frame.enter_context(own_random_numbers(ranks, lead.device))
             out = self.forward(*_parts(args, ranks), **_parts(kwargs, ranks))
 
