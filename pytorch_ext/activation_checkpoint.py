@@ -6,7 +6,7 @@ elements. Backward reaches the blocks in the same order on every rank, so their 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import count
+from itertools import count, islice
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from weft.arguments import check_choice
-from weft.context_parallel.shared_sequence import SharedSequence, localized
+from weft.context_parallel.shared_sequence import SharedSequence
 from weft.layer_lists import lists_in, opened_in, refuse_caches
 
 KINDS = ("none", "full", "selective")
@@ -73,18 +73,23 @@ class Recomputed:
             return self.forward(*args, **kwargs)
         refuse_caches(self.module, args, kwargs, "to which recomputation would add a second time")
         leaves, structure = tree_flatten((args, kwargs))
-        shared = [(x.axis, x.cut) if isinstance(x, SharedSequence) else None for x in leaves]
-
+        apart = [x.apart() if isinstance(x, SharedSequence) else ((x,), _itself) for x in leaves]
+        makers = [(len(parts), together) for parts, together in apart]
         runs = count()
 
         def again(*values):
-            given = [SharedSequence(x, *cut) if cut else x for x, cut in zip(values, shared, strict=True)]
+            coming = iter(values)
+            given = [together(*islice(coming, size)) for size, together in makers]
             args, kwargs = tree_unflatten(given, structure)
             with _buffers_of_its_own(self.module) if next(runs) else nullcontext():
                 return self.forward(*args, **kwargs)
 
         # Plain tensors are kept, because any saved-tensor hook takes them.
-        return checkpoint(again, *localized(leaves), use_reentrant=False)
+        return checkpoint(again, *(x for parts, _ in apart for x in parts), use_reentrant=False)
+
+
+def _itself(x):
+    return x
 
 
 @contextmanager

@@ -17,6 +17,7 @@ KEYS = {
     # of a mesh
     "experts": "(mesh with ep, the group of ep and tp): of a mesh whose ranks of dp also hold experts",
     # of a module
+    "name": "str: in the model, for random numbers that follow from it (rng.py)",
     "mesh": "dimension to size: of a model that parallelize put on a mesh",
     "plan": "AutomaticPlan: the plan that split it",
     "sharing": "Sharing: of a module that runs a sequence-sharing model in stages",

@@ -27,11 +27,11 @@ from weft.nn import sum_gradients
 from weft.pipeline.layer_split import LayerSplit, check_layers
 from weft.pipeline.pipeline import Pipeline
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
-from weft.rng import restore_rng_state, rng_states
+from weft.rng import name_modules, restore_rng_state, rng_states
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
-from weft.tensor_parallel.invariant_plan import InAnyShape, check_same_layers, in_units
+from weft.tensor_parallel.invariant_plan import check_same_layers, in_units, same_bits
 from weft.tensor_parallel.local_sizes import Forward, is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
@@ -148,7 +148,7 @@ def parallelize(
     """
     ranks = _ranks_of(mesh, invariant is not None)
     if invariant is not None:
-        _check_invariant(model, ranks, invariant, recompute, pipeline is not None)
+        _check_invariant(model, ranks, invariant, pipeline is not None)
     if pipeline is not None:
         if sequence_parallel or getattr(plan, "sequence_parallel", False):
             _check_sequence_parallel(ranks, invariant)
@@ -209,7 +209,7 @@ def parallelize(
     own = None
     if automatic is None and ranks.tp is not None:
         check_meeting(model, replacements)
-        own = own_plan(model, replacements, summed, ranks.tp.world_size)
+        own = own_plan(model, replacements, summed, ranks.tp.world_size, in_units=invariant is not None)
         check_flow(model, own)
     recomputed = recomputed_in(model, recompute)
     if ranks.stages is not None:
@@ -220,6 +220,8 @@ def parallelize(
             check_same_model(model, group)
     if ranks.tp is not None:
         _draw_alike(ranks.tp, model)
+    if ranks.cp is not None and invariant is not None:
+        _draw_alike(ranks.cp, model)
 
     checks = call_checks(model, automatic or own, ranks.tp)
     replaced: dict[nn.Module, nn.Module] = {}
@@ -241,7 +243,8 @@ def parallelize(
     if sharing is not None and (sharing.ranks.world_size > 1 or sharing.units is not None):
         share(model, sharing, tokenwise)
     if invariant is not None:
-        Forward.of(model).mode = InAnyShape()
+        Forward.of(model).around = same_bits
+        name_modules(model)
     if automatic is not None and automatic.plan and automatic.parts != ("",):
         PartUses(automatic.parts).install(model)
     called = {name: model.get_submodule(name) for name in checks}
@@ -399,7 +402,7 @@ def _plan_of_experts(model: nn.Module, plan: str | AutomaticPlan) -> Plan:
     return {name: entry for name, entry in automatic.plan.items() if _splits_experts(entry)}
 
 
-def _check_invariant(model: nn.Module, ranks: _Ranks, invariant: int, recompute: str, in_stages: bool) -> None:
+def _check_invariant(model: nn.Module, ranks: _Ranks, invariant: int, in_stages: bool) -> None:
     if ranks.sizes.get("pp", 1) > 1 and not in_stages:
         raise ValueError(
             'parallelize: invariant with "pp" is for a Pipeline: pass pipeline={"loss": ..., "schedule": ...}'
@@ -408,8 +411,6 @@ def _check_invariant(model: nn.Module, ranks: _Ranks, invariant: int, recompute:
         raise ValueError(
             f'parallelize: invariant takes a mesh of "pp", "dp", "cp" and "tp"; this one has {ranks.sizes}'
         )
-    if recompute != "none":
-        raise ValueError(f"parallelize: invariant with recompute={recompute!r} does not exist")
     if ranks.replicas is not None:
         check_units(model, communicator(ranks.replicas), invariant)
 

@@ -18,8 +18,8 @@ FOLDERS = {"weft": ROOT / "pytorch_ext", "weft.kernels": ROOT / "kernels", "weft
 # From the bottom up: a part imports those of lines above its own, and itself. Imports inside of functions count.
 LAYERS = [
     {"weft._C", "weft.kernels", "weft.planner"},
-    {"weft.build", "weft.arguments", "weft.metadata", "weft.comm"},
-    {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists", "weft.running"},
+    {"weft.build", "weft.arguments", "weft.metadata", "weft.running", "weft.comm"},
+    {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists"},
     {"weft.ops"},
     {"weft.nn", "weft.tuning"},
     {"weft.context_parallel"},

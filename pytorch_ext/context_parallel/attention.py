@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from weft.context_parallel.function_rules import own_random_numbers, plain, used
+from weft.context_parallel.function_rules import draws_of, plain, used
 from weft.context_parallel.notes import note
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
@@ -25,6 +25,8 @@ from weft.ops.context_attention import AttentionCall, choose, context_attention
 from weft.ops.sequence_layout import SequenceLayout
 from weft.ops.unit_attention import unit_attention
 
+_IN_UNITS = "unit by unit, over gathered keys and values"
+
 
 @rule_for(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
@@ -36,12 +38,15 @@ def scaled_dot_product_attention(
         return NotImplemented
     attn_mask, is_causal = recognized(attn_mask, query, key, is_causal)
     why = _why_not(query, key, value, attn_mask, enable_gqa)
-    if why is None:
+    drops_in_unit = dropout_p > 0 and isinstance(query.cut.sharing.ranks, Unit)  # with the numbers of UnitDraws
+    if why is None and not drops_in_unit:
         return attend(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p)
     if query.ndim < 3 or query.back != -2 or query.cut.blocks > 1:
         return NotImplemented
     ranks = query.cut.sharing.ranks
-    if shared := shared_in((key, value, attn_mask)):
+    if why is None:
+        note("attention", _IN_UNITS)
+    elif shared := shared_in((key, value, attn_mask)):
         note_gathering(why, *shared)
     key, value = (used(wholes(x), ranks) for x in (key, value))
     if is_causal:
@@ -51,7 +56,7 @@ def scaled_dot_product_attention(
         attn_mask = wholes(attn_mask)
         by_row = attn_mask.size(-2) > 1
         attn_mask = query.cut.pick(attn_mask, attn_mask.ndim - 2) if by_row else used(attn_mask, ranks)
-    with own_random_numbers(ranks, query.device) if dropout_p else nullcontext():
+    with draws_of(query) if dropout_p else nullcontext():
         out = func(query.local, key, value, attn_mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
     if query.cut.mine == 0:  # torch returns at once; this keeps the rank's part in the sums of backward
         out = out + 0 * sum(x.sum() for x in (query.local, key, value, attn_mask) if x is not None)
@@ -95,7 +100,7 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     cut = query.cut
     sharing = cut.sharing
     if isinstance(sharing.ranks, Unit):
-        return _attend_in_unit(query, key, value, sharing.ranks, dropout, **mask)
+        return _attend_in_unit(query, key, value, sharing.ranks, **mask)
     key_layout = SequenceLayout(key.size(2), sharing.ranks.world_size, sharing.layout)
     parts = [
         x.local if isinstance(x, SharedSequence) else SequenceCut(sharing, key_layout).pick(x, 2)
@@ -117,7 +122,6 @@ def _attend_in_unit(
     key,
     value,
     unit: Unit,
-    dropout: float,
     *,
     causal=False,
     window=None,
@@ -125,9 +129,7 @@ def _attend_in_unit(
     softcap=None,
     sinks=None,
 ) -> SharedSequence:
-    if dropout:
-        raise ValueError("invariant: attention drops other elements on another number of ranks; set its dropout to 0")
-    note("attention", "unit by unit, over gathered keys and values")
+    note("attention", _IN_UNITS)
     q, k, v = cast_operands(query.local, *(unit.used(wholes(x)) for x in (key, value)))
     assert q is not None and k is not None and v is not None
     rules = Rules(

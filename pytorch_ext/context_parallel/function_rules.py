@@ -7,6 +7,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -225,10 +226,14 @@ def normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None):
 
 @rule_for(F.dropout)
 def dropout(func, input, p=0.5, training=True, inplace=False):
-    if not training or p == 0.0:
+    with draws_of(input) if training and p else nullcontext():
         return input.like(func(input.local, p, training, inplace))
-    with own_random_numbers(input.cut.sharing.ranks, input.device):
-        return input.like(func(input.local, p, training, inplace))
+
+
+def draws_of(x: SharedSequence) -> AbstractContextManager:
+    """Return a context in which this part of a sequence draws numbers of its own."""
+    ranks = x.cut.sharing.ranks
+    return nullcontext() if isinstance(ranks, Unit) else own_random_numbers(ranks, x.device)  # units: UnitDraws
 
 
 # Shapes

@@ -188,6 +188,17 @@ class SharedSequence(torch.Tensor):
             local, self.axis if axis is None else axis, replace(self.cut, **changes) if changes else self.cut
         )
 
+    def apart(self) -> tuple[tuple[torch.Tensor, ...], Callable[..., "SharedSequence"]]:
+        """Return the plain tensors of the sequence, and a function that makes the sequence of such tensors again."""
+        parts, sharing, axis, in_units = self.units or (self,), self.cut.sharing, self.axis, bool(self.units)
+        cuts = [part.cut for part in parts]
+
+        def together(*locals: torch.Tensor) -> SharedSequence:  # holds no tensor
+            again = [SharedSequence(local, axis, cut) for local, cut in zip(locals, cuts, strict=True)]
+            return SharedSequence.of_units(again, sharing) if in_units else again[0]
+
+        return tuple(part.local for part in parts), together
+
     def whole(self) -> torch.Tensor:
         ranks = self.cut.sharing.ranks
         if isinstance(ranks, Unit):

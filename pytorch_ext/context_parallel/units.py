@@ -13,6 +13,7 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.invariant import Units, used_by_units
+from weft.rng import part_of
 
 
 class UnitCall:
@@ -64,7 +65,8 @@ class Unit:
         """Make this the unit's call while the context lasts."""
         before, self.call = self.call, call
         try:
-            yield
+            with part_of("cp", self.rank):
+                yield
         finally:
             self.call = before
 

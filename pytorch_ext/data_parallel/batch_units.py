@@ -11,7 +11,7 @@ the ranks exchange their sums, and the parameters get the gradient of the whole 
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.metadata import metadata
 from weft.ops.backward import first_order
 from weft.ops.invariant import Tree, Units, sum_over_nodes
+from weft.rng import UnitDraws, name_modules, random_numbers_of
+from weft.running import followed
 from weft.sharding.shard import shard_of
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)
@@ -59,6 +61,7 @@ class BatchUnits:
         self, module: nn.Module, ranks: Communicator, units: int, average: bool, unused: str, chunk_bytes: int
     ):
         check_units(module, ranks, units)
+        name_modules(module)
         self.module, self.ranks, self.units = module, ranks, Units(units)
         self._average, self._unused, self._chunk_bytes = average, unused, chunk_bytes
         self.inside = False
@@ -115,9 +118,12 @@ class BatchUnits:
     def _in_a_unit(self, unit: int, seed: int | None) -> Iterator[None]:
         self.inside = True
         try:
-            with within_unit(unit), torch.random.fork_rng([], enabled=seed is not None):
+            with ExitStack() as stack:
+                stack.enter_context(within_unit(unit))
                 if seed is not None:
-                    torch.default_generator.manual_seed(seed + unit)
+                    stack.enter_context(random_numbers_of(seed + unit, torch.device("cpu")))
+                    stack.enter_context(followed(self.module))
+                    stack.enter_context(UnitDraws(seed + unit))
                 yield
         finally:
             self.inside = False
@@ -148,7 +154,7 @@ class BatchUnits:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         size = next((tensor.size(0) for tensor in tensors if tensor.size(0) != 1), 1 if tensors else 0)
         wrong = [tensor for tensor in tensors if tensor.size(0) not in (1, size)]
-        draws = self.module.training
+        draws = any(part.training for part in self.module.modules())
         seed = int(torch.randint(2**62, (1,))) if draws else 0
         own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]])
         notes = self.ranks.all_gather(own, 0, [1] * self.ranks.world_size)

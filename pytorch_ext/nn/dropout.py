@@ -1,25 +1,48 @@
 """Dropout of split tensors: each rank draws its own random numbers, then all ranks draw the same ones again."""
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
-from weft.rng import own_random_numbers
+from weft.ops.invariant import Units
+from weft.rng import own_random_numbers, part_of
 
 
 class _OwnRandomNumbers(nn.Module):
-    def __init__(self, p: float = 0.5, inplace: bool = False, *, group: Group = None):
+    """A dropout of split tensors.
+
+    Args:
+        invariant: each of so many units of the split features draws its own numbers, on any number of ranks.
+        drops: with `invariant`, where the split features are; see `drop_in_units`.
+    """
+
+    def __init__(
+        self,
+        p: float = 0.5,
+        inplace: bool = False,
+        *,
+        group: Group = None,
+        invariant: int | None = None,
+        drops: tuple[int, int] | None = None,
+    ):
         super().__init__(p, inplace)  # type: ignore[call-arg]
-        self.communicator = communicator(group)
+        self.communicator, self.drops = communicator(group), drops
+        self.units = None if invariant is None else Units(invariant)
 
     @classmethod
-    def from_dropout(cls, dropout, *, group: Group = None):
+    def from_dropout(cls, dropout, **options):
         """Return the replacement of a dropout."""
-        return cls(dropout.p, dropout.inplace, group=group).train(dropout.training)
+        return cls(dropout.p, dropout.inplace, **options).train(dropout.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
             return super().forward(x)  # type: ignore[misc]
+        if self.units is not None:
+            return drop_in_units(self.communicator, self.units, self.drops, x, self.p, True, self.inplace)  # type: ignore[arg-type]
         with own_random_numbers(self.communicator, x.device):
             return super().forward(x)  # type: ignore[misc]
 
@@ -35,3 +58,62 @@ class ShardedDropout(_OwnRandomNumbers, nn.Dropout):
 
 class OwnDropout2d(_OwnRandomNumbers, nn.Dropout2d):
     """ShardedDropout that drops whole channels, for use between split convolutions."""
+
+
+def split_dim(dims: int) -> int:
+    """Return the usual split dimension of a tensor with so many: heads of weights [batch, heads, T, S], or features."""
+    return 1 if dims > 3 else dims - 1
+
+
+def drop_in_units(
+    ranks: Communicator,
+    units: Units,
+    drops: tuple[int, int] | None,
+    input: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Return F.dropout of this rank's units of split features or heads, with the random numbers of each unit.
+
+    Args:
+        drops: (dimension, size on all ranks of its inner part that is split), as (0, heads) of weights
+            [batch * heads, T, S]. None: the whole of the usual dimension.
+
+    Raises:
+        ValueError: the split features are not as many equal units.
+    """
+    dim, size = (split_dim(input.dim()), None) if drops is None else drops
+    inner = input.size(dim) if size is None else size // ranks.world_size
+    parts = _each_unit(ranks, units, input.unflatten(dim, (-1, inner)), dim=dim + 1)
+    y = torch.cat([F.dropout(part, p, training) for (part,) in parts], dim + 1).flatten(dim, dim + 1)
+    return input.copy_(y) if inplace else y
+
+
+def attend_in_units(
+    ranks: Communicator, units: Units, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
+) -> torch.Tensor:
+    """Return F.scaled_dot_product_attention of this rank's units of heads, with the random numbers of each unit."""
+    by_head = attn_mask is not None and attn_mask.dim() > 2 and attn_mask.size(-3) > 1
+    split = (query, key, value, attn_mask) if by_head else (query, key, value)
+    ys = []
+    for q, k, v, *own_mask in _each_unit(ranks, units, *split, dim=-3):
+        mask = own_mask[0] if own_mask else attn_mask
+        ys.append(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **options))
+    return torch.cat(ys, -3)
+
+
+def _each_unit(
+    ranks: Communicator, units: Units, *tensors: torch.Tensor, dim: int
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield each unit's part of the tensors, and say that it runs meanwhile."""
+    here = units.here(ranks)
+    for x in tensors:
+        if x.size(dim) % len(here):
+            raise ValueError(
+                f"invariant={units.total}: dimension {dim % x.dim()} of {tuple(x.shape)} is not the {len(here)} equal "
+                f"units of one of {ranks.world_size} ranks"
+            )
+    for unit, parts in zip(here, zip(*(x.chunk(len(here), dim) for x in tensors), strict=True), strict=True):
+        with part_of("tp", unit):
+            yield parts

@@ -40,6 +40,16 @@ class StageCut:
     settings: ReadAttributes
     forward: ForwardCut | None = None
 
+    def calls(self) -> Iterator[tuple[nn.Module, int]]:
+        """Yield each call of a module that one stage runs whole, and the number of the stage."""
+        if self.forward is not None:
+            yield from zip(map(self.forward.model.get_submodule, self.forward.names), self.forward.stages, strict=True)
+            return
+        for number, stage in enumerate(self.stages):
+            for node in stage.graph.nodes:
+                if node.op == "call_module":
+                    yield stage.get_submodule(node.target), number
+
 
 def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> None:
     """Raise ValueError for a model, schedule, loss or reduction that Pipeline cannot use."""

@@ -30,7 +30,8 @@ from weft.pipeline.absent import Absent, AbsentValueError, absent_in, like
 from weft.pipeline.balance import LayerCost, measured, undisturbed
 from weft.pipeline.layer_graph import numbers_in
 from weft.pipeline.stage_boundary import cross
-from weft.rng import random_numbers_of
+from weft.rng import UnitDraws, random_numbers_of
+from weft.running import followed
 
 Root = tuple[int, int]  # a result of a layer: the number of the call, and of the tensor in its result
 Call = tuple[tuple, dict]  # arguments of the model
@@ -377,7 +378,12 @@ class ModelStage(nn.Module):
         layers: the layers of this stage.
         outside: (module, name) of the other parameters and buffers that it uses.
         loss: loss(output, targets) -> scalar; None is the model's own.
+
+    Attributes:
+        first_unit: number of the first micro-batch's unit, with `invariant`.
     """
+
+    first_unit: int | None = None
 
     def __init__(self, cut: ForwardCut, number: int, layers: Sequence[nn.Module], outside, loss):
         super().__init__()
@@ -407,7 +413,10 @@ class ModelStage(nn.Module):
         cut, plan = self._cut, self.plan
         arriving = plan.leaving[self.number - 1] if self.number else []
         run = StageForward(cut, self.number, plan, dict(zip(arriving, values, strict=False)))
-        output = cut.forward(run, self.inputs[self.microbatch], self._seed + _PRIME * self.microbatch)
+        first, seed = self.first_unit, self._seed + _PRIME * self.microbatch
+        draws = nullcontext() if first is None else UnitDraws(self._seed + first + self.microbatch)
+        with followed(cut.model), draws:
+            output = cut.forward(run, self.inputs[self.microbatch], seed)
         run.finish(output)
         return self.loss_of(output, self.microbatch) if self.last else run.leaving()
 

@@ -5,6 +5,7 @@ measures the time of each action.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ from weft.pipeline.stage_params import StageParams, hold
 from weft.pipeline.tied_params import Ties, users_of
 from weft.pipeline.timeline import Timeline, timeline_of
 from weft.pipeline.timing import ClockedStage, StageClock
-from weft.pipeline.unit_gradients import UnitGradients, check_alike, dropouts_of, microbatches_in_units
+from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatches_in_units, name_modules_in_stages
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
@@ -138,7 +139,6 @@ class Pipeline(nn.Module):
         if microbatches is None:
             raise TypeError("Pipeline: microbatches is missing: the number of parts of a batch")
         self._units = None if invariant is None else Units(invariant)
-        self._drops = [] if invariant is None else dropouts_of(model)
         self._ranks: Communicator = communicator(along["pp"])
         self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
         self._plan, self._microbatches, self._reduction = SCHEDULES[schedule], microbatches, reduction
@@ -169,9 +169,12 @@ class Pipeline(nn.Module):
         self._schedule = None
         self._built_for: tuple | None = None
         self._arriving: dict[int, Marks] = {}  # for the shapes in _built_for
-        if invariant is not None:
+        if self._units is not None:
             self._shared_by = self._ranks, communicator(along["dp"])  # ranks that the units lie on
-            mark_invariant(self, invariant)
+            mark_invariant(self, self._units.total)
+            name_modules_in_stages(model, cut)
+            for stage in self._stages.values():
+                stage.first_unit = self._units.here(self._shared_by[1]).start
         shards = [shard for shard in map(shard_of, self.parameters()) if shard is not None]
         splitters = {shard.communicator for shard in shards if shard.replicas is None}  # ranks of "ep" have own batches
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
@@ -302,7 +305,7 @@ class Pipeline(nn.Module):
         if forward is None:
             own = vars(model).get("forward")
             for stage in self._stages.values():
-                stage.mode = own.mode if isinstance(own, Forward) else None
+                stage.around = own.around if isinstance(own, Forward) else nullcontext
         else:
             leave_out(forward, list(self._stages.values()))
 
@@ -356,11 +359,6 @@ class Pipeline(nn.Module):
         return given
 
     def _check_units(self, total: int, given: tuple) -> None:
-        if self.training and self._drops:
-            raise ValueError(
-                f"Pipeline: invariant={total}: {', '.join(self._drops)} would drop other elements than in one process: "
-                "set the probability to 0, or call eval()"
-            )
         batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
         check_alike(total, batch, self._shared_by)
 
@@ -419,6 +417,16 @@ class Pipeline(nn.Module):
 
     def _begun(self, given: tuple, targets: torch.Tensor | None) -> tuple:
         """Return the arguments of Stage.begin for a batch: how its sequence is shared, and a seed."""
+        if self._units is not None:
+            with torch.random.fork_rng([]):  # one process draws no more than the seed
+                *begun, _ = self._begun_alone(given, targets)
+            seed = torch.randint(2**62, (1,)) if self.training else torch.zeros(1, dtype=torch.int64)
+            for ranks in self._shared_by:
+                ranks.broadcast_(seed, 0)
+            return *begun, int(seed)
+        return self._begun_alone(given, targets)
+
+    def _begun_alone(self, given: tuple, targets: torch.Tensor | None) -> tuple:
         if self._forward is not None:  # the code between layers must draw alike on every stage
             seed = self._ranks.broadcast_(torch.randint(2**62, (1,)).to(self._device), 0)
             parts = () if targets is None else targets.chunk(self._microbatches)

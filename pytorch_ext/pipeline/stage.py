@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from weft.context_parallel.region import SharedCall, agreed, leave
 from weft.context_parallel.shared_sequence import (
@@ -21,7 +20,7 @@ from weft.context_parallel.shared_sequence import (
     without_guards,
 )
 from weft.pipeline.stage_boundary import received, to_send
-from weft.rng import random_numbers_of
+from weft.rng import UnitDraws, random_numbers_of
 from weft.running import followed
 
 _PRIME = 1_000_003  # keeps the seeds of stages and of calls apart
@@ -47,11 +46,13 @@ class Stage(nn.Module):
         leaving: marks of the values that this stage sends.
         microbatch: number of the micro-batch; the caller sets it.
         watched: watched(name) is a context around the layers.
-        mode: entered for each forward, as by the whole model's forward.
+        around: returns a context for each forward, as the whole model's forward has it.
+        first_unit: number of the first micro-batch's unit, with `invariant`.
     """
 
     watched: Callable[[str], AbstractContextManager] = nullcontext
-    mode: TorchFunctionMode | None = None
+    around: Callable[[], AbstractContextManager] = nullcontext
+    first_unit: int | None = None
 
     def __init__(self, stage: fx.GraphModule, number: int, total: int):
         super().__init__()
@@ -76,11 +77,11 @@ class Stage(nn.Module):
         device = next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
         own = random_numbers_of((seed + _PRIME * self.number + self.microbatch) % 2**63, device)
         named = f"a layer of stage {self.number}"
-        with own if self._trains else nullcontext(), self.mode or nullcontext(), self.watched(named):
+        draws = nullcontext() if self.first_unit is None else UnitDraws(seed + self.first_unit + self.microbatch)
+        with own if self._trains else nullcontext(), followed(self.stage), draws, self.around(), self.watched(named):
             if call is None:
                 return self.stage(*values)
-            with followed(self.stage):
-                output = self.stage(*(call.enter(values) if self.number == 0 else self._shared(values, call)))
+            output = self.stage(*(call.enter(values) if self.number == 0 else self._shared(values, call)))
         return leave(output, call.sharing) if self.last else self._parts(output)
 
     def _shared(self, values, call: SharedCall):

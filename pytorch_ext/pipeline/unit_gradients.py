@@ -10,16 +10,18 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import sharing_in
 from weft.data_parallel.batch_units import UnitSums, check_units, within_unit
+from weft.metadata import set_metadata
 from weft.ops.invariant import Units
+from weft.pipeline.cut import StageCut
 from weft.pipeline.split_backward import uses_of
 from weft.pipeline.stage_boundary import leaves_as_it_is
 from weft.pipeline.tied_params import Ties
+from weft.rng import name_modules
 from weft.sharding.sharded_grad import gradient_like, local
 
 _CHUNK_BYTES = 25 << 20  # as DataParallel's bucket_mb
@@ -95,7 +97,7 @@ class UnitGradients:
 
     @contextmanager
     def without_draws(self, name: str) -> Iterator[None]:
-        """Note a layer that draws random numbers: one process would draw others."""
+        """Note a layer that draws random numbers in another way than by `UnitDraws`: one process would draw others."""
         before = torch.get_rng_state()
         yield
         if not torch.equal(before, torch.get_rng_state()):
@@ -210,12 +212,15 @@ def microbatches_in_units(
     return each
 
 
-def dropouts_of(model: nn.Module) -> list[str]:
-    """Return the modules that drop elements in training."""
-    return [name for name, part in model.named_modules() if _probability(part) > 0]
+def name_modules_in_stages(model: nn.Module, cut: StageCut) -> None:
+    """Name the modules as one process does, for random numbers that follow from the name.
 
-
-def _probability(part: nn.Module) -> float:
-    if isinstance(part, _DropoutNd):
-        return part.p
-    return part.dropout if isinstance(part, nn.RNNBase | nn.MultiheadAttention) else 0.0
+    A module that several stages call gets no name, because no stage knows how often it was called before. If it draws
+    random numbers, `UnitGradients.without_draws` finds that.
+    """
+    name_modules(model)
+    first_stage: dict[nn.Module, int] = {}
+    for called, stage in cut.calls():
+        if first_stage.setdefault(called, stage) != stage:
+            for module in called.modules():
+                set_metadata(module, "name", None)

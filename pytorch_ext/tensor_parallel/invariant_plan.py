@@ -1,6 +1,7 @@
 """A plan's layers in units, and the functions between them, so that no bit depends on the number of ranks."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.context_parallel.shared_sequence import NATIVE, SharedSequence
 from weft.ops import invariant
+from weft.rng import UnitDraws
 from weft.tensor_parallel.auto import AutomaticPlan
 from weft.tensor_parallel.styles import kind_of
 
@@ -22,66 +24,62 @@ _POINTWISE = {
     *(torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.rsqrt, torch.Tensor.rsqrt),
 }
 _PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
-_DROPS = {F.dropout: ("p", 1, 0.5), F.scaled_dot_product_attention: ("dropout_p", 4, 0.0)}
 
 
-class InAnyShape(TorchFunctionMode):
-    """Mode in which functions of a rank's part of the features give an element the same bits as in any other part.
-
-    Raises:
-        ValueError: a function drops elements at random.
-    """
+class InAnyShape(UnitDraws):
+    """UnitDraws in which functions of a part of the features also give an element the bits that it has in any part."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if SharedSequence in types:
             if func in NATIVE or not torch._C._is_torch_function_enabled():
                 return func(*args, **kwargs)
-            with self:  # for the functions of units that the sequence's rule calls
+            TorchFunctionMode.__enter__(self)  # for the functions of units that the sequence's rule calls
+            try:
                 return SharedSequence.__torch_function__(func, types, args, kwargs)
+            finally:
+                TorchFunctionMode.__exit__(self, None, None, None)
         if func in _POINTWISE and args:
             in_place = kwargs.pop("inplace", False)
             y = invariant.pointwise(lambda x: func(x, *args[1:], **kwargs), args[0])
             return args[0].copy_(y) if in_place else y
         if func in _PRODUCTS and len(args) == 2 and min(args[0].dim(), args[1].dim()) > 2:
             return invariant.batched_product(*args)
-        if func in _DROPS and _drops(func, args, kwargs):
-            raise ValueError(f"invariant: {func.__name__} drops other elements on another number of ranks; set it to 0")
         if func is F.scaled_dot_product_attention:
-            return _attention_by_heads(*args, **kwargs)
-        return func(*args, **kwargs)
+            return self._attention_by_heads(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _one_call(self, *args, **options) -> torch.Tensor:
+        return super().__torch_function__(F.scaled_dot_product_attention, (), args, options)
+
+    def _attention_by_heads(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        """Return the attention [..., heads, T, D], with one call for each KV head and its query heads.
+
+        ATen's products within it follow the number of heads: with one head of 6 elements the gradients of keys and
+        values have other bits than with two. Here every call has the same shape and strides.
+        """
+        if query.dim() < 4 or query.size(-3) % max(1, key.size(-3)):
+            return self._one_call(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        together = query.size(-3) // max(1, key.size(-3))
+        parts = []
+        of_heads = query.split(together, -3), key.split(1, -3), value.split(1, -3)
+        for head, own in enumerate(zip(*of_heads, strict=True)):
+            mask = attn_mask
+            if mask is not None and mask.dim() > 2 and mask.size(-3) > 1:
+                mask = mask.narrow(-3, head * together, together).contiguous()
+            q, k, v = (part.contiguous() for part in own)
+            y = self._one_call(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=together > 1)
+            parts.append(invariant.ContiguousGradFunction.apply(y))
+        return torch.cat(parts, -3) if parts else query.new_empty(*query.shape[:-1], value.size(-1))
 
 
-def _attention_by_heads(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    """Return the attention [..., heads, T, D], with one call for each KV head and its query heads.
-
-    ATen's products within it follow the number of heads: with one head of 6 elements the gradients of keys and values
-    have other bits than with two. Here every call has the same shape and strides.
-    """
-    if query.dim() < 4 or query.size(-3) % max(1, key.size(-3)):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    together = query.size(-3) // max(1, key.size(-3))
-    parts = []
-    for head in range(key.size(-3)):
-        own = query.narrow(-3, head * together, together), key.narrow(-3, head, 1), value.narrow(-3, head, 1)
-        mask = attn_mask
-        if mask is not None and mask.dim() > 2 and mask.size(-3) > 1:
-            mask = mask.narrow(-3, head * together, together).contiguous()
-        q, k, v = (part.contiguous() for part in own)
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=together > 1)
-        parts.append(invariant.ContiguousGradFunction.apply(y))
-    return torch.cat(parts, -3) if parts else query.new_empty(*query.shape[:-1], value.size(-1))
-
-
-def _drops(func, args: tuple, kwargs: dict) -> bool:
-    name, place, default = _DROPS[func]
-    probability = kwargs.get(name, args[place] if len(args) > place else default)
-    training = func is not F.dropout or kwargs.get("training", args[2] if len(args) > 2 else True)
-    return probability > 0 and training
+def same_bits() -> AbstractContextManager:
+    """Return a context for a forward of a model in units, in which it has the same bits on any number of ranks."""
+    return InAnyShape().in_its_place()
 
 
 def in_units(entries: Mapping[str, str | Mapping], model: nn.Module, units: int) -> dict[str, str | Mapping]:
@@ -92,9 +90,10 @@ def in_units(entries: Mapping[str, str | Mapping], model: nn.Module, units: int)
     """
     found: dict[str, str | Mapping] = {}
     for name, entry in entries.items():
-        style, kind = _style(entry), kind_of(model.get_submodule(name))
-        if style in ("column", "row") and kind in _LINEAR:
-            options = {"style": entry} if isinstance(entry, str) else entry
+        options = {"style": entry} if isinstance(entry, str) else entry
+        style, kind = options["style"], kind_of(model.get_submodule(name))
+        adds = style in ("column", "row") and kind in _LINEAR
+        if adds or options.get("own_random_numbers") or (style == "dropout" and kind == "nn.Dropout"):
             found[name] = {**options, "invariant": units}
         elif style in _EXACT:
             found[name] = entry

@@ -5,7 +5,8 @@ import copy
 import inspect
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 
 import torch
@@ -16,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 from weft.comm.communicator import Communicator
 from weft.metadata import metadata, set_metadata
 from weft.nn import ShardedDropout
+from weft.nn.dropout import attend_in_units, drop_in_units
+from weft.ops.invariant import Units
+from weft.rng import drops
 from weft.rng import own_random_numbers as random_numbers_of
 from weft.running import followed, running
 
@@ -28,6 +32,8 @@ def with_numbers(
     *,
     group: Communicator,
     own_random_numbers: bool = False,
+    invariant: int | None = None,
+    drops: tuple[int, int] | None = None,
     summed: bool = False,
     results: Mapping[int, Sequence[int]] | None = None,
     **numbers: Sequence[int],
@@ -39,6 +45,8 @@ def with_numbers(
     Args:
         own_random_numbers: the module's own code drops parts at random, not through an nn.Dropout, so each rank draws
             different random numbers there.
+        invariant: each of so many units of the heads draws its own, on any number of ranks.
+        drops: with `invariant`, where the split heads are in what F.dropout drops; see `drop_in_units`.
         summed: sum the gradients of the module's parameters over the ranks, as with the style "sequence";
             parallelize does that.
         results: outputs that are this rank's part and that no other module computes with (attention weights): index
@@ -68,8 +76,8 @@ def with_numbers(
         set_number(twin, name, of_ranks[group.rank])
     set_metadata(twin, "numbers", {name: tuple(of_ranks) for name, of_ranks in numbers.items()})
     set_metadata(twin, "summed", summed)
-    if own_random_numbers and group.world_size > 1:
-        Forward.of(twin).ranks = group
+    if own_random_numbers and (invariant is not None or group.world_size > 1):
+        Forward.of(twin).drops = _OwnDrops(group, None if invariant is None else Units(invariant), drops)
     if results and group.world_size > 1:
         twin._forward_hooks = OrderedDict(module._forward_hooks)
         twin.register_forward_hook(InParts(results, group), prepend=True)
@@ -78,6 +86,12 @@ def with_numbers(
 
 def has_numbers(module: nn.Module | None) -> bool:
     return module is not None and metadata(module, "numbers") is not None
+
+
+def draws_for_parts(module: nn.Module) -> bool:
+    """Return whether a module draws random numbers of their own for parts."""
+    own = vars(module).get("forward")
+    return isinstance(module, ShardedDropout) or (isinstance(own, Forward) and own.drops is not None)
 
 
 def is_summed(module: nn.Module) -> bool:
@@ -143,16 +157,16 @@ class Forward:
     """Forward of a module in which the module's own code sees this rank's numbers.
 
     Attributes:
-        ranks: the module's own dropout draws different random numbers on each of these ranks.
+        drops: mode in which the module's own dropout draws different random numbers for each part.
         widths: argument to the last size that the module's own code reads from it.
-        mode: entered for the whole call, of the modules inside too.
+        around: returns a context for the whole call, of the modules inside too.
     """
 
     def __init__(self, module: nn.Module):
         self.module, self.arguments = module, arguments_of(module)
         self.__signature__ = inspect.signature(MethodType(type(module).forward, module))
-        self.mode: TorchFunctionMode | None = None
-        self.ranks: Communicator | None = None
+        self.around: Callable[[], AbstractContextManager] = nullcontext
+        self.drops: _OwnDrops | None = None
         self.widths: dict[str, int] = {}
 
     @classmethod
@@ -166,10 +180,9 @@ class Forward:
     def __call__(self, *args, **kwargs):
         with contextlib.ExitStack() as stack:
             stack.enter_context(followed(self.module))
-            if self.mode is not None:
-                stack.enter_context(self.mode)
-            if self.ranks is not None and self.module.training:
-                stack.enter_context(_OwnDrops(self.ranks))
+            stack.enter_context(self.around())
+            if self.drops is not None and self.module.training:
+                stack.enter_context(self.drops)
             if self.widths:
                 given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
                 widths = [(given[name], width) for name, width in self.widths.items() if name in given]
@@ -198,15 +211,20 @@ class _OwnWidths(TorchFunctionMode):
 
 
 class _OwnDrops(TorchFunctionMode):
-    def __init__(self, ranks: Communicator):
+    def __init__(self, ranks: Communicator, units: Units | None, drops: tuple[int, int] | None):
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.units, self.drops = ranks, units, drops
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        drops = func is F.scaled_dot_product_attention or (func is F.dropout and not _drops_a_part(running()))
-        if not drops:
+        attends = func is F.scaled_dot_product_attention
+        own = attends or (func is F.dropout and not _drops_a_part(running()))
+        if not own or not drops(func, args, kwargs):
             return func(*args, **kwargs)
+        if self.units is not None:
+            if attends:
+                return attend_in_units(self.ranks, self.units, *args, **kwargs)
+            return drop_in_units(self.ranks, self.units, self.drops, *args, **kwargs)
         with random_numbers_of(self.ranks, args[0].device if args else next(iter(kwargs.values())).device):
             return func(*args, **kwargs)
 

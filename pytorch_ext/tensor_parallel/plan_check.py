@@ -11,9 +11,9 @@ from weft.nn import OwnDropout2d, ParallelEmbedding, ParallelLinear, ParallelMul
 from weft.nn.sharded import ShardedModule
 from weft.tensor_parallel.auto.example_inputs import calls
 from weft.tensor_parallel.auto.propagation import Flow, Propagation
-from weft.tensor_parallel.auto.trace import trace, without_values
+from weft.tensor_parallel.auto.trace import Trace, trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
-from weft.tensor_parallel.local_sizes import has_numbers
+from weft.tensor_parallel.local_sizes import draws_for_parts, has_numbers
 from weft.tensor_parallel.peft_wrappers import is_of_adapter, wrappers_in
 
 _log = logging.getLogger(__name__)
@@ -110,12 +110,14 @@ class OwnPlan:
         columns: layers that give each rank a part of their features, to the parts of a fused projection.
         rows: layers that take such a part.
         summed: modules with gradients that are summed over the ranks.
+        drops: modules whose random numbers differ between parts; None if they are not checked.
     """
 
     world_size: int
     columns: Mapping[str, tuple[int, ...] | None]
     rows: Collection[str]
     summed: Collection[str]
+    drops: Collection[str] | None = None
 
     def misuse(self, model: nn.Module, tries: Iterable[Callable], training: bool) -> str | None:
         """Describe the mistake in the plan, found in the first call that runs; None if there is no mistake.
@@ -133,15 +135,29 @@ class OwnPlan:
             return None
         for call in tries:
             try:
-                flow = Flow(twin, trace(twin, call, {}), self.world_size)
+                whole = trace(twin, call, {})
+                flow = Flow(twin, whole, self.world_size)
                 found = flow.misuse(self.columns, self.rows)
             except Exception as error:  # the model's code may raise, and so may a rule on unexpected arguments
                 _log.debug("the plan is not followed in a call: %s", error)
                 continue
-            misuse = (
-                self._of_pieces(found) or self._of_sums(twin, flow, found) if isinstance(found, Propagation) else found
-            )
-            return misuse and self._message(*misuse)
+            if isinstance(found, Propagation):
+                misuse = self._of_pieces(found) or self._of_sums(twin, flow, found)
+                return self._message(*misuse) if misuse else self._of_drops(whole, found)
+            return self._message(*found)
+        return None
+
+    def _of_drops(self, whole: Trace, found: Propagation) -> str | None:
+        if self.drops is None:
+            return None
+        for node in whole.nodes:
+            split = [found.layouts[value].axis.layer for value in node.inputs if value in found.layouts]
+            if node.drops and split and node.where not in self.drops:
+                style = '"dropout"' if node.op == "dropout" else '{"style": "attributes", "own_random_numbers": True}'
+                return (
+                    f"parallelize: {node.where or 'the model'} drops elements of a part of {split[0]}, and would "
+                    f"drop others on another number of ranks: make it {style} (docs/tensor_parallel.md)"
+                )
         return None
 
     def _of_pieces(self, found: Propagation) -> tuple[str, str] | None:
@@ -180,7 +196,7 @@ class OwnPlan:
 
 
 def own_plan(
-    model: nn.Module, replacements: Mapping[str, nn.Module], summed: Collection[str], world: int
+    model: nn.Module, replacements: Mapping[str, nn.Module], summed: Collection[str], world: int, in_units: bool = False
 ) -> OwnPlan | None:
     """Return the plan in a form to follow; None if nothing can be wrong, or if some layers' splits cannot be followed.
 
@@ -189,6 +205,7 @@ def own_plan(
         replacements: the split layers, by the name of the layer that they replace.
         summed: modules with gradients that are summed over the ranks.
         world: number of ranks that split the layers.
+        in_units: check that what drops parts does so in units.
     """
     linear = {name: layer for name, layer in replacements.items() if isinstance(layer, ParallelLinear)}
     columns = {
@@ -205,7 +222,8 @@ def own_plan(
         return None  # such a module communicates
     names = set(first.values())
     rows = [name for name, layer in linear.items() if layer.style == "row" and not layer.split_input and name in names]
-    return OwnPlan(world, {name: parts for name, parts in columns.items() if name in names}, rows, summed)
+    drops = [name for name, layer in replacements.items() if draws_for_parts(layer)] if in_units else None
+    return OwnPlan(world, {name: parts for name, parts in columns.items() if name in names}, rows, summed, drops)
 
 
 def check_flow(model: nn.Module, plan: OwnPlan | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from same_bits import assert_same_bits, make_model
+from same_bits import DROPS, assert_same_bits, make_model
 from torch import nn
 
 import weft
@@ -198,9 +198,9 @@ def test_units_that_do_not_exist_are_refused(options, error, text):
     run_ranks(make_what_is_refused, 2, options, error, text)
 
 
-def train_a_model(rank, family, attention, dtype):
-    model = make_model(family, attention).to(dtype)
-    weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size())["tp"], invariant=4)
+def train_a_model(rank, family, attention, dtype, drops=False, recompute="none"):
+    model = make_model(family, attention, use_cache=False, **(DROPS[family] if drops else {})).to(dtype).train()
+    weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size())["tp"], invariant=4, recompute=recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = {}
 
@@ -245,6 +245,60 @@ def test_models_train_to_the_same_bits_on_any_number_of_ranks(family, attention,
         assert_same_bits(of_one, run_ranks(train_a_model, world, family, attention, dtype))
 
 
+@pytest.mark.parametrize(
+    ("family", "attention", "recompute"),
+    [
+        ("gpt2", "eager", "selective"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow("csrc", "pytorch_ext/ops", "pytorch_ext/tensor_parallel"))
+            for case in (("gpt2", "sdpa", "full"), ("llama", "sdpa", "none"), ("gemma", "eager", "full"))
+        ),
+    ],
+)
+def test_models_drop_the_same_on_any_number_of_ranks_and_when_recomputed(family, attention, recompute):
+    (of_one,) = run_ranks(train_a_model, 1, family, attention, torch.float32, True)
+    (kept,) = run_ranks(train_a_model, 1, family, attention, torch.float32)
+    assert not torch.equal(of_one["0 loss"], kept["0 loss"])
+    for world in (2, 4):
+        assert_same_bits(of_one, run_ranks(train_a_model, world, family, attention, torch.float32, True, recompute))
+
+
+class Merged(nn.Module):
+    """Attention whose weights are [batch * heads, T, S], as some models of transformers write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+
+        def heads(y):
+            return y.view(batch, length, -1, 4).transpose(1, 2).reshape(-1, length, 4)
+
+        q, k, v = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
+        weights = F.dropout(torch.bmm(q, k.transpose(1, 2)).softmax(-1), 0.3, self.training)
+        y = torch.bmm(weights, v).view(batch, -1, length, 4).transpose(1, 2)
+        return self.out(y.reshape(batch, length, -1))
+
+
+def train_merged_heads(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), Merged(), nn.Linear(16, 20))
+    weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size())["tp"], invariant=4)
+    torch.manual_seed(3)
+    y = model(torch.randint(0, 20, (2, 5)))
+    y.square().sum().backward()
+    weight = model[1].query.weight
+    return {"y": y.detach(), "gradient": weft.shard_of(weight).gather(weight.grad)}
+
+
+def test_heads_beside_the_batch_drop_the_same():
+    (of_one,) = run_ranks(train_merged_heads, 1)
+    for world in (2, 4):
+        assert_same_bits(of_one, run_ranks(train_merged_heads, world))
+
+
 def attend(query, key, value, dy, heads, together):
     """Return output and gradients of the attention of some KV heads, each with so many query heads."""
     queries = slice(heads.start * together, heads.stop * together)
@@ -271,24 +325,29 @@ def test_heads_attend_alike_beside_any_others(size, together):
     torch.testing.assert_close(whole[0].flatten(1, 2).double(), exact, atol=1e-5, rtol=1e-5)
 
 
-class Drops(nn.Sequential):
-    def forward(self, x):
-        return self[1](F.dropout(self[0](x), 0.1, self.training))
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.up, self.drop, self.down = (
+            nn.Embedding(9, 16),
+            nn.Linear(16, 32),
+            nn.Dropout(),
+            nn.Linear(32, 16),
+        )
+
+    def forward(self, tokens):
+        return self.down(self.drop(self.up(self.words(tokens))))
 
 
 def parallelize_what_is_refused(rank):
     mesh = weft.init_mesh(tp=2)["tp"]
-    model = Drops(nn.Linear(16, 32), nn.Linear(32, 16))
-    plan = {"0": "column", "1": "row"}
-    weft.parallelize(model, mesh, plan=plan, invariant=4)
-    model.eval()(torch.ones(2, 16))
-    with pytest.raises(ValueError, match="dropout drops other elements"):
-        model.train()(torch.ones(2, 16))
+    plan = {"up": "column", "down": "row"}
+    with pytest.raises(ValueError, match="drop drops elements of a part of up, and would drop others"):
+        weft.parallelize(Drops(), mesh, plan=plan, invariant=4)
+    weft.parallelize(Drops(), mesh, plan={**plan, "drop": "dropout"}, invariant=4)
     images = nn.Sequential(nn.Conv2d(3, 8, 3))
     with pytest.raises(ValueError, match="0: style 'column' of nn.Conv2d has no form with invariant=4"):
         weft.parallelize(images, mesh, plan={"0": "column"}, invariant=4)
-    with pytest.raises(ValueError, match="recompute='full'"):
-        weft.parallelize(nn.Sequential(nn.Linear(8, 8)), mesh, plan={}, invariant=2, recompute="full")
     with pytest.raises(ValueError, match="invariant on a mesh with cp needs context="):
         weft.parallelize(nn.Sequential(nn.Linear(8, 8)), weft.init_mesh(cp=2), plan={}, invariant=2)
 

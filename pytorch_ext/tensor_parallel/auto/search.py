@@ -8,12 +8,13 @@ from itertools import product
 
 from torch import nn
 
+from weft.nn.dropout import split_dim
 from weft.nn.expert_form import inner_of
 from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
 from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.layer_specs import is_experts, known, sizes_of
 from weft.tensor_parallel.auto.propagation import RETURNED, SPLIT, Flow, Propagation
-from weft.tensor_parallel.auto.trace import Node, Trace, UntraceableError, Value, trace, without_values
+from weft.tensor_parallel.auto.trace import Trace, UntraceableError, Value, trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.peft_wrappers import is_of_adapter, wrappers_in
 from weft.tensor_parallel.styles import kind_of
@@ -183,7 +184,10 @@ class Search:
             alone = self._alone(found)
             unlike = self._dropped_unlike(found)
             if unlike:
-                self.flow.refuse(unlike, "one module drops random elements both of its features and of whole tensors")
+                self.flow.refuse(
+                    unlike,
+                    "one module drops random elements in several places, or of whole tensors too",
+                )
                 continue
             returned = frozenset(layer for layer, entry in alone.items() if entry == GATHERED)
             if self.loss_parallel and returned and not self.flow.returned:
@@ -195,9 +199,10 @@ class Search:
                 continue
             gathered = self._gathered(found, alone)
             if self._ties_hold(found, alone):
-                for name in self._dropped(found):
+                for name, (place, *_) in self._dropped(found).items():
                     own = kind_of(self.modules[name]) == "nn.Dropout"
-                    alone[name] = "dropout" if own else {"style": "attributes", "own_random_numbers": True}
+                    entry = {"style": "dropout"} if own else {"style": "attributes", "own_random_numbers": True}
+                    alone[name] = entry if place is None else {**entry, "drops": place}
                 for name, results in found.asides(self.whole).items():
                     alone[name] = {"style": "attributes", **dict(alone.get(name, ())), "results": results}  # type: ignore[arg-type]
                 reasons = {**self.whole.closed, **found.refused, **self.kept}
@@ -216,29 +221,40 @@ class Search:
                 partial.add(found.layouts[value].axis.layer)
         return partial
 
-    def _dropped(self, found: Propagation) -> set[str]:
-        """Return the modules that drop random elements of split tensors."""
-        random = (node for node in self.whole.nodes if _drops(node))
-        return {node.where for node in random if any(value in found.layouts for value in node.inputs)}
+    def _dropped(self, found: Propagation) -> dict[str, list[tuple[int, int] | None]]:
+        """Return the modules that drop random elements of split tensors, with the places of the split features there.
+
+        A place is a dimension, and the size of its inner part that is split over the ranks; None if it is the whole
+        dimension where features or heads usually are.
+        """
+        places: dict[str, list[tuple[int, int] | None]] = {}
+        for node in self.whole.nodes:
+            for value in node.inputs if node.drops else ():
+                if (layout := found.layouts.get(value)) is not None:
+                    usual = node.op == "attention" or (layout.dim, layout.before) == (split_dim(len(value.shape)), 1)
+                    place = None if usual else (layout.dim, layout.extent)
+                    if place not in places.setdefault(node.where, []):
+                        places[node.where].append(place)
+        return places
 
     def _dropped_unlike(self, found: Propagation) -> set[str]:
-        """Return layers with features that a module drops although the module also drops whole tensors.
+        """Return layers with features that a module drops although it also drops whole tensors, or in other places.
 
         Drops of whole tensors in an nn.Dropout of their own do not count.
         """
         layers = set()
-        for name in self._dropped(found):
-            if kind_of(self.modules[name]) == "nn.Dropout" and self._only_split(found, name):
-                continue
-            if name and type(self.modules[name]) is not nn.Dropout and self._only_split(found, name):
+        for name, places in self._dropped(found).items():
+            module = self.modules[name]
+            can_be_marked = kind_of(module) == "nn.Dropout" or (name and type(module) is not nn.Dropout)
+            if can_be_marked and len(places) == 1 and self._only_split(found, name):
                 continue
             for node in self.whole.nodes:
-                if node.where == name and _drops(node):
+                if node.where == name and node.drops:
                     layers |= {found.layouts[v].axis.layer for v in node.inputs if v in found.layouts}
         return layers
 
     def _only_split(self, found: Propagation, name: str) -> bool:
-        inside = (node for node in self.whole.nodes if _drops(node) and f"{node.where}.".startswith(f"{name}."))
+        inside = (node for node in self.whole.nodes if node.drops and f"{node.where}.".startswith(f"{name}."))
         own = (node for node in inside if node.where == name or not isinstance(self.modules[node.where], nn.Dropout))
         return all(any(value in found.layouts for value in node.inputs) for node in own)
 
@@ -428,7 +444,3 @@ def _way_out(whole: Trace, found: Propagation, step: int) -> str:
         return ""
     shape = node.outputs[0].shape  # type: ignore[union-attr]
     return f"; write -1 instead of {shape[layout.dim]} in its view as {shape}"
-
-
-def _drops(node: Node) -> bool:
-    return node.op == "dropout" or (node.op == "attention" and node.kwargs.get("dropout_p", 0.0) > 0.0)

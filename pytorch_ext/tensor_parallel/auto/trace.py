@@ -83,6 +83,11 @@ class Node:
         return self.outputs[0]
 
     @property
+    def drops(self) -> bool:
+        """Whether the operation drops elements at random."""
+        return self.op == "dropout" or (self.op == "attention" and self.kwargs.get("dropout_p", 0.0) > 0.0)
+
+    @property
     def mutates(self) -> bool:
         return self.op.endswith("_") and bool(self.inputs) and self.outputs[:1] == self.inputs[:1]
 
