@@ -1,16 +1,16 @@
-"""Random numbers on ranks with equal seeds, and the states of their generators."""
+"""Random numbers on ranks with equal seeds and in units, and the states of their generators."""
 
 import hashlib
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._device import DeviceContext
 
 from weft.comm.communicator import Communicator
 from weft.metadata import metadata, set_metadata
@@ -39,28 +39,30 @@ def random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-# Functions that drop elements: the probability's name, place and default; the default of `training`, None without it.
-_DROPS: dict[Callable, tuple[str, int, float, bool | None]] = {
-    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), ("p", 1, 0.5, True)),
-    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), ("p", 1, 0.5, False)),
-    F.scaled_dot_product_attention: ("dropout_p", 4, 0.0, None),
-    F.multi_head_attention_forward: ("dropout_p", 10, 0.0, True),
+# Functions that drop elements: the probability's name, place and default; place and default of `training`, if there.
+_DROPS: dict[Callable, tuple[str, int, float, int, bool | None]] = {
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), ("p", 1, 0.5, 2, True)),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), ("p", 1, 0.5, 2, False)),
+    F.scaled_dot_product_attention: ("dropout_p", 4, 0.0, 0, None),
+    F.multi_head_attention_forward: ("dropout_p", 10, 0.0, 13, True),
 }
-_TRAINING = {F.multi_head_attention_forward: 13}  # place of `training`; 2 for the others
-_parts: list[
-    tuple[str, int]
-] = []  # what runs is this part of a tensor: dimension of the mesh and unit, outermost first
+# Functions now get this part of a tensor: dimension of the mesh and number of the unit, the outermost first.
+_parts: list[tuple[str, int]] = []
 
 
 def drops(func: Callable, args: Sequence, kwargs: dict) -> bool:
     """Return whether a call of a function of torch drops elements at random."""
     if func not in _DROPS:
         return False
-    name, place, default, training = _DROPS[func]
+    name, place, default, of_training, training = _DROPS[func]
     if not kwargs.get(name, args[place] if len(args) > place else default):
         return False
-    place = _TRAINING.get(func, 2)
-    return training is None or kwargs.get("training", args[place] if len(args) > place else training)
+    return training is None or kwargs.get("training", args[of_training] if len(args) > of_training else training)
+
+
+def device_of(args: Sequence, kwargs: dict) -> torch.device:
+    """Return the device of the first tensor in a call's arguments."""
+    return next(x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
 
 @contextmanager
@@ -94,12 +96,14 @@ class UnitDraws(TorchFunctionMode):
         super().__init__()
         self._seeds = [] if seed is None else [seed]
         self._before: Counter[tuple] = Counter()
+        self._drew_seed = False  # at the first drop, in the run that this mode repeats
         self._checkpoints = ExitStack()
 
     def copy(self) -> "UnitDraws":
         """Return a mode that drops from here on what this one drops."""
         other = type(self)()
         other._seeds, other._before = self._seeds, self._before.copy()
+        other._drew_seed = self._drew_seed or not self._seeds
         return other
 
     @contextmanager
@@ -127,33 +131,55 @@ class UnitDraws(TorchFunctionMode):
         name = metadata(running(), "name") if func in _DROPS and drops(func, args, kwargs) else None
         if name is None:  # code between layers that a stage of a pipeline has copied from a module has no name
             return func(*args, **kwargs)
-        with random_numbers_of(self._next_seed(name), args[0].device if args else next(iter(kwargs.values())).device):
+        with random_numbers_of(self._next_seed(name), device_of(args, kwargs)):
             return func(*args, **kwargs)
 
     def _next_seed(self, name: str) -> int:
-        if not self._seeds:
-            self._seeds.append(int(torch.randint(2**62, (1,))))
+        if not self._seeds or self._drew_seed:
+            number = int(torch.randint(2**62, (1,)))
+            self._seeds[:] = self._seeds or [number]
+            self._drew_seed = False
         place = name, *_parts
         text = repr((self._seeds, place, self._before[place]))
         self._before[place] += 1
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-_checkpoint = inspect.unwrap(torch.utils.checkpoint.checkpoint)
-
-
 @contextmanager
 def _checkpoints_drop_alike() -> Iterator[None]:
-    """Let torch.utils.checkpoint, called inside, recompute in the modes of its call; otherwise it would drop others.
+    """Let checkpoints of torch, called inside, recompute in the modes of their call; otherwise they would drop others.
 
-    Torch has no hook for this: the default of `context_fn` is replaced while the context lasts.
+    Torch has no hook for this: what every checkpoint without reentrance makes is replaced while the context lasts. A
+    reentrant one raises.
     """
-    torch_checkpoint, usual = torch.utils.checkpoint, torch.utils.checkpoint.noop_context_fn
-    torch_checkpoint.noop_context_fn = _checkpoint.__kwdefaults__["context_fn"] = _forward_and_again
+    of_torch = torch.utils.checkpoint
+    usual = of_torch._CheckpointFrame, of_torch.CheckpointFunction
+
+    def frame(recompute, *args, **kwargs):
+        resumed = _Resumed()
+
+        def again(*values):
+            with resumed:
+                return recompute(*values)
+
+        return usual[0](again, *args, **kwargs)
+
+    of_torch._CheckpointFrame, of_torch.CheckpointFunction = frame, _Refused  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        torch_checkpoint.noop_context_fn = _checkpoint.__kwdefaults__["context_fn"] = usual
+        of_torch._CheckpointFrame, of_torch.CheckpointFunction = usual  # type: ignore[misc]
+
+
+class _Refused:
+    """Stand-in for torch's CheckpointFunction."""
+
+    @staticmethod
+    def apply(*_):
+        raise RuntimeError(
+            "invariant: a checkpoint with use_reentrant=True recomputes other random numbers, and parameters that are "
+            "not a unit's: pass use_reentrant=False"
+        )
 
 
 class _Resumed:
@@ -161,7 +187,8 @@ class _Resumed:
 
     def __init__(self) -> None:
         self._module, self._parts = running(), list(_parts)
-        self._modes = [_copy_of(mode) for mode in _get_current_function_mode_stack()]
+        modes = _get_current_function_mode_stack()
+        self._modes = [_copy_of(mode) for mode in modes if not isinstance(mode, DeviceContext)]  # torch enters that
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
@@ -178,11 +205,6 @@ class _Resumed:
 
 def _copy_of(mode: TorchFunctionMode) -> TorchFunctionMode:
     return mode.copy() if isinstance(mode, UnitDraws) else mode
-
-
-def _forward_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts for the forward of a checkpoint and for its recomputations."""
-    return nullcontext(), _Resumed()
 
 
 def rng_states(model: nn.Module) -> dict[str, torch.Tensor]:

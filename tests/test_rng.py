@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from weft.rng import UnitDraws, drops, name_modules, part_of
 from weft.running import followed
@@ -74,28 +74,39 @@ class Checkpointed(nn.Module):
         self.linear, self.two = nn.Linear(50, 50), Two()
         name_modules(self)
 
-    def forward(self, x, with_checkpoint):
+    def forward(self, x, **options):
         def layer(x):
             return F.dropout(sum(self.two(self.linear(x))), 0.2)
 
         for _ in range(2):
-            x = checkpoint(layer, x, use_reentrant=False) if with_checkpoint else layer(x)
+            x = checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)
         return x
+
+
+def of_selected():
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+CHECKPOINTS = ({}, {"preserve_rng_state": True}, {"preserve_rng_state": False}, {"context_fn": of_selected})
 
 
 def test_a_checkpoint_drops_the_same_again():
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(7, 50)
     gradients = []
-    for with_checkpoint in (False, True):
+    for options in CHECKPOINTS:
         with followed(model), UnitDraws(3):
-            y = model(x, with_checkpoint)
-        y.square().sum().backward(retain_graph=True)
-        y.square().sum().backward()  # a second time, from a second recomputation
+            y = model(x, **options)
+        loss = y.square().sum()
+        loss.backward(retain_graph=True)
+        if "context_fn" not in options:  # torch allows one backward there
+            model.zero_grad()
+            loss.backward()  # from a second recomputation
         gradients.append((y.detach(), model.linear.weight.grad))
         model.zero_grad()
-    assert all(map(torch.equal, *gradients))
-    assert torch.utils.checkpoint.noop_context_fn.__name__ == "noop_context_fn"
+    for found in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], found))
+    assert torch.utils.checkpoint._CheckpointFrame.__name__ == "_CheckpointFrame"
 
 
 @pytest.mark.parametrize(
@@ -135,3 +146,40 @@ def test_calls_that_drop_nothing_are_known():
         drops(F.dropout, (x,), {}) and not drops(F.dropout, (x, 0.5, False), {}) and not drops(F.dropout, (x, 0.0), {})
     )
     assert not drops(F.alpha_dropout, (x,), {}) and not drops(torch.add, (x, x), {})
+
+
+class Noisy(nn.Module):
+    """A layer that drops, and then draws numbers of torch's generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.two = nn.Linear(50, 50), Two()
+        name_modules(self)
+
+    def forward(self, x, again):
+        def layer(x):
+            y = self.two(self.linear(x))[0]
+            return (y * torch.rand_like(y)).tanh()
+
+        return checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_other_numbers_of_a_checkpoint_are_the_same_again(seed):
+    torch.manual_seed(0)
+    model, x, gradients = Noisy(), torch.randn(7, 50), []
+    for again in (False, True):
+        torch.manual_seed(1)
+        with followed(model), UnitDraws(seed):
+            y = model(x, again)
+        y.square().sum().backward()
+        gradients.append((y.detach(), model.linear.weight.grad))
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_reentrant_checkpoint_is_refused():
+    model = Two()
+    with followed(model), UnitDraws(1), pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+        checkpoint(model.first, torch.ones(3, requires_grad=True), use_reentrant=True)
+    checkpoint(model.first, torch.ones(3, requires_grad=True), use_reentrant=True)

@@ -100,6 +100,11 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     cut = query.cut
     sharing = cut.sharing
     if isinstance(sharing.ranks, Unit):
+        if dropout:
+            raise ValueError(
+                "invariant: an attention with a window, softcap or sinks does not drop weights over units of the "
+                "sequence: set its dropout to 0"
+            )
         return _attend_in_unit(query, key, value, sharing.ranks, **mask)
     key_layout = SequenceLayout(key.size(2), sharing.ranks.world_size, sharing.layout)
     parts = [

@@ -1,4 +1,4 @@
-"""Dropout of split tensors: each rank draws its own random numbers, then all ranks draw the same ones again."""
+"""Dropout of split tensors: each rank, or each unit, draws its own random numbers; then all ranks draw alike again."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,8 @@ from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.ops.invariant import Units
 from weft.rng import own_random_numbers, part_of
+
+SEVERAL = "several"  # `drops` of a module that drops split features in several places, which has no form in units
 
 
 class _OwnRandomNumbers(nn.Module):
@@ -83,17 +85,37 @@ def drop_in_units(
     Raises:
         ValueError: the split features are not as many equal units.
     """
-    dim, size = (split_dim(input.dim()), None) if drops is None else drops
-    inner = input.size(dim) if size is None else size // ranks.world_size
-    parts = _each_unit(ranks, units, input.unflatten(dim, (-1, inner)), dim=dim + 1)
-    y = torch.cat([F.dropout(part, p, training) for (part,) in parts], dim + 1).flatten(dim, dim + 1)
+    dim, size = drops or (split_dim(input.dim()), ranks.world_size * input.size(split_dim(input.dim())))
+    apart = input.unflatten(dim, (-1, size // ranks.world_size))
+    ys = [F.dropout(part, p, training) for (part,) in _each_unit(ranks, units, apart, dim=dim + 1)]
+    y = torch.cat(ys, dim + 1).flatten(dim, dim + 1)
     return input.copy_(y) if inplace else y
 
 
 def attend_in_units(
-    ranks: Communicator, units: Units, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
+    ranks: Communicator,
+    units: Units,
+    drops: tuple[int, int] | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options,
 ) -> torch.Tensor:
-    """Return F.scaled_dot_product_attention of this rank's units of heads, with the random numbers of each unit."""
+    """Return F.scaled_dot_product_attention of this rank's units of heads, with the random numbers of each unit.
+
+    Args:
+        drops: as `drop_in_units`, of the query. None: the heads are the third dimension from the end.
+    """
+    if drops is not None:
+        dim, size = drops
+        q, k, v, mask = (
+            x if x is None or x.dim() < query.dim() else x.unflatten(dim, (-1, size // ranks.world_size))
+            for x in (query, key, value, attn_mask)
+        )
+        return attend_in_units(ranks, units, None, q, k, v, mask, dropout_p, is_causal, **options).flatten(dim, dim + 1)
     by_head = attn_mask is not None and attn_mask.dim() > 2 and attn_mask.size(-3) > 1
     split = (query, key, value, attn_mask) if by_head else (query, key, value)
     ys = []

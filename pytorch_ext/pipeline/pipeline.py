@@ -418,12 +418,17 @@ class Pipeline(nn.Module):
     def _begun(self, given: tuple, targets: torch.Tensor | None) -> tuple:
         """Return the arguments of Stage.begin for a batch: how its sequence is shared, and a seed."""
         if self._units is not None:
-            with torch.random.fork_rng([]):  # one process draws no more than the seed
-                *begun, _ = self._begun_alone(given, targets)
-            seed = torch.randint(2**62, (1,)) if self.training else torch.zeros(1, dtype=torch.int64)
+            before = torch.get_rng_state()  # one process draws the seed alone, and in training alone
+            *begun, _ = self._begun_alone(given, targets)
+            torch.set_rng_state(before)
+            own = any(part.training for part in self.modules()), int(torch.randint(2**62, (1,)))
+            found = torch.tensor([own])
             for ranks in self._shared_by:
-                ranks.broadcast_(seed, 0)
-            return *begun, int(seed)
+                found = ranks.all_gather(found, 0, [len(found)] * ranks.world_size)
+            trains = bool(found[:, 0].any())
+            if not trains:
+                torch.set_rng_state(before)
+            return *begun, int(found[0, 1]) if trains else 0
         return self._begun_alone(given, targets)
 
     def _begun_alone(self, given: tuple, targets: torch.Tensor | None) -> tuple:

@@ -221,6 +221,6 @@ def name_modules_in_stages(model: nn.Module, cut: StageCut) -> None:
     name_modules(model)
     first_stage: dict[nn.Module, int] = {}
     for called, stage in cut.calls():
-        if first_stage.setdefault(called, stage) != stage:
-            for module in called.modules():
+        for module in called.modules():
+            if first_stage.setdefault(module, stage) != stage:
                 set_metadata(module, "name", None)

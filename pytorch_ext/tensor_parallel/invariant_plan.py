@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.context_parallel.shared_sequence import NATIVE, SharedSequence
+from weft.nn.dropout import SEVERAL
 from weft.ops import invariant
 from weft.rng import UnitDraws
 from weft.tensor_parallel.auto import AutomaticPlan
@@ -60,7 +61,7 @@ class InAnyShape(UnitDraws):
         ATen's products within it follow the number of heads: with one head of 6 elements the gradients of keys and
         values have other bits than with two. Here every call has the same shape and strides.
         """
-        if query.dim() < 4 or query.size(-3) % max(1, key.size(-3)):
+        if query.dim() < 3 or query.size(-3) % max(1, key.size(-3)):
             return self._one_call(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -92,6 +93,10 @@ def in_units(entries: Mapping[str, str | Mapping], model: nn.Module, units: int)
     for name, entry in entries.items():
         options = {"style": entry} if isinstance(entry, str) else entry
         style, kind = options["style"], kind_of(model.get_submodule(name))
+        if options.get("drops") == SEVERAL:
+            raise ValueError(
+                f"parallelize: {name} drops split features in several places, which has no form with invariant={units}"
+            )
         adds = style in ("column", "row") and kind in _LINEAR
         if adds or options.get("own_random_numbers") or (style == "dropout" and kind == "nn.Dropout"):
             found[name] = {**options, "invariant": units}

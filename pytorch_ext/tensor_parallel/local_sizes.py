@@ -19,7 +19,7 @@ from weft.metadata import metadata, set_metadata
 from weft.nn import ShardedDropout
 from weft.nn.dropout import attend_in_units, drop_in_units
 from weft.ops.invariant import Units
-from weft.rng import drops
+from weft.rng import device_of, drops
 from weft.rng import own_random_numbers as random_numbers_of
 from weft.running import followed, running
 
@@ -46,7 +46,7 @@ def with_numbers(
         own_random_numbers: the module's own code drops parts at random, not through an nn.Dropout, so each rank draws
             different random numbers there.
         invariant: each of so many units of the heads draws its own, on any number of ranks.
-        drops: with `invariant`, where the split heads are in what F.dropout drops; see `drop_in_units`.
+        drops: with `invariant`, where the split heads are in what is dropped; see `drop_in_units`.
         summed: sum the gradients of the module's parameters over the ranks, as with the style "sequence";
             parallelize does that.
         results: outputs that are this rank's part and that no other module computes with (attention weights): index
@@ -211,6 +211,8 @@ class _OwnWidths(TorchFunctionMode):
 
 
 class _OwnDrops(TorchFunctionMode):
+    """Mode in which a module's own dropouts and attentions draw different random numbers for each part."""
+
     def __init__(self, ranks: Communicator, units: Units | None, drops: tuple[int, int] | None):
         super().__init__()
         self.ranks, self.units, self.drops = ranks, units, drops
@@ -223,9 +225,9 @@ class _OwnDrops(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.units is not None:
             if attends:
-                return attend_in_units(self.ranks, self.units, *args, **kwargs)
+                return attend_in_units(self.ranks, self.units, self.drops, *args, **kwargs)
             return drop_in_units(self.ranks, self.units, self.drops, *args, **kwargs)
-        with random_numbers_of(self.ranks, args[0].device if args else next(iter(kwargs.values())).device):
+        with random_numbers_of(self.ranks, device_of(args, kwargs)):
             return func(*args, **kwargs)
 
 

@@ -344,7 +344,8 @@ def make_what_is_refused(rank, world):
     text = "'layer.* is used as a parameter of the module"
     refused(text, lambda: of("kept", unused_parameters="zero")(x), RuntimeError)
     reentrant = of("reentrant", unused_parameters="zero")
-    refused(text, lambda: reentrant(x).sum().backward(), RuntimeError)
+    refused("pass use_reentrant=False", lambda: reentrant(x), RuntimeError)
+    refused(text, lambda: reentrant.eval()(x).sum().backward(), RuntimeError)
     sparse = weft.DataParallel(nn.Embedding(5, 3, sparse=True), invariant=4)
     refused("must be dense", lambda: sparse(torch.zeros(4, 1, dtype=torch.int64)).sum().backward(), TypeError)
 

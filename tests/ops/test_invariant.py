@@ -266,8 +266,9 @@ def test_models_drop_the_same_on_any_number_of_ranks_and_when_recomputed(family,
 class Merged(nn.Module):
     """Attention whose weights are [batch * heads, T, S], as some models of transformers write it."""
 
-    def __init__(self):
+    def __init__(self, written_out):
         super().__init__()
+        self.written_out = written_out
         self.query, self.key, self.value, self.out = (nn.Linear(16, 16, bias=False) for _ in range(4))
 
     def forward(self, x):
@@ -277,14 +278,17 @@ class Merged(nn.Module):
             return y.view(batch, length, -1, 4).transpose(1, 2).reshape(-1, length, 4)
 
         q, k, v = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
-        weights = F.dropout(torch.bmm(q, k.transpose(1, 2)).softmax(-1), 0.3, self.training)
-        y = torch.bmm(weights, v).view(batch, -1, length, 4).transpose(1, 2)
-        return self.out(y.reshape(batch, length, -1))
+        if self.written_out:
+            weights = F.dropout(torch.bmm(q, k.transpose(1, 2)).softmax(-1), 0.3, self.training)
+            y = torch.bmm(weights, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0)
+        return self.out(y.view(batch, -1, length, 4).transpose(1, 2).reshape(batch, length, -1))
 
 
-def train_merged_heads(rank):
+def train_merged_heads(rank, written_out):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 16), Merged(), nn.Linear(16, 20))
+    model = nn.Sequential(nn.Embedding(20, 16), Merged(written_out), nn.Linear(16, 20))
     weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size())["tp"], invariant=4)
     torch.manual_seed(3)
     y = model(torch.randint(0, 20, (2, 5)))
@@ -293,10 +297,11 @@ def train_merged_heads(rank):
     return {"y": y.detach(), "gradient": weft.shard_of(weight).gather(weight.grad)}
 
 
-def test_heads_beside_the_batch_drop_the_same():
-    (of_one,) = run_ranks(train_merged_heads, 1)
+@pytest.mark.parametrize("written_out", [True, False])
+def test_heads_beside_the_batch_drop_the_same(written_out):
+    (of_one,) = run_ranks(train_merged_heads, 1, written_out)
     for world in (2, 4):
-        assert_same_bits(of_one, run_ranks(train_merged_heads, world))
+        assert_same_bits(of_one, run_ranks(train_merged_heads, world, written_out))
 
 
 def attend(query, key, value, dy, heads, together):

@@ -264,9 +264,9 @@ def linear():
 
 
 def dropping_twice():
-    """Return layers with one dropout in both stages."""
+    """Return blocks with one dropout in both stages."""
     drop = nn.Dropout(0.1)
-    return nn.Sequential(linear(), drop, linear(), drop)
+    return nn.Sequential(nn.Sequential(linear(), drop), nn.Sequential(linear(), drop))
 
 
 REFUSED_STEPS = {

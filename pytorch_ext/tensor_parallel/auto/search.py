@@ -8,7 +8,7 @@ from itertools import product
 
 from torch import nn
 
-from weft.nn.dropout import split_dim
+from weft.nn.dropout import SEVERAL, split_dim
 from weft.nn.expert_form import inner_of
 from weft.tensor_parallel.auto.dry_run import Numbers, rehearse
 from weft.tensor_parallel.auto.example_inputs import calling, calls
@@ -186,7 +186,7 @@ class Search:
             if unlike:
                 self.flow.refuse(
                     unlike,
-                    "one module drops random elements in several places, or of whole tensors too",
+                    "one module drops random elements both of its features and of whole tensors",
                 )
                 continue
             returned = frozenset(layer for layer, entry in alone.items() if entry == GATHERED)
@@ -199,10 +199,11 @@ class Search:
                 continue
             gathered = self._gathered(found, alone)
             if self._ties_hold(found, alone):
-                for name, (place, *_) in self._dropped(found).items():
+                for name, places in self._dropped(found).items():
                     own = kind_of(self.modules[name]) == "nn.Dropout"
                     entry = {"style": "dropout"} if own else {"style": "attributes", "own_random_numbers": True}
-                    alone[name] = entry if place is None else {**entry, "drops": place}
+                    unusual = {} if places == [None] else {"drops": places[0] if len(places) == 1 else SEVERAL}
+                    alone[name] = {**entry, **unusual}
                 for name, results in found.asides(self.whole).items():
                     alone[name] = {"style": "attributes", **dict(alone.get(name, ())), "results": results}  # type: ignore[arg-type]
                 reasons = {**self.whole.closed, **found.refused, **self.kept}
@@ -231,22 +232,23 @@ class Search:
         for node in self.whole.nodes:
             for value in node.inputs if node.drops else ():
                 if (layout := found.layouts.get(value)) is not None:
-                    usual = node.op == "attention" or (layout.dim, layout.before) == (split_dim(len(value.shape)), 1)
-                    place = None if usual else (layout.dim, layout.extent)
+                    dims = len(value.shape)
+                    usual = dims - 3 if node.op == "attention" and dims > 3 else split_dim(dims)
+                    place = None if (layout.dim, layout.before) == (usual, 1) else (layout.dim, layout.extent)
                     if place not in places.setdefault(node.where, []):
                         places[node.where].append(place)
         return places
 
     def _dropped_unlike(self, found: Propagation) -> set[str]:
-        """Return layers with features that a module drops although it also drops whole tensors, or in other places.
+        """Return layers with features that a module drops although it also drops whole tensors.
 
         Drops of whole tensors in an nn.Dropout of their own do not count.
         """
         layers = set()
-        for name, places in self._dropped(found).items():
+        for name in self._dropped(found):
             module = self.modules[name]
             can_be_marked = kind_of(module) == "nn.Dropout" or (name and type(module) is not nn.Dropout)
-            if can_be_marked and len(places) == 1 and self._only_split(found, name):
+            if can_be_marked and self._only_split(found, name):
                 continue
             for node in self.whole.nodes:
                 if node.where == name and node.drops:
