@@ -111,10 +111,12 @@ def attend_in_units(
     """
     if drops is not None:
         dim, size = drops
-        q, k, v, mask = (
-            x if x is None or x.dim() < query.dim() else x.unflatten(dim, (-1, size // ranks.world_size))
-            for x in (query, key, value, attn_mask)
-        )
+
+        def apart(x: torch.Tensor) -> torch.Tensor:
+            return x if x.dim() < query.dim() else x.unflatten(dim, (-1, size // ranks.world_size))
+
+        mask = None if attn_mask is None else apart(attn_mask)
+        q, k, v = map(apart, (query, key, value))
         return attend_in_units(ranks, units, None, q, k, v, mask, dropout_p, is_causal, **options).flatten(dim, dim + 1)
     by_head = attn_mask is not None and attn_mask.dim() > 2 and attn_mask.size(-3) > 1
     split = (query, key, value, attn_mask) if by_head else (query, key, value)
