@@ -3,11 +3,12 @@
 These are faults and make the exit status non-zero: a variant that does not compile, spilled registers that an innermost
 loop reloads or more than 256 bytes of them, more shared memory than a program may have, a dot that is not on the tensor
 cores of its architecture, products of Hopper that the assembler serialises or whose registers are touched before they
-end, and a flag function without its memory order.
+end, floating-point numbers that are added in memory in any order, and a flag function without its memory order.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ CHECKED = (*OPS, "memory_orders")
 MOST_SPILLED_BYTES = 256  # outside of the innermost loops, where a load and a store a tile cost next to nothing
 # The instruction of a dot; on Hopper that of wgmma, since plain HMMA is half as fast.
 TENSOR_CORE_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+
+_ADDS_IN_ANY_ORDER = re.compile(r"(RED|ATOM)\w*\..*\.?B?F(16|32|64)")  # RED.E.ADD.F32.FTZ.RN.STRONG.GPU
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVa
         faults.append(early)
     if spill := spills(code, compiled.spilled_bytes):
         faults.append(spill)
+    opcodes = {instruction.opcode for instruction in code.instructions}
+    faults += [f"{opcode} adds in any order" for opcode in sorted(opcodes) if _ADDS_IN_ANY_ORDER.match(opcode)]
     allowed = launch.SHARED_LIMIT_BYTES[architecture]
     if machine.shared_bytes > allowed:
         faults.append(f"{machine.shared_bytes} bytes of shared memory, {allowed} allowed")

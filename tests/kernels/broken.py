@@ -61,6 +61,11 @@ def rewrites_registers_of_a_product(a, b, out, steps, N: tl.constexpr):
 
 
 @triton.jit
+def adds_in_any_order(x, y):
+    tl.atomic_add(y, tl.sum(tl.load(x + tl.program_id(0) * 16 + tl.arange(0, 16)).to(tl.float32)))
+
+
+@triton.jit
 def does_not_compile(x, y):
     tl.store(y + tl.arange(0, 3), tl.load(x + tl.arange(0, 3)))
 
@@ -77,4 +82,5 @@ def variants(architecture: str) -> None:
     if architecture == "sm_90":
         launch.launch(serialises_its_products, (1,), a, b, fp32, 64, 64, N=128, warps=8, stages=3)
         launch.launch(rewrites_registers_of_a_product, (1,), a, b, fp32, 64, N=128, warps=8, stages=3)
+    launch.launch(adds_in_any_order, (8,), fp32, fp32)
     launch.launch(does_not_compile, (1,), fp32, fp32)
