@@ -138,6 +138,20 @@ def _choose_tile(
     return choice if exists else Choice(guess, "heuristic", choice.entry)
 
 
+def tile_of_any_size(a: torch.Tensor, b: torch.Tensor) -> MatmulConfig:
+    """Return the tile for products a @ b of this type whose bits must not depend on their sizes and alignment.
+
+    Operands that are not aligned have tiles of their own; it is the largest block that both kinds have. In fp32 there
+    is none: every element is one chain of multiply-adds in any block.
+    """
+    architecture = launch.architecture_of(a.device)
+    kinds = [listed(architecture, a.dtype, narrow) for narrow in (False, True)]
+    blocks = [{(tile.block_m, tile.block_n, tile.block_k) for tile in kind} for kind in kinds]
+    tiles = kinds[problem_of(a, b).narrow]
+    common = [t for t in tiles if (t.block_m, t.block_n, t.block_k) in blocks[0] & blocks[1]]
+    return (common or tiles)[0]
+
+
 def listed(
     architecture: str, dtype: torch.dtype, narrow: bool = False, communicates: bool = False
 ) -> tuple[MatmulConfig, ...]:

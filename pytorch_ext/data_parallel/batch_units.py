@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from weft.comm.communicator import Communicator
 from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.metadata import metadata
+from weft.ops import kernel_choice
 from weft.ops.backward import first_order
 from weft.ops.invariant import Tree, Units, sum_over_nodes
 from weft.rng import UnitDraws, name_modules, random_numbers_of
@@ -64,6 +65,7 @@ class BatchUnits:
         name_modules(module)
         self.module, self.ranks, self.units = module, ranks, Units(units)
         self._average, self._unused, self._chunk_bytes = average, unused, chunk_bytes
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.inside = False
         self._expected: set[torch.Tensor] = set()  # parameters that the batch's node has given a gradient
         self._watched: set[torch.Tensor] = set()
@@ -121,7 +123,7 @@ class BatchUnits:
             with ExitStack() as stack:
                 stack.enter_context(within_unit(unit))
                 if seed is not None:
-                    stack.enter_context(random_numbers_of(seed + unit, torch.device("cpu")))
+                    stack.enter_context(random_numbers_of(seed + unit, self._device))
                     stack.enter_context(followed(self.module))
                     stack.enter_context(UnitDraws(seed + unit))
                 yield
@@ -156,8 +158,8 @@ class BatchUnits:
         wrong = [tensor for tensor in tensors if tensor.size(0) not in (1, size)]
         draws = any(part.training for part in self.module.modules())
         seed = int(torch.randint(2**62, (1,))) if draws else 0
-        own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]])
-        notes = self.ranks.all_gather(own, 0, [1] * self.ranks.world_size)
+        own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]], device=self._device)
+        notes = self.ranks.all_gather(own, 0, [1] * self.ranks.world_size).cpu()
         threads = notes[:, 2].tolist()
         if len(set(threads)) > 1:
             raise ValueError(
@@ -266,8 +268,11 @@ def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
         if isinstance(part, torch._dynamo.OptimizedModule):
             raise ValueError(f"invariant={units}: {name or 'the module'} is compiled, which has no form in units")
     for name, parameter in module.named_parameters():
-        if parameter.device.type != "cpu":
-            raise ValueError(f"invariant={units}: {name} is on {parameter.device}; units are written for CPUs alone")
+        if parameter.device.type != "cpu" and not kernel_choice.on_kernel(parameter.device):
+            raise ValueError(
+                f"invariant={units}: {name} is on {parameter.device}; it must be on a CPU, or a GPU that runs weft's "
+                "kernels"
+            )
         shard = shard_of(parameter)
         if shard is not None and shard.communicator.world_size > 1 and not metadata(parameter, "invariant"):
             raise ValueError(
@@ -289,6 +294,7 @@ class UnitSums:
     def __init__(self, units: Units, ranks: Communicator, named: Mapping[str, torch.Tensor], chunk_bytes: int):
         self.units, self.ranks, self._chunk_bytes = units, ranks, chunk_bytes
         self.names, self.trained = list(named), list(named.values())
+        self._device = next((parameter.device for parameter in self.trained), torch.device("cpu"))
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in self.trained]
         self.begin()
 
@@ -319,7 +325,7 @@ class UnitSums:
             if unit not in self.tree:  # no output of this unit takes part in the loss
                 self.absent += 1
                 self.tree.put(unit, [None] * len(self.trained))
-        counts = self.ranks.all_reduce_(self.absent).tolist()
+        counts = self.ranks.all_reduce_(self.absent.to(self._device)).tolist()
         return ", ".join(f"{name!r} in {count}" for name, count in zip(self.names, counts, strict=True) if count)
 
     def total(self) -> list[torch.Tensor]:
@@ -405,7 +411,7 @@ class _BatchFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, batch: _Batch, *parameters):
         ctx.batch = batch
-        return torch.zeros(())
+        return torch.zeros((), device=batch._device)
 
     @staticmethod
     @first_order
@@ -422,7 +428,7 @@ class _UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, batch: _Batch, unit: int, token, *parameters):
-        ctx.batch, ctx.unit = batch, unit
+        ctx.batch, ctx.unit, ctx.device = batch, unit, token.device
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
@@ -430,7 +436,7 @@ class _UnitFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, *gradients):
         ctx.batch.put(ctx.unit, gradients)
-        return None, None, torch.zeros(()), *[None] * len(gradients)
+        return None, None, torch.zeros((), device=ctx.device), *[None] * len(gradients)
 
 
 class _JoinFunction(torch.autograd.Function):

@@ -133,7 +133,8 @@ def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
     layouts = ("nn", "nt") if layer.transposed else ("nt", "nn")
     if layer.place.units is not None:
         reason = f"an element has the same bits in any shape; sums over {layer.place.units.total} units are trees"
-        computed = dict.fromkeys(("forward", "dgrad", "wgrad"), ProductReport("weft CPU product", reason))
+        how = "weft kernel" if kernel_choice.on_kernel(weight.device) else "weft CPU product"
+        computed = dict.fromkeys(("forward", "dgrad", "wgrad"), ProductReport(how, reason))
     else:
         computed = {
             "forward": _product(tokens, n, k, layouts[0], weight, fused),

@@ -61,7 +61,7 @@ class ParallelLinear(ShardedModule):
         overlap: whether communication and products run at the same time. "auto" overlaps where that is faster
             (`weft.explain` says where), "never" does not, and "always" raises where overlap is impossible.
         invariant: a number of units, which the number of ranks must divide. Outputs and gradients then have the same
-            bits on any such number of ranks, one included. On CPUs, in fp32, bf16 and fp16.
+            bits on any such number of ranks, one included. In fp32, bf16 and fp16.
         device, dtype: of the parameters.
 
     Raises:

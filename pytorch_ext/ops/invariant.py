@@ -5,7 +5,8 @@ They stand in the place of the functions of `matmul` and `overlap.products` with
 The split features are V equal units whatever the number of ranks, and every rank has V / ranks of them, one after
 another. A sum over the split features is one sum for each unit, in fp32, and then a binary tree over the V units. Ranks
 exchange the tree's nodes that lie within them. Every other sum is within a rank and has one order. The CPU's product
-(csrc/matmul) keeps these orders in any shape, so an element has the same bits beside any other rows and columns.
+(csrc/matmul) keeps these orders in any shape, so an element has the same bits beside any other rows and columns. On a
+GPU weft's kernel computes leaf by leaf, with one tile for all sizes.
 """
 
 import math
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 from weft import _C
 from weft.comm.communicator import Communicator
+from weft.ops import kernel_choice
 from weft.ops.activation import Activation
 from weft.ops.backward import as_matrix, first_order
 from weft.ops.matmul import check_main_grad
@@ -163,14 +165,18 @@ def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tens
         b: [K, N].
 
     Raises:
-        TypeError: another type, two types, or a tensor that is not in host memory.
+        TypeError: another type, two types, or tensors that are neither on the CPU nor on a GPU that runs weft's
+            kernels.
     """
-    if a.dtype not in _CODES or a.device.type != "cpu" or (b.dtype, b.device) != (a.dtype, a.device):
+    by_kernel = kernel_choice.on_kernel(a.device)
+    if a.dtype not in _CODES or (b.dtype, b.device) != (a.dtype, a.device) or not (by_kernel or a.device.type == "cpu"):
         raise TypeError(
             f"invariant: {a.dtype} on {a.device} times {b.dtype} on {b.device}; both must be float32, bfloat16 or "
-            "float16 on the CPU"
+            "float16 on the CPU, or on a GPU that runs weft's kernels"
         )
     matrix = as_matrix(a)
+    if by_kernel:
+        return _sum_by_kernel(matrix, b, leaves).view(*a.shape[:-1], b.size(1))
     rows, depth = matrix.shape
     out = torch.empty(rows, b.size(1), dtype=torch.float32)
     _C.multiply(
@@ -183,6 +189,28 @@ def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tens
         torch.get_num_threads(),
     )
     return out.view(*a.shape[:-1], b.size(1))
+
+
+def _sum_by_kernel(a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tensor:
+    """Return a @ b as `product_sum`, by one launch for each leaf; every second one adds to the leaf before it."""
+    from weft.kernels.matmul import matmul
+    from weft.kernels.matmul_tiles import tile_of_any_size
+
+    depth = a.size(1)
+    if depth % leaves:
+        raise ValueError(f"invariant: a depth of {depth} does not divide into {leaves} leaves")
+    tile, each = tile_of_any_size(a, b), depth // leaves
+
+    def total(low: int, high: int, before: torch.Tensor | None = None) -> torch.Tensor:
+        if high - low == 1:
+            place = slice(low * each, high * each)
+            out, _ = matmul(a[:, place], b[place], addend=before, out=before, out_dtype=torch.float32, config=tile)
+            return out
+        middle = _middle(low, high)
+        left = total(low, middle)
+        return total(middle, high, left) if high - middle == 1 else left.add_(total(middle, high))
+
+    return total(0, leaves)
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -265,7 +293,8 @@ def column_sums(dz: torch.Tensor) -> torch.Tensor:
 def sum_over_ranks(ranks: Communicator, units: Units, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the sum over ranks of a @ b in fp32, in the tree's order; a [..., K_r], b [K_r, N]."""
     if units.order is not None:
-        a, b = a.index_select(-1, units.order), b.index_select(0, units.order)
+        order = units.order.to(a.device)
+        a, b = a.index_select(-1, order), b.index_select(0, order)
     own, each = units.of_rank(ranks, ranks.rank), a.size(-1) * ranks.world_size // units.total
     start = own[0][0]
     places = [slice((low - start) * each, (high - start) * each) for low, high in own]
@@ -397,9 +426,11 @@ def pointwise(function, *tensors: torch.Tensor) -> torch.Tensor:
     """Return function(*tensors), an elementwise function of ATen, with every element computed in a full vector.
 
     ATen shares a tensor out among threads and computes by another function what is left of a share behind its last full
-    vector. Here no share has such a rest.
+    vector. Here no share has such a rest. On a GPU one function computes every element.
     """
     first, count = tensors[0], tensors[0].numel()
+    if first.is_cuda:
+        return function(*tensors)
     threads = torch.get_num_threads()
     few = threads <= _MOST_THREADS
     step = _VECTORS * (math.lcm(*range(1, threads + 1)) if few else 1)

@@ -1,16 +1,19 @@
 """A plan's layers in units, and the functions between them, so that no bit depends on the number of ranks."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from weft.context_parallel.shared_sequence import NATIVE, SharedSequence
 from weft.nn.dropout import SEVERAL
 from weft.ops import invariant
+from weft.ops.attention import attention
+from weft.ops.attention_chunk import uses_kernel
 from weft.rng import UnitDraws
 from weft.tensor_parallel.auto import AutomaticPlan
 from weft.tensor_parallel.styles import kind_of
@@ -50,8 +53,9 @@ class InAnyShape(UnitDraws):
             return self._attention_by_heads(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _one_call(self, *args, **options) -> torch.Tensor:
-        return super().__torch_function__(F.scaled_dot_product_attention, (), args, options)
+    def _one_call(self, query, *args, **options) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH) if query.is_cuda else nullcontext():
+            return super().__torch_function__(F.scaled_dot_product_attention, (), (query, *args), options)
 
     def _attention_by_heads(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
@@ -59,12 +63,16 @@ class InAnyShape(UnitDraws):
         """Return the attention [..., heads, T, D], with one call for each KV head and its query heads.
 
         ATen's products within it follow the number of heads: with one head of 6 elements the gradients of keys and
-        values have other bits than with two. Here every call has the same shape and strides.
+        values have other bits than with two. Here every call has the same shape and strides, and on a GPU takes the
+        products: the faster functions add gradients of queries in any order. Weft's kernel treats every head alone.
         """
         if query.dim() < 3 or query.size(-3) % max(1, key.size(-3)):
             return self._one_call(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        if attn_mask is None and not dropout_p and query.numel() and uses_kernel(query):
+            q, k, v = (part.flatten(0, -4) if part.dim() > 3 else part.unsqueeze(0) for part in (query, key, value))
+            return attention(q, k, v, causal=is_causal, scale=scale).view(*query.shape[:-1], value.size(-1))
         together = query.size(-3) // max(1, key.size(-3))
         parts = []
         of_heads = query.split(together, -3), key.split(1, -3), value.split(1, -3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from same_bits import assert_same_bits, make_model
+from same_bits import assert_same_bits, by_kernels, interpreted, make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,6 +157,15 @@ def train_a_model(rank, family, attention, kind, dp, steps):
         optimizer.zero_grad()
         keep(found, f"{step}", model, lambda parameter: parameter)
     return found
+
+
+@interpreted
+@pytest.mark.kernel
+@slow
+def test_a_model_by_kernels_trains_to_the_same_bits_on_any_mesh():
+    with by_kernels():
+        (of_one,) = run_ranks(train_a_model, 1, None, "", torch.float32, 1, 1)
+        assert_same_bits(of_one, run_ranks(train_a_model, 4, None, "", torch.float32, 2, 1))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from same_bits import by_kernels, interpreted
 
 import weft
 from weft.comm.registry import communicator
@@ -253,3 +254,13 @@ def test_the_loss_in_units_has_the_bits_of_one_rank(units, worlds, dtype, smooth
     for world in worlds:
         for found in run_ranks(loss_in_units, world, units, dtype, smoothing):
             assert all(map(torch.equal, found, of_one))
+
+
+@interpreted
+@pytest.mark.kernel
+def test_the_loss_in_units_by_kernels_has_the_bits_of_one_rank():
+    with by_kernels():
+        (of_one,) = run_ranks(loss_in_units, 1, 8, torch.bfloat16, 0.1)
+        for world in (2, 4):
+            for found in run_ranks(loss_in_units, world, 8, torch.bfloat16, 0.1):
+                assert all(map(torch.equal, found, of_one))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from same_bits import DROPS, assert_same_bits, make_model
+from same_bits import DROPS, assert_same_bits, by_kernels, interpreted, make_model
 from torch import nn
 
 import weft
@@ -95,6 +95,27 @@ def test_products_that_do_not_exist():
             invariant.multiply(other, b if other.dtype != torch.float64 else b.double())
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("leaves", [1, 2, 5, 12])
+def test_kernels_add_leaves_as_the_cpus_product_does(leaves, dtype, device):
+    a, b = matrices(37, 7 * leaves, 29, dtype)
+    one_of_each_leaf = torch.zeros(7 * leaves, dtype=dtype)
+    one_of_each_leaf[torch.arange(leaves) * 7 + torch.randint(7, (leaves,))] = 1
+    sparse = a * one_of_each_leaf  # a leaf has one term: every order within it has the same bits
+    exact = a.double() @ b.double()
+    with by_kernels():
+        y = invariant.product_sum(sparse.to(device), b.to(device), leaves)
+        assert torch.equal(y.cpu(), product(sparse, b, leaves))
+        whole = invariant.product_sum(a.to(device), b.to(device), leaves)
+        torch.testing.assert_close(whole.cpu().double(), exact, atol=2e-5, rtol=1e-5)
+        for rows, columns in ((slice(0, 1), slice(0, 1)), (slice(17, 30), slice(3, 9)), (slice(5, 37), slice(16, 29))):
+            part = invariant.product_sum(a[rows].to(device), b[:, columns].to(device), leaves)
+            assert torch.equal(part, whole[rows, columns])
+        with pytest.raises(ValueError, match="does not divide into"):
+            invariant.product_sum(a.to(device), b.to(device), 7 * leaves + 1)
+
+
 @pytest.mark.parametrize("total", [1, 2, 3, 6, 8, 12, 24])
 def test_nodes_of_ranks_make_the_tree(total):
     for world in (world for world in range(1, total + 1) if total % world == 0):
@@ -158,6 +179,16 @@ def test_layers_have_the_bits_of_one_rank(units, worlds, kind, dtype):
         assert_same_bits(of_one, run_ranks(train_an_mlp, world, units, kind, dtype))
 
 
+@interpreted
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["sequence", "parts"])
+def test_layers_by_kernels_have_the_bits_of_one_rank(kind):
+    with by_kernels():
+        (of_one,) = run_ranks(train_an_mlp, 1, 12, kind, torch.bfloat16)
+        for world in (2, 3):
+            assert_same_bits(of_one, run_ranks(train_an_mlp, world, 12, kind, torch.bfloat16))
+
+
 def compare_with_the_ordinary_layer(rank, style):
     torch.manual_seed(1)
     layers = []
@@ -198,8 +229,10 @@ def test_units_that_do_not_exist_are_refused(options, error, text):
     run_ranks(make_what_is_refused, 2, options, error, text)
 
 
-def train_a_model(rank, family, attention, dtype, drops=False, recompute="none"):
-    model = make_model(family, attention, use_cache=False, **(DROPS[family] if drops else {})).to(dtype).train()
+def train_a_model(rank, family, attention, dtype, drops=False, recompute="none", steps=3, **options):
+    if drops:
+        options |= DROPS[family]
+    model = make_model(family, attention, use_cache=False, **options).to(dtype).train()
     weft.parallelize(model, weft.init_mesh(tp=dist.get_world_size())["tp"], invariant=4, recompute=recompute)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = {}
@@ -210,7 +243,7 @@ def train_a_model(rank, family, attention, dtype, drops=False, recompute="none")
             found[f"{step} {what} {name}"] = (value if shard is None else shard.gather(value)).clone()
 
     torch.manual_seed(5)
-    for step in range(3):
+    for step in range(steps):
         tokens = torch.randint(0, 104, (3, 13))
         output = model(input_ids=tokens, labels=tokens)
         output.loss.backward()
@@ -263,6 +296,20 @@ def test_models_drop_the_same_on_any_number_of_ranks_and_when_recomputed(family,
         assert_same_bits(of_one, run_ranks(train_a_model, world, family, attention, torch.float32, True, recompute))
 
 
+@interpreted
+@pytest.mark.kernel
+@pytest.mark.slow("kernels", "pytorch_ext/ops", "pytorch_ext/tensor_parallel")
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_models_by_kernels_train_to_the_same_bits(dtype):
+    def train(rank):
+        return train_a_model(rank, "llama", "sdpa", dtype, steps=1, num_hidden_layers=1)
+
+    with by_kernels():
+        (of_one,) = run_ranks(train, 1)
+        for world in (2, 4):
+            assert_same_bits(of_one, run_ranks(train, world))
+
+
 class Merged(nn.Module):
     """Attention whose weights are [batch * heads, T, S], as some models of transformers write it."""
 
@@ -304,12 +351,12 @@ def test_heads_beside_the_batch_drop_the_same(written_out):
         assert_same_bits(of_one, run_ranks(train_merged_heads, world, written_out))
 
 
-def attend(query, key, value, dy, heads, together):
+def attend(query, key, value, dy, heads, together, mask=None):
     """Return output and gradients of the attention of some KV heads, each with so many query heads."""
     queries = slice(heads.start * together, heads.stop * together)
     own = [x[:, part].clone().requires_grad_() for x, part in ((query, queries), (key, heads), (value, heads))]
     with InAnyShape():
-        y = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=together > 1)
+        y = F.scaled_dot_product_attention(*own, mask, is_causal=mask is None, enable_gqa=together > 1)
     y.backward(dy[:, queries])
     grads = [x.grad.unflatten(1, (len(range(heads.start, heads.stop)), -1)) for x in own]
     return [y.detach().unflatten(1, (heads.stop - heads.start, together)), *grads]
@@ -328,6 +375,22 @@ def test_heads_attend_alike_beside_any_others(size, together):
         *(x.double() for x in (query, key, value)), is_causal=True, enable_gqa=together > 1
     )
     torch.testing.assert_close(whole[0].flatten(1, 2).double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_attend_alike_by_kernels(dtype, masked, device):
+    query, dy, key, value = (torch.randn(2, heads, 37, 24, dtype=dtype, device=device) for heads in (8, 8, 4, 4))
+    mask = torch.ones(37, 37, dtype=torch.bool, device=device).tril() if masked else None
+    with by_kernels():
+        whole = attend(query, key, value, dy, slice(0, 4), 2, mask)
+        for heads in (slice(0, 1), slice(1, 4)):
+            part = attend(query, key, value, dy, heads, 2, mask)
+            assert all(torch.equal(x[:, heads], y) for x, y in zip(whole, part, strict=True)), heads
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, value)), is_causal=True, enable_gqa=True)
+    atol = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(whole[0].flatten(1, 2).double(), exact, atol=atol, rtol=0)
 
 
 class Drops(nn.Module):
