@@ -122,7 +122,7 @@ def parallelize(
         invariant: a number of units, which "tp" and "dp" must divide: outputs and gradients have the same bits on every
             such mesh, one process included (docs/invariance.md). With a mesh that has "dp", of any size, as that of
             init_mesh, the batch is in units too, and the result is a DataParallel, or with `pipeline` a Pipeline. With
-            context={"units": ...} the sequence is, and the mesh may have "cp". On CPUs.
+            context={"units": ...} the sequence is, and the mesh may have "cp".
         pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp: the result is a Pipeline,
             which has `step` and covers "dp" too.
 

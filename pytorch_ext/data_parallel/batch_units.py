@@ -24,7 +24,7 @@ from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.metadata import metadata
 from weft.ops import kernel_choice
 from weft.ops.backward import first_order
-from weft.ops.invariant import Tree, Units, sum_over_nodes
+from weft.ops.invariant import Tree, Units, in_own_memory, sum_over_nodes
 from weft.rng import UnitDraws, name_modules, random_numbers_of
 from weft.running import followed
 from weft.sharding.shard import shard_of
@@ -169,7 +169,7 @@ class BatchUnits:
         self._check_sizes(size, wrong, notes[:, 0].tolist())
         count = len(self.here)
         cut = [
-            [part.contiguous() for part in leaf.chunk(count)]
+            [in_own_memory(part) for part in leaf.chunk(count)]
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == size
             else [leaf] * count
             for leaf in leaves

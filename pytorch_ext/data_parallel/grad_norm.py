@@ -79,7 +79,7 @@ def _squares(gradients: Sequence[torch.Tensor], exponent: int) -> torch.Tensor:
     Both are exact, so they do not depend on the order (Demmel and Nguyen 2015, "Parallel reproducible summation"). Each
     element is below 2^exponent.
     """
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device=gradients[0].device)
     for block in (block for gradient in gradients for block in gradient.reshape(-1).split(_BLOCK)):
         rest = (block.double() * math.ldexp(1.0, -exponent)).square_()
         for i, step in enumerate(_STEPS):

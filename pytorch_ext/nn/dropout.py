@@ -8,7 +8,7 @@ from torch import nn
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
-from weft.ops.invariant import Units
+from weft.ops.invariant import Units, in_own_memory
 from weft.rng import own_random_numbers, part_of
 
 SEVERAL = "several"  # `drops` of a module that drops split features in several places, which has no form in units
@@ -87,7 +87,9 @@ def drop_in_units(
     """
     dim, size = drops or (split_dim(input.dim()), ranks.world_size * input.size(split_dim(input.dim())))
     apart = input.unflatten(dim, (-1, size // ranks.world_size))
-    ys = [F.dropout(part, p, training) for (part,) in _each_unit(ranks, units, apart, dim=dim + 1)]
+    parts = _each_unit(ranks, units, apart, dim=dim + 1)
+    # CUDA's dropout gives the elements of a view other numbers than those of a tensor with memory of its own.
+    ys = [F.dropout(in_own_memory(x) if x.is_cuda else x, p, training) for (x,) in parts]
     y = torch.cat(ys, dim + 1).flatten(dim, dim + 1)
     return input.copy_(y) if inplace else y
 

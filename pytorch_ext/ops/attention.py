@@ -5,8 +5,18 @@ Sequence parallelism calls the operators between its collectives. `attention` is
 
 import torch
 
+from weft.ops.attention_chunk import uses_kernel
 from weft.ops.backward import first_order
 from weft.ops.library import register
+
+
+def takes_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return True if weft's kernel computes attention on this device and takes these tensors [..., heads, T, D]."""
+    if not uses_kernel(q) or not q.dtype == k.dtype == v.dtype or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        return False
+    from weft.kernels.attention import LARGEST_HEAD_DIM
+
+    return min(q.numel(), k.numel(), v.numel()) >= 1 and max(q.size(-1), v.size(-1)) <= LARGEST_HEAD_DIM
 
 
 def attention(

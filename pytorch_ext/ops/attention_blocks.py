@@ -198,7 +198,7 @@ def _kept(scores, q, chunk: AttentionChunk, block: ScoreBlock) -> torch.Tensor |
     """Return the factor of each probability: 0, or 1 / (1 - dropout)."""
     if not chunk.rules.dropout:
         return 1.0
-    query = torch.arange(block.query_start, block.query_start + q.size(2))
-    key = torch.arange(block.key_start, block.key_start + scores.size(-1))
+    query = torch.arange(block.query_start, block.query_start + q.size(2), device=q.device)
+    key = torch.arange(block.key_start, block.key_start + scores.size(-1), device=q.device)
     kept = dropout_mask(chunk.rules, q.size(0), q.size(1), query, key)
     return kept.to(scores.dtype) / (1 - chunk.rules.dropout)

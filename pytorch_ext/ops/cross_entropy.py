@@ -7,6 +7,7 @@ from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.ops import kernel_choice
 from weft.ops.backward import first_order
+from weft.ops.invariant import in_own_memory
 from weft.ops.library import register
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -184,7 +185,7 @@ def _parts(logits: torch.Tensor, offset: int, count: int | None) -> list[tuple[t
     if count is None:
         return [(logits, offset)]
     parts = logits.chunk(count, -1)
-    return [(part.contiguous(), offset + i * part.size(-1)) for i, part in enumerate(parts)]
+    return [(in_own_memory(part), offset + i * part.size(-1)) for i, part in enumerate(parts)]
 
 
 def _statistics_operator(logits, target, offset, ignore_index, smoothing):

@@ -10,8 +10,8 @@ def dropout_mask(rules: Rules, batch: int, heads: int, query: torch.Tensor, key:
     counters = (
         key.view(1, 1, 1, -1),
         query.view(1, 1, -1, 1),
-        (torch.arange(heads) + rules.head_start).view(1, -1, 1, 1),
-        torch.arange(batch).view(-1, 1, 1, 1),
+        (torch.arange(heads, device=key.device) + rules.head_start).view(1, -1, 1, 1),
+        torch.arange(batch, device=key.device).view(-1, 1, 1, 1),
     )
     return philox(torch.broadcast_tensors(*counters), rules.seed) >= round(rules.dropout * 2**32)
 

@@ -192,20 +192,23 @@ def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tens
 
 
 def _sum_by_kernel(a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tensor:
-    """Return a @ b as `product_sum`, by one launch for each leaf; every second one adds to the leaf before it."""
+    """Return a @ b as `product_sum`, by one launch for each leaf; every second one adds to the leaf before it.
+
+    A leaf may be aligned in another way than the whole, and has a tile of its own with the same block.
+    """
     from weft.kernels.matmul import matmul
     from weft.kernels.matmul_tiles import tile_of_any_size
 
     depth = a.size(1)
     if depth % leaves:
         raise ValueError(f"invariant: a depth of {depth} does not divide into {leaves} leaves")
-    tile, each = tile_of_any_size(a, b), depth // leaves
+    each = depth // leaves
 
     def total(low: int, high: int, before: torch.Tensor | None = None) -> torch.Tensor:
         if high - low == 1:
-            place = slice(low * each, high * each)
-            out, _ = matmul(a[:, place], b[place], addend=before, out=before, out_dtype=torch.float32, config=tile)
-            return out
+            x, y = a[:, low * each : high * each], b[low * each : high * each]
+            tile = tile_of_any_size(x, y)
+            return matmul(x, y, addend=before, out=before, out_dtype=torch.float32, config=tile)[0]
         middle = _middle(low, high)
         left = total(low, middle)
         return total(middle, high, left) if high - middle == 1 else left.add_(total(middle, high))
@@ -244,6 +247,17 @@ class BatchedProductFunction(torch.autograd.Function):
 
 def _of_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack([multiply(*pair) for pair in zip(a, b, strict=True)])
+
+
+def in_own_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return x contiguous, and at 16 bytes where kernels run: a part of a tensor begins elsewhere on fewer ranks.
+
+    On GPUs kernels, cuBLAS and ATen choose their code, and lanes their elements, by the alignment.
+    """
+    aligned = x.storage_offset() * x.element_size() % 16 == 0 or not kernel_choice.on_kernel(x.device)
+    if x.is_contiguous() and aligned:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class ContiguousGradFunction(torch.autograd.Function):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from weft.kernels.attention_rules import Positions, Rules
+from weft.ops.invariant import in_own_memory
 from weft.ops.ring_attention import RingAttentionFunction, RingSchedule
 
 
@@ -47,5 +48,5 @@ def unit_attention(
         own = replace(rules, head_start=rules.head_start + heads.start)
         schedule = RingSchedule(NoRing(), own, (queries,), (keys,), of_queries, of_keys, ((True,),))  # type: ignore[arg-type]
         of_heads = None if sinks is None else sinks[heads]
-        outs.append(RingAttentionFunction.apply(*(x.contiguous() for x in parts), of_heads, schedule))
+        outs.append(RingAttentionFunction.apply(*map(in_own_memory, parts), of_heads, schedule))
     return torch.cat(outs, 1)

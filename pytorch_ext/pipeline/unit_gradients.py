@@ -98,9 +98,9 @@ class UnitGradients:
     @contextmanager
     def without_draws(self, name: str) -> Iterator[None]:
         """Note a layer that draws random numbers in another way than by `UnitDraws`: one process would draw others."""
-        before = torch.get_rng_state()
+        before = _rng_states()
         yield
-        if not torch.equal(before, torch.get_rng_state()):
+        if not all(map(torch.equal, before, _rng_states())):
             self._note(f"{name} draws random numbers")
 
     @torch.no_grad()
@@ -150,6 +150,11 @@ class UnitGradients:
         for number in sorted(parts, reverse=True):
             total = parts[number] if total is None else total + parts[number]
         return total
+
+
+def _rng_states() -> list[torch.Tensor]:
+    """Return the states of the host's generator and of that of the GPU in use."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _of_all_ranks(notes: Mapping[str, None], groups: Sequence[Communicator]) -> list[str]:

@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from weft.context_parallel.shared_sequence import NATIVE, SharedSequence
 from weft.nn.dropout import SEVERAL
 from weft.ops import invariant
-from weft.ops.attention import attention
-from weft.ops.attention_chunk import uses_kernel
+from weft.ops.attention import attention, takes_kernel
 from weft.rng import UnitDraws
 from weft.tensor_parallel.auto import AutomaticPlan
 from weft.tensor_parallel.styles import kind_of
@@ -70,17 +69,19 @@ class InAnyShape(UnitDraws):
             return self._one_call(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if attn_mask is None and not dropout_p and query.numel() and uses_kernel(query):
-            q, k, v = (part.flatten(0, -4) if part.dim() > 3 else part.unsqueeze(0) for part in (query, key, value))
-            return attention(q, k, v, causal=is_causal, scale=scale).view(*query.shape[:-1], value.size(-1))
+        if attn_mask is None and not dropout_p and takes_kernel(query, key, value):
+            whole = map(invariant.in_own_memory, (query, key, value))
+            q, k, v = (part.flatten(0, -4) if part.dim() > 3 else part.unsqueeze(0) for part in whole)
+            y = attention(q, k, v, causal=is_causal, scale=scale).view(*query.shape[:-1], value.size(-1))
+            return invariant.ContiguousGradFunction.apply(y)
         together = query.size(-3) // max(1, key.size(-3))
         parts = []
         of_heads = query.split(together, -3), key.split(1, -3), value.split(1, -3)
         for head, own in enumerate(zip(*of_heads, strict=True)):
             mask = attn_mask
             if mask is not None and mask.dim() > 2 and mask.size(-3) > 1:
-                mask = mask.narrow(-3, head * together, together).contiguous()
-            q, k, v = (part.contiguous() for part in own)
+                mask = invariant.in_own_memory(mask.narrow(-3, head * together, together))
+            q, k, v = map(invariant.in_own_memory, own)
             y = self._one_call(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=together > 1)
             parts.append(invariant.ContiguousGradFunction.apply(y))
         return torch.cat(parts, -3) if parts else query.new_empty(*query.shape[:-1], value.size(-1))

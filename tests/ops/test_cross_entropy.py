@@ -10,7 +10,7 @@ from same_bits import by_kernels, interpreted
 import weft
 from weft.comm.registry import communicator
 from weft.kernels import launch
-from weft.ops import kernel_choice
+from weft.ops import cross_entropy, kernel_choice
 from weft.ops.cross_entropy import fused_cross_entropy
 from weft.testing import reference
 from weft.testing.ranks import run_ranks
@@ -254,6 +254,14 @@ def test_the_loss_in_units_has_the_bits_of_one_rank(units, worlds, dtype, smooth
     for world in worlds:
         for found in run_ranks(loss_in_units, world, units, dtype, smoothing):
             assert all(map(torch.equal, found, of_one))
+
+
+@pytest.mark.kernel
+def test_units_of_one_row_begin_at_16_bytes_as_on_a_rank_that_has_no_other():
+    logits = torch.randn(1, 4 * 4099)
+    with by_kernels():
+        for part, offset in cross_entropy._parts(logits, 0, 4):
+            assert part.data_ptr() % 16 == 0 and torch.equal(part, logits[:, offset : offset + 4099])
 
 
 @interpreted

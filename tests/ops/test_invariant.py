@@ -12,6 +12,7 @@ from torch import nn
 import weft
 from weft import _C
 from weft.comm.registry import communicator
+from weft.kernels import launch
 from weft.ops import invariant
 from weft.ops.activation import ACTIVATIONS
 from weft.tensor_parallel.invariant_plan import InAnyShape
@@ -114,6 +115,28 @@ def test_kernels_add_leaves_as_the_cpus_product_does(leaves, dtype, device):
             assert torch.equal(part, whole[rows, columns])
         with pytest.raises(ValueError, match="does not divide into"):
             invariant.product_sum(a.to(device), b.to(device), 7 * leaves + 1)
+
+
+@pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_take_one_block_for_all_sizes_and_alignments(architecture, dtype):
+    blocks = set()
+    for rows, each, columns, leaves in (
+        (1, 2, 8, 8),
+        (37, 6, 29, 4),
+        (4096, 12, 1000, 3),
+        (512, 16, 4096, 8),
+        (9, 5000, 64, 1),
+    ):
+        for turned in (False, True):
+            a = torch.empty(rows, each * leaves, dtype=dtype, device="meta")
+            b = torch.empty(columns, each * leaves, dtype=dtype, device="meta").t()
+            with launch.recording(architecture) as launches:
+                invariant._sum_by_kernel(*((b.t(), a.t()) if turned else (a, b)), leaves)
+            assert len(launches) == leaves
+            blocks |= {tuple(one.constants[f"BLOCK_{letter}"] for letter in "MNK") for one in launches}
+    # Without a tensor core (fp32) an element is one chain of multiply-adds over BLOCK_K, whatever the other two are.
+    assert len({block[2] for block in blocks} if dtype == torch.float32 else blocks) == 1
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 6, 8, 12, 24])
@@ -391,6 +414,21 @@ def test_heads_attend_alike_by_kernels(dtype, masked, device):
     exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, value)), is_causal=True, enable_gqa=True)
     atol = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(whole[0].flatten(1, 2).double(), exact, atol=atol, rtol=0)
+
+
+@pytest.mark.kernel
+def test_attention_that_the_kernel_does_not_take_is_atens(device):
+    for shapes in (
+        ((2, 4, 5, 300), (2, 4, 5, 300)),  # the largest head of the kernel has 256 elements
+        ((2, 4, 5, 8), (1, 4, 5, 8)),  # one batch for all
+        ((2, 0, 5, 8), (2, 0, 5, 8)),
+        ((4, 5, 8), (4, 5, 8)),
+    ):
+        query, key = (torch.randn(shape, device=device) for shape in shapes)
+        with by_kernels(), InAnyShape():
+            y = F.scaled_dot_product_attention(query, key, key, is_causal=True)
+        exact = F.scaled_dot_product_attention(query.double(), key.double(), key.double(), is_causal=True)
+        torch.testing.assert_close(y.double(), exact, atol=1e-5, rtol=1e-5)
 
 
 class Drops(nn.Module):
