@@ -144,12 +144,16 @@ def tile_of_any_size(a: torch.Tensor, b: torch.Tensor) -> MatmulConfig:
     Operands that are not aligned have tiles of their own; it is the largest block that both kinds have. In fp32 there
     is none: every element is one chain of multiply-adds in any block.
     """
-    architecture = launch.architecture_of(a.device)
-    kinds = [listed(architecture, a.dtype, narrow) for narrow in (False, True)]
-    blocks = [{(tile.block_m, tile.block_n, tile.block_k) for tile in kind} for kind in kinds]
-    tiles = kinds[problem_of(a, b).narrow]
-    common = [t for t in tiles if (t.block_m, t.block_n, t.block_k) in blocks[0] & blocks[1]]
-    return (common or tiles)[0]
+    return _tile_of_any_size(launch.architecture_of(a.device), a.dtype, not are_aligned(a, b))
+
+
+@lru_cache
+def _tile_of_any_size(architecture: str, dtype: torch.dtype, narrow: bool) -> MatmulConfig:
+    def blocks(tiles: Sequence[MatmulConfig]) -> list[tuple[int, int, int]]:
+        return [(tile.block_m, tile.block_n, tile.block_k) for tile in tiles]
+
+    tiles, others = (listed(architecture, dtype, kind) for kind in (narrow, not narrow))
+    return next((tile for tile in tiles if blocks([tile])[0] in blocks(others)), tiles[0])
 
 
 def listed(

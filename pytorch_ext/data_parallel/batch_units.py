@@ -428,7 +428,7 @@ class _UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, batch: _Batch, unit: int, token, *parameters):
-        ctx.batch, ctx.unit, ctx.device = batch, unit, token.device
+        ctx.batch, ctx.unit = batch, unit
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
@@ -436,7 +436,7 @@ class _UnitFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, *gradients):
         ctx.batch.put(ctx.unit, gradients)
-        return None, None, torch.zeros((), device=ctx.device), *[None] * len(gradients)
+        return None, None, torch.zeros((), device=ctx.batch._device), *[None] * len(gradients)
 
 
 class _JoinFunction(torch.autograd.Function):

@@ -133,8 +133,9 @@ def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:
     layouts = ("nn", "nt") if layer.transposed else ("nt", "nn")
     if layer.place.units is not None:
         reason = f"an element has the same bits in any shape; sums over {layer.place.units.total} units are trees"
-        how = "weft kernel" if kernel_choice.on_kernel(weight.device) else "weft CPU product"
-        computed = dict.fromkeys(("forward", "dgrad", "wgrad"), ProductReport(how, reason))
+        by_kernel = weight.is_cuda or kernel_choice.on_kernel(weight.device)
+        same = ProductReport("weft kernel" if by_kernel else "weft CPU product", reason)
+        computed = dict.fromkeys(("forward", "dgrad", "wgrad"), same)
     else:
         computed = {
             "forward": _product(tokens, n, k, layouts[0], weight, fused),

@@ -87,9 +87,8 @@ def drop_in_units(
     """
     dim, size = drops or (split_dim(input.dim()), ranks.world_size * input.size(split_dim(input.dim())))
     apart = input.unflatten(dim, (-1, size // ranks.world_size))
-    parts = _each_unit(ranks, units, apart, dim=dim + 1)
     # CUDA's dropout gives the elements of a view other numbers than those of a tensor with memory of its own.
-    ys = [F.dropout(in_own_memory(x) if x.is_cuda else x, p, training) for (x,) in parts]
+    ys = [F.dropout(in_own_memory(x), p, training) for (x,) in _each_unit(ranks, units, apart, dim=dim + 1)]
     y = torch.cat(ys, dim + 1).flatten(dim, dim + 1)
     return input.copy_(y) if inplace else y
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from same_bits import assert_same_bits, by_kernels, interpreted, make_model
+from interpreter import by_kernels, in_the_interpreter
+from same_bits import assert_same_bits, make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -159,7 +160,7 @@ def train_a_model(rank, family, attention, kind, dp, steps):
     return found
 
 
-@interpreted
+@in_the_interpreter
 @pytest.mark.kernel
 @slow
 def test_a_model_by_kernels_trains_to_the_same_bits_on_any_mesh():

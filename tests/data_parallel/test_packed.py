@@ -1,11 +1,11 @@
 """Buckets that weft's kernels pack and finish, as on GPUs: in Triton's interpreter, with the laws of the other tests."""
 
-import os
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import in_the_interpreter
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -19,10 +19,7 @@ from weft.testing import reference
 from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.kernel,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="these ranks have CPU tensors"),
-]
+pytestmark = [pytest.mark.kernel, in_the_interpreter]
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,6 @@
-"""Small models of transformers, products by kernels, and the comparison of bits, for tests of `invariant`."""
+"""Small models of transformers, and the comparison of bits, for tests of `invariant`."""
 
-import os
-from contextlib import contextmanager
-from unittest import mock
-
-import pytest
 import torch
-
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes in the interpreter"
-)
 
 
 def make_model(family, attention, **options):
@@ -42,23 +33,3 @@ def assert_same_bits(of_one, of_ranks):
         assert found.keys() == of_one.keys()
         different = [name for name, value in of_one.items() if not torch.equal(value, found[name])]
         assert not different
-
-
-@contextmanager
-def by_kernels():
-    """Prefer weft's kernels; in Triton's interpreter every element of a tile is one chain of additions over the depth.
-
-    On a GPU too an element's place in a tile changes no bit. The interpreter's own tl.dot is BLAS's, where it does.
-    """
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    from weft.ops import kernel_choice
-
-    def dot(self, a, b, d, *_):
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(total.dtype) * b.data[None, k].astype(total.dtype)
-        return TensorHandle(total, d.dtype.scalar)
-
-    with mock.patch.object(InterpreterBuilder, "create_dot", dot), kernel_choice.prefer("kernel"):
-        yield

@@ -58,11 +58,14 @@ def test_each_fault_is_named_and_fails_the_gate(tmp_path):
     assert "wgmma.mma_async instructions are serialized" in faults["serialises_its_products"]
     assert "wgmma.mma_async instructions are serialized" in faults["rewrites_registers_of_a_product"]
     assert re.fullmatch(r"(RED|ATOM)\S*F32\S* adds in any order", faults["adds_in_any_order"])
+    assert "7 variants, 7 with a fault" in done.stdout
+
+
+def test_sums_in_any_order_are_known_by_their_opcodes():
     for opcode in ("UTMAREDG.2D.ADD", "UBLKRED.G.S.ADD.F32.RN", "ATOMG.E.ADD.BF16x2.RN.STRONG.GPU", "RED.E.ADD.F64.RN"):
         assert check._ADDS_IN_ANY_ORDER.match(opcode), opcode
     for opcode in ("REDUX.MAX.F32", "RED.E.MAX.F32.STRONG.GPU", "ATOMG.E.ADD.STRONG.GPU", "ATOMG.E.CAS.STRONG.SYS"):
         assert not check._ADDS_IN_ANY_ORDER.match(opcode), opcode
-    assert "7 variants, 7 with a fault" in done.stdout
 
 
 OUTER_LOOP = """

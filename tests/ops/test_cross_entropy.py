@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from same_bits import by_kernels, interpreted
+from interpreter import by_kernels, in_the_interpreter
 
 import weft
 from weft.comm.registry import communicator
@@ -264,7 +264,7 @@ def test_units_of_one_row_begin_at_16_bytes_as_on_a_rank_that_has_no_other():
             assert part.data_ptr() % 16 == 0 and torch.equal(part, logits[:, offset : offset + 4099])
 
 
-@interpreted
+@in_the_interpreter
 @pytest.mark.kernel
 def test_the_loss_in_units_by_kernels_has_the_bits_of_one_rank():
     with by_kernels():

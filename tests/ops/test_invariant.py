@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from same_bits import DROPS, assert_same_bits, by_kernels, interpreted, make_model
+from interpreter import by_kernels, in_the_interpreter
+from same_bits import DROPS, assert_same_bits, make_model
 from torch import nn
 
 import weft
@@ -202,7 +203,7 @@ def test_layers_have_the_bits_of_one_rank(units, worlds, kind, dtype):
         assert_same_bits(of_one, run_ranks(train_an_mlp, world, units, kind, dtype))
 
 
-@interpreted
+@in_the_interpreter
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["sequence", "parts"])
 def test_layers_by_kernels_have_the_bits_of_one_rank(kind):
@@ -319,7 +320,7 @@ def test_models_drop_the_same_on_any_number_of_ranks_and_when_recomputed(family,
         assert_same_bits(of_one, run_ranks(train_a_model, world, family, attention, torch.float32, True, recompute))
 
 
-@interpreted
+@in_the_interpreter
 @pytest.mark.kernel
 @pytest.mark.slow("kernels", "pytorch_ext/ops", "pytorch_ext/tensor_parallel")
 @pytest.mark.parametrize("dtype", DTYPES[:2])

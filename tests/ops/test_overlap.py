@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from interpreter import in_the_interpreter
 
 import weft
 from weft.kernels import interpreted
@@ -14,10 +15,7 @@ from weft.ops import kernel_choice
 from weft.testing.peers import delay_meetings
 from weft.testing.ranks import run_ranks, try_ranks
 
-pytestmark = [
-    pytest.mark.kernel,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="ranks are processes in the interpreter"),
-]
+pytestmark = [pytest.mark.kernel, in_the_interpreter]
 
 
 def step(overlap, style, sequence_parallel, shape, dim, activation, dtype, frozen=False):
