@@ -546,7 +546,7 @@ def variants(architecture: str) -> None:
         attention_forward(q, k, v, rules, **options)
         attention_forward(q, k, v, rules, out_dtype=torch.float32, **options)
         attention_forward(q, k, v, rules, previous=state, **options)
-        attention_forward(q, k, v, rules, previous=state, out_dtype=torch.float32, **options)
+        attention_forward(q, k, v, rules, previous=state, out=state[0], **options)
 
     def backward(q, k, v, dout, lse, rules, **options):
         dq, dk, dv = (torch.empty_like(t, dtype=torch.float32) for t in (q, k, v))

@@ -3,7 +3,8 @@
 These are faults and make the exit status non-zero: a variant that does not compile, spilled registers that an innermost
 loop reloads or more than 256 bytes of them, more shared memory than a program may have, a dot that is not on the tensor
 cores of its architecture, products of Hopper that the assembler serialises or whose registers are touched before they
-end, floating-point numbers that are added in memory in any order, and a flag function without its memory order.
+end, floating-point numbers that are added in memory in any order, a store that may overtake another thread's load of
+the same memory, and a flag function without its memory order.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVa
     code = sass.parsed(machine_code.disassembled(machine.cubin, "nvdisasm", "-c"))
     wanted = TENSOR_CORE_INSTRUCTION[architecture]
     found = wanted if any(wanted in instruction.opcode for instruction in code.instructions) else "-"
-    faults = [*compiled.serialised]
+    faults = [*compiled.serialised, *filter(None, [compiled.overtakes])]
     if found == "HGMMA" and (early := wgmma.early_access(code)):
         faults.append(early)
     if spill := spills(code, compiled.spilled_bytes):

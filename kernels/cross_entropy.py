@@ -552,7 +552,8 @@ def _gradient_kernel(
     here = number - offset
     hit_here = kept & (here >= 0) & (here < columns) & ((here + lead) // BLOCK >= first)
     hit_here = hit_here & ((here + lead) // BLOCK < first + blocks_each)
-    z_here = tl.load(logits_row + here, mask=hit_here, other=0.0)  # in place, it is overwritten below
+    z_here = tl.load(logits_row + here, mask=hit_here, other=0.0)
+    tl.debug_barrier()  # every thread reads z_here, and in place the thread that has its column overwrites it below
 
     # As in the statistics, the blocks between the row's first and last need no mask.
     end = lead + columns
@@ -607,6 +608,7 @@ def variants(architecture: str) -> None:
                 vocabulary=128256,
                 ignore_index=-100,
                 smoothing=0.1,
+                out=logits,  # the same variant as with an out of its own, checked in place
             )
     target = empty(8, dtype=torch.int64)
     cross_entropy_statistics(empty(8, 128256), target, offset=0, ignore_index=-100, smoothing=True)

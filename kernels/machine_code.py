@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.cache import get_cache_key
 
-from weft.kernels import archive, launch, signature, variants
+from weft.kernels import archive, launch, signature, variants, write_after_read
 from weft.kernels.archive import Machine
 
 
@@ -39,6 +39,7 @@ class CompiledVariant:
     spilled_bytes: int
     needs_tensor_cores: bool
     serialised: list[str]  # the assembler's warnings of wgmma that wait for one another
+    overtakes: str  # the stores that may overtake a load of the same memory; see `write_after_read`
 
 
 def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVariant:
@@ -64,7 +65,8 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVarian
         profile_scratch_bytes=metadata.profile_scratch_size,
         cubin=built.asm["cubin"],
     )
-    return CompiledVariant(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]), serialised)
+    overtakes = write_after_read.fault(built.asm["ttgir"], signature.same_memory(recorded))
+    return CompiledVariant(machine, spilled_bytes, needs_tensor_cores(built.asm["ttir"]), serialised, overtakes)
 
 
 def assemble(recorded: launch.Launch, architecture: str) -> tuple[CompiledKernel, list[str]]:
@@ -134,7 +136,7 @@ def fix_addresses() -> bool:
 
 
 def _cache_key(recorded: launch.Launch, architecture: str) -> str:
-    """Return Triton's own key: of the kernel's source and all it refers to, signature, constants, options, Triton."""
+    """Return a key of Triton's own (source and all it refers to, signature, constants, options) and what is checked."""
     _hash_in_order()
     source, target, options = _to_compile(recorded, architecture)
     backend = make_backend(target)
@@ -142,7 +144,8 @@ def _cache_key(recorded: launch.Launch, architecture: str) -> str:
         settings = get_cache_invalidating_env_vars()
         key = get_cache_key(source, backend, backend.parse_options(dict(options)), settings)
     fields = " ".join(field.name for field in dataclasses.fields(CompiledVariant))
-    return hashlib.sha256(f"{key} {assembler_version(architecture)} {fields}".encode()).hexdigest()
+    given = f"{key} {assembler_version(architecture)} {fields} {signature.same_memory(recorded)}"
+    return hashlib.sha256(given.encode()).hexdigest()
 
 
 @lru_cache

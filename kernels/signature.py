@@ -52,6 +52,16 @@ def memory_of(argument) -> torch.Tensor:
     return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
+def same_memory(recorded: Launch) -> list[list[str]]:
+    """Return the names of the arguments that are one tensor, for each tensor that is several."""
+    names = [name for name in recorded.kernel.arg_names if name not in recorded.constants]
+    groups: dict[int, list[str]] = {}
+    for name, argument in zip(names, recorded.arguments, strict=False):
+        if is_memory(argument):
+            groups.setdefault(memory_of(argument).untyped_storage()._cdata, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
 def type_of(name: str, value) -> str:
     """Return the argument's type in a signature of Triton.
 

@@ -66,6 +66,13 @@ def adds_in_any_order(x, y):
 
 
 @triton.jit
+def overtakes(x, y):
+    first = tl.load(x)
+    i = tl.arange(0, 1024)
+    tl.store(y + i, tl.load(x + i) - first)
+
+
+@triton.jit
 def does_not_compile(x, y):
     tl.store(y + tl.arange(0, 3), tl.load(x + tl.arange(0, 3)))
 
@@ -83,4 +90,5 @@ def variants(architecture: str) -> None:
         launch.launch(serialises_its_products, (1,), a, b, fp32, 64, 64, N=128, warps=8, stages=3)
         launch.launch(rewrites_registers_of_a_product, (1,), a, b, fp32, 64, N=128, warps=8, stages=3)
     launch.launch(adds_in_any_order, (8,), fp32, fp32)
+    launch.launch(overtakes, (1,), fp32, fp32)
     launch.launch(does_not_compile, (1,), fp32, fp32)
