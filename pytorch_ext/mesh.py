@@ -20,7 +20,7 @@ def init_mesh(
     dimension; `expert_mesh` returns the ranks in this order.
 
     The call starts the process group if none is up: from torchrun's environment, or with one rank if there is no such
-    environment. The backend is "weft" on CPU and "nccl" on CUDA.
+    environment. The backend is "weft" on CPU and "cpu:weft,cuda:nccl" on CUDA.
 
     Args:
         pp, dp, cp, tp: ranks along each dimension; their product must be the number of ranks.
@@ -87,7 +87,8 @@ def ranks_of_experts(mesh: DeviceMesh):
 
 
 def _start(device_type: str) -> None:
-    backend = "weft" if device_type == "cpu" else "nccl"
+    # The hosts' own group carries sizes, seeds and errors; over NCCL each exchange would wait for the GPU.
+    backend = "weft" if device_type == "cpu" else "cpu:weft,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:

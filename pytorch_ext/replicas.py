@@ -145,7 +145,8 @@ def _difference(ranks: Communicator, sums: dict[str, torch.Tensor]) -> str:
     """Describe the first tensor that differs between ranks; "" if there is none."""
     if not sums or ranks.world_size == 1:
         return ""
-    rows = ranks.all_gather(torch.stack(list(sums.values())).unsqueeze(0), 0, [1] * ranks.world_size)
+    own = torch.stack(list(sums.values())).unsqueeze(0)
+    rows = ranks.all_gather(own.to(ranks.device_of_numbers(own.device)), 0, [1] * ranks.world_size)
     for rank in range(1, ranks.world_size):
         different = (rows[rank] != rows[0]).nonzero().flatten().tolist()
         if different:

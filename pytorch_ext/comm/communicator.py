@@ -58,6 +58,15 @@ class Communicator:
         """Communicator for tensors in host memory: this one, or a part of it."""
         return self
 
+    def device_of_numbers(self, device: torch.device) -> torch.device:
+        """Return the device for a few numbers that the hosts exchange: the CPU, so that no host waits for its GPU.
+
+        Args:
+            device: where the numbers go if the group serves no tensors in host memory; then the CPU stands for the
+                rank's GPU.
+        """
+        return torch.device("cpu")
+
     def cuda_group(self) -> dist.ProcessGroup | None:
         """Return the group for CUDA tensors, which has its own store; None if no backend serves them.
 
@@ -207,7 +216,8 @@ class Communicator:
 
         Parts may differ in the size of their first dimension.
         """
-        rows = torch.tensor([[part.size(0) for part in parts]], device=parts[0].device)
+        where = self.device_of_numbers(parts[0].device)
+        rows = torch.tensor([[part.size(0) for part in parts]], device=where)
         counts = self.all_gather(rows, 0, [1] * self.world_size)[:, self.rank].tolist()
         outputs = [parts[0].new_empty([count, *parts[0].shape[1:]]) for count in counts]
         self.all_to_all_into(parts, outputs)
@@ -217,8 +227,7 @@ class Communicator:
         """Return the size of every rank's x along `dim`, in rank order."""
         if self.world_size == 1:
             return [x.size(dim)]
-        # Over the host's engine if there is one: otherwise the host must wait for the GPU.
-        device = torch.device("cpu") if self.engine is not None else x.device
+        device = self.device_of_numbers(x.device)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=device)
         self.all_gather_into(torch.tensor([x.size(dim)], device=device), list(sizes.split(1)))
         return sizes.tolist()

@@ -60,7 +60,9 @@ class DeviceCommunicator(Communicator):
         self._host: Communicator = (
             EngineCommunicator(group) if isinstance(group, WeftProcessGroup) else BackendCommunicator(group)
         )
-        self._backend_name = backends_of(group).get("cuda", "no backend")
+        backends = backends_of(group)
+        self._backend_name = backends.get("cuda", "no backend")
+        self._serves_host = "cpu" in backends
         self._device: torch.device | None = None
         self._backend: Communicator | None = None
         self._kernels: _Kernels | None = None
@@ -95,6 +97,11 @@ class DeviceCommunicator(Communicator):
     def low_latency_bytes(self) -> int:
         """The largest tensor of the algorithm low_latency; 0 if weft's kernels do not run."""
         return self._kernels.low_latency_bytes if self._kernels is not None else 0
+
+    def device_of_numbers(self, device: torch.device) -> torch.device:
+        if self._serves_host:
+            return torch.device("cpu")
+        return torch.device(_DEVICE_TYPE, torch.cuda.current_device()) if device.type == "cpu" else device
 
     def cuda_group(self) -> dist.ProcessGroup | None:
         return self.group.cuda_half() if isinstance(self.group, WeftProcessGroup) else self.group

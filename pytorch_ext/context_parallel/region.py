@@ -237,7 +237,7 @@ def agreed(caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | 
         signature += [(int(mark_of_bits(x)),) for x in (along if alike is None else alike)]
     odd = [tuple(x.shape) for x in along if x.size(dim) != length]
     own = [length, zlib.crc32(repr(signature).encode()), int(torch.randint(2**62, (1,))), len(odd)]
-    where = torch.device("cpu") if ranks.host is not ranks else along[0].device
+    where = ranks.device_of_numbers(along[0].device)
     rows = ranks.all_gather(torch.tensor([own], device=where), 0, [1] * ranks.world_size).tolist()
     lengths, marks, seeds, odds = zip(*rows, strict=True)
     if len(set(marks)) > 1:

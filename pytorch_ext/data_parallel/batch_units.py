@@ -158,7 +158,8 @@ class BatchUnits:
         wrong = [tensor for tensor in tensors if tensor.size(0) not in (1, size)]
         draws = any(part.training for part in self.module.modules())
         seed = int(torch.randint(2**62, (1,))) if draws else 0
-        own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]], device=self._device)
+        where = self.ranks.device_of_numbers(self._device)
+        own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]], device=where)
         notes = self.ranks.all_gather(own, 0, [1] * self.ranks.world_size).cpu()
         threads = notes[:, 2].tolist()
         if len(set(threads)) > 1:
@@ -294,7 +295,7 @@ class UnitSums:
     def __init__(self, units: Units, ranks: Communicator, named: Mapping[str, torch.Tensor], chunk_bytes: int):
         self.units, self.ranks, self._chunk_bytes = units, ranks, chunk_bytes
         self.names, self.trained = list(named), list(named.values())
-        self._device = next((parameter.device for parameter in self.trained), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in self.trained), torch.device("cpu"))
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in self.trained]
         self.begin()
 
@@ -325,7 +326,7 @@ class UnitSums:
             if unit not in self.tree:  # no output of this unit takes part in the loss
                 self.absent += 1
                 self.tree.put(unit, [None] * len(self.trained))
-        counts = self.ranks.all_reduce_(self.absent.to(self._device)).tolist()
+        counts = self.ranks.all_reduce_(self.absent.to(self.ranks.device_of_numbers(self.device))).tolist()
         return ", ".join(f"{name!r} in {count}" for name, count in zip(self.names, counts, strict=True) if count)
 
     def total(self) -> list[torch.Tensor]:
@@ -411,7 +412,7 @@ class _BatchFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, batch: _Batch, *parameters):
         ctx.batch = batch
-        return torch.zeros((), device=batch._device)
+        return torch.zeros((), device=batch.device)
 
     @staticmethod
     @first_order
@@ -436,7 +437,7 @@ class _UnitFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, *gradients):
         ctx.batch.put(ctx.unit, gradients)
-        return None, None, torch.zeros((), device=ctx.batch._device), *[None] * len(gradients)
+        return None, None, torch.zeros((), device=ctx.batch.device), *[None] * len(gradients)
 
 
 class _JoinFunction(torch.autograd.Function):

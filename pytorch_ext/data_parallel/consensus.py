@@ -144,21 +144,55 @@ def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
 
 
 class ErrorConsensus:
-    """Exchange of errors between ranks at the end of each backward."""
+    """Exchange of errors between ranks at the end of each backward.
+
+    A group of GPUs alone carries the exchange on the GPU. Its result is then read at the start of the next backward,
+    because the host would otherwise wait for the GPU in every step. The rank with the error raises it at once.
+    """
 
     def __init__(self, ranks: Communicator, device: torch.device):
-        on_host = ranks.engine is not None or device.type == "cpu"
-        self._ranks = ranks.host if on_host else ranks
-        self._failed = torch.zeros(1, dtype=torch.int32, device="cpu" if on_host else device)
+        self._ranks = ranks
+        self._failed = torch.zeros(1, dtype=torch.int32, device=ranks.device_of_numbers(device))
+        self._read_later = self._failed.is_cuda
+        self._later = torch.zeros(1, dtype=torch.int32, pin_memory=self._read_later)
+        self._copied = torch.cuda.Event() if self._read_later else None
 
-    def any_failed(self, failed: bool) -> bool:
-        """Return whether any rank has an error. A collective call."""
-        self._failed.fill_(failed)
-        return bool(self._ranks.all_reduce_(self._failed, dist.ReduceOp.MAX))
+    def check(self, backward: int, errors: BackwardErrors) -> None:
+        """Raise the errors of all ranks in this backward. A collective call.
 
-    def explain(self, backward: int, errors: BackwardErrors) -> str:
-        """Return the errors of all ranks as one text, the same on every rank. A collective call."""
-        gathered: list[BackwardErrors] = self._ranks.all_gather_object(errors)
+        Raises:
+            RuntimeError: some rank has an error.
+        """
+        failed = bool(errors.unused or errors.problems)
+        self._failed.fill_((self._ranks.rank + 1) * failed)
+        self._ranks.all_reduce_(self._failed, dist.ReduceOp.MAX)
+        if not self._read_later:
+            if self._failed:
+                raise RuntimeError(self._text(backward, self._ranks.all_gather_object(errors)))
+            return
+        self._later.copy_(self._failed, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        if failed:
+            everyone = [BackwardErrors([], [])] * self._ranks.world_size
+            everyone[self._ranks.rank] = errors
+            raise RuntimeError(self._text(backward, everyone))
+
+    def check_earlier(self, backward: int) -> None:
+        """Raise the error of another rank in the backward before this one, if it was not read then.
+
+        Raises:
+            RuntimeError: some rank had an error; its own message says which.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._later:
+            raise RuntimeError(
+                f"DataParallel, backward {backward}: rank {int(self._later) - 1} has an error, which its message names"
+            )
+
+    def _text(self, backward: int, gathered: list[BackwardErrors]) -> str:
+        """Return the errors of all ranks as one text."""
         unused: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(gathered):
             for name in of_rank.unused:

@@ -57,7 +57,8 @@ class DataParallel(nn.Module, Joinable):
             write a parameter elsewhere. `parameters()` of this wrapper, state_dicts and checkpoints wait by themselves.
             Use broadcast_buffers=False if the module has buffers, or forward waits for all parameters at once.
         unused_parameters: "error" raises on every rank, at the end of backward, and names the parameters that got no
-            gradient on some rank; "zero" counts such gradients as zeros.
+            gradient on some rank; "zero" counts such gradients as zeros. If the group serves GPUs alone ("nccl"), only
+            that rank raises then; the others raise as their next backward begins and name the rank.
         main_grad: add gradients up in fp32 `parameter.main_grad` instead of `.grad`. weft.ParallelLinear adds its
             products straight to it, and `model.zero_grad()` zeroes it. With shard_optimizer the optimizer steps fp32
             copies of the parameters with these gradients.
@@ -436,8 +437,8 @@ class DataParallel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Device of the module, for torch's Join."""
-        return next(self.module.parameters()).device
+        """Device of what torch's Join and its hooks exchange."""
+        return self.ranks.device_of_numbers(next(self.module.parameters()).device)
 
     @property
     def join_process_group(self):

@@ -156,6 +156,7 @@ class Reducer:
     def _begin(self) -> None:
         if self._task is not None:
             self._abandon()
+        self._consensus.check_earlier(self.backwards)
         for slot in self.slots:
             if isinstance(slot.parameter.grad, GradientElsewhere):
                 slot.parameter.grad = None
@@ -337,8 +338,7 @@ class Reducer:
             wait()
         unused_names = [slot.name for slot in unused] if self._unused == "error" else []
         errors = BackwardErrors(unused_names, self._problems)
-        if self._consensus.any_failed(bool(errors.unused or errors.problems)):
-            raise RuntimeError(self._consensus.explain(self.backwards, errors))
+        self._consensus.check(self.backwards, errors)
         for slot in trained:
             slot.reduced = True
         if self.owner is not None:

@@ -97,11 +97,11 @@ class Branches(PlacedModules):
 
     def _concatenated(self, outputs: dict[int, torch.Tensor], dim: int) -> torch.Tensor:
         joined = torch.cat(list(outputs.values()), dim)
-        sizes = torch.zeros(len(self.assignment), dtype=torch.int64)
+        where = self.communicator.device_of_numbers(joined.device)
+        sizes = torch.zeros(len(self.assignment), dtype=torch.int64, device=where)
         for number, output in outputs.items():
             sizes[number] = output.size(dim)
-        on_host = self.communicator.host is not self.communicator or not joined.is_cuda
-        sizes = self.communicator.all_reduce_(sizes if on_host else sizes.to(joined.device))
+        sizes = self.communicator.all_reduce_(sizes)
         ends = list(pairwise(accumulate(sizes.tolist(), initial=0)))
         ranks = range(self.communicator.world_size)
         cut = Cut.of([[ends[n] for n, owner in enumerate(self.assignment) if owner == rank] for rank in ranks])

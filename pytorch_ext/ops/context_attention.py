@@ -335,8 +335,7 @@ def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tu
 
 def _gather_rows(local: list[int], outer: Communicator, inner: Communicator | None, device) -> list[list[int]]:
     """Return every rank's numbers, in rank order."""
-    where = torch.device("cpu") if outer.host is not outer or device.type == "cpu" else device
-    table = torch.tensor([local], device=where)
+    table = torch.tensor([local], device=outer.device_of_numbers(device))
     for ranks in (inner, outer):
         if ranks is not None and ranks.world_size > 1:
             table = ranks.all_gather(table, 0, [table.size(0)] * ranks.world_size)

@@ -74,7 +74,8 @@ class Relay:
         """Run the model's forward, on every rank, with the random numbers of the first rank."""
         refuse_records(model, named)
         self.token = torch.zeros((), requires_grad=True)
-        seed = self.ranks.broadcast_(torch.randint(2**62, (1,)).to(self.device), 0)
+        where = self.ranks.device_of_numbers(self.device)
+        seed = self.ranks.broadcast_(torch.randint(2**62, (1,)).to(where), 0)
         with random_numbers_of(int(seed), self.device), _Outside(self):
             return model(*inputs, **named)
 

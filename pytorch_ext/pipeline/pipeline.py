@@ -360,7 +360,7 @@ class Pipeline(nn.Module):
 
     def _check_units(self, total: int, given: tuple) -> None:
         batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
-        check_alike(total, batch, self._shared_by)
+        check_alike(total, batch, self._shared_by, self._device)
 
     def _gradients_of_units(self, units: Units) -> UnitGradients:
         """Return where this step's stages leave their gradients."""
@@ -422,7 +422,7 @@ class Pipeline(nn.Module):
             *begun, _ = self._begun_alone(given, targets)
             torch.set_rng_state(before)
             own = any(part.training for part in self.modules()), int(torch.randint(2**62, (1,)))
-            found = torch.tensor([own])
+            found = torch.tensor([own], device=self._ranks.device_of_numbers(self._device))
             for ranks in self._shared_by:
                 found = ranks.all_gather(found, 0, [len(found)] * ranks.world_size)
             trains = bool(found[:, 0].any())
@@ -433,7 +433,8 @@ class Pipeline(nn.Module):
 
     def _begun_alone(self, given: tuple, targets: torch.Tensor | None) -> tuple:
         if self._forward is not None:  # the code between layers must draw alike on every stage
-            seed = self._ranks.broadcast_(torch.randint(2**62, (1,)).to(self._device), 0)
+            where = self._ranks.device_of_numbers(self._device)
+            seed = self._ranks.broadcast_(torch.randint(2**62, (1,)).to(where), 0)
             parts = () if targets is None else targets.chunk(self._microbatches)
             return list(given), parts, int(seed)
         alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # read on this rank

@@ -83,7 +83,8 @@ class Ties:
         for place in range(max(map(len, of_rank.values()))):
             mine = of_rank[self.ranks.rank][place:][:1]
             part = next((own[stage] for stage in mine if stage in own), None)
-            used = self._exchange(tie, torch.tensor([part is not None], dtype=torch.int32))
+            where = self.ranks.device_of_numbers(like.device)
+            used = self._exchange(tie, torch.tensor([part is not None], dtype=torch.int32, device=where))
             parts = self._exchange(tie, torch.zeros_like(like) if part is None else part)
             for rank, is_used, whole in zip(tie.holders, used, parts, strict=True):
                 if is_used:

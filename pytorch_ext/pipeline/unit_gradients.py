@@ -132,7 +132,7 @@ class UnitGradients:
         absences = [text for sums in everything if (text := sums.absences())]
         if absences:
             self._note(f"parameters got no gradient in some of the units: {', '.join(absences)}")
-        if found := _of_all_ranks(self.problems, groups):
+        if found := _of_all_ranks(self.problems, groups, self._shared.device):
             raise RuntimeError(
                 f"Pipeline: invariant={self._shared.units.total}: {'; '.join(found)}. One process would compute other "
                 "bits, or refuse it: change these layers, or cut elsewhere (balance=[...])"
@@ -157,9 +157,9 @@ def _rng_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-def _of_all_ranks(notes: Mapping[str, None], groups: Sequence[Communicator]) -> list[str]:
+def _of_all_ranks(notes: Mapping[str, None], groups: Sequence[Communicator], device: torch.device) -> list[str]:
     """Return the notes of all ranks of all groups. A collective call."""
-    count = torch.tensor([len(notes)])
+    count = torch.tensor([len(notes)], device=groups[0].device_of_numbers(device))
     for ranks in groups:
         ranks.all_reduce_(count)
     for ranks in groups if count else ():
@@ -167,16 +167,16 @@ def _of_all_ranks(notes: Mapping[str, None], groups: Sequence[Communicator]) -> 
     return list(notes)
 
 
-def check_alike(units: int, batch: int, groups: Sequence[Communicator]) -> None:
+def check_alike(units: int, batch: int, groups: Sequence[Communicator], device: torch.device) -> None:
     """Check that all ranks have batches of one size, and compute in as many threads. A collective call.
 
     Raises:
         ValueError: they do not; on every rank.
     """
-    found = torch.tensor([[batch, torch.get_num_threads()]])
+    found = torch.tensor([[batch, torch.get_num_threads()]], device=groups[0].device_of_numbers(device))
     for ranks in groups:
         found = ranks.all_gather(found, 0, [len(found)] * ranks.world_size)
-    for of_ranks, thing in zip(found.unique(dim=0).t().tolist(), ("batches", "threads"), strict=True):
+    for of_ranks, thing in zip(found.cpu().unique(dim=0).t().tolist(), ("batches", "threads"), strict=True):
         if len(set(of_ranks)) > 1:
             numbers = ", ".join(map(str, sorted(set(of_ranks))))
             raise ValueError(
