@@ -96,7 +96,7 @@ def attention_forward(
         config: an explicit tile configuration; by default the table's, else the heuristic's.
 
     Returns:
-        (out, lse fp32 [B, H, Sq]).
+        (out, lse fp32 [B, H, Sq]). A new out has its dimensions in memory in the order of q's.
 
     Raises:
         ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
@@ -110,7 +110,7 @@ def attention_forward(
     chunk = _Chunk(op, q, k, v, rules, query_positions, key_positions, query_documents, key_documents)
     chunk.make_scale_positive()
     if out is None:
-        out = launch.empty((*q.shape[:3], v.size(3)), out_dtype or q.dtype, q.device)
+        out = launch.empty_in_order(q, v.size(3), out_dtype or q.dtype)
     launch.check_memory(op, q=q, out=out, previous_out=previous_out, previous_lse=previous_lse)
     launch.check_shape(op, (*q.shape[:3], v.size(3)), out=out, previous_out=previous_out)
     launch.check_shape(op, q.shape[:3], previous_lse=previous_lse)
@@ -193,7 +193,7 @@ def attention_backward(
     Args:
         dout: [B, H, Sq, Dv], of q's type.
         lse, delta: [B, H, Sq] fp32, of the whole attention over all chunks of keys.
-        dq, dk, dv: fp32 buffers to add to; new tensors of the inputs' type by default.
+        dq, dk, dv: fp32 buffers to add to; new tensors of the inputs' type and order of dimensions by default.
 
     Raises:
         ValueError, TypeError: the kernels do not take an argument. Raised before any launch.
@@ -214,7 +214,7 @@ def attention_backward(
         raise ValueError(f"{op}: dk and dv are added to together; give both or neither")
     add_q, add_kv = dq is not None, dk is not None
     dq, dk, dv = (
-        given if given is not None else launch.empty(like.shape, like.dtype, like.device)
+        given if given is not None else launch.empty_in_order(like, like.size(3), like.dtype)
         for given, like in ((dq, q), (dk, k), (dv, v))
     )
     lse, delta = lse.contiguous(), delta.contiguous()

@@ -10,6 +10,7 @@ compiles it, with one warning for each kernel. WEFT_NO_JIT=1 makes that an error
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -101,6 +102,16 @@ def is_recording() -> bool:
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a new tensor, not initialised, that `observing` sees."""
     return allocated(torch.empty(shape, dtype=dtype, device=device))
+
+
+def empty_in_order(like: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor with the shape of `like` but its last size, and the other dimensions in the same order.
+
+    So attention of views of [batch, sequence, heads, head_dim] gives such views, and whoever reads them copies nothing.
+    """
+    order = sorted(range(like.dim() - 1), key=lambda dim: -like.stride(dim) or -sys.maxsize)  # an expanded one first
+    shape, order = (*like.shape[:-1], width), (*order, like.dim() - 1)
+    return allocated(torch.empty_permuted(shape, order, dtype=dtype, device=like.device))
 
 
 def allocated(tensor: torch.Tensor) -> torch.Tensor:

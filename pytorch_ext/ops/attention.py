@@ -5,7 +5,8 @@ Sequence parallelism calls the operators between its collectives. `attention` is
 
 import torch
 
-from weft.ops.attention_chunk import uses_kernel
+from weft.ops.attention_chunk import readable, uses_kernel
+from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.backward import first_order
 from weft.ops.library import register
 
@@ -35,6 +36,8 @@ def attention(
 ) -> torch.Tensor:
     """Return softmax(scale q k.T, masked) v, computed by weft's kernel; differentiable and deterministic.
 
+    Under torch.autocast, q, k and v are cast as for torch's scaled_dot_product_attention.
+
     Args:
         q: [batch, heads, sequence, head_dim], bf16 or fp16.
         k: [batch, kv_heads, sequence_k, head_dim]; heads is a multiple of kv_heads.
@@ -49,7 +52,8 @@ def attention(
         seed: seed of the dropout mask.
 
     Returns:
-        [batch, heads, sequence, head_dim of v], in q's type. Rows that see no key are 0.
+        [batch, heads, sequence, head_dim of v], in q's type and its order of dimensions in memory. Rows that see no
+        key are 0.
 
     Raises:
         ValueError, TypeError: the kernel does not take an argument. Raised before any launch.
@@ -59,7 +63,9 @@ def attention(
     left = window - 1 if window is not None else None
     right = 0 if causal else left
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
-    return AttentionFunction.apply(q, k, v, sinks, document_ids, left, right, scale, softcap, dropout, seed)
+    q, k, v = cast_operands(q, k, v)
+    with without_autocast(q.device.type):
+        return AttentionFunction.apply(q, k, v, sinks, document_ids, left, right, scale, softcap, dropout, seed)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -104,7 +110,7 @@ def _forward_operator(q, k, v, sinks, documents, *rules):
             raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], [{q.size(1)}]")
         previous = None, sinks.float().view(1, -1, 1).expand(q.shape[:3])
     return attention_forward(
-        q, k, v, Rules(*rules), query_documents=documents, key_documents=documents, previous=previous
+        *map(readable, (q, k, v)), Rules(*rules), query_documents=documents, key_documents=documents, previous=previous
     )
 
 
@@ -112,9 +118,16 @@ def _backward_operator(dout, q, k, v, documents, out, lse, *rules):
     from weft.kernels.attention import attention_backward, attention_delta
     from weft.kernels.attention_rules import Rules
 
+    dout, q, k, v = map(readable, (dout, q, k, v))
     delta = attention_delta(out, dout)
     documents_of = {"query_documents": documents, "key_documents": documents}
     return *attention_backward(q, k, v, dout, lse, delta, Rules(*rules), **documents_of), delta
+
+
+def _in_order(like: torch.Tensor, width: int) -> torch.Tensor:
+    from weft.kernels.launch import empty_in_order
+
+    return empty_in_order(like, width, like.dtype)
 
 
 _RULES = "int? left, int? right, float scale, float? softcap, float dropout, int seed"
@@ -122,7 +135,7 @@ _forward = register(
     f"attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? documents, {_RULES}) -> (Tensor, Tensor)",
     _forward_operator,
     lambda q, k, v, *_: (
-        q.new_empty((*q.shape[:3], v.size(3))),
+        _in_order(q, v.size(3)),
         q.new_empty(q.shape[:3], dtype=torch.float32),
     ),
 )
@@ -131,7 +144,7 @@ _backward = register(
     f"{_RULES}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_operator,
     lambda dout, q, k, v, *_: (
-        *(t.new_empty(t.shape) for t in (q, k, v)),
+        *(_in_order(t, t.size(3)) for t in (q, k, v)),
         q.new_empty(q.shape[:3], dtype=torch.float32),
     ),
 )

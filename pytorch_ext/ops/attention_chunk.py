@@ -54,6 +54,7 @@ def forward(
     if uses_kernel(q):
         from weft.kernels.attention import attention_forward
 
+        q, k, v = map(readable, (q, k, v))
         out_dtype = q.dtype if last else torch.float32
         return attention_forward(q, k, v, chunk.rules, **chunk.arguments(), previous=state, out_dtype=out_dtype)
     out, lse = state if state is not None else (None, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32))
@@ -96,6 +97,7 @@ def backward(
     if uses_kernel(q):
         from weft.kernels.attention import attention_backward
 
+        q, k, v, dout = map(readable, (q, k, v, dout))
         attention_backward(q, k, v, dout, lse, delta, chunk.rules, **chunk.arguments(), dq=dq, dk=dk, dv=dv)
         return
     for block in attention_blocks.blocks_of(chunk):
@@ -113,6 +115,17 @@ def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
         return attention_delta(out, dout)
     return (out.float() * dout.float()).sum(-1)
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy of it if the device's tensor copy engine cannot read x.
+
+    It reads no strides of 0: an expanded tensor, or the gradient of a sum. Without the engine the kernels would need
+    more registers than there are.
+    """
+    from weft.kernels import launch
+
+    return x.contiguous() if launch.has_copy_engine(x.device) and not launch.describable(x) else x
 
 
 def uses_kernel(q: torch.Tensor) -> bool:

@@ -1,6 +1,13 @@
 """torch.autocast for products in weft's own autograd functions."""
 
+import contextlib
+
 import torch
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager:
+    """Return a context for products whose operands have their types, autocast or not."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
 def autocasts(device: str) -> bool:
@@ -8,7 +15,7 @@ def autocasts(device: str) -> bool:
 
 
 def cast_operands(*operands: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return a linear layer's operands as autocast casts them; unchanged where autocast is off."""
+    """Return a product's operands as autocast casts them; unchanged where autocast is off."""
     device = next(t for t in operands if t is not None).device.type
     return tuple(_cast(t, device) for t in operands) if autocasts(device) else operands
 

@@ -18,6 +18,7 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.kernels.attention_rules import Rules
+from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.gathered_attention import GatheredAttentionFunction
 from weft.ops.head_exchange import to_heads, to_sequence
 from weft.ops.invariant import Units, used_by_units
@@ -52,7 +53,7 @@ def context_attention(
     """Return softmax(scale q k.T, masked) v over a sequence that is split over the ranks; differentiable.
 
     Parts of the sequence are those of `weft.shard_sequence`. Queries and keys may be sequences of different lengths;
-    both start at position 0.
+    both start at position 0. Under torch.autocast, q, k and v are cast as for torch's scaled_dot_product_attention.
 
     Args:
         q: [batch, heads, S_r, head_dim], this rank's queries, in bf16, fp16 or fp32.
@@ -91,6 +92,7 @@ def context_attention(
         >>> weft.context_attention(q, k, v, causal=True).shape
         torch.Size([1, 4, 8, 16])
     """
+    q, k, v = cast_operands(q, k, v)
     outer, inner = _groups(group)
     _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner)
     if invariant is not None:
@@ -106,15 +108,16 @@ def context_attention(
         seed=call.seed,
     )
     documents = _gather_documents(document_ids, q, call, outer, inner)
-    if invariant is not None:
-        return _in_units(q, k, v, sinks, call, rules, outer, documents, Units(invariant))
-    decision = choose(call, rules, documents is not None, method)
-    if decision.method == "all_gather":
-        schedule = _schedule(call, rules, outer, documents)
-        return GatheredAttentionFunction.apply(q, k, v, sinks, schedule, call.keys)
-    if decision.method == "ring" and inner is None:
-        return RingAttentionFunction.apply(q, k, v, sinks, _schedule(call, rules, outer, documents))
-    return _by_heads(q, k, v, sinks, call, rules, outer, inner, documents)
+    with without_autocast(q.device.type):
+        if invariant is not None:
+            return _in_units(q, k, v, sinks, call, rules, outer, documents, Units(invariant))
+        decision = choose(call, rules, documents is not None, method)
+        if decision.method == "all_gather":
+            schedule = _schedule(call, rules, outer, documents)
+            return GatheredAttentionFunction.apply(q, k, v, sinks, schedule, call.keys)
+        if decision.method == "ring" and inner is None:
+            return RingAttentionFunction.apply(q, k, v, sinks, _schedule(call, rules, outer, documents))
+        return _by_heads(q, k, v, sinks, call, rules, outer, inner, documents)
 
 
 @dataclass(frozen=True)

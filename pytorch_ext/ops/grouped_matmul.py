@@ -9,7 +9,7 @@ import torch
 
 from weft.ops import kernel_choice
 from weft.ops.activation import Activation, activation_of
-from weft.ops.autocast import autocasts, cast_operands
+from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.backward import first_order
 from weft.ops.kernel_choice import Algorithm
 from weft.ops.matmul import check_main_grad
@@ -64,9 +64,7 @@ def expert_mlps(rows: torch.Tensor, expert: torch.Tensor, weights: ExpertWeights
     operands = cast_operands(rows, weights.up, weights.up_bias, weights.down, weights.down_bias)
     main_grads = getattr(weights.up, "main_grad", None), getattr(weights.down, "main_grad", None)
     activation = activation_of(weights.activation)
-    if not autocasts(rows.device.type):
-        return ExpertMLPFunction.apply(*operands, offsets, activation, weights.gated, main_grads)
-    with torch.autocast(rows.device.type, enabled=False):
+    with without_autocast(rows.device.type):
         return ExpertMLPFunction.apply(*operands, offsets, activation, weights.gated, main_grads)
 
 

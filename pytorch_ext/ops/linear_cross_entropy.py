@@ -1,6 +1,5 @@
 """A linear layer and the cross entropy of its outputs in one op, which holds the logits of a few classes at a time."""
 
-import contextlib
 from itertools import pairwise
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.ops import matmul
-from weft.ops.autocast import autocasts, cast_operands
+from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.backward import as_matrix, first_order
 from weft.ops.cross_entropy import check_options, check_targets, gradient_, merged_losses, part_statistics
 
@@ -89,8 +88,7 @@ def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction)
             f"linear_cross_entropy: x is {x.dtype} {tuple(x.shape)}, the weight {weight.dtype} {tuple(weight.shape)} "
             f"and the target {tuple(target.shape)}; they must be [..., K], [V_r, K] of the same type, and [...]"
         )
-    device = x.device.type
-    with torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext():
+    with without_autocast(x.device.type):
         loss = LinearCrossEntropyFunction.apply(
             as_matrix(x), weight, bias, target.reshape(-1), ranks, ignore_index, smoothing, reduction, main_grad
         )

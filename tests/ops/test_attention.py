@@ -97,6 +97,41 @@ def test_dropout_is_the_same_for_the_same_seed_and_keeps_the_mean(device):
     assert abs(kept.mean().item() - 1) < 0.05
 
 
+@pytest.mark.parametrize("keys", ["own", "expanded"])
+def test_the_copy_engine_reads_every_operand_whatever_is_expanded(device, keys):
+    """The gradient of a sum has strides of 0, which no tensor descriptor may have."""
+    q, k, v = (t.requires_grad_() for t in chunk(device, dtype=torch.bfloat16))
+    k_given, v_given = (k, v) if keys == "own" else (t[:, :1].expand(-1, 2, -1, -1) for t in (k, v))
+    with launch.observing() as observed:
+        attention(q, k_given, v_given, causal=True).sum().backward()
+    engines = [made.constants["DESCRIPTORS"] for made in observed.launches if "DESCRIPTORS" in made.constants]
+    assert len(engines) == 3 and all(flag == launch.has_copy_engine(q.device) for flag in engines)
+    expected = [t.grad for t in (q, k, v)]
+    out = attention(q, k_given.clone(), v_given.clone(), causal=True)
+    for gradient, want in zip(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)), expected, strict=True):
+        assert torch.equal(gradient, want)
+
+
+def test_results_lie_in_memory_as_their_inputs(device):
+    """Models make heads of the features last: [batch, sequence, heads, head_dim] in memory."""
+    q, k, v = (draw(device, 2, 21, 2, 16, dtype=DTYPES[0], seed=seed).transpose(1, 2) for seed in range(3))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attention(*inputs, causal=True)
+    gradients = torch.autograd.grad(out, inputs, draw(device, *out.shape, dtype=out.dtype))
+    assert all(t.transpose(1, 2).is_contiguous() for t in (out, *gradients))
+    values = v.detach()[..., :8].contiguous()
+    assert attention(q.detach(), k.detach(), values).transpose(1, 2).is_contiguous()
+    assert attention(values, values, values).is_contiguous()
+
+
+def test_autocast_casts_as_for_torchs_attention(device):
+    q, k, v = (draw(device, 2, 2, 21, 16, seed=seed) for seed in range(3))
+    with torch.autocast(device.type, torch.bfloat16):
+        found = attention(q, k, v.bfloat16(), causal=True)
+        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+    assert torch.equal(found, attention(*(t.bfloat16() for t in (q, k, v)), causal=True))
+
+
 def test_compile_traces_it_whole(device):
     inputs = [t.requires_grad_() for t in chunk(device)]
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")

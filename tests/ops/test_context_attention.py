@@ -36,6 +36,20 @@ def draw(length, heads, kv_heads, head_dim=8, value_dim=8, keys=None, dtype=torc
     return [torch.randn(2, *s, generator=generator).to(dtype) for s in (*shapes, (heads, length, value_dim))]
 
 
+def under_autocast(rank, method):
+    q, k, v = (x[:, :, :6].clone() for x in draw(13, 4, 2)[:3])
+    options = {"causal": True, "method": method}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = weft.context_attention(q, k, v, **options)
+    expected = weft.context_attention(*(x.bfloat16() for x in (q, k, v)), **options)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_autocast_casts_as_for_torchs_attention_and_nothing_inside(method):
+    run_ranks(under_autocast, 2, method)
+
+
 def documents_of(length):
     return torch.stack([torch.arange(length) * 4 // length, torch.arange(length) * 3 // length])
 
