@@ -11,6 +11,7 @@ REHEARSED_TORCH ?= 2.13.0# PyPI's 2.11 is for CUDA
 SLOW ?=  # folders whose slow tests `make test` runs too
 TORCHES ?= 2.11.0 2.13.0# of `make wheel-check`, with CHECKS as further arguments of pytest
 VENV := .venv
+PTXAS := build/ptxas/nvidia/cu13/bin/ptxas
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup.py pyproject.toml
 
@@ -55,8 +56,12 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 # The machine code of every kernel variant: ten minutes of two cores.
-gate: $(VENV)/built
-	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.check
+gate: $(VENV)/built $(PTXAS)
+	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.check
+
+# The assembler of sm_90: CUDA's own wheel, without what it depends on.
+$(PTXAS):
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --target build/ptxas nvidia-cuda-nvcc==13.5.37
 
 # The measured tables of README.md and docs/, from the results that are committed.
 tables: $(VENV)/built
@@ -68,8 +73,8 @@ docs: $(VENV)/built
 
 # With every Triton kernel compiled: ten minutes of two cores at first, seconds where no kernel has changed. auditwheel
 # refuses a wheel that needs a newer C library than its tag says.
-wheel: $(VENV)/built
-	env -u TRITON_INTERPRET $(BIN)/python -m weft.kernels.aot
+wheel: $(VENV)/built $(PTXAS)
+	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.aot
 	rm -rf build/wheel dist/weft-*.whl
 	WEFT_GLIBC=2.28 $(BIN)/pip wheel --no-deps --wheel-dir build/wheel .
 	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) --wheel-dir dist build/wheel/weft-*.whl
@@ -91,29 +96,34 @@ build/envs/torch-%/ready: requirements.txt
 	build/envs/torch-$*/bin/pip install -qq --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* '$(if $(filter 2.13.%,$*),triton<3.8,triton>=3.6)'
 	touch $@
 
-# What a machine with a GPU and no network may lack: wheels for its Python. Take $(KIT) there with the clone; and
-# kernels/compiled, which `python -m weft.kernels.aot` fills, if its Triton is another one.
-gpu-kit:
+# What a machine with one Hopper GPU and no network lacks, so that nothing is built or compiled there: the extension for
+# its Python, an archive of every kernel, and wheels. Take $(KIT) there with the clone.
+gpu-kit: $(VENV)/built $(PTXAS)
 	$(PYTHON) bench/gpu_kit.py fetch $(KIT) --python $(GPU_PYTHON)
+	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.aot \
+	  --architecture sm_90 --out $(KIT)
+	test -x build/kit/bin/python || PYENV_VERSION=$(GPU_PYTHON) python$(GPU_PYTHON) -m venv build/kit
+	build/kit/bin/pip install -qq --disable-pip-version-check $$(grep -E '^(setuptools|pybind11|ninja)==' requirements.txt)
+	WEFT_GLIBC=2.28 WEFT_CUDA_CODES=sm_90 build/kit/bin/python setup.py -q build_ext --build-lib build/kit/lib
+	cp build/kit/lib/weft/_C.*.so $(KIT)
 
-# Offline, with the python that is there: installs what is missing from $(KIT), builds in place, then runs the STEPS of
-# bench/on_gpu.py for SECONDS; what came out is in $(OUT), and in one file with GPU_OPTIONS="--archive FILE".
+# Offline, with the python that is there: takes what is missing from $(KIT), or else builds in place, then runs the STEPS
+# of bench/on_gpu.py for SECONDS; what came out is in $(OUT), and in one file with GPU_OPTIONS="--archive FILE".
 gpu:
 	$(PYTHON) bench/gpu_kit.py install $(KIT)
-	$(PYTHON) -m pip install -qq --no-build-isolation --no-deps --no-index -e .
-	$(PYTHON) bench/on_gpu.py $(OUT) $(STEPS) --seconds $(SECONDS) $(GPU_OPTIONS)
+	PYTHONPATH=$(abspath src):$(abspath $(KIT))/site $(PYTHON) -m weft.bench.on_gpu $(OUT) $(STEPS) --seconds $(SECONDS) \
+	  $(GPU_OPTIONS)
 
-# The same without a GPU and without a network, in a clone and in a new environment with that machine's Python: the
-# steps that Triton's interpreter and a stub of the driver can run.
+# The same without a GPU and without a network, in a clone and in a new environment with that machine's Python and
+# Triton: the first command, as far as Triton's interpreter runs it.
 REHEARSAL = $(abspath build/rehearsal)
 gpu-rehearsal: gpu-kit
 	rm -rf $(REHEARSAL)
 	git clone -q . $(REHEARSAL)/tree
-	python$(GPU_PYTHON) -m venv $(REHEARSAL)/venv
-	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check torch==$(REHEARSED_TORCH) 'numpy<2.4'
+	PYENV_VERSION=$(GPU_PYTHON) python$(GPU_PYTHON) -m venv $(REHEARSAL)/venv
+	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check torch==$(REHEARSED_TORCH) 'numpy<2.4' pytest
 	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check --no-deps triton==3.6.0
-	$(REHEARSAL)/venv/bin/pip uninstall -qq --yes setuptools
-	PIP_NO_INDEX=1 WEFT_CUDA=0 TRITON_INTERPRET=1 $(MAKE) -C $(REHEARSAL)/tree gpu KIT=$(abspath $(KIT)) \
+	PIP_NO_INDEX=1 TRITON_INTERPRET=1 $(MAKE) -C $(REHEARSAL)/tree gpu KIT=$(abspath $(KIT)) STEPS=first SECONDS=3000 \
 	  PYTHON=$(REHEARSAL)/venv/bin/python OUT=$(REHEARSAL) GPU_OPTIONS="--rehearse --archive $(REHEARSAL)/results.tar.gz"
 
 $(VENV)/installed: requirements.txt

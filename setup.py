@@ -33,7 +33,8 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 # Each code also runs on later devices of its major version: sm_100 on sm_103. That of sm_100a would not. The PTX serves
 # every later device, multimem included.
-CUDA_CODES = ["sm_80", "sm_90", "sm_100", "compute_90"]
+# WEFT_CUDA_CODES names others, for one device.
+CUDA_CODES = os.environ.get("WEFT_CUDA_CODES", "sm_80 sm_90 sm_100 compute_90").split()
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
 INSTRUCTION_SETS = {
     "reduce_avx2": "-mavx2",
@@ -167,9 +168,11 @@ class NinjaBuild(build_ext):
         if GLIBC and not re.fullmatch(r"2\.\d+", GLIBC):
             raise SystemExit(f"WEFT_GLIBC={GLIBC} is no version of the C library: write it like 2.28, or unset it")
         # Also for an editable install, which would otherwise build in a temporary folder, and everything each time.
-        glibc = f"-glibc-{GLIBC}" if GLIBC else ""
+        apart = f"-glibc-{GLIBC}" if GLIBC else ""
+        if "WEFT_CUDA_CODES" in os.environ:
+            apart += "-" + "-".join(CUDA_CODES)
         self.build_temp = str(
-            ROOT / "build" / f"objects-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}{glibc}"
+            ROOT / "build" / f"objects-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}{apart}"
         )
 
     def run(self):

@@ -4,7 +4,7 @@ It also measures a step of a ring with its merge inside the kernel against the m
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.measure import ROUNDS
 from weft.bench.table import Row
 from weft.kernels.attention import attention_forward
 from weft.kernels.attention_rules import Positions, Rules
@@ -39,19 +40,27 @@ def run(options) -> list[Row]:
     return measure(contests(chosen), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
-    return measure(contests(cases.ATTENTIONS), limits)
+def rows(
+    limits: Ceilings, attentions=tuple(cases.ATTENTIONS), compiled: bool = True, rounds: int = ROUNDS
+) -> list[Row]:
+    """Return the rows for `make gpu`.
+
+    Args:
+        attentions: what is measured.
+        compiled: with torch.compile's FlexAttention, which takes half a minute a case.
+    """
+    return measure(contests(attentions, compiled), limits, rounds)
 
 
-def contests(attentions: list[cases.AttentionCase]) -> Iterator[Contest]:
+def contests(attentions: Iterable[cases.AttentionCase], compiled: bool = True) -> Iterator[Contest]:
     for case in attentions:
         batch = max(1, _TOKENS // case.sequence)
-        yield from both_ways(case, batch, torch.device("cuda"), torch.bfloat16)
+        yield from both_ways(case, batch, torch.device("cuda"), torch.bfloat16, compiled)
         if not case.causal:
             yield ring_step(case, batch, torch.device("cuda"), torch.bfloat16)
 
 
-def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[Contest]:
+def both_ways(case: cases.AttentionCase, batch: int, device, dtype, compiled: bool = True) -> Iterator[Contest]:
     """Yield forward, and backward alone on a kept graph."""
     heads = (case.heads, case.kv_heads, case.kv_heads)
     q, k, v = (
@@ -59,7 +68,8 @@ def both_ways(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[
     )
     dout = torch.randn_like(q)
     peers = {name: partial(_library, backend, case.causal) for name, backend in _LIBRARY.items()}
-    peers["FlexAttention"] = _flex(case, device)
+    if compiled:
+        peers["FlexAttention"] = _flex(case, device)
     ours = partial(attention, causal=case.causal)
     # Two products forward, five backward, over the unmasked pairs (Dao et al. 2022, section 3.1).
     pairs = case.sequence**2 * (0.5 if case.causal else 1.0)

@@ -4,7 +4,9 @@ Once from logits, and once from the output layer's input, with the memory of the
 """
 
 import argparse
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,23 +31,22 @@ def run(options) -> list[Row]:
     return measure(contests(options.tokens), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
-    return measure(contests(tokens=8192), limits)
+def rows(limits: Ceilings, tensor_parallel=tuple(cases.TENSOR_PARALLEL), compiled: bool = True) -> list[Row]:
+    return measure(contests(8192, tensor_parallel, compiled), limits)
 
 
-def contests(tokens: int) -> Iterator[Contest]:
+def contests(tokens: int, tensor_parallel=tuple(cases.TENSOR_PARALLEL), compiled: bool = True) -> Iterator[Contest]:
     """Yield contests with Llama 3's vocabulary over 1 to 8 ranks."""
     model, device = cases.MODELS["llama-3-8b"], torch.device("cuda")
-    for tp in cases.TENSOR_PARALLEL:
-        yield contest(tokens, model.vocabulary // tp, device)
-        yield contest_with_layer(tokens, model.hidden, model.vocabulary // tp, device)
+    for tp in tensor_parallel:
+        yield contest(tokens, model.vocabulary // tp, device, compiled)
+        yield contest_with_layer(tokens, model.hidden, model.vocabulary // tp, device, compiled)
 
 
-def contest(tokens: int, vocabulary: int, device: torch.device) -> Contest:
-    """Return the contest on bf16 logits, which our gradient overwrites; the peers are eager and torch.compile."""
+def contest(tokens: int, vocabulary: int, device: torch.device, compiled: bool = True) -> Contest:
+    """Return the contest on bf16 logits, which our gradient overwrites; peers: eager, Liger, torch.compile."""
     logits = (torch.randn(tokens, vocabulary, device=device) * 4).bfloat16().requires_grad_()
     target = torch.randint(0, vocabulary, (tokens,), device=device)
-    compiled = torch.compile(F.cross_entropy)
 
     def step(function, logits=logits, target=target, **options):
         return torch.autograd.grad(function(logits, target, **options), logits)[0]
@@ -62,14 +63,16 @@ def contest(tokens: int, vocabulary: int, device: torch.device) -> Contest:
         "cross entropy",
         f"{tokens} x {vocabulary} bfloat16",
         lambda: step(fused_cross_entropy, overwrite_logits=True),
-        {"eager": lambda: step(F.cross_entropy), "torch.compile": lambda: step(compiled)},
+        {name: partial(step, loss) for name, loss in _peers(F.cross_entropy, "liger_cross_entropy", compiled).items()},
         check,
         0,
         3 * logits.numel() * logits.element_size(),  # read forward; read and written backward
     )
 
 
-def contest_with_layer(tokens: int, features: int, vocabulary: int, device: torch.device) -> Contest:
+def contest_with_layer(
+    tokens: int, features: int, vocabulary: int, device: torch.device, compiled: bool = True
+) -> Contest:
     """Return the contest on a bf16 input of the output layer; the peers compute the logits, as a whole."""
     x = torch.randn(tokens, features, device=device).bfloat16().requires_grad_()
     weight = (torch.randn(vocabulary, features, device=device) / features**0.5).bfloat16().requires_grad_()
@@ -77,8 +80,6 @@ def contest_with_layer(tokens: int, features: int, vocabulary: int, device: torc
 
     def two_ops(x, weight, target):
         return F.cross_entropy(F.linear(x, weight), target)
-
-    compiled = torch.compile(two_ops)
 
     def step(function, x=x, weight=weight, target=target):
         return torch.autograd.grad(function(x, weight, target), (x, weight))
@@ -96,8 +97,25 @@ def contest_with_layer(tokens: int, features: int, vocabulary: int, device: torc
         "linear and cross entropy",
         f"{tokens} x {features} x {vocabulary} bfloat16",
         lambda: step(fused_linear_cross_entropy),
-        {"eager": lambda: step(two_ops), "torch.compile": lambda: step(compiled)},
+        {
+            name: partial(step, loss)
+            for name, loss in _peers(two_ops, "liger_fused_linear_cross_entropy", compiled).items()
+        },
         check,
         3 * 2 * tokens * features * vocabulary,  # the three products that a step needs
         0,
     )
+
+
+def _peers(eager: Callable, liger: str, compiled: bool) -> dict[str, Callable]:
+    """Return the peers of a loss: eager, the function of Liger if it is installed, and torch.compile if wanted."""
+    peers = {"eager": eager}
+    if importlib.util.find_spec("liger_kernel") is not None:
+        functional = importlib.import_module("liger_kernel.transformers.functional")
+
+        def by_liger(*arguments):
+            loss = getattr(functional, liger)(*arguments)
+            return loss[0] if isinstance(loss, tuple) else loss
+
+        peers["Liger"] = by_liger
+    return peers | ({"torch.compile": torch.compile(eager)} if compiled else {})

@@ -148,7 +148,7 @@ def _captured(call) -> torch.cuda.CUDAGraph | None:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # a bucket's addresses are known on the stream of its first call
             call()
     except RuntimeError:  # torch raises it for an operation that capture does not permit
         torch.cuda.synchronize()

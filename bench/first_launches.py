@@ -1,33 +1,46 @@
-"""The first launches on a GPU: every kernel that needs one device, beside fp64, and fifty times for equal bits.
+"""The first launches on a GPU: every variant that the archives list, beside fp64, and equal bits in repeated calls.
 
-Sizes are small and odd, and smaller still in the interpreter. A kernel that raises or is wrong costs its own row and
-ends nothing.
+The calls are those of the ops' own `variants`, with random numbers for their meta tensors, so the list has no copy
+here. A call is left out if it launches nothing new. What `variants` cannot call is listed by hand: buckets, kernels and
+collectives that cross ranks, which are virtual ones on one GPU, and the products whose bits depend on no shape.
+
+A kernel that raises or is wrong costs its own row. `on_gpu.py` goes on behind a kernel that poisons the device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from weft import _C
 from weft.bench.table import Row
-from weft.kernels import launch
+from weft.kernels import launch, signal, variants
+from weft.kernels.all_gather_matmul import all_gather_matmul
+from weft.kernels.all_reduce import matmul_all_reduce
 from weft.kernels.bucket import PackedBucket, Statistics, reduce
-from weft.kernels.config import MatmulConfig
+from weft.kernels.chunks import Rows
 from weft.kernels.matmul import matmul
-from weft.kernels.matmul_tiles import candidates, listed
-from weft.ops import kernel_choice
-from weft.ops.attention import attention
-from weft.ops.cross_entropy import fused_cross_entropy
-from weft.ops.linear_cross_entropy import fused_linear_cross_entropy
-from weft.ops.matmul import fused_linear, gated_linear
-from weft.testing import cases, reference
-from weft.testing.tolerance import error_in_tolerances
+from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
+from weft.kernels.matmul_tiles import listed, tile_of_any_size
+from weft.ops.activation import ACTIVATIONS
+from weft.sharding.sizes import split_sizes
+from weft.testing import attention, reference
+from weft.testing.peers import run_as_ranks
+from weft.testing.tolerance import tolerance
 
-TIMES = 50
+TIMES = 50  # calls where programs count, meet or wait: their order differs from call to call
+FEW_TIMES = 3
 Tensors = Sequence[torch.Tensor]
+Given = dict[str, Any]  # a call's arguments by name
+Result = Callable[[torch.dtype], Tensors]  # the results by PyTorch, in arithmetic of the given type
 
 
 @dataclass(frozen=True)
@@ -35,35 +48,39 @@ class Check:
     """A call to check.
 
     Attributes:
-        name: kernel and variant.
-        shape: sizes and types.
+        name: the op, and its launcher.
+        shape: the variants that it launches, or sizes and types.
         ours: returns the results.
-        plain: returns the same results by PyTorch, from operands in the given type.
+        plain: returns the same results by PyTorch, in arithmetic of the given type; None if they are to be zeros.
+        times: further calls, which must have the same bits.
     """
 
     name: str
     shape: str
     ours: Callable[[], Tensors]
-    plain: Callable[[torch.dtype], Tensors]
+    plain: Result | None = None
+    times: int = FEW_TIMES
 
 
-def rows(device: torch.device, times: int = TIMES) -> Iterator[Row]:
-    """Yield a row for each check, as it is done."""
-    for checks in (_products, _attentions, _losses, _buckets):
-        for check in checks(device):
-            yield _row(check, times)
+def groups() -> dict[str, Callable[[torch.device], Iterator[Check]]]:
+    """Return the checks of each group, which is a process of its own in `make gpu`."""
+    return {
+        **{op: partial(_of_variants, op) for op in _REFERENCES},
+        "bucket": _buckets,
+        "invariant": _invariant,
+        "communicating": _communicating,
+        "collectives": _collectives,
+    }
 
 
-def _row(check: Check, times: int) -> Row:
+def row_of(check: Check, most: int = TIMES) -> Row:
+    """Return the row of a check, after at most `most` further calls."""
     of: dict[str, str | int] = {"op": check.name, "shape": check.shape}
     try:
-        with kernel_choice.prefer("kernel"):
-            first = check.ours()
-            plain, exact = check.plain(first[0].dtype), check.plain(torch.float64)
-            error = max(error_in_tolerances(*each) for each in zip(first, plain, exact, strict=True))
-            unequal = 0
-            for _ in range(times):
-                unequal += not all(torch.equal(a, b) for a, b in zip(first, check.ours(), strict=True))
+        first = [x.clone() for x in check.ours()]
+        error = _error(first, check.plain)
+        times = min(check.times, most)
+        unequal = sum(not all(map(torch.equal, first, check.ours())) for _ in range(times))
     except Exception as error_of_kernel:  # a kernel that fails must not hide the others
         return Row(of, remark=f"FAULT: {type(error_of_kernel).__name__}: {str(error_of_kernel).strip()[:500]}")
     faults = [f"off by {error:.3g} tolerances"] if not error <= 1 else []
@@ -72,162 +89,553 @@ def _row(check: Check, times: int) -> Row:
     return Row(of, facts={"error_in_tolerances": error, "unequal_calls": unequal}, remark=remark)
 
 
-def _is_small(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
-def _types(device: torch.device) -> tuple[torch.dtype, ...]:
-    return (torch.bfloat16,) if _is_small(device) else (torch.bfloat16, torch.float16)
-
-
 def is_fault(row: Row) -> bool:
     return row.remark.startswith("FAULT")
+
+
+def _error(results: Tensors, plain: Result | None) -> float:
+    """Return the largest error in tolerances; infinity for one that is not finite, or for what is not 0 but must be."""
+    if plain is None:
+        return float("inf") if any(x.count_nonzero() for x in results) else 0.0
+    exact, of_type, found = plain(torch.float64), plain(results[0].dtype), 0.0
+    for result, true, other in zip(results, exact, of_type, strict=True):
+        if result.shape != true.shape or not (result.is_floating_point() or torch.equal(result, true)):
+            return float("inf")
+        if not result.is_floating_point():
+            continue
+        difference = (result.double() - true.double()).nan_to_num(float("inf"), float("inf"), float("inf"))
+        largest = difference.abs().max().item() if difference.numel() else 0.0
+        if largest:
+            found = max(found, largest / (tolerance(other.to(result.dtype), true.double()) or 1e-30))
+    return found
+
+
+# The calls of `variants`.
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What is to be known of a launcher to check it.
+
+    Attributes:
+        results: returns the results by PyTorch, in arithmetic of a type, from the call's arguments.
+        fill: gives arguments the values that they need: numbers of classes, a state that belongs to the others.
+        written: arguments that the call writes to.
+        times: as in Check.
+    """
+
+    results: Callable[..., Tensors]
+    fill: Callable[[Given], None] = lambda given: None
+    written: Sequence[str] = ()
+    times: int = FEW_TIMES
+
+
+def _of_variants(op: str, device: torch.device) -> Iterator[Check]:
+    architecture = launch.architecture_of(device)
+    for name, given, label in _calls(op, architecture, small=device.type == "cpu"):
+        of = _REFERENCES[op][name]
+        yield Check(f"{op}: {name}", label, *_prepared(op, name, given, of, device), of.times)
+
+
+def _calls(op: str, architecture: str, small: bool) -> list[tuple[str, Given, str]]:
+    """Return launcher, arguments by name (meta tensors) and new variants of each call of the op's `variants`."""
+    module = importlib.import_module(f"weft.kernels.{op}")
+    calls: list[tuple[str, Given, str]] = []
+    known: set = set()
+
+    def noting(name: str) -> Callable:
+        function = getattr(module, name)
+        signature = inspect.signature(function)
+
+        def call(*args, **options):
+            before = len(launches)
+            result = function(*args, **options)
+            # The interpreter has no variants: each call counts.
+            key = (lambda made: len(calls)) if launch.INTERPRETED else variants.variant_of
+            new = {key(made): str(made) for made in launches[before:]}
+            fresh = [text for key, text in new.items() if key not in known]
+            known.update(new)
+            if fresh:
+                calls.append((name, signature.bind(*args, **options).arguments, "; ".join(fresh)))
+            return result
+
+        return call
+
+    empty = torch.empty
+
+    def fewer(*shape, **options):
+        return empty([_fewer(size) for size in (shape[0] if isinstance(shape[0], Sequence) else shape)], **options)
+
+    with ExitStack() as stack:
+        for name in _REFERENCES[op]:
+            stack.enter_context(patch.object(module, name, noting(name)))
+        if small:
+            stack.enter_context(patch.object(torch, "empty", fewer))
+        launches = stack.enter_context(launch.recording(architecture))
+        module.variants(architecture)
+    return calls
+
+
+def _fewer(size: int) -> int:
+    """Return a size for the interpreter; twice a size becomes twice as much, as code that calls `variants` expects."""
+    return size // 64 + size % 64 if size > 256 else size
+
+
+def _prepared(op: str, name: str, given: Given, of: _Reference, device: torch.device) -> tuple[Callable, Result]:
+    """Return the call on real tensors, and its results by PyTorch. Both draw the tensors when they are called first."""
+
+    @lru_cache(maxsize=1)
+    def drawn() -> Given:
+        real = tree_map_only(torch.Tensor, partial(_real, storages={}, device=device), given)
+        of.fill(real)
+        return real
+
+    @lru_cache(maxsize=1)
+    def before() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(x, x.clone()) for part in of.written for x in tree_leaves(drawn().get(part)) if x is not None]
+
+    def ours() -> Tensors:
+        for x, content in before():
+            x.copy_(content)
+        function = getattr(importlib.import_module(f"weft.kernels.{op}"), name)
+        results = function(**drawn())
+        return [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None]
+
+    def plain(to: torch.dtype) -> Tensors:
+        for x, content in before():
+            x.copy_(content)
+        return of.results(to, **{part: x for part, x in drawn().items() if part != "config"})
+
+    return ours, plain
+
+
+def _real(meta: torch.Tensor, storages: dict, device: torch.device) -> torch.Tensor:
+    """Return a tensor of random numbers in the place of a meta tensor; views of one tensor stay views of one tensor."""
+    storage = meta.untyped_storage()
+    if storage._cdata not in storages:
+        count = storage.nbytes() // meta.element_size()
+        generator = torch.Generator(device).manual_seed(len(storages))
+        numbers = torch.randn(count, generator=generator, device=device)
+        storages[storage._cdata] = numbers.to(meta.dtype) if meta.is_floating_point() else numbers.new_zeros(
+            count, dtype=meta.dtype
+        )  # fmt: skip
+    return storages[storage._cdata].as_strided(meta.shape, meta.stride(), meta.storage_offset())
+
+
+def _in(to: torch.dtype, *tensors: torch.Tensor | None) -> list:
+    return [None if x is None else x.to(to) for x in tensors]
+
+
+# Products.
+
+
+def _smaller_weights(given: Given) -> None:
+    given["b"].mul_(given["b"].size(-2) ** -0.5)  # b_up may be the same memory
+
+
+def _product(
+    to, a, b, b_up=None, bias=None, activation=None, addend=None, out=None, keep_z=False, precision="ieee", **_
+) -> Tensors:
+    if out is not None and to != torch.float64:
+        to = out.dtype
+    a, b, b_up, bias = _in(to, a, b, b_up, bias)
+    if precision == "tf32" and to == torch.float32:
+        a, b = map(_tf32, (a, b))
+    z = a @ b if b_up is None else torch.cat([a @ b, a @ b_up], 1)
+    z = z if bias is None else z + bias
+    y = _activated(z, activation, b_up is not None)
+    y = y if addend is None else y + addend.to(y.dtype)
+    return [y, z] if keep_z else [y]
+
+
+def _activated(z: torch.Tensor, activation: str | None, gated: bool) -> torch.Tensor:
+    act = (lambda z: z) if activation is None else ACTIVATIONS[activation].apply
+    if not gated:
+        return act(z)
+    gate, up = z.chunk(2, -1)
+    return act(gate) * up
+
+
+def _tf32(x: torch.Tensor) -> torch.Tensor:
+    """Return x rounded to 10 bits of mantissa."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def _gated(to, z, activation) -> Tensors:
+    return [_activated(z.to(to), activation, True)]
+
+
+def _gated_back(to, dy, z, activation) -> Tensors:
+    leaf = z.to(to).detach().requires_grad_()
+    return torch.autograd.grad(_activated(leaf, activation, True), leaf, dy.to(to))
+
+
+def _uneven(given: Given) -> None:
+    """Give the groups of rows uneven sizes, one of them none."""
+    offsets, rows = given["offsets"], (given["a"] if "a" in given else given["x"]).size(0)
+    groups = len(offsets) - 1
+    inner = torch.tensor([0, *(rows * (group * group + 1) // (groups * groups) for group in range(1, groups))])
+    inner[2] = inner[1]
+    offsets.copy_(torch.cat([inner, torch.tensor([rows])]))
+    if "b" in given:
+        _smaller_weights(given)
+
+
+def _grouped(to, a, b, offsets, b_up=None, activation=None, keep_z=False, **_) -> Tensors:
+    a, b, b_up = _in(to, a, b, b_up)
+    parts = [(slice(start, stop), group) for group, (start, stop) in enumerate(_pairs(offsets))]
+    z = torch.cat([a[rows] @ b[group] for rows, group in parts])
+    if b_up is not None:
+        z = torch.cat([z, torch.cat([a[rows] @ b_up[group] for rows, group in parts])], 1)
+    y = _activated(z, activation, b_up is not None)
+    return [y, z] if keep_z else [y]
+
+
+def _grouped_back(to, dz, x, offsets, main_grad=None, **_) -> Tensors:
+    if main_grad is not None and to != torch.float64:
+        to = main_grad.dtype
+    dz, x = _in(to, dz, x)
+    dw = torch.stack([dz[start:stop].t() @ x[start:stop] for start, stop in _pairs(offsets)])
+    return [dw if main_grad is None else main_grad.to(to) + dw]
+
+
+def _pairs(offsets: torch.Tensor) -> list[tuple[int, int]]:
+    return list(pairwise(offsets.tolist()))
+
+
+# Attention.
+
+
+def _documents(given: Given) -> None:
+    for part in ("query_documents", "key_documents"):
+        if given.get(part) is not None:
+            length = given[part].size(1)
+            given[part].copy_(torch.arange(length) * 5 // length)
+
+
+def _attention(to, q, k, v, rules, previous=None, out=None, out_dtype=None, **documents) -> Tensors:
+    to = torch.float64 if to == torch.float64 else q.dtype
+    q, k, v = _in(to, q, k, v)
+    new, lse = attention.attention(q, k, v, rules, **documents)
+    if previous is None:
+        return new, lse
+    old, old_lse = _in(torch.promote_types(to, torch.float32), *previous)
+    total = torch.logaddexp(old_lse, lse.to(old_lse.dtype))
+    shares = [torch.exp(part - total).unsqueeze(-1) for part in (lse, old_lse)]
+    return new * shares[0] + (0 if old is None else old * shares[1]), total
+
+
+def _of_forward(given: Given) -> None:
+    """Set lse and delta to those that belong to q, k, v and dout."""
+    _documents(given)
+    documents = {part: given[part] for part in ("query_documents", "key_documents") if part in given}
+    q, k, v, dout = _in(torch.float64, *(given[part] for part in ("q", "k", "v", "dout")))
+    out, lse = attention.attention(q, k, v, given["rules"], **documents)
+    given["lse"], given["delta"] = lse.float(), (out * dout).sum(-1).float()
+
+
+def _attention_back(to, q, k, v, dout, lse, delta, rules, dq=None, dk=None, dv=None, **documents) -> Tensors:
+    to = torch.float64 if to == torch.float64 else q.dtype
+    leaves = q, k, v = [x.to(to).detach().requires_grad_() for x in (q, k, v)]
+    documents = {part: x for part, x in documents.items() if part.endswith("documents")}
+    out, _ = attention.attention(q, k, v, rules, **documents)
+    gradients = torch.autograd.grad(out, leaves, dout.to(to))
+    totals = zip(gradients, (dq, dk, dv), strict=True)
+    return [x if total is None else total + x for x, total in totals]
+
+
+def _delta(to, out, dout) -> Tensors:
+    return [(out.to(to) * dout.to(to)).sum(-1)]
+
+
+# The loss. Half of the targets are of other shards, and some are ignored.
+
+
+def _targets(given: Given) -> None:
+    classes = 2 * given["logits_shard"].size(1) if "logits_shard" in given else given["vocabulary"]
+    target = given["target"]
+    target.copy_(torch.arange(len(target), device=target.device) * 7919 % classes)
+    target[::5] = given["ignore_index"]
+    if "offset" in given:
+        given["offset"] = given["logits_shard"].size(1)
+
+
+def _statistics(to, logits_shard, target, offset, ignore_index, smoothing, **_) -> Tensors:
+    z = logits_shard.to(torch.promote_types(to, torch.float32))
+    highest = z.amax(1)
+    inside = (target >= offset) & (target < offset + z.size(1))
+    at_target = z.gather(1, (target - offset).clamp(0, z.size(1) - 1).unsqueeze(1)).squeeze(1)
+    total = z.sum(1) if smoothing else torch.zeros_like(highest)
+    parts = highest, (z - highest.unsqueeze(1)).exp().sum(1), total, torch.where(inside, at_target, 0)
+    return [torch.stack(parts)]
+
+
+def _of_parts(given: Given) -> None:
+    _targets(given)
+    given["statistics"][:, 1].abs_().add_(1)
+    given["statistics"][1:, 3] = 0  # one part has the target
+
+
+def _losses(to, statistics, target, vocabulary, ignore_index, smoothing, mean) -> Tensors:
+    of_parts = statistics.to(to)
+    highest = of_parts[:, 0].amax(0)
+    log_sum = (of_parts[:, 1] * (of_parts[:, 0] - highest).exp()).sum(0).log()
+    kept = target != ignore_index
+    loss = log_sum + (1 - smoothing) * (highest - of_parts[:, 3].sum(0))
+    loss = torch.where(kept, loss + smoothing * (highest - of_parts[:, 2].sum(0) / vocabulary), 0)
+    whole = loss.sum() / (kept.sum() if mean else 1)
+    return loss, highest, log_sum, whole, kept.sum().to(to), torch.ones((), dtype=to, device=loss.device)
+
+
+def _of_losses(given: Given) -> None:
+    _targets(given)
+    given["vocabulary"] = 2 * given["logits_shard"].size(1)
+    z = given["logits_shard"].float()
+    given["highest"], given["dlosses"] = z.amax(1), given["dlosses"].clone()
+    given["log_sum"] = (z - given["highest"].unsqueeze(1)).exp().sum(1).log() + 0.7
+
+
+def _loss_back(to, logits_shard, target, highest, log_sum, dlosses, offset, vocabulary, ignore_index, smoothing, **_):
+    to = torch.promote_types(to, torch.float32)
+    z, highest, log_sum, dlosses = _in(to, logits_shard, highest, log_sum, dlosses)
+    dz = (z - (highest + log_sum).unsqueeze(1)).exp() - smoothing / vocabulary
+    rows = ((target >= offset) & (target < offset + z.size(1))).nonzero().squeeze(1)
+    dz[rows, target[rows] - offset] -= 1 - smoothing
+    return [torch.where((target != ignore_index).unsqueeze(1), dz * dlosses.unsqueeze(1), 0)]
+
+
+# Rows of experts.
+
+
+def _tokens(given: Given) -> None:
+    for part in ("token", "place"):
+        if part in given:
+            count = given[part].numel()
+            rows: torch.Tensor = given["rows" if part == "place" else "x" if "x" in given else "dy"]
+            given[part].view(-1).copy_(torch.arange(count) * 7919 % len(rows))
+
+
+def _permuted(to, x, token, **_) -> Tensors:
+    return [x.to(to)[token]]
+
+
+def _unpermuted(to, rows, place, scale=None, **_) -> Tensors:
+    chosen = rows.to(to)[place]
+    return [(chosen if scale is None else chosen * scale.to(to)[place].unsqueeze(-1)).sum(1)]
+
+
+def _unpermuted_back(to, dy, rows, token, scale) -> Tensors:
+    dy, rows, scale = _in(to, dy, rows, scale)
+    return dy[token] * scale.unsqueeze(1), (dy[token] * rows).sum(1)
+
+
+def _apart(given: Given) -> None:
+    """Set logits whose order no rounding changes, and the experts that they choose."""
+    logits = given["logits"]
+    tokens, experts = logits.shape
+    order = (torch.arange(tokens)[:, None] * 31 + torch.arange(experts) * 37) % experts
+    logits.copy_(order / max(8, experts / 16) - 2)
+    if given.get("bias") is not None:
+        given["bias"].copy_(torch.linspace(0, -1e-3, experts))
+    if "index" in given:
+        given["index"].copy_(
+            logits.double().sort(dim=-1, descending=True, stable=True).indices[:, : given["index"].size(1)]
+        )
+
+
+def _scores(logits, index, softmax, normalize) -> torch.Tensor:
+    scores = (logits.softmax(-1) if softmax else logits.sigmoid()).gather(1, index)
+    return scores / scores.sum(-1, keepdim=True) if normalize else scores
+
+
+def _gating(to, logits, k, softmax=True, normalize=False, bias=None) -> Tensors:
+    by = logits.double() if bias is None else logits.double().sigmoid() + bias
+    index = by.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return _scores(logits.to(to), index, softmax, normalize), index
+
+
+def _gating_back(to, dw, logits, index, softmax=True, normalize=False) -> Tensors:
+    leaf = logits.to(to).detach().requires_grad_()
+    return torch.autograd.grad(_scores(leaf, index, softmax, normalize), leaf, dw.to(to))
+
+
+_REFERENCES: Mapping[str, Mapping[str, _Reference]] = {
+    "matmul": {
+        "matmul": _Reference(_product, _smaller_weights, ["out"]),
+        "gated_forward": _Reference(_gated),
+        "gated_backward": _Reference(_gated_back),
+    },
+    "attention": {
+        "attention_forward": _Reference(_attention, _documents, ["previous", "out"]),
+        "attention_delta": _Reference(_delta),
+        "attention_backward": _Reference(_attention_back, _of_forward, ["dq", "dk", "dv"]),
+    },
+    "cross_entropy": {
+        "cross_entropy_statistics": _Reference(_statistics, _targets),
+        "cross_entropy_losses": _Reference(_losses, _of_parts, times=TIMES),
+        "cross_entropy_gradient": _Reference(_loss_back, _of_losses, ["logits_shard"], times=TIMES),
+    },
+    "grouped_matmul": {
+        "grouped_matmul": _Reference(_grouped, _uneven),
+        "grouped_wgrad": _Reference(_grouped_back, _uneven, ["main_grad"]),
+    },
+    "permute": {
+        "permute": _Reference(_permuted, _tokens),
+        "unpermute": _Reference(_unpermuted, _tokens),
+        "unpermute_backward": _Reference(_unpermuted_back, _tokens),
+    },
+    "topk_gating": {
+        "topk_gating": _Reference(_gating, _apart),
+        "topk_gating_backward": _Reference(_gating_back, _apart),
+    },
+}
+
+
+# What `variants` cannot call.
 
 
 def _drawn(device: torch.device, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
 
 
-def _with_gradients(function: Callable, *operands: torch.Tensor | None) -> Tensors:
-    """Return the result of the function and the gradients of its operands, of a sum with uneven weights."""
-    leaves = [None if t is None else t.detach().requires_grad_(t.is_floating_point()) for t in operands]
-    result = function(*leaves)
-    weights = torch.linspace(0.5, 2, result.numel(), device=result.device, dtype=torch.float64).view(result.shape)
-    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    return result.detach(), *torch.autograd.grad(result, wanted, weights.to(result.dtype))
-
-
-def _check(name: str, ours: Callable, plain: Callable, operands: Sequence[torch.Tensor | None], dtype) -> Check:
-    """Return the check of a function and its gradients; floating-point operands are rounded to dtype first."""
-    shapes = " ".join("x".join(map(str, t.shape)) for t in operands if t is not None)
-
-    def of_type(to: torch.dtype) -> list[torch.Tensor | None]:
-        return [t if t is None or not t.is_floating_point() else t.to(dtype).to(to) for t in operands]
-
-    return Check(
-        name,
-        f"{shapes} {str(dtype).removeprefix('torch.')}",
-        lambda: _with_gradients(ours, *of_type(dtype)),
-        lambda to: _with_gradients(plain, *of_type(to if to == torch.float64 else dtype)),
-    )
-
-
-def _products(device: torch.device) -> Iterator[Check]:
-    sizes = [(5, 3, 7), (33, 24, 40)] if _is_small(device) else [*cases.MATMULS, (1000, 776, 520)]
-    for dtype in _types(device):
-        for m, n, k in sizes:
-            x, weight, up = (_drawn(device, *shape) for shape in ((m, k), (n, k), (n, k)))
-            bias = _drawn(device, n)
-            for activation in (None, "gelu"):
-                yield _check(
-                    f"linear {activation or ''}".strip(),
-                    partial(fused_linear, activation=activation),
-                    partial(reference.linear, activation=activation),
-                    (x, weight, bias),
-                    dtype,
-                )
-            yield _check("gated linear", gated_linear, reference.gated_linear, (x, weight, up), dtype)
-    m, n, k = sizes[-1]
-    a, b = (_drawn(device, *shape).bfloat16() for shape in ((m, k), (k, n)))
-    total = _drawn(device, m, n)
-    for tile in candidates(listed(launch.architecture_of(device), torch.bfloat16), k):
-        yield _tile(a, b, total, tile)
-
-
-def _tile(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor, tile: MatmulConfig) -> Check:
-    """Return the check of a tile configuration, with a sum that is added to."""
-
-    def plain(dtype: torch.dtype) -> Tensors:
-        return ((a.double() @ b.double() + total.double()).to(dtype),)
-
-    def ours() -> Tensors:
-        out = total.clone()
-        return (matmul(a, b, addend=out, out=out, config=tile)[0],)
-
-    return Check("matmul added to fp32", f"{len(a)}x{b.size(1)}x{len(b)} {tile}", ours, plain)
-
-
-def _attentions(device: torch.device) -> Iterator[Check]:
-    queries, keys = (20, 35) if _is_small(device) else (700, 1100)
-    head_dims = ((24, 16),) if _is_small(device) else ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40))
-    for dtype in _types(device):
-        for head_dim, value_dim in head_dims:
-            q = _drawn(device, 2, 4, queries, head_dim)
-            k, v = _drawn(device, 2, 2, keys, head_dim), _drawn(device, 2, 2, keys, value_dim)
-            for options in ({}, {"causal": True}, {"causal": True, "window": 33}, {"softcap": 5.0}):
-                name = " ".join(["attention", *(f"{key} {value}" for key, value in options.items())])
-                yield _check(name, partial(attention, **options), partial(_attention, **options), (q, k, v), dtype)
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    k, v = (t.repeat_interleave(q.size(1) // k.size(1), 1) for t in (k, v))
-    scores = q @ k.mT * q.size(-1) ** -0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(q.size(2), device=q.device)[:, None] - torch.arange(k.size(2), device=q.device)
-    if causal:
-        scores = scores.masked_fill(distance < 0, -torch.inf)
-    if window:
-        scores = scores.masked_fill(distance >= window, -torch.inf)
-    return scores.softmax(-1) @ v
-
-
-def _losses(device: torch.device) -> Iterator[Check]:
-    few = 70 if _is_small(device) else 2100
-    for dtype in (*_types(device), torch.float32):
-        for tokens, classes in ((3, 7), (5, 300)) if _is_small(device) else ((3, 7), (33, 4097), (130, 16_033)):
-            logits = 4 * _drawn(device, tokens, classes)
-            target = torch.arange(tokens, device=device) * (classes // tokens)
-            target[1] = -100
-            for smoothing in (0.0, 0.1):
-                options: dict[str, Any] = {"label_smoothing": smoothing}
-                yield _check(
-                    f"cross entropy smoothing {smoothing}",
-                    lambda logits, options=options, target=target: fused_cross_entropy(logits, target, **options),
-                    lambda logits, options=options, target=target: _loss(logits, target, **options),
-                    (logits,),
-                    dtype,
-                )
-        x, weight = _drawn(device, 33, 24), _drawn(device, few, 24)
-        target = torch.arange(33, device=device) * (few // 33)
-        yield _check(
-            "linear cross entropy",
-            lambda x, weight, target=target: fused_linear_cross_entropy(x, weight, target),
-            lambda x, weight, target=target: _loss(F.linear(x, weight), target),
-            (x, weight),
-            dtype,
-        )
-
-
-def _loss(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target, **options)
-
-
 def _buckets(device: torch.device) -> Iterator[Check]:
-    for dtype, wire in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2):
-        tensors = [_drawn(device, *shape).to(dtype) for shape in ((3,), (129, 65), (5000,), (1,))]
+    shapes = ((3,), (129, 65), (5000,), (1,)) if device.type == "cpu" else ((3,), (1290, 650), (500_000,), (1,))
+    for wire in launch.DTYPES:
+        tensors = [_drawn(device, *shape).to(dtype) for shape in shapes for dtype in launch.DTYPES]
         places = PackedBucket(tensors)
+        for counted in (False, True):
+            statistics = Statistics(device) if counted else None
 
-        def packed(places=places, tensors=tensors, wire=wire, dtype=dtype) -> Tensors:
-            statistics, flat = Statistics(device), places.empty(wire)
-            places.pack(tensors, flat, 0.5, statistics)
-            back = [torch.empty_like(t) for t in tensors]
-            places.unpack(flat, back, 2.0)
-            total = torch.empty(len(flat), dtype=dtype, device=device)
-            reduce([flat, flat, flat], total, 1.0)
-            return *back, statistics.squared_norm, total.double().square().sum()
+            def packed(places=places, tensors=tensors, wire=wire, statistics=statistics) -> Tensors:
+                flat, back = places.empty(wire), [torch.empty_like(x) for x in tensors]
+                places.pack(tensors, flat, 0.5, statistics)
+                norms = [] if statistics is None else [statistics.squared_norm.clone()]
+                places.unpack(flat, back, 2.0, statistics)
+                return *back, *norms, *([] if statistics is None else [statistics.squared_norm])
 
-        def plain(to, tensors=tensors, wire=wire, dtype=dtype) -> Tensors:
-            halves = [(0.5 * t.float()).to(wire) for t in tensors]
-            sums = [(3 * half.float()).to(dtype).double().square().sum() for half in halves]
-            norms = sum(half.double().square().sum() for half in halves)
-            return *((2 * half.float()).to(dtype) for half in halves), norms, sum(sums)
+            def plain(to, tensors=tensors, wire=wire, counted=counted) -> Tensors:
+                halves = [(0.5 * x.float()).to(wire) for x in tensors]
+                back = [(2 * half.float()).to(x.dtype) for half, x in zip(halves, tensors, strict=True)]
+                norms = [sum(x.double().square().sum() for x in written) for written in (halves, back)]
+                return *back, *(norms if counted else [])
 
-        yield Check("bucket", f"{len(tensors)} tensors {dtype} as {wire}", packed, plain)
+            yield Check("bucket: pack, unpack", f"{wire}{', counted' * counted}", packed, plain, TIMES)
+    for dtype in launch.DTYPES:
+        parts = [_drawn(device, len(_drawn(device, 100_003)), seed=rank).to(dtype) for rank in range(8)]
+        for out_dtype, counted in [*((each, True) for each in launch.DTYPES), (dtype, False), (None, True)]:
+            statistics = Statistics(device) if counted else None
+
+            def summed(parts=parts, out_dtype=out_dtype, statistics=statistics) -> Tensors:
+                given = parts if out_dtype is not None else parts[:1]
+                out = None if out_dtype is None else torch.empty_like(parts[0], dtype=out_dtype)
+                reduce(given, out, 0.25, statistics)
+                return *([] if out is None else [out]), *([] if statistics is None else [statistics.squared_norm])
+
+            def in_order(to, parts=parts, out_dtype=out_dtype, counted=counted) -> Tensors:
+                given = parts if out_dtype is not None else parts[:1]
+                out = (reference.reduce([x.float() for x in given]) * 0.25).to(out_dtype or torch.float32)
+                norm = [out.double().square().sum()] if counted else []
+                return *([] if out_dtype is None else [out]), *norm
+
+            name = f"8 {dtype} to {out_dtype}{', counted' * counted}"
+            yield Check("bucket: reduce", name, summed, in_order, TIMES)
+
+
+def _invariant(device: torch.device) -> Iterator[Check]:
+    """Yield products whose bits must not depend on the operands' memory: aligned or not, rows or columns contiguous.
+
+    The tile is the same for all, and the left operand comes from shared memory or from registers.
+    """
+    m, n, k = (24, 20, 40) if device.type == "cpu" else (328, 264, 520)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        a, b = _drawn(device, m, k).to(dtype), _drawn(device, k, n, seed=1).to(dtype)
+        forms = {"rows": lambda x: x.clone(), "columns": lambda x: x.t().clone().t(), "odd": _at_odd_addresses}
+
+        def differences(a=a, b=b, forms=forms) -> Tensors:
+            first = matmul(a, b, config=tile_of_any_size(a, b), out_dtype=torch.float32)[0]
+            others = [(left(a), right(b)) for left in forms.values() for right in forms.values()]
+            return [
+                matmul(*each, config=tile_of_any_size(*each), out_dtype=torch.float32)[0] - first for each in others
+            ]
+
+        yield Check("invariant: matmul", f"{m}x{n}x{k} {dtype}, 9 forms of the operands", differences)
+
+
+def _at_odd_addresses(x: torch.Tensor) -> torch.Tensor:
+    wide = x.new_empty(x.size(0), x.size(1) + 1)
+    return wide[:, 1:].copy_(x)
+
+
+def _communicating(device: torch.device) -> Iterator[Check]:
+    """Yield products that communicate, with the bits of those that do not, for each tile and on 2 and 4 ranks."""
+    architecture = launch.architecture_of(device)
+    for world, dtype in ((2, torch.bfloat16), (4, torch.bfloat16), (2, torch.float16)):
+        for m, n, k in ((70, 48, 40), (33, 31, 21)) if device.type == "cpu" else ((1000, 520, 264), (333, 257, 131)):
+            odd = k % 8 > 0
+            for tile in listed(architecture, dtype, odd, True)[: 1 if device.type == "cpu" else None]:
+                for name, function in _ACROSS.items():
+                    differences = partial(function, device, world, m, n, k, dtype, tile)
+                    shape = f"W={world} {m}x{n}x{k} {dtype} {tile}"
+                    yield Check(f"communicating: {name}", shape, differences, times=5)
+
+
+def _across(device, world, m, n, k, dtype, tile, function, sums: bool) -> Tensors:
+    parts = [
+        (_drawn(device, m, k, seed=rank).to(dtype), _drawn(device, k, n, seed=-rank).to(dtype)) for rank in range(world)
+    ]
+    rows = Rows.of((m, n), 0, split_sizes(m, world), most=64)
+    whole = reference.reduce([matmul(a, b, config=tile)[0] for a, b in parts])
+
+    def on_rank(peers: signal.Peers) -> torch.Tensor:
+        return function(*parts[peers.rank], peers, rows, config=tile)
+
+    bytes = Inbox(rows, n, dtype).window_bytes(sums=sums)
+    results = run_as_ranks(on_rank, world, bytes, device)
+    wanted = [whole] * world if sums else whole.split(split_sizes(m, world))
+    return [result.double() - own.double() for result, own in zip(results, wanted, strict=True)]
+
+
+def _gathered(device, world, m, n, k, dtype, tile) -> Tensors:
+    from weft.ops.overlap.peer_copies import start_gathering, window_bytes
+
+    x, w, sizes = _drawn(device, m, k).to(dtype), _drawn(device, n, k).to(dtype), split_sizes(m, world)
+    whole = matmul(x, w.t(), config=tile)[0]
+
+    def on_rank(peers: signal.Peers) -> torch.Tensor:
+        gathering = start_gathering(peers, x.split(sizes)[peers.rank], 0, sizes)
+        y = all_gather_matmul(gathering.whole, w.t(), gathering.arrivals, config=tile)[0]
+        gathering.finish()
+        return y
+
+    results = run_as_ranks(on_rank, world, window_bytes(x.split(sizes)[0], 0, sizes), device)
+    return [result.double() - whole.double() for result in results]
+
+
+_ACROSS: dict[str, Callable[..., Tensors]] = {
+    "all_gather_matmul": _gathered,
+    "matmul_reduce_scatter": partial(_across, function=matmul_reduce_scatter, sums=False),
+    "matmul_all_reduce": partial(_across, function=matmul_all_reduce, sums=True),
+}
+
+
+def _collectives(device: torch.device) -> Iterator[Check]:
+    """Yield the extension's collectives on virtual ranks, with the bits of the reduction contract."""
+    if _C.cuda is None or device.type == "cpu":
+        return
+    from weft.bench.virtual_ranks import OPERATIONS, Trial, VirtualRanks, counts_of
+
+    for world in (2, 4):
+        for dtype in launch.DTYPES:
+            for operation in OPERATIONS:
+                for count, offset in ((7, 0), (65_537, 1), (300_003, 0)):
+
+                    def differences(world=world, dtype=dtype, operation=operation, count=count, offset=offset):
+                        ranks = VirtualRanks(world)
+                        trial = Trial(operation, ranks, dtype, counts_of(operation, world, count), True, offset)
+                        torch.cuda.synchronize()
+                        ranks.call(trial.launch)
+                        ranks.assert_idle()
+                        pairs = zip(chain(*trial.results), chain(*trial.expected), strict=True)
+                        return [found.cpu().double() - wanted.double() for found, wanted in pairs]
+
+                    yield Check(f"collectives: {operation}", f"W={world} {count} {dtype}", differences, times=5)

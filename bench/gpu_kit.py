@@ -1,14 +1,17 @@
-"""What a machine with a GPU and without a network needs to install and test weft: wheels, in one folder.
+"""What a machine with a GPU and without a network needs to test weft, in one folder: wheels, extension, archive.
 
-    python bench/gpu_kit.py fetch build/gpu-kit       where there is a network (`make gpu-kit`)
+    python bench/gpu_kit.py fetch build/gpu-kit       where there is a network (`make gpu-kit`, which adds the others)
     python bench/gpu_kit.py install build/gpu-kit     on the machine with the GPU (`make gpu` does that first)
 
 Runs before weft is installed, so it imports the standard library only.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     *("setuptools", "pybind11", "ninja", "safetensors", "rich", "markdown-it-py", "mdurl", "pygments"),
     *("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "hypothesis", "sortedcontainers"),
+    *("pytest-xdist", "execnet"),
 )
+PEERS = ("liger-kernel==0.8.5",)
 AT_LEAST = {"setuptools": 77, "pybind11": 3}  # major versions; any other version that is installed will do
 PYTHON = "3.12"
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
@@ -34,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def fetch(folder: Path, python: str) -> int:
     pinned = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().split() if "==" in line)
-    wanted = [f"{name}=={pinned[name]}" if name in pinned else name for name in PACKAGES]
+    wanted = [*(f"{name}=={pinned[name]}" if name in pinned else name for name in PACKAGES), *PEERS]
     folder.mkdir(parents=True, exist_ok=True)
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
@@ -47,13 +52,23 @@ def fetch(folder: Path, python: str) -> int:
 
 
 def install(folder: Path) -> int:
-    """Install the wheels of packages that are not there, or too old. Nothing that serves is replaced."""
-    missing = [wheel for wheel in sorted(folder.glob("*.whl")) if is_missing(wheel.name.split("-")[0])]
-    if not missing:
+    """Put missing wheels to `site` in the folder, and the extension and the archive to the sources.
+
+    Nothing that serves is replaced. Without an extension for this Python the sources are installed, which builds one.
+    """
+    for wheel in sorted(folder.glob("*.whl")):
+        if is_missing(wheel.name.split("-")[0]):
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(folder / "site")
+            print("from the kit:", wheel.name, flush=True)
+    for archive in folder.glob("*.weft"):
+        shutil.copy2(archive, ROOT / "kernels" / "compiled")
+    extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if extension.exists():
+        shutil.copy2(extension, ROOT / "pytorch_ext")
         return 0
-    print("installing", ", ".join(wheel.name for wheel in missing), flush=True)
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--upgrade"]
-    return subprocess.run([*command, *map(str, missing)]).returncode
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-build-isolation", "--no-deps", "--no-index"]
+    return subprocess.run([*command, "-e", str(ROOT)]).returncode
 
 
 def is_missing(name: str) -> bool:

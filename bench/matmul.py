@@ -31,9 +31,9 @@ def run(options) -> list[Row]:
     return measure(contests(options.model, options.tp, options.tokens), limits, options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
+def rows(limits: Ceilings, models=None, tokens=(1024, 16384)) -> list[Row]:
     """Return the rows for `make gpu`: every layer at the ends of the splits and of the tokens."""
-    return measure(contests(None, (1, 8), (1024, 16384)), limits)
+    return measure(contests(models, (1, 8), tokens), limits)
 
 
 def contests(models=None, tensor_parallel=None, tokens=None) -> Iterator[Contest]:

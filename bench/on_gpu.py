@@ -1,15 +1,18 @@
 """`make gpu`: what is to be known of weft on this machine's GPU, in order of worth, within a given time.
 
 Each step is a process of its own: what fails or hangs costs its own figures only. Everything is written as it comes, to
-a folder named after the device: the output of all steps to log.txt, the rows of a bench to <bench>.json after each row.
-With --archive the folder is packed into one file after each step, for machines that return few files.
+a folder named after the device: the output of all steps to log.txt, the rows of a step to <step>.json after each row.
+With --archive the folder is packed into one file every few seconds, for machines that return few files. The last lines
+are a table of all that was found.
 
     make gpu                                            # every step, 570 seconds in all
+    make gpu STEPS=first                                # the first ten minutes on a GPU: what is shipped, no compiler
+    make gpu STEPS=second                               # tests, sanitizers, processes that share the GPU
     make gpu SECONDS=1500 STEPS="launches matmul"       # some of them
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +22,8 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,32 +31,53 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.bench import first_launches, suites
+from weft.bench import first_launches, guarded, suites
 from weft.bench.device_time import Ceilings, ceilings, geometric_mean, keeping
 from weft.bench.environment import environment, folder_name
 from weft.bench.measure import ROUNDS
 from weft.bench.report import results, save_json
 from weft.bench.table import Row
+from weft.kernels import launch
+from weft.testing import cases
 
-LEAST_SECONDS = 20  # no step starts with less time left
+LEAST_SECONDS = 15  # no step starts with less time left
+MOST_LINES = 60  # of the table
+_PACK_EVERY_S = 2
+_WORKERS = 4  # groups of first launches at a time
+_REHEARSAL = 5  # times as long, for Triton's interpreter
 _LARGE = "rank_order_sum", "communicating", "several_gpus"
-SUITES = ("launch", "cross_entropy", "bucket", "attention_chunk", "matmul", *_LARGE)
+SUITES = ("launch", "cross_entropy", "bucket", "grouped_matmul", "attention_chunk", "matmul", *_LARGE)
 COLLECTIVES = "rank_order_sum", "several_gpus", "tests_of_several", "tune_collectives"  # named together "collectives"
+_ACROSS = ("communicating", "collectives")  # groups of first launches of virtual ranks
+
+# Commands: their steps, each with the second at which it ends. A step that ends early leaves its time to the next.
+COMMANDS = {
+    "first": {"doctor": 25, "launches": 90, "products": 190, "attentions": 260, "losses": 320, "across": 420},
+    "second": {"chosen_tests": 240, "sanitizer": 400, "shared_gpu": 480},
+}
+_SHIPPED = {"WEFT_NO_JIT": "1"}  # of the first command: nothing is compiled there
+
+_ATTENTIONS = [
+    case
+    for case in cases.ATTENTIONS
+    if case.kv_heads < case.heads and (case.head_dim, case.sequence) in ((128, 2048), (128, 8192), (64, 8192))
+]
 
 
 @dataclass(frozen=True)
 class GpuStep:
     """A step: its work in a process of its own, and the most seconds that it may take."""
 
-    run: Callable[[Path], int]
+    run: Callable[[Path, float], int]
     seconds: int
 
 
 def steps() -> dict[str, GpuStep]:
     """Return all steps, the most useful first."""
+    alone = [group for group in first_launches.groups() if group not in _ACROSS]
     return {
         "doctor": GpuStep(doctor, 60),
-        "launches": GpuStep(launches, 240),
+        "launches": GpuStep(partial(launches, alone, "launches"), 240),
         **{suite: GpuStep(partial(bench, suite), 180) for suite in SUITES if suite not in _LARGE},
         "tune": GpuStep(tune, 240),
         "tests": GpuStep(tests, 600),
@@ -61,6 +86,13 @@ def steps() -> dict[str, GpuStep]:
         **{suite: GpuStep(partial(bench, suite), 180) for suite in _LARGE},
         "tests_of_several": GpuStep(partial(tests, marker="gpus2"), 600),
         "tune_collectives": GpuStep(partial(tune, op="collectives"), 300),
+        # Parts of the above, in the first commands' time.
+        "products": GpuStep(partial(bench, "matmul", models=["llama-3-8b"], tokens=(8192,)), 100),
+        "attentions": GpuStep(partial(bench, "attention_chunk", attentions=_ATTENTIONS, compiled=False, rounds=7), 70),
+        "losses": GpuStep(losses, 60),
+        "across": GpuStep(across, 100),
+        "chosen_tests": GpuStep(partial(tests, chosen=_CHOSEN), 240),
+        "shared_gpu": GpuStep(partial(tests, chosen=_SHARED_GPU), 120),
     }
 
 
@@ -68,15 +100,21 @@ def main(arguments: list[str] | None = None) -> int:
     known = steps()
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path, help="where the device's folder goes")
-    parser.add_argument("steps", nargs="*", help=f"of {', '.join(known)}; collectives: some of these; all by default")
+    parser.add_argument(
+        "steps", nargs="*", help=f"of {', '.join(known)}; first, second, collectives: some of these; all by default"
+    )
     parser.add_argument("--seconds", type=int, default=570, help="when the last step is ended")
-    parser.add_argument("--archive", type=Path, help="a .tar.gz of the device's folder, made again after each step")
-    parser.add_argument("--rehearse", action="store_true", help="without a GPU: the steps that the interpreter can run")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz of the device's folder, made again every few seconds")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU: what the interpreter can run")
     parser.add_argument("--one", metavar="STEP", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    command = COMMANDS.get(options.steps[0]) if len(options.steps) == 1 else None
+    if options.rehearse and command:
+        command = {step: second * _REHEARSAL for step, second in command.items()}
+    options.steps = [*command] if command else options.steps
     options.steps = [name for step in options.steps for name in (COLLECTIVES if step == "collectives" else [step])]
     if unknown := {*options.steps, *([options.one] if options.one else [])} - set(known):
-        parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join([*known, *COMMANDS])}")
     if not torch.cuda.is_available() and not options.rehearse:
         print(f"no CUDA device here: {weft.build_info()['gpu']}", file=sys.stderr)
         return 2
@@ -84,30 +122,39 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.out / folder_name(device)
     folder.mkdir(parents=True, exist_ok=True)
     if options.one:
-        return known[options.one].run(folder)
-    able = [name for name in options.steps or known if torch.cuda.is_available() or name in REHEARSED]
-    return _run_all({name: known[name] for name in able}, folder, options)
+        return known[options.one].run(folder, time.monotonic() + options.seconds)
+    if "across" in options.steps:  # of the first command
+        os.environ |= _SHIPPED
+    chosen = {name: known[name] for name in options.steps or known}
+    return _run_all(chosen, folder, options, command or {})
 
 
-def _run_all(chosen: dict[str, GpuStep], folder: Path, options) -> int:
-    end = time.monotonic() + options.seconds
+def _run_all(chosen: dict[str, GpuStep], folder: Path, options, ends: dict[str, int]) -> int:
+    """Run the steps one after another, each until its second of `ends`, or as long as it may take."""
+    began = time.monotonic()
     outcome: dict[str, str] = {}
+    pack = partial(_pack, folder, options.archive) if options.archive else lambda: None
     for name, step in chosen.items():
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
+        now = time.monotonic() - began
+        limit = min(options.seconds, ends.get(name, now + step.seconds)) - now
+        if limit < LEAST_SECONDS:
             outcome[name] = "not started: no time left"
             continue
-        command = [sys.executable, "-u", __file__, str(options.out), "--one", name, *["--rehearse"] * options.rehearse]
-        code = _streamed(command, folder / "log.txt", name, min(left, step.seconds))
-        outcome[name] = {0: "ok", None: "ended: out of time"}.get(code, f"exit code {code}")
+        command = [sys.executable, "-u", "-m", "weft.bench.on_gpu", str(options.out), "--one", name]
+        command += ["--seconds", str(int(limit)), *["--rehearse"] * options.rehearse]
+        code = _streamed(command, folder / "log.txt", name, limit, pack)
+        took = f" ({time.monotonic() - began - now:.0f} s)"
+        outcome[name] = {0: "ok", None: "ended: out of time"}.get(code, f"exit code {code}") + took
         (folder / "steps.json").write_text(json.dumps({"environment": environment(), "steps": outcome}, indent=1))
-        if options.archive:
-            _pack(folder, options.archive)
+        pack()
+    print("\n".join(_table(folder)))
     print(", ".join(f"{name}: {said}" for name, said in outcome.items()))
     return int(any(said.startswith("exit") for said in outcome.values()))
 
 
-def _streamed(command: list[str], log: Path, name: str, seconds: float) -> int | None:
+def _streamed(
+    command: list[str], log: Path, name: str, seconds: float, pack: Callable[[], None] = lambda: None
+) -> int | None:
     """Run a command with its output on the screen and in the log as it comes; return None if its time was over."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
@@ -121,11 +168,15 @@ def _streamed(command: list[str], log: Path, name: str, seconds: float) -> int |
     timer = threading.Timer(seconds, stop)
     timer.start()
     assert process.stdout is not None
+    packed = time.monotonic()
     with log.open("a") as file:
         for line in process.stdout:
             file.write(f"{name}: {line}")
             file.flush()
             print(f"{name}: {line}", end="", flush=True)
+            if time.monotonic() - packed > _PACK_EVERY_S:
+                pack()
+                packed = time.monotonic()
     code = process.wait()
     timer.cancel()
     return None if over.is_set() else code
@@ -134,49 +185,141 @@ def _streamed(command: list[str], log: Path, name: str, seconds: float) -> int |
 def _pack(folder: Path, archive: Path) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     temporary = archive.with_suffix(".part")
-    with tarfile.open(temporary, "w:gz") as packed:
+    with tarfile.open(temporary, "w:gz", compresslevel=3) as packed:
         packed.add(folder, folder.name)
     temporary.replace(archive)
 
 
-def doctor(folder: Path) -> int:
-    """Print what `weft doctor` finds; it exits with 1 where something is amiss, which ends nothing here."""
+def _table(folder: Path) -> list[str]:
+    """Return what the folder's rows say in at most MOST_LINES lines: faults, then a line for each op, then rows."""
+    found = {
+        path.stem: json.loads(path.read_text())["rows"] for path in sorted(folder.glob("*.json")) if _has_rows(path)
+    }
+    faults = [f"{row['op']}  {row['shape']}  {row['remark']}" for rows in found.values() for row in rows if _fault(row)]
+    lines = [f"{len(faults)} faults", *faults[: MOST_LINES // 2]]
+    singles: list[str] = []
+    for step, rows in found.items():
+        for op in dict.fromkeys(row["op"] for row in rows):
+            of_op = [row for row in rows if row["op"] == op]
+            ratios = [row["ratio"] for row in of_op if row["ratio"] is not None]
+            right = sum(not _fault(row) for row in of_op)
+            spread = f"  {geometric_mean(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+            lines.append(f"{step:<18} {op:<40} {right} of {len(of_op)} right{spread}")
+            singles += [f"{op:<32} {row['shape']:<56} {figures(row)}" for row in of_op if row["times"]]
+    return [line[:190] for line in [*lines, *singles][:MOST_LINES]]
+
+
+def _has_rows(path: Path) -> bool:
+    return "rows" in json.loads(path.read_text())
+
+
+def _fault(row: dict) -> bool:
+    return row["remark"].startswith("FAULT")
+
+
+def doctor(folder: Path, end: float) -> int:
+    """Print what `weft doctor` finds, and which of the listed launches the archive does not serve.
+
+    Neither ends anything here: what is amiss shows in the later steps too.
+    """
     print(weft.build_info())
-    return _run([sys.executable, "-m", "weft.cli", "doctor"]) and 0
-
-
-def launches(folder: Path) -> int:
+    _run([sys.executable, "-m", "weft.cli", "doctor"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[Row] = []
-    for row in first_launches.rows(device, first_launches.TIMES if device.type == "cuda" else 1):
-        rows.append(row)
-        print(f"{row.of['op']:<36} {row.of['shape']:<56} {row.remark or 'ok'}")
-        save_json(
-            {"environment": environment(), "rows": [row.as_dict() for row in rows]}, str(folder / "launches.json")
-        )
-    faults = sum(map(first_launches.is_fault, rows))
+    architecture = launch.code_architecture(device) if device.type == "cuda" else "sm_90"
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return _run([sys.executable, "-c", _SERVED, architecture], compiling) and 0
+
+
+_SERVED = """
+import sys, weft.ops
+from weft.kernels import launch, variants
+architecture = sys.argv[1]
+listed = [made for op in variants.OPS for made in variants.record(op, architecture)]
+missing = [made for made in listed if launch.origin(made, architecture).how != "ahead-of-time"]
+print(f"{architecture}: {len(listed) - len(missing)} of {len(listed)} listed launches are compiled ahead of time")
+for made in missing[:5]:
+    print(f"    {made.kernel.__name__} {made}: {launch.origin(made, architecture)}")
+"""
+
+
+def launches(groups: Sequence[str], name: str, folder: Path, end: float) -> int:
+    """Check the groups of first launches, several at a time, each in a process of its own."""
+    rows: list[dict] = []
+    lock = threading.Lock()
+    check_s = guarded.CHECK_S * (1 if torch.cuda.is_available() else _REHEARSAL)
+
+    def keep(row: dict) -> None:
+        with lock:
+            rows.append(row)
+            print(f"{row['op']:<40} {row['shape'][:90]:<90} {row['remark'] or 'ok'}", flush=True)
+            save_json(
+                {"environment": environment(), "build": weft.build_info(), "rows": rows}, str(folder / f"{name}.json")
+            )
+
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        list(pool.map(lambda group: guarded.rows(group, end - 3, keep, check_s), groups))
+    faults = sum(map(_fault, rows))
     print(f"{len(rows)} checks, {faults} with a fault")
     return int(faults > 0)
 
 
-def tests(folder: Path, marker: str = "gpu") -> int:
+def across(folder: Path, end: float) -> int:
+    """Check kernels and collectives of virtual ranks, and time the sum of 2 and 4 buffers."""
+    code = launches(_ACROSS, "across", folder, end - 25)
+    return max(code, bench("rank_order_sum", folder, end, worlds=(2, 4)))
+
+
+def losses(folder: Path, end: float) -> int:
+    """Time losses, grouped products and buckets."""
+    options: dict[str, dict] = {
+        "cross_entropy": {"tensor_parallel": (1, 8), "compiled": False},
+        "grouped_matmul": {},
+        "bucket": {},
+    }
+    return max([bench(suite, folder, end, **given) for suite, given in options.items()])
+
+
+# Four of each, in the order of what they would find.
+_SANITIZED = (
+    "tests/csrc/test_cuda_collectives.py::test_small_calls_are_right[low_latency]",
+    "tests/csrc/test_cuda_collectives.py::test_small_calls_are_right[two_shot]",
+    "tests/kernels/test_all_gather_matmul.py::test_the_bits_are_those_of_gathering_first[2-1-64-32-32-dtype0]",
+    "tests/kernels/test_matmul_reduce_scatter.py::test_the_bits_are_those_of_a_product_and_a_reduction[2-1-64-32-32-dtype0]",
+)
+_CHOSEN = ("tests/csrc/test_cuda_collectives.py", "tests/csrc/test_launch_on_gpu.py", "tests/kernels", "tests/ops")
+_SHARED_GPU = tuple(
+    f"tests/comm/test_cuda.py::test_on_one_gpu[{case}-2]"
+    for case in ("gpu_collectives", "gpu_in_symmetric_memory", "gpu_overlap", "gpu_graph")
+)
+
+
+def tests(folder: Path, end: float, marker: str = "gpu", chosen: Sequence[str] = ()) -> int:
     """Run the tests with a marker. Without a GPU they are skipped, and the launcher's run on a stub driver."""
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--maxfail", "20"]
-    code = _run([*pytest, "-m", marker])
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--maxfail", "20", "--import-mode=importlib"]
+    several = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    code = _run([*pytest, *several, "-m", marker, *chosen])
     return code if torch.cuda.is_available() else code or _run([*pytest, "-q", "tests/csrc/test_launch.py"])
 
 
-def sanitizer(folder: Path) -> int:
-    """Run the tests marked sanitize under memcheck, racecheck and synccheck."""
+def sanitizer(folder: Path, end: float) -> int:
+    """Run four small launches under memcheck and racecheck; all that are marked, with synccheck, if there is time."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    python = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider"]
-    return max(
-        _run([program, "--tool", tool, "--error-exitcode", "9", *python])
-        for tool in ("memcheck", "racecheck", "synccheck")
-    )
+    if not Path(program).exists():
+        print(f"there is no {program}")
+        return 0
+    python = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    code = 0
+    for tool, which in [
+        *((tool, _SANITIZED) for tool in ("memcheck", "racecheck")),
+        *((tool, ("-m", "sanitize")) for tool in ("memcheck", "racecheck", "synccheck")),
+    ]:
+        if time.monotonic() > end - LEAST_SECONDS:
+            break
+        code = max(code, _run([program, "--tool", tool, "--error-exitcode", "9", *python, *which]))
+    return code
 
 
-def profile(folder: Path) -> int:
+def profile(folder: Path, end: float) -> int:
     """Print the time of each kernel in a training step of the loss, an MLP and attention."""
     from weft.ops import kernel_choice
     from weft.ops.attention import attention
@@ -200,16 +343,20 @@ def profile(folder: Path) -> int:
     return 0
 
 
-def tune(folder: Path, op: str = "matmul") -> int:
-    """Write the tuned table beside the results; copy it to the folder that `weft tune` names to use it."""
+def tune(folder: Path, end: float, op: str = "matmul") -> int:
+    """Write the tuned table to a folder beside the results; copy it to the folder that `weft tune` names to use it."""
     if op == "collectives" and torch.cuda.device_count() < 2:
         print("needs several GPUs")
         return 0
     models = ["--model", "llama-3-8b"] if op == "matmul" else []
-    return _run([sys.executable, "-m", "weft.cli", "tune", op, *models, "--out", str(folder)])
+    return _run([sys.executable, "-m", "weft.cli", "tune", op, *models, "--out", str(folder / "tuned")])
 
 
-def bench(suite: str, folder: Path) -> int:
+def bench(suite: str, folder: Path, end: float, **given) -> int:
+    """Run a bench's rows for `make gpu`, or those that are given; without a GPU say that it needs one."""
+    if not torch.cuda.is_available():
+        print(f"{suite}: measured on a GPU only")
+        return 0
     module = importlib.import_module(f"weft.bench.{suite}")
     limits = ceilings()
     rows: list[Row] = []
@@ -221,7 +368,7 @@ def bench(suite: str, folder: Path) -> int:
         save_json(_found(suite, module, rows, limits), str(folder / f"{suite}.json"))
 
     with keeping(keep):
-        rows = list(module.rows(limits))
+        rows = list(module.rows(limits, **given))
     found = _found(suite, module, rows, limits)
     save_json(found, str(folder / f"{suite}.json"))
     for name in ("geometric_mean_ratio", "geometric_mean_tax"):
@@ -257,13 +404,11 @@ def figures(row: dict) -> str:
     return "  ".join([*texts, row["remark"]]).rstrip()
 
 
-def _run(command: list[str]) -> int:
+def _run(command: list[str], environment: dict[str, str] | None = None) -> int:
     """Run a command whose output is this step's."""
     sys.stdout.flush()
-    return subprocess.run(command).returncode
+    return subprocess.run(command, env=environment).returncode
 
-
-REHEARSED = ("doctor", "launches", "tests")
 
 if __name__ == "__main__":
     sys.exit(main())

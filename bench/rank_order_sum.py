@@ -22,8 +22,8 @@ def run(options: argparse.Namespace) -> list[Row]:
     return measure(contests(), ceilings(), options.rounds)
 
 
-def rows(limits: Ceilings) -> list[Row]:
-    return measure(contests(), limits)
+def rows(limits: Ceilings, worlds=(2, 4, 8)) -> list[Row]:
+    return measure(contests(worlds), limits)
 
 
 def contests(worlds=(2, 4, 8), count=64 << 20, dtype=torch.bfloat16) -> Iterator[Contest]:

@@ -60,8 +60,9 @@ SUITES = {
         "gradients into one buffer and back, and sums of buffers, beside _foreach_copy_, on a GPU", True, COLD
     ),
     "cross_entropy": Suite(
-        "the loss over a shard of the vocabulary beside eager and torch.compile, on a GPU", True, COLD
+        "the loss over a shard of the vocabulary beside eager, Liger and torch.compile, on a GPU", True, COLD
     ),
+    "grouped_matmul": Suite("the products of a mixture's experts beside torch's grouped_mm, on a GPU", True, COLD),
     "communicating": Suite(
         "the kernels that cross ranks, as far as one GPU can show: tax, overlap, host time",
         True,

@@ -539,7 +539,7 @@ def variants(architecture: str) -> None:
     """
 
     def tensors(head_dim, value_dim, dtype=torch.bfloat16):
-        shapes = [(2, 32, 4096, head_dim), (2, 8, 4096, head_dim), (2, 8, 4096, value_dim), (2, 32, 4096, value_dim)]
+        shapes = [(2, 4, 1008, head_dim), (2, 2, 1008, head_dim), (2, 2, 1008, value_dim), (2, 4, 1008, value_dim)]
         return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
 
     def forward(q, k, v, rules, state, **options):
@@ -570,7 +570,7 @@ def variants(architecture: str) -> None:
         q, k, v, dout = tensors(head_dim, head_dim)
         lse = torch.empty(q.shape[:3], device="meta")
         state = dout.float(), lse
-        documents = torch.empty(2, 4096, dtype=torch.int64, device="meta")
+        documents = torch.empty(2, 1008, dtype=torch.int64, device="meta")
         packed = {"query_documents": documents, "key_documents": documents}
         for rules, options in ((Rules(dropout=0.1), {}), (causal, packed)):
             forward(q, k, v, rules, state, **options)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -70,8 +70,11 @@ _observed: ContextVar[Observed | None] = ContextVar("weft_observed", default=Non
 
 @contextlib.contextmanager
 def recording(architecture: str) -> Iterator[list[Launch]]:
-    """Collect the launches inside in a list, as for a device of that architecture, without running them."""
-    if architecture not in ARCHITECTURES:
+    """Collect the launches inside in a list, as for a device of that architecture, without running them.
+
+    The architecture "interpreter" has the interpreter's tiles.
+    """
+    if architecture not in (*ARCHITECTURES, "interpreter"):
         raise ValueError(f"architecture={architecture!r} is not one of {', '.join(map(repr, ARCHITECTURES))}")
     current = _Recording(architecture)
     token = _recording.set(current)
@@ -107,10 +110,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 def empty_in_order(like: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a new tensor with the shape of `like` but its last size, and the other dimensions in the same order.
 
-    So attention of views of [batch, sequence, heads, head_dim] gives such views, and whoever reads them copies nothing.
+    So attention of views of [batch, sequence, heads, head_dim] gives such views, and a model flattens their heads
+    without a copy.
     """
-    order = sorted(range(like.dim() - 1), key=lambda dim: -like.stride(dim) or -sys.maxsize)  # an expanded one first
-    shape, order = (*like.shape[:-1], width), (*order, like.dim() - 1)
+    strides = like.stride()[:-1]
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim] or -sys.maxsize)  # an expanded one first
+    shape, order = (*like.shape[:-1], width), [*order, len(strides)]
     return allocated(torch.empty_permuted(shape, order, dtype=dtype, device=like.device))
 
 
@@ -131,7 +136,7 @@ def ticket(device: torch.device) -> torch.Tensor:
     return _ticket(device, torch.cuda.current_stream(device).cuda_stream)
 
 
-@lru_cache
+@cache  # of any number of streams: a running kernel may still count with a ticket that is not in use here
 def _ticket(device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int32, device=device)
 

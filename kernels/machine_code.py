@@ -179,16 +179,19 @@ def _to_compile(recorded: launch.Launch, architecture: str) -> tuple[ASTSource, 
 
 @contextlib.contextmanager
 def _settings(architecture: str) -> Iterator[None]:
-    """Compile inside without line information, and for sm_90 with the newer of the two ptxas in Triton's wheel.
+    """Compile inside without line information, and for sm_90 with the newest ptxas.
 
     Code without lines is smaller and does not depend on the source's place. The ptxas 12.8 that Triton takes for sm_90
-    has miscompiled products with operands in registers (flash-linear-attention's issue 1262).
+    has miscompiled products with operands in registers (flash-linear-attention's issue 1262), a fault that ended with
+    CUDA 13.3 (triton's issue 11781). WEFT_HOPPER_PTXAS names one; without it, it is the newer of the two in Triton's
+    wheel. sm_100 keeps that: a newer one spills more.
     """
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
         triton.knobs.compilation.disable_line_info = True
         triton.knobs.nvidia.dump_ptxas_log = True
         if architecture == "sm_90":
-            triton.knobs.nvidia.ptxas = triton.knobs.nvidia.ptxas_blackwell.path
+            given = os.environ.get("WEFT_HOPPER_PTXAS")
+            triton.knobs.nvidia.ptxas = given or triton.knobs.nvidia.ptxas_blackwell.path
         yield
 
 

@@ -219,6 +219,6 @@ def variants(architecture: str) -> None:
             x = torch.empty(2048, features, dtype=dtype, device="meta")
             scale = torch.empty(4096, dtype=dtype, device="meta")
             y = permute(x, index)
-            unpermute(y, index.view(2048, 2))
-            unpermute(y, index.view(2048, 2), scale=scale)
+            unpermute(y, index.view(-1, 2))
+            unpermute(y, index.view(-1, 2), scale=scale)
             unpermute_backward(x, y, index, scale)

@@ -36,10 +36,10 @@ def record(op: str, architecture: str) -> list[launch.Launch]:
     module = importlib.import_module(f"weft.kernels.{op}" if op in OPS else op)
     with launch.recording(architecture) as launches:
         module.variants(architecture)
-    return list({_variant_of(recorded): recorded for recorded in launches}.values())
+    return list({variant_of(recorded): recorded for recorded in launches}.values())
 
 
-def _variant_of(recorded: launch.Launch) -> tuple:
+def variant_of(recorded: launch.Launch) -> tuple:
     """Return a key that is equal for launches with the same machine code."""
     return id(recorded.kernel), repr(signature.specialise(recorded)), recorded.warps, recorded.stages
 

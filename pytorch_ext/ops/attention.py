@@ -63,7 +63,7 @@ def attention(
     left = window - 1 if window is not None else None
     right = 0 if causal else left
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
-    q, k, v = cast_operands(q, k, v)
+    q, k, v = cast_operands(q, k, v)  # type: ignore[assignment]
     with without_autocast(q.device.type):
         return AttentionFunction.apply(q, k, v, sinks, document_ids, left, right, scale, softcap, dropout, seed)
 
@@ -109,8 +109,9 @@ def _forward_operator(q, k, v, sinks, documents, *rules):
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], [{q.size(1)}]")
         previous = None, sinks.float().view(1, -1, 1).expand(q.shape[:3])
+    q, k, v = map(readable, (q, k, v))
     return attention_forward(
-        *map(readable, (q, k, v)), Rules(*rules), query_documents=documents, key_documents=documents, previous=previous
+        q, k, v, Rules(*rules), query_documents=documents, key_documents=documents, previous=previous
     )
 
 

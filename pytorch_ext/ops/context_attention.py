@@ -92,7 +92,7 @@ def context_attention(
         >>> weft.context_attention(q, k, v, causal=True).shape
         torch.Size([1, 4, 8, 16])
     """
-    q, k, v = cast_operands(q, k, v)
+    q, k, v = cast_operands(q, k, v)  # type: ignore[assignment]
     outer, inner = _groups(group)
     _check(q, k, v, causal, window, softcap, document_ids, sinks, dropout, method, layout, inner)
     if invariant is not None:

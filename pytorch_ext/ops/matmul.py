@@ -66,6 +66,13 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
 
 def accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
     """Add a @ b to total, which is fp32 (fp64 if they are), without rounding the product first."""
+    if torch.compiler.is_compiling():  # it takes neither launches nor a product with out= of another type than a's
+        _accumulate_as_operator(a, b, total)
+    else:
+        _accumulate(a, b, total)
+
+
+def _accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
     if total.dtype == torch.float32 and kernel_choice.on_kernel(a.device) and _takes_kernel(a, b, adds=True):
         _kernel().matmul(a, b, addend=total, out=total)
     elif a.dtype == total.dtype:
@@ -74,6 +81,11 @@ def accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
+
+
+_accumulate_as_operator = register(
+    "accumulate(Tensor a, Tensor b, Tensor(a!) total) -> ()", _accumulate, lambda a, b, total: None
+)
 
 
 def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:

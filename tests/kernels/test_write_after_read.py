@@ -17,7 +17,10 @@ BODY
     tt.return
   }
 """
-LOAD, STORE = "%v = tt.load %a : tensor<2048x!tt.ptr<f32>, #blocked>", "tt.store %b, %w : tensor<2048x!tt.ptr<f32>, #other>"
+LOAD, STORE = (
+    "%v = tt.load %a : tensor<2048x!tt.ptr<f32>, #blocked>",
+    "tt.store %b, %w : tensor<2048x!tt.ptr<f32>, #other>",
+)
 SCALAR, OWN = "%s = tt.load %x : !tt.ptr<f32>", "tt.store %a, %w : tensor<2048x!tt.ptr<f32>, #blocked>"
 CHANGE = "%w = ttg.convert_layout %v : tensor<2048xf32, #blocked> -> tensor<2048xf32, #other>"
 LOOP, TEST, OTHERWISE, END = "scf.for %k = %n to %n step %n  : i32 {", "scf.if %n {", "} else {", "}"

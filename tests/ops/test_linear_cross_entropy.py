@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import weft
 from weft.comm.registry import communicator
@@ -93,6 +95,29 @@ def test_the_whole_vocabulary_on_one_device_under_autocast():
     for name, result, *expected in zip(("loss", "dx", "dw", "db"), found, plain, exact, strict=True):
         assert result.dtype == torch.float32
         assert_close(result, *expected, name)
+
+
+def test_compile_traces_it_whole_with_its_sums_as_one_operator():
+    """On a GPU the sums in fp32 are products with out= of another type, which torch.compile does not trace."""
+    x, weight, bias, target = drawn(40, 3000, 24, torch.bfloat16)
+    traced: list[str] = []
+
+    def backend(graph, inputs):
+        def compiled(graph, inputs):
+            traced.extend(
+                str((node.target, *node.args[:1])) for node in graph.graph.nodes
+            )  # what is functionalised too
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=compiled)(graph, inputs)
+
+    compiled = torch.compile(fused_linear_cross_entropy, fullgraph=True, backend=backend)
+    found = loss_and_gradients(compiled, x, weight, bias, target)
+    for result, expected in zip(
+        found, loss_and_gradients(fused_linear_cross_entropy, x, weight, bias, target), strict=True
+    ):
+        assert torch.equal(result, expected)
+    assert any("weft.accumulate" in name for name in traced)
 
 
 def test_main_grad_takes_the_gradient_of_the_weight():
