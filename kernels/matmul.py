@@ -30,7 +30,7 @@ from weft.kernels.activation import ACTIVATIONS, activate, check_activation, gat
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
 from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
-from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of
+from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of, tile_of_any_size
 from weft.kernels.replay import replayed
 
 PRECISIONS = ("ieee", "tf32")
@@ -653,6 +653,15 @@ def variants(architecture: str) -> None:
         for features, dtype in product((n, n + 1), launch.DTYPES):
             gated_forward(matrix(m, 2 * features, dtype), activation)
             gated_backward(matrix(m, features, dtype), matrix(m, 2 * features, dtype), activation)
+    for dtype in launch.DTYPES:  # of layers with `invariant`: sums in fp32, in one block for all operands
+        a, b = matrix(m, k, dtype), matrix(k, n, dtype)
+        a_turned, b_turned = matrix(k, m, dtype).t(), matrix(n, k, dtype).t()
+        a_odd, b_odd = matrix(m, k + 1, dtype)[:, :-1], matrix(k, n + 1, dtype)[:, :-1]
+        odd = () if dtype == torch.float32 else ((a_odd, b), (a, b_odd))  # its sums would spill
+        for left, right in ((a, b), (a, b_turned), (a_turned, b), *odd):
+            tile, total = tile_of_any_size(left, right), matrix(m, n, torch.float32)
+            matmul(left, right, out_dtype=torch.float32, config=tile)
+            matmul(left, right, addend=total, out=total, config=tile)
     for precision in PRECISIONS:
         layer(n, k, torch.float32, precision=precision)
     x, w, dy = matrix(m, k, torch.float32), matrix(n, k, torch.float32), matrix(m, n, torch.float32)
