@@ -4,7 +4,8 @@ These are faults and make the exit status non-zero: a variant that does not comp
 loop reloads or more than 256 bytes of them, more shared memory than a program may have, a dot that is not on the tensor
 cores of its architecture, products of Hopper that the assembler serialises or whose registers are touched before they
 end, floating-point numbers that are added in memory in any order, a store that may overtake another thread's load of
-the same memory, and a flag function without its memory order.
+the same memory, a tensor load that does not follow the fence behind a wait, and a flag function without its memory
+order.
 """
 
 import argparse
@@ -87,6 +88,8 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVa
     if spill := spills(code, compiled.spilled_bytes):
         faults.append(spill)
     opcodes = {instruction.opcode for instruction in code.instructions}
+    if early := memory_orders.unfenced(code):
+        faults.append(early)
     faults += [f"{opcode} adds in any order" for opcode in sorted(opcodes) if _ADDS_IN_ANY_ORDER.match(opcode)]
     allowed = launch.SHARED_LIMIT_BYTES[architecture]
     if machine.shared_bytes > allowed:

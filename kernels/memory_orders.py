@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels import launch, signal
+from weft.kernels import launch, sass, signal
 from weft.kernels.language import tl, triton
 
 
@@ -83,3 +83,24 @@ def variants(architecture: str) -> None:
         launch.launch(kernel, (1,), words, words, words, words.long(), 1000)
     for kernel in (post, last):
         launch.launch(kernel, (1,), words, words)
+
+
+def unfenced(code: sass.Code) -> str:
+    """Return the tensor load that a wait does not order, in a kernel that waits, or "".
+
+    The copy engine does not see what the waiting threads have acquired: on every path from the kernel's start, and from
+    a wait, the first tensor load comes behind the fence of `signal.to_copy_engine`.
+    """
+    opcodes = [instruction.opcode for instruction in code.instructions]
+    waits = [
+        at for at, opcode in enumerate(opcodes) if opcode == "LDG.E.STRONG.SYS" and opcodes[at + 1] == "CCTL.IVALL"
+    ]
+    left, seen = [0, *waits] if waits else [], set[int]()
+    while left:
+        at = left.pop()
+        if opcodes[at].startswith("UTMALDG"):
+            return f"{code.instructions[at]} is not behind FENCE.VIEW.ASYNC.G"
+        if at not in seen and opcodes[at] != "FENCE.VIEW.ASYNC.G":
+            left += [following for following in code.following(at) if following < len(opcodes)]
+        seen.add(at)
+    return ""

@@ -118,6 +118,32 @@ def test_an_assembler_that_drops_a_fence_is_a_fault():
     assert "instead of BAR.SYNC" in memory_orders.fault("post", ptx, fenced.replace("MEMBAR.ALL.SYS ;", ""))
 
 
+WAITING = """
+.L_x_1:
+        /*0000*/                   LDG.E.STRONG.SYS R4, [R2] ;
+        /*0010*/                   CCTL.IVALL ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+        /*0030*/                   FENCE.VIEW.ASYNC.G ;
+        /*0040*/                   UTMALDG.2D [UR8], [UR4] ;
+        /*0050*/              @!P1 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_a_tensor_load_that_no_fence_separates_from_a_wait_is_a_fault():
+    def fault(text):
+        return memory_orders.unfenced(sass.parsed(text))
+
+    assert fault(WAITING) == ""
+    assert fault(WAITING.replace("CCTL.IVALL", "NOP").replace("FENCE.VIEW.ASYNC.G", "NOP")) == "", "it does not wait"
+    assert fault(WAITING.replace("FENCE.VIEW.ASYNC.G", "NOP")).startswith("at 0040, UTMALDG.2D")
+    around = WAITING.replace(
+        "/*0030*/                   FENCE", "/*0030*/              @!P2 BRA `(.L_x_2) ;\n/*0038*/ FENCE"
+    )
+    around = around.replace("        /*0040*/", ".L_x_2:\n        /*0040*/")
+    assert fault(around).startswith("at 0040, UTMALDG.2D"), "a path around the fence"
+
+
 def test_where_kernels_are_interpreted_there_is_nothing_to_check():
     done = gate("matmul", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "unset it" in done.stderr
