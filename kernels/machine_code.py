@@ -30,6 +30,8 @@ from triton.runtime.cache import get_cache_key
 from weft.kernels import archive, launch, signature, variants, write_after_read
 from weft.kernels.archive import Machine
 
+_CHECK = archive.source_hash("weft.kernels.write_after_read")  # a verdict of another one does not count
+
 
 @dataclass(frozen=True)
 class CompiledVariant:
@@ -144,7 +146,7 @@ def _cache_key(recorded: launch.Launch, architecture: str) -> str:
         settings = get_cache_invalidating_env_vars()
         key = get_cache_key(source, backend, backend.parse_options(dict(options)), settings)
     fields = " ".join(field.name for field in dataclasses.fields(CompiledVariant))
-    given = f"{key} {assembler_version(architecture)} {fields} {signature.same_memory(recorded)}"
+    given = f"{key} {assembler_version(architecture)} {fields} {signature.same_memory(recorded)} {_CHECK}"
     return hashlib.sha256(given.encode()).hexdigest()
 
 
@@ -190,8 +192,10 @@ def _settings(architecture: str) -> Iterator[None]:
         triton.knobs.compilation.disable_line_info = True
         triton.knobs.nvidia.dump_ptxas_log = True
         if architecture == "sm_90":
-            given = os.environ.get("WEFT_HOPPER_PTXAS")
-            triton.knobs.nvidia.ptxas = given or triton.knobs.nvidia.ptxas_blackwell.path
+            given = os.environ.get("WEFT_HOPPER_PTXAS") or triton.knobs.nvidia.ptxas_blackwell.path
+            triton.knobs.nvidia.ptxas = given
+            if triton.knobs.nvidia.ptxas.path != given:  # Triton would take its oldest instead
+                raise RuntimeError(f"WEFT_HOPPER_PTXAS={given} is no ptxas that runs; name one, or unset it")
         yield
 
 

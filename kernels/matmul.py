@@ -595,7 +595,8 @@ def variants(architecture: str) -> None:
     """Call the launcher once for each variant to compile ahead of time, on meta tensors.
 
     Use it inside `launch.recording`. The variants serve all calls of weft.ops' layers in bf16 and fp16, with any sizes
-    (tests: tests/kernels/test_served.py). Activations and fp32 have one tile each.
+    (tests: tests/kernels/test_served.py). Activations and fp32 have one tile each. Of layers with `invariant`, those
+    with aligned results are served.
     """
     m, n, k = 4000, 2000, 1008  # no multiples of a tile: bench/first_launches.py makes these calls
 

@@ -7,11 +7,14 @@ loaded can store before others load. This looks for such pairs in the text of Tr
 A load is ordered before a store of the same memory by
 
     a barrier between the two
-    a change of layout, a reduction or a scan of the loaded value between the two: threads exchange it
+    a change of layout, a reduction or a scan of the loaded value between the two, if no two threads loaded one element:
+    the threads that own it exchange it
     one layout for both, without replicas: each element's own thread loads it, then stores it
+    shared memory, for a store by the copy engine of what was computed from the load
 
-The text has no addresses, so two different places of one memory also count as the same. An argument's memory is that
-of its tensor: arguments that are one tensor in the recorded launch share it.
+The text has no addresses. Two different places of one memory count as the same, but one layout is taken for one place.
+An argument's memory is that of its tensor: arguments that are one tensor in the recorded launch share it. Only
+structured control flow is followed; a return in the middle of a kernel is a fault.
 """
 
 import re
@@ -25,9 +28,12 @@ _BLOCKED = re.compile(
     r"warpsPerCTA = \[([\d, ]+)\]"
 )
 _BARRIERS = ("ttg.barrier", "ttg.local_barrier", "gpu.barrier")
-_BARRIER_IN_ASSEMBLY = re.compile(r"\bbar(rier)?\.")
-_EXCHANGES = ("ttg.convert_layout", "tt.reduce", '"tt.reduce"', "tt.scan", '"tt.scan"', "ttg.local_alloc")
+_BARRIER_IN_ASSEMBLY = re.compile(r"\bbar(rier)?(\.cta)?\.(sync|red)\b")
+_EXCHANGES = ("ttg.convert_layout", "tt.reduce", '"tt.reduce"', "tt.scan", '"tt.scan"')
 _LOADS = ("tt.load", "ttg.async_copy_global_to_local")
+_COPIES_OUT = ("ttng.async_tma_copy_local_to_global", "tt.descriptor_store")
+_WRITES = ("tt.store", "tt.atomic_rmw", "tt.atomic_cas", *_COPIES_OUT)
+_REPLICAS = "", "replicas"  # layouts in which several threads have an element; that of a scalar is ""
 
 
 @dataclass
@@ -60,7 +66,7 @@ def fault(ttgir: str, same: Sequence[Sequence[str]] = ()) -> str:
     lines = [re.sub(r" loc\(.*?\)(?=[,) ]|$)", "", line).rstrip() for line in ttgir.splitlines()]
     begin = next(at for at, line in enumerate(lines) if "tt.func public" in line)
     lead = {name: group[0] for group in same for name in group}
-    pointers = re.findall(r"%(\w+): !tt\.ptr", lines[begin])
+    pointers = re.findall(r"%(\w+): !tt\.(?:ptr|tensordesc)", lines[begin])
     widths = {name: _widths(*numbers) for name, *numbers in _BLOCKED.findall(ttgir)}
     program = _Program({f"%{name}": frozenset([lead.get(name, name)]) for name in pointers}, widths)
     _block(lines, begin + 1, frozenset(), program, "")
@@ -71,12 +77,15 @@ def _widths(*numbers: str) -> list[int]:
     return [a * b * c for a, b, c in zip(*([int(n) for n in text.split(",")] for text in numbers), strict=True)]
 
 
-def _block(lines: list[str], at: int, pending: frozenset[int], program: _Program, result: str):
+def _block(
+    lines: list[str], at: int, pending: frozenset[int], program: _Program, result: str, carried: Sequence[str] = ()
+):
     """Read lines up to the block's end; return the number of the line there and the loads that are not ordered yet.
 
     Args:
         pending: loads before the block that no barrier has ordered.
         result: name of the value that the block's operation gives, "" without one.
+        carried: names of the values that a turn of the block's loop leaves to the next.
     """
     while not lines[at].lstrip().startswith("}"):
         line = lines[at]
@@ -85,16 +94,20 @@ def _block(lines: list[str], at: int, pending: frozenset[int], program: _Program
         operation = text.split(" ")[0].split("(")[0]
         if not line.endswith("{"):
             pending = _step(name, operation, text, pending, program)
-            if operation == "scf.yield" and result:  # its values add to those of the operation's other blocks
-                _derive(result, [result, *_VALUE.findall(text)], program)
+            if (
+                operation == "scf.yield"
+            ):  # its values add to those of the operation's other blocks, and to the next turn
+                for given in (*([result] if result else ()), *carried):
+                    _derive(given, [given, *_VALUE.findall(text)], program)
             at += 1
             continue
-        for inner, outer in re.findall(r"(%[\w$]+) = (%[\w$]+(?:#\d+)?)", text):  # a loop's own values
+        own = re.findall(r"(%[\w$]+) = (%[\w$]+(?:#\d+)?)", text)  # a loop's own values, and those that they begin with
+        for inner, outer in own:
             _derive(inner, [outer], program)
         _derive(name, _VALUE.findall(text), program)
         before, after = pending, frozenset[int]()
         for _ in range(2 if operation in ("scf.for", "scf.while") else 1):  # a load may meet the next turn's store
-            end, after = _block(lines, at + 1, pending, program, name)
+            end, after = _block(lines, at + 1, pending, program, name, [inner for inner, _ in own])
             pending = pending | after
         ways = [after]
         while lines[end].endswith("{"):  # } else {, } do {
@@ -104,7 +117,7 @@ def _block(lines: list[str], at: int, pending: frozenset[int], program: _Program
             ways.append(before)  # the block may not run at all
         pending = frozenset().union(*ways)
         if operation in _EXCHANGES:
-            pending -= program.of(program.loaded, _VALUE.findall(text))
+            pending -= _owned(program.of(program.loaded, _VALUE.findall(text)), program)
         at = end + 1
     return at, pending
 
@@ -114,21 +127,26 @@ def _step(name: str, operation: str, text: str, pending: frozenset[int], program
     values = _VALUE.findall(text)
     if operation in _BARRIERS or (operation == "tt.elementwise_inline_asm" and _BARRIER_IN_ASSEMBLY.search(text)):
         return frozenset()
-    if operation == "tt.store":
+    if operation.startswith("cf."):
+        program.found.add(f"{operation}, a branch that is not followed")
+    if operation == "ttg.local_store":  # the memory now holds what the value was computed from
+        _derive(values[1], values, program)
+    if operation in _WRITES:
         memory, layout = program.of(program.memory, values[:1]), _layout(text, program)
-        for number in pending:
+        # Threads meet between writing shared memory and the copy engine's reading it.
+        ordered = program.of(program.loaded, values[1:]) if operation in _COPIES_OUT else frozenset[int]()
+        for number in pending - ordered:
             of_load, load_layout, load = program.loads[number]
-            if memory & of_load and (layout != load_layout or layout in ("", "replicas")):
+            if memory & of_load and (layout != load_layout or layout in _REPLICAS):
                 both = ", ".join(sorted(memory & of_load))
                 program.found.add(f"{both} is stored before all threads have loaded it ({load})")
-        return pending
     _derive(name, values, program)
     if operation == "tt.addptr":  # an offset may come from an address too
         program.memory[name] = program.of(program.memory, values[:1])
     if operation == "tt.int_to_ptr" and not program.memory[name]:
         program.memory[name] = frozenset(["memory at a loaded address"])
     if operation in _EXCHANGES:
-        return pending - program.of(program.loaded, values)
+        return pending - _owned(program.of(program.loaded, values), program)
     if operation in _LOADS and (memory := program.of(program.memory, values[:1])):
         program.memory[name] = frozenset()
         program.loads.append((memory, _layout(text, program), text.rpartition(" : ")[2]))
@@ -145,14 +163,17 @@ def _derive(name: str, values: Sequence[str], program: _Program) -> None:
             table[name] = program.of(table, values)  # type: ignore[assignment]
 
 
+def _owned(loads: frozenset[int], program: _Program) -> frozenset[int]:
+    """Return the loads in which each element has one thread."""
+    return frozenset(number for number in loads if program.loads[number][1] not in _REPLICAS)
+
+
 def _layout(text: str, program: _Program) -> str:
     """Return the layout of an access: "" for a scalar, "replicas" if several threads have the same element."""
     tensor = re.search(r"tensor<([\dx]+)x!tt\.ptr<[^>]*>, (#[^>]+)>", text)
     if tensor is None:
         return ""
-    layout = tensor[2]
-    shape = [int(size) for size in tensor[1].split("x")]
-    widths = program.widths.get(layout)
-    if layout.startswith("#ttg.slice") or (widths and any(w > n for w, n in zip(widths, shape, strict=True))):
+    widths = program.widths.get(tensor[2])  # of other layouts than blocked ones it is not known
+    if widths is None or any(w > int(n) for w, n in zip(widths, tensor[1].split("x"), strict=True)):
         return "replicas"
-    return layout
+    return tensor[2]

@@ -101,7 +101,7 @@ class DeviceCommunicator(Communicator):
     def device_of_numbers(self, device: torch.device) -> torch.device:
         if self._serves_host:
             return torch.device("cpu")
-        return torch.device(_DEVICE_TYPE, torch.cuda.current_device()) if device.type == "cpu" else device
+        return torch.device(_DEVICE_TYPE, torch.cuda.current_device()) if device.type != _DEVICE_TYPE else device
 
     def cuda_group(self) -> dist.ProcessGroup | None:
         return self.group.cuda_half() if isinstance(self.group, WeftProcessGroup) else self.group

@@ -20,7 +20,7 @@ from weft.context_parallel.shared_sequence import (
 )
 from weft.context_parallel.units import Unit
 from weft.kernels.attention_rules import Rules
-from weft.ops.autocast import cast_operands
+from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.context_attention import AttentionCall, choose, context_attention
 from weft.ops.sequence_layout import SequenceLayout
 from weft.ops.unit_attention import unit_attention
@@ -141,7 +141,8 @@ def _attend_in_unit(
         left=None if window is None else window - 1, right=0 if causal else None, scale=scale, softcap=softcap
     )
     start = sum(query.cut.sizes[: unit.rank])
-    return query.like(unit_attention(q, k, v, rules, start, None if sinks is None else unit.used(sinks)))
+    with without_autocast(q.device.type):
+        return query.like(unit_attention(q, k, v, rules, start, None if sinks is None else unit.used(sinks)))
 
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)

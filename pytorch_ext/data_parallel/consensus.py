@@ -146,8 +146,8 @@ def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
 class ErrorConsensus:
     """Exchange of errors between ranks at the end of each backward.
 
-    A group of GPUs alone carries the exchange on the GPU. Its result is then read at the start of the next backward,
-    because the host would otherwise wait for the GPU in every step. The rank with the error raises it at once.
+    A group of GPUs alone carries the exchange on the GPU. Its result is then read in the next forward, because the host
+    would otherwise wait for the GPU in every step. The rank with the error raises it at once, and all ranks raise then.
     """
 
     def __init__(self, ranks: Communicator, device: torch.device):
@@ -157,11 +157,15 @@ class ErrorConsensus:
         self._later = torch.zeros(1, dtype=torch.int32, pin_memory=self._read_later)
         self._copied = torch.cuda.Event() if self._read_later else None
 
-    def check(self, backward: int, errors: BackwardErrors) -> None:
+    def check(self, backward: int, errors: BackwardErrors) -> str:
         """Raise the errors of all ranks in this backward. A collective call.
 
+        Returns:
+            This rank's own errors where the result is read later; the caller raises them once it has made the
+            collective calls that the other ranks still make. "" otherwise.
+
         Raises:
-            RuntimeError: some rank has an error.
+            RuntimeError: some rank has an error, and all ranks know.
         """
         failed = bool(errors.unused or errors.problems)
         self._failed.fill_((self._ranks.rank + 1) * failed)
@@ -169,17 +173,16 @@ class ErrorConsensus:
         if not self._read_later:
             if self._failed:
                 raise RuntimeError(self._text(backward, self._ranks.all_gather_object(errors)))
-            return
+            return ""
         self._later.copy_(self._failed, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
-        if failed:
-            everyone = [BackwardErrors([], [])] * self._ranks.world_size
-            everyone[self._ranks.rank] = errors
-            raise RuntimeError(self._text(backward, everyone))
+            self._copied.record(torch.cuda.current_stream(self._failed.device))
+        everyone = [BackwardErrors([], [])] * self._ranks.world_size
+        everyone[self._ranks.rank] = errors
+        return self._text(backward, everyone) if failed else ""
 
     def check_earlier(self, backward: int) -> None:
-        """Raise the error of another rank in the backward before this one, if it was not read then.
+        """Raise, once and on every rank, that a rank had an error in the backward before, if it was not read then.
 
         Raises:
             RuntimeError: some rank had an error; its own message says which.
@@ -187,9 +190,9 @@ class ErrorConsensus:
         if self._copied is not None:
             self._copied.synchronize()
         if self._later:
-            raise RuntimeError(
-                f"DataParallel, backward {backward}: rank {int(self._later) - 1} has an error, which its message names"
-            )
+            rank = int(self._later) - 1
+            self._later.zero_()
+            raise RuntimeError(f"DataParallel, backward {backward}: rank {rank} has an error, which its message names")
 
     def _text(self, backward: int, gathered: list[BackwardErrors]) -> str:
         """Return the errors of all ranks as one text."""

@@ -58,7 +58,7 @@ class DataParallel(nn.Module, Joinable):
             Use broadcast_buffers=False if the module has buffers, or forward waits for all parameters at once.
         unused_parameters: "error" raises on every rank, at the end of backward, and names the parameters that got no
             gradient on some rank; "zero" counts such gradients as zeros. If the group serves GPUs alone ("nccl"), only
-            that rank raises then; the others raise as their next backward begins and name the rank.
+            that rank raises then; all ranks raise in their next forward and name it.
         main_grad: add gradients up in fp32 `parameter.main_grad` instead of `.grad`. weft.ParallelLinear adds its
             products straight to it, and `model.zero_grad()` zeroes it. With shard_optimizer the optimizer steps fp32
             copies of the parameters with these gradients.
@@ -195,6 +195,7 @@ class DataParallel(nn.Module, Joinable):
         shares = self._broadcasts and self.module.training and sync and any(True for _ in self.buffers())
         root: int | None = 0 if shares else None
         if self._batch is None:
+            self.reducer.check_earlier()  # before any collective call that a rank with an error would not join
             self.reducer.sync = sync
         if self._join_config.enable:
             Join.notify_join_context(self)

@@ -156,12 +156,16 @@ class Reducer:
     def _begin(self) -> None:
         if self._task is not None:
             self._abandon()
-        self._consensus.check_earlier(self.backwards)
+        self.check_earlier()
         for slot in self.slots:
             if isinstance(slot.parameter.grad, GradientElsewhere):
                 slot.parameter.grad = None
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def check_earlier(self) -> None:
+        """Raise an error of the last backward that this rank has not heard of yet; see ErrorConsensus."""
+        self._consensus.check_earlier(self.backwards)
 
     def _hook(self, slot: Slot) -> torch.autograd.graph.Node:
         reference = weakref.ref(self)  # a parameter may outlive the wrapper
@@ -310,6 +314,7 @@ class Reducer:
 
     def reduce_nothing(self) -> None:
         """Take part in one reduction with gradients of zero, because this rank has run out of inputs."""
+        self.check_earlier()
         for slot in self.slots:
             slot.parameter.grad = None
             if slot.into_main_grad and slot.view is not None:
@@ -338,12 +343,14 @@ class Reducer:
             wait()
         unused_names = [slot.name for slot in unused] if self._unused == "error" else []
         errors = BackwardErrors(unused_names, self._problems)
-        self._consensus.check(self.backwards, errors)
+        own_error = self._consensus.check(self.backwards, errors)
         for slot in trained:
             slot.reduced = True
         if self.owner is not None:
             self.owner.deliver()
         self.norm_squared = self._norm_squared()
+        if own_error:
+            raise RuntimeError(own_error)
 
     def _learn(self) -> None:
         """Record from the first backward how often each gradient comes, and lay out buckets if there are none.

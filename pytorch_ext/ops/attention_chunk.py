@@ -118,14 +118,16 @@ def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy of it if the device's tensor copy engine cannot read x.
+    """Return x, or a copy in the same order of dimensions if the device's tensor copy engine cannot read x.
 
-    It reads no strides of 0: an expanded tensor, or the gradient of a sum. Without the engine the kernels would need
-    more registers than there are.
+    It reads no strides of 0 (an expanded tensor, the gradient of a sum) and no address that 16 does not divide. Without
+    the engine the kernels need more registers. Rows of another size than a multiple of 16 bytes stay as they are.
     """
     from weft.kernels import launch
 
-    return x.contiguous() if launch.has_copy_engine(x.device) and not launch.describable(x) else x
+    if not launch.has_copy_engine(x.device) or launch.describable(x) or x.size(-1) * x.element_size() % 16:
+        return x
+    return launch.empty_in_order(x, x.size(-1), x.dtype).copy_(x)
 
 
 def uses_kernel(q: torch.Tensor) -> bool:

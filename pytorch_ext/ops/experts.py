@@ -152,7 +152,7 @@ def _check_range(chosen: torch.Tensor, place: ExpertRanks) -> None:
     bounds = [[lowest, highest]]
     for ranks in (place.ep, place.replicas):
         if ranks is not None:
-            rows = torch.tensor(bounds, device=chosen.device)
+            rows = torch.tensor(bounds, device=ranks.device_of_numbers(chosen.device))
             bounds = ranks.all_gather(rows, 0, [len(rows)] * ranks.world_size).tolist()
     for rank, (lowest, highest) in enumerate(bounds):
         if lowest < 0 or highest >= place.experts:

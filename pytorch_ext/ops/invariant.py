@@ -21,6 +21,7 @@ from weft import _C
 from weft.comm.communicator import Communicator
 from weft.ops import kernel_choice
 from weft.ops.activation import Activation
+from weft.ops.autocast import cast_operands
 from weft.ops.backward import as_matrix, first_order
 from weft.ops.matmul import check_main_grad
 from weft.sharding.shard import Shard
@@ -218,6 +219,7 @@ def _sum_by_kernel(a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tenso
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b for a [..., M, K] and b [..., K, N], as torch.matmul; differentiable."""
+    a, b = cast_operands(a, b)  # type: ignore[assignment]
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
     return BatchedProductFunction.apply(a, b).view(*batch, a.size(-2), b.size(-1))

@@ -25,6 +25,9 @@ def product(
     x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y = act(z) and z = x @ b + bias, with b [K, N]; without an activation both are one tensor."""
+    if torch.compiler.is_compiling():  # here and below: it cannot look at an address
+        y, z = _linear(x, b.t(), bias, activation.name if activation else None)
+        return y, (y if activation is None else z)
     if kernel_choice.on_kernel(x.device):
         name = activation.name if activation else None
         a = as_matrix(x)
@@ -43,6 +46,8 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a: [..., K].
         b: [K, N].
     """
+    if torch.compiler.is_compiling():
+        return _linear_dgrad(a, b)
     if kernel_choice.on_kernel(a.device):
         matrix = as_matrix(a)
         if _takes_kernel(matrix, b):
@@ -225,6 +230,8 @@ def _linear_fake(x, weight, bias, activation):
 
 def new_wgrad(dz: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return dw = dz.T @ x."""
+    if torch.compiler.is_compiling():
+        return _linear_wgrad(dz, x)
     a, b = as_matrix(dz).t(), as_matrix(x)
     return _kernel().matmul(a, b)[0] if kernel_choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
 

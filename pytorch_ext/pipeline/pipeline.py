@@ -215,7 +215,7 @@ class Pipeline(nn.Module):
         try:
             schedule.step(*batch, return_outputs=False, **ends)
             if gradients is not None:
-                gradients.finish(self._shared_by)
+                gradients.finish(self._shared_by, self._device)
         except RuntimeError as error:
             for parameter, gradient in earlier.items():
                 parameter.grad = gradient

@@ -117,11 +117,12 @@ class UnitGradients:
         sums.put(unit, [found[parameter] for parameter in sums.trained])  # type: ignore[index]
 
     @torch.no_grad()
-    def finish(self, groups: Sequence[Communicator]) -> None:
+    def finish(self, groups: Sequence[Communicator], device: torch.device) -> None:
         """Set `.grad` to the gradients of the whole batch. A collective call.
 
         Args:
             groups: the ranks of "pp", then those of "dp".
+            device: that of the stages.
 
         Raises:
             RuntimeError: one process would have other bits, or a unit has no gradient for a parameter; on every rank.
@@ -132,7 +133,7 @@ class UnitGradients:
         absences = [text for sums in everything if (text := sums.absences())]
         if absences:
             self._note(f"parameters got no gradient in some of the units: {', '.join(absences)}")
-        if found := _of_all_ranks(self.problems, groups, self._shared.device):
+        if found := _of_all_ranks(self.problems, groups, device):
             raise RuntimeError(
                 f"Pipeline: invariant={self._shared.units.total}: {'; '.join(found)}. One process would compute other "
                 "bits, or refuse it: change these layers, or cut elsewhere (balance=[...])"

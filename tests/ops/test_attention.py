@@ -124,6 +124,33 @@ def test_results_lie_in_memory_as_their_inputs(device):
     assert attention(values, values, values).is_contiguous()
 
 
+@pytest.mark.parametrize("how", ["aligned", "misaligned", "odd head_dim", "heads expanded", "batch expanded", "turned"])
+def test_the_operators_results_lie_as_torch_compile_expects(device, how):
+    """Expanded, misaligned and turned operands are copied on the way."""
+    head_dim = 20 if how == "odd head_dim" else 16
+    wide = draw(device, 2 * 21 * 2 * head_dim + 1, dtype=torch.bfloat16)
+    first = int(how == "misaligned")
+    q = wide[first : first + 2 * 21 * 2 * head_dim].view(2, 21, 2, head_dim).transpose(1, 2)
+    if how == "heads expanded":
+        q = q[:, :1].expand(-1, 2, -1, -1)
+    elif how == "batch expanded":
+        q = q[:1].expand(2, -1, -1, -1)
+    elif how == "turned":
+        q = q.contiguous().transpose(2, 3).contiguous().transpose(2, 3)
+    rules = (None, 0, 0.25, None, 0.0, 0)
+    out, lse = torch.ops.weft.attention_forward(q, q, q, None, None, *rules)
+    calls = [
+        (torch.ops.weft.attention_forward.default, (q, q, q, None, None, *rules)),
+        (torch.ops.weft.attention_backward.default, (q, q, q, q, None, out, lse, *rules)),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+        with torch._subclasses.FakeTensorMode() as mode:
+            fakes = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+        for real, fake in zip(operator(*arguments), fakes, strict=True):
+            assert real.stride() == fake.stride()
+
+
 def test_autocast_casts_as_for_torchs_attention(device):
     q, k, v = (draw(device, 2, 2, 21, 16, seed=seed) for seed in range(3))
     with torch.autocast(device.type, torch.bfloat16):

@@ -480,3 +480,12 @@ def explain_layers(rank):
 def test_explain_names_the_product_and_its_sums():
     report = str(run_ranks(explain_layers, 2)[0])
     assert "weft CPU product" in report and "4 units" in report and "all_reduce" in report
+
+
+def test_batched_products_cast_under_autocast_as_torchs():
+    a, b = torch.randn(2, 3, 5), torch.randn(2, 5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        for left, right in ((a, b), (a, b.bfloat16())):
+            y = invariant.batched_product(left, right)
+            assert y.dtype == (left @ right).dtype == torch.bfloat16
+            assert torch.equal(y, invariant.batched_product(a.bfloat16(), b.bfloat16()))

@@ -97,8 +97,14 @@ def test_the_whole_vocabulary_on_one_device_under_autocast():
         assert_close(result, *expected, name)
 
 
-def test_compile_traces_it_whole_with_its_sums_as_one_operator():
+@pytest.mark.parametrize("preference", ["library", *(["kernel"] if launch.INTERPRETED else [])])
+def test_compile_traces_it_whole_with_its_sums_as_one_operator(preference):
     """On a GPU the sums in fp32 are products with out= of another type, which torch.compile does not trace."""
+    with kernel_choice.prefer(preference):
+        check_that_compile_traces_it_whole()
+
+
+def check_that_compile_traces_it_whole():
     x, weight, bias, target = drawn(40, 3000, 24, torch.bfloat16)
     traced: list[str] = []
 
