@@ -99,6 +99,7 @@ build/envs/torch-%/ready: requirements.txt
 # What a machine with one Hopper GPU and no network lacks, so that nothing is built or compiled there: the extension for
 # its Python, an archive of every kernel, and wheels. Take $(KIT) there with the clone.
 gpu-kit: $(VENV)/built $(PTXAS)
+	rm -rf $(KIT)/site
 	$(PYTHON) bench/gpu_kit.py fetch $(KIT) --python $(GPU_PYTHON)
 	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.aot \
 	  --architecture sm_90 --out $(KIT)

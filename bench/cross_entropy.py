@@ -67,6 +67,7 @@ def contest(tokens: int, vocabulary: int, device: torch.device, compiled: bool =
         check,
         0,
         3 * logits.numel() * logits.element_size(),  # read forward; read and written backward
+        captured=False,  # Liger reads the number of targets
     )
 
 
@@ -104,6 +105,7 @@ def contest_with_layer(
         check,
         3 * 2 * tokens * features * vocabulary,  # the three products that a step needs
         0,
+        captured=False,
     )
 
 
@@ -111,9 +113,9 @@ def _peers(eager: Callable, liger: str, compiled: bool) -> dict[str, Callable]:
     """Return the peers of a loss: eager, the function of Liger if it is installed, and torch.compile if wanted."""
     peers = {"eager": eager}
     if importlib.util.find_spec("liger_kernel") is not None:
-        functional = importlib.import_module("liger_kernel.transformers.functional")
 
         def by_liger(*arguments):
+            functional = importlib.import_module("liger_kernel.transformers.functional")  # one that raises is left out
             loss = getattr(functional, liger)(*arguments)
             return loss[0] if isinstance(loss, tuple) else loss
 

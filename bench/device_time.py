@@ -22,6 +22,7 @@ class Contest:
         check: Runs ours and raises AssertionError if it is wrong.
         operations: Floating-point operations of one call; 0 if memory bounds it.
         moved_bytes: Least bytes that one call reads and writes in device memory.
+        captured: Time replays of CUDA graphs too; False where a call is known not to be captured.
     """
 
     op: str
@@ -31,6 +32,7 @@ class Contest:
     check: Callable[[], None]
     operations: float
     moved_bytes: float
+    captured: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,19 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
 
 
 def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:
-    """Return a row for each contest; each first checks the result of our call."""
+    """Return a row for each contest; each first checks the result of our call.
+
+    Inside of `keeping` a contest that raises costs its own row.
+    """
     rows = []
     for contest in contests:
-        rows.append(_measure(contest, limits, rounds))
+        try:
+            rows.append(_measure(contest, limits, rounds))
+        except Exception as error:
+            if len(_keep) == 1:
+                raise
+            why = f"FAULT: {type(error).__name__}: {str(error).strip()[:300]}"
+            rows.append(Row({"op": contest.op, "shape": contest.shape}, remark=why))
         _keep[-1](rows[-1])
     return rows
 
@@ -103,7 +114,8 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
     peers, remark = _that_run(contest.peers)
     calls = {"ours": contest.ours, **peers}
     eager = alternate(calls, rounds)
-    graphs = {name: graph for name, call in calls.items() if (graph := _captured(call)) is not None}
+    to_capture = calls if contest.captured else {}
+    graphs = {name: graph for name, call in to_capture.items() if (graph := _captured(call)) is not None}
     replayed = alternate({name: graph.replay for name, graph in graphs.items()}, rounds)
     best = min(peers, key=lambda name: eager[name].p50_us, default=None)
     floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
@@ -141,7 +153,7 @@ def _peak_bytes(call) -> int:
 
 def _captured(call) -> torch.cuda.CUDAGraph | None:
     """Return the call as a CUDA graph; None if it cannot be captured (for example, a peer that synchronises)."""
-    graph = torch.cuda.CUDAGraph()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -151,6 +163,7 @@ def _captured(call) -> torch.cuda.CUDAGraph | None:
         with torch.cuda.graph(graph, stream=stream):  # a bucket's addresses are known on the stream of its first call
             call()
     except RuntimeError:  # torch raises it for an operation that capture does not permit
+        torch.cuda.set_stream(before)  # torch leaves the stream of the capture only if the capture ends well
         torch.cuda.synchronize()
         return None
     return graph

@@ -56,6 +56,7 @@ def install(folder: Path) -> int:
 
     Nothing that serves is replaced. Without an extension for this Python the sources are installed, which builds one.
     """
+    shutil.rmtree(folder / "site", ignore_errors=True)
     for wheel in sorted(folder.glob("*.whl")):
         if is_missing(wheel.name.split("-")[0]):
             with zipfile.ZipFile(wheel) as packed:

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -41,7 +40,7 @@ def rows(group: str, end: float, keep: Callable[[dict], None], check_s: float = 
 def _run_worker(group: str, first: int, end: float, keep: Callable[[dict], None], check_s: float) -> int | None:
     """Run a worker from a check on; return the check from which the next one goes on, None after the last."""
     command = [sys.executable, "-u", "-m", "weft.bench.guarded", group, str(first)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace")
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
     begun: dict | None = None
@@ -77,8 +76,7 @@ def _run_worker(group: str, first: int, end: float, keep: Callable[[dict], None]
             else:
                 print(line, end="", flush=True)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 

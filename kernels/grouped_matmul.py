@@ -342,11 +342,12 @@ def _grouped_wgrad_kernel(
 def variants(architecture: str) -> None:
     """Call the launchers once for each variant to compile ahead of time, on meta tensors; see `matmul.variants`.
 
-    They serve up to 64 experts of silu with a gate, of sizes that 16 divides or not. Others are compiled at their first
-    call.
+    They serve up to 64 experts of silu with a gate, of sizes that 16 divides or not, and up to 128 of bf16 of such that
+    16 divides. Others are compiled at their first call.
     """
     del architecture
-    for dtype, odd, experts in ((torch.bfloat16, 0, 8), (torch.bfloat16, 1, 8), (torch.float32, 0, 8)):
+    of_experts = ((torch.bfloat16, 0, 8), (torch.bfloat16, 0, 128), (torch.bfloat16, 1, 8), (torch.float32, 0, 8))
+    for dtype, odd, experts in of_experts:
         hidden, inner = 1024 + odd, 512 + odd
 
         def matrix(*shape, dtype=dtype):

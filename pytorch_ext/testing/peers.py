@@ -15,7 +15,15 @@ from weft.testing.ranks import run_ranks
 _TIMEOUT_S = 20.0
 
 
-def run_as_ranks(function: Callable, world: int, bytes: int, device: torch.device, *args, seed: int | None = None):
+def run_as_ranks(
+    function: Callable,
+    world: int,
+    bytes: int,
+    device: torch.device,
+    *args,
+    seed: int | None = None,
+    timeout_s: float = _TIMEOUT_S,
+):
     """Return [function(peers, *args) for each rank], with all ranks running together.
 
     Args:
@@ -23,12 +31,13 @@ def run_as_ranks(function: Callable, world: int, bytes: int, device: torch.devic
         world: Number of ranks.
         bytes: Size of each rank's window.
         seed: Delays ranks at random wherever they meet (on a GPU: before they begin); None for no delays.
+        timeout_s: Longest wait of a kernel on a GPU.
 
     Raises:
         AssertionError: A wait timed out, or a flag or a counter is not 0 at the end.
     """
     if device.type == "cuda":
-        return _as_streams(function, world, bytes, device, args, seed)
+        return _as_streams(function, world, bytes, device, args, seed, timeout_s)
     return run_ranks(_as_process, world, function, bytes, args, seed, timeout_s=200)
 
 
@@ -47,9 +56,9 @@ def _as_process(rank: int, function, bytes: int, args, seed):
     return result
 
 
-def _as_streams(function, world: int, bytes: int, device: torch.device, args, seed):
+def _as_streams(function, world: int, bytes: int, device: torch.device, args, seed, timeout_s):
     torch.cuda.synchronize()
-    peers = virtual_peers(world, bytes, device)
+    peers = virtual_peers(world, bytes, device, timeout_s)
     streams = [torch.cuda.Stream(device) for _ in peers]
     _rehearse(function, peers, streams, args)
     random_cycles = random.Random(seed)

@@ -581,14 +581,27 @@ def test_the_first_launches_are_right_and_a_wrong_kernel_is_found(device):
 
 SERVED_BY_HAND = """
 import torch, sys
-from weft.bench import first_launches
+from weft.bench import first_launches, grouped_matmul, matmul
 from weft.kernels import launch, signal, variants
 architecture, device = sys.argv[1], torch.device("meta")
 listed = {variants.variant_of(made) for op in variants.OPS for made in variants.record(op, architecture)}
-first_launches.run_as_ranks = lambda function, world, bytes, device: [function(signal.unlaunched(0, world))] * world
+first_launches.run_as_ranks = lambda function, world, bytes, device, **_: [function(signal.unlaunched(0, world))] * world
 first_launches._gathered = lambda *arguments: ()  # its product is one of `variants`
 first_launches._ACROSS["all_gather_matmul"] = first_launches._gathered
 first_launches.reference.reduce = lambda parts: parts[0]
+
+def missing(launches):
+    return [f"{made.kernel.__name__} {made}" for made in launches if variants.variant_of(made) not in listed]
+
+shards = list(matmul.shards(["llama-3-8b"], (1, 8), [8192]))
+with launch.recording(architecture) as launches:
+    for _, layer, tokens in shards:
+        for product in matmul.products(layer, tokens, device, torch.bfloat16):
+            product.ours(None)
+    torch.Tensor.tolist = lambda x: [0] * len(x)
+    for contest in grouped_matmul.contests(device):
+        contest.ours()
+assert len(launches) > len(shards) and not missing(launches), missing(launches)
 for group in ("bucket", "invariant", "communicating"):
     with launch.recording(architecture) as launches:
         for check in first_launches.groups()[group](device):
@@ -596,8 +609,7 @@ for group in ("bucket", "invariant", "communicating"):
                 check.ours()
             except (RuntimeError, NotImplementedError) as error:  # of the comparison of what has no data
                 assert launches, error
-    missing = [str(made) for made in launches if variants.variant_of(made) not in listed]
-    assert launches and not missing, (group, missing)
+    assert launches and not missing(launches), (group, missing(launches))
 """
 
 
