@@ -159,7 +159,7 @@ def _calls(op: str, architecture: str, small: bool) -> list[tuple[str, Given, st
             result = function(*args, **options)
             # The interpreter has no variants: each call counts.
             key = (lambda made: len(calls)) if launch.INTERPRETED else variants.variant_of
-            new = {key(made): str(made) for made in launches[before:]}
+            new = {key(made): variant_text(made) for made in launches[before:]}
             fresh = [text for key, text in new.items() if key not in known]
             known.update(new)
             if fresh:
@@ -181,6 +181,11 @@ def _calls(op: str, architecture: str, small: bool) -> list[tuple[str, Given, st
         launches = stack.enter_context(launch.recording(architecture))
         module.variants(architecture)
     return calls
+
+
+def variant_text(made: launch.Launch) -> str:
+    """Return the name of a kernel and of its variant."""
+    return f"{made.kernel.__name__.strip('_').removesuffix('_kernel')} {made}"
 
 
 def _fewer(size: int) -> int:

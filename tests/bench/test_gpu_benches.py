@@ -627,7 +627,7 @@ from weft.bench import first_launches
 from weft.kernels import variants
 architecture = sys.argv[1]
 for op in first_launches._REFERENCES:
-    listed = {variants.variant_of(made): str(made) for made in variants.record(op, architecture)}
+    listed = {variants.variant_of(made): first_launches.variant_text(made) for made in variants.record(op, architecture)}
     found = [text for _, _, texts in first_launches._calls(op, architecture, False) for text in texts.split("; ")]
     assert sorted(found) == sorted(listed.values()), (op, set(listed.values()) ^ set(found))
     print(op, len(found))
