@@ -135,7 +135,8 @@ def _step(name: str, operation: str, text: str, pending: frozenset[int], program
         memory, layout = program.of(program.memory, values[:1]), _layout(text, program)
         # Threads meet between writing shared memory and the copy engine's reading it.
         ordered = program.of(program.loaded, values[1:]) if operation in _COPIES_OUT else frozenset[int]()
-        for number in pending - ordered:
+        pending -= ordered
+        for number in pending:
             of_load, load_layout, load = program.loads[number]
             if memory & of_load and (layout != load_layout or layout in _REPLICAS):
                 both = ", ".join(sorted(memory & of_load))

@@ -89,6 +89,6 @@ def variants(architecture: str) -> None:
     if architecture == "sm_90":
         launch.launch(serialises_its_products, (1,), a, b, fp32, 64, 64, N=128, warps=8, stages=3)
         launch.launch(rewrites_registers_of_a_product, (1,), a, b, fp32, 64, N=128, warps=8, stages=3)
-    launch.launch(adds_in_any_order, (8,), fp32, fp32)
+    launch.launch(adds_in_any_order, (8,), fp32, fp32.clone())  # in memory of its own
     launch.launch(overtakes, (1,), fp32, fp32)
     launch.launch(does_not_compile, (1,), fp32, fp32)

@@ -96,6 +96,7 @@ def test_the_copy_engine_stores_behind_what_it_was_given_and_nothing_else():
     alloc, store = "%m = ttg.local_alloc : () -> !ttg.memdesc<64x64xf32>", "ttg.local_store %v, %m : -> !ttg.memdesc"
     given = LOAD, alloc, store, COPY_OUT
     assert fault(*given) == "" and fault(*given, same=IN_PLACE) == ""
+    assert fault(*given, "%e = ttg.local_alloc : () -> !ttg.memdesc", COPY_OUT.replace("%m", "%e"), same=IN_PLACE) == ""
     assert "d is stored" in fault(SCALAR, *given, same=[["d", "x"]])
     assert fault(SCALAR, *given) == "", "another tensor"
 
