@@ -58,6 +58,7 @@ COMMANDS = {
     "first": {"doctor": 40, "launches": 110, "products": 190, "attentions": 260, "losses": 320, "across": 420},
     "second": {"chosen_tests": 200, "sanitizer": 340, "shared_gpu": 400},
 }
+_PARTS = "products", "attentions", "losses", "chosen_tests", "shared_gpu"
 _SHIPPED = {"WEFT_NO_JIT": "1"}  # of the first command: nothing is compiled there
 
 _ATTENTIONS = [
@@ -89,11 +90,11 @@ def steps() -> dict[str, GpuStep]:
         **{suite: GpuStep(partial(bench, suite), 180) for suite in _LARGE},
         "tests_of_several": GpuStep(partial(tests, marker="gpus2"), 600),
         "tune_collectives": GpuStep(partial(tune, op="collectives"), 300),
-        # Parts of the above, in the first commands' time.
+        "across": GpuStep(across, 100),
+        # _PARTS of the above, in the time that a command has for them.
         "products": GpuStep(partial(bench, "matmul", models=["llama-3-8b"], tokens=(8192,)), 100),
         "attentions": GpuStep(partial(bench, "attention_chunk", attentions=_ATTENTIONS, compiled=False, rounds=7), 70),
         "losses": GpuStep(losses, 60),
-        "across": GpuStep(across, 100),
         "chosen_tests": GpuStep(partial(tests, chosen=_CHOSEN), 240),
         "shared_gpu": GpuStep(partial(tests, chosen=_SHARED_GPU, workers=2), 120),
     }
@@ -112,10 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--one", metavar="STEP", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of time.monotonic()
     options = parser.parse_args(arguments)
-    command = COMMANDS.get(options.steps[0]) if len(options.steps) == 1 else None
-    if options.rehearse and command:
-        command = {step: second * _REHEARSAL for step, second in command.items()}
-    options.steps = [*command] if command else options.steps
+    command = options.steps[0] if options.steps and options.steps[0] in COMMANDS else ""
+    ends = {
+        step: second * (_REHEARSAL if options.rehearse else 1) for step, second in COMMANDS.get(command, {}).items()
+    }
+    options.steps = [*ends, *options.steps[1:]] if command else options.steps
     options.steps = [name for step in options.steps for name in (COLLECTIVES if step == "collectives" else [step])]
     if unknown := {*options.steps, *([options.one] if options.one else [])} - set(known):
         parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join([*known, *COMMANDS])}")
@@ -127,11 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if options.one:
         return known[options.one].run(folder, options.until)
-    if "across" in options.steps:  # of the first command
+    if command == "first":
         os.environ |= _SHIPPED
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each stream of the virtual ranks
-    chosen = {name: known[name] for name in options.steps or known}
-    return _run_all(chosen, folder, options, command or {})
+    chosen = {name: known[name] for name in options.steps or known if options.steps or name not in _PARTS}
+    return _run_all(chosen, folder, options, ends)
 
 
 def _run_all(chosen: dict[str, GpuStep], folder: Path, options, ends: dict[str, int]) -> int:

@@ -82,14 +82,16 @@ def check_one(cache: Path, op: str, architecture: str, number: int) -> CheckedVa
     code = sass.parsed(machine_code.disassembled(machine.cubin, "nvdisasm", "-c"))
     wanted = TENSOR_CORE_INSTRUCTION[architecture]
     found = wanted if any(wanted in instruction.opcode for instruction in code.instructions) else "-"
-    faults = [*compiled.serialised, *filter(None, [compiled.overtakes])]
+    faults = [*compiled.serialised]
+    if compiled.overtakes:
+        faults.append(compiled.overtakes)
     if found == "HGMMA" and (early := wgmma.early_access(code)):
         faults.append(early)
     if spill := spills(code, compiled.spilled_bytes):
         faults.append(spill)
     opcodes = {instruction.opcode for instruction in code.instructions}
-    if early := memory_orders.unfenced(code):
-        faults.append(early)
+    if unfenced := memory_orders.unfenced(code):
+        faults.append(unfenced)
     faults += [f"{opcode} adds in any order" for opcode in sorted(opcodes) if _ADDS_IN_ANY_ORDER.match(opcode)]
     allowed = launch.SHARED_LIMIT_BYTES[architecture]
     if machine.shared_bytes > allowed:

@@ -93,7 +93,7 @@ def unfenced(code: sass.Code) -> str:
     """
     opcodes = [instruction.opcode for instruction in code.instructions]
     waits = [
-        at for at, opcode in enumerate(opcodes) if opcode == "LDG.E.STRONG.SYS" and opcodes[at + 1] == "CCTL.IVALL"
+        at for at, opcode in enumerate(opcodes) if opcode == "LDG.E.STRONG.SYS" and "CCTL.IVALL" in opcodes[at : at + 8]
     ]
     left, seen = [0, *waits] if waits else [], set[int]()
     while left:

@@ -187,6 +187,8 @@ class ErrorConsensus:
         Raises:
             RuntimeError: some rank had an error; its own message says which.
         """
+        if not self._read_later:
+            return
         if self._copied is not None:
             self._copied.synchronize()
         if self._later:

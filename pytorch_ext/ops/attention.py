@@ -109,7 +109,7 @@ def _forward_operator(q, k, v, sinks, documents, *rules):
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], [{q.size(1)}]")
         previous = None, sinks.float().view(1, -1, 1).expand(q.shape[:3])
-    q, k, v = map(readable, (q, k, v))
+    q, k, v = readable(q, k, v)
     return attention_forward(
         q, k, v, Rules(*rules), query_documents=documents, key_documents=documents, previous=previous
     )
@@ -119,7 +119,7 @@ def _backward_operator(dout, q, k, v, documents, out, lse, *rules):
     from weft.kernels.attention import attention_backward, attention_delta
     from weft.kernels.attention_rules import Rules
 
-    dout, q, k, v = map(readable, (dout, q, k, v))
+    dout, q, k, v = readable(dout, q, k, v)
     delta = attention_delta(out, dout)
     documents_of = {"query_documents": documents, "key_documents": documents}
     return *attention_backward(q, k, v, dout, lse, delta, Rules(*rules), **documents_of), delta

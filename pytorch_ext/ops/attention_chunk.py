@@ -54,7 +54,7 @@ def forward(
     if uses_kernel(q):
         from weft.kernels.attention import attention_forward
 
-        q, k, v = map(readable, (q, k, v))
+        q, k, v = readable(q, k, v)
         out_dtype = q.dtype if last else torch.float32
         return attention_forward(q, k, v, chunk.rules, **chunk.arguments(), previous=state, out_dtype=out_dtype)
     out, lse = state if state is not None else (None, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32))
@@ -97,7 +97,7 @@ def backward(
     if uses_kernel(q):
         from weft.kernels.attention import attention_backward
 
-        q, k, v, dout = map(readable, (q, k, v, dout))
+        q, k, v, dout = readable(q, k, v, dout)
         attention_backward(q, k, v, dout, lse, delta, chunk.rules, **chunk.arguments(), dq=dq, dk=dk, dv=dv)
         return
     for block in attention_blocks.blocks_of(chunk):
@@ -117,17 +117,22 @@ def row_sums(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return (out.float() * dout.float()).sum(-1)
 
 
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy in the same order of dimensions if the device's tensor copy engine cannot read x.
+def readable(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the operands; those that the tensor copy engine cannot read are copies in the same order of dimensions.
 
     It reads no strides of 0 (an expanded tensor, the gradient of a sum) and no address that 16 does not divide. Without
     the engine the kernels need more registers. Rows of another size than a multiple of 16 bytes stay as they are.
     """
     from weft.kernels import launch
 
-    if not launch.has_copy_engine(x.device) or launch.describable(x) or x.size(-1) * x.element_size() % 16:
-        return x
-    return launch.empty_in_order(x, x.size(-1), x.dtype).copy_(x)
+    if not launch.has_copy_engine(operands[0].device) or all(map(launch.describable, operands)):
+        return operands
+    return tuple(
+        x
+        if launch.describable(x) or x.size(-1) * x.element_size() % 16
+        else launch.empty_in_order(x, x.size(-1), x.dtype).copy_(x)
+        for x in operands
+    )
 
 
 def uses_kernel(q: torch.Tensor) -> bool:

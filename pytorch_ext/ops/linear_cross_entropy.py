@@ -156,11 +156,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             dz = _logits(x, weight, bias, start, stop)
             gradient_(dz, target, highest, log_sum, dlosses, ctx.offset + start, *ctx.arguments)
             if dx is not None:
-                matmul.accumulate(dz, weight[start:stop], dx)
+                matmul.accumulate_operator(dz, weight[start:stop], dx)
             if dw is not None:
-                dw[start:stop] = matmul.new_wgrad(dz, x)
+                dw[start:stop] = matmul.linear_wgrad_operator(dz, x)
             elif main_grad is not None:
-                matmul.accumulate(dz.t(), x, main_grad[start:stop])
+                matmul.accumulate_operator(dz.t(), x, main_grad[start:stop])
             if db is not None:
                 torch.sum(dz, 0, out=db[start:stop])
         if dx is not None:
@@ -177,4 +177,4 @@ def _chunks(classes: int, tokens: int, element_bytes: int) -> list[tuple[int, in
 
 
 def _logits(x, weight, bias, start: int, stop: int) -> torch.Tensor:
-    return matmul.product(x, weight[start:stop].t(), None if bias is None else bias[start:stop])[0]
+    return matmul.linear_operator(x, weight[start:stop], None if bias is None else bias[start:stop], None)[0]

@@ -25,9 +25,6 @@ def product(
     x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y = act(z) and z = x @ b + bias, with b [K, N]; without an activation both are one tensor."""
-    if torch.compiler.is_compiling():  # here and below: it cannot look at an address
-        y, z = _linear(x, b.t(), bias, activation.name if activation else None)
-        return y, (y if activation is None else z)
     if kernel_choice.on_kernel(x.device):
         name = activation.name if activation else None
         a = as_matrix(x)
@@ -46,8 +43,6 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a: [..., K].
         b: [K, N].
     """
-    if torch.compiler.is_compiling():
-        return _linear_dgrad(a, b)
     if kernel_choice.on_kernel(a.device):
         matrix = as_matrix(a)
         if _takes_kernel(matrix, b):
@@ -71,13 +66,6 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
 
 def accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
     """Add a @ b to total, which is fp32 (fp64 if they are), without rounding the product first."""
-    if torch.compiler.is_compiling():  # it takes neither launches nor a product with out= of another type than a's
-        _accumulate_as_operator(a, b, total)
-    else:
-        _accumulate(a, b, total)
-
-
-def _accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
     if total.dtype == torch.float32 and kernel_choice.on_kernel(a.device) and _takes_kernel(a, b, adds=True):
         _kernel().matmul(a, b, addend=total, out=total)
     elif a.dtype == total.dtype:
@@ -86,11 +74,6 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
-
-
-_accumulate_as_operator = register(
-    "accumulate(Tensor a, Tensor b, Tensor(a!) total) -> ()", _accumulate, lambda a, b, total: None
-)
 
 
 def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -166,7 +149,7 @@ class FusedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, activation):
-        y, z = _linear(x, weight, bias, activation)
+        y, z = linear_operator(x, weight, bias, activation)
         ctx.activation = activation
         ctx.save_for_backward(x, weight, z if activation else None)
         return y
@@ -178,7 +161,7 @@ class FusedLinearFunction(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dz = ACTIVATIONS[ctx.activation].backward(dy, z) if ctx.activation else dy
         dx = _linear_dgrad(dz, weight) if needs_x else None
-        dw = _linear_wgrad(dz, x) if needs_weight else None
+        dw = linear_wgrad_operator(dz, x) if needs_weight else None
         db = column_sums(dz) if needs_bias else None
         return dx, dw, db, None
 
@@ -212,8 +195,8 @@ class GatedLinearFunction(torch.autograd.Function):
         dz = _gated_backward(dy, z, ctx.activation)
         dz_gate, dz_up = dz.chunk(2, -1)
         dx = _gated_dgrad(dz, gate, up) if needs_x else None
-        dgate = _linear_wgrad(dz_gate, x) if needs_gate else None
-        dup = _linear_wgrad(dz_up, x) if needs_up else None
+        dgate = linear_wgrad_operator(dz_gate, x) if needs_gate else None
+        dup = linear_wgrad_operator(dz_up, x) if needs_up else None
         db = column_sums(dz) if needs_bias else None
         return dx, dgate, dup, db, None
 
@@ -230,8 +213,6 @@ def _linear_fake(x, weight, bias, activation):
 
 def new_wgrad(dz: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return dw = dz.T @ x."""
-    if torch.compiler.is_compiling():
-        return _linear_wgrad(dz, x)
     a, b = as_matrix(dz).t(), as_matrix(x)
     return _kernel().matmul(a, b)[0] if kernel_choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
 
@@ -286,7 +267,7 @@ def _halves_of(gate, up):
     return None
 
 
-_linear = register(
+linear_operator = register(
     "linear(Tensor x, Tensor weight, Tensor? bias, str? activation) -> (Tensor, Tensor)", _linear_operator, _linear_fake
 )
 _linear_dgrad = register(
@@ -294,10 +275,14 @@ _linear_dgrad = register(
     multiply,
     lambda dz, weight: dz.new_empty((*dz.shape[:-1], weight.size(1))),
 )
-_linear_wgrad = register(
+linear_wgrad_operator = register(
     "linear_wgrad(Tensor dz, Tensor x) -> Tensor",
     new_wgrad,
     lambda dz, x: dz.new_empty((dz.size(-1), x.size(-1))),
+)
+# With out= of another type than a's, which torch.compile does not trace.
+accumulate_operator = register(
+    "accumulate(Tensor a, Tensor b, Tensor(a!) total) -> ()", accumulate, lambda a, b, total: None
 )
 _gated_linear = register(
     "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? bias, str activation) -> (Tensor, Tensor)",

@@ -531,6 +531,19 @@ def test_a_command_ends_each_step_at_its_second_and_leaves_time_to_the_next(comm
     assert (os.environ["WEFT_NO_JIT"] == "1") == (command == "first")
 
 
+def test_all_steps_run_nothing_twice_and_only_the_first_command_forbids_to_compile(tmp_path, monkeypatch):
+    ran: list[str] = []
+    monkeypatch.setattr(on_gpu, "_run_all", lambda chosen, folder, options, ends: ran.extend(chosen) or 0)
+    monkeypatch.delenv("WEFT_NO_JIT", raising=False)
+    assert on_gpu.main([str(tmp_path), "--rehearse"]) == 0
+    assert set(ran) == set(on_gpu.steps()) - set(on_gpu._PARTS) and len(ran) == len(set(ran))
+    assert on_gpu.main([str(tmp_path), "launches", "across", "--rehearse"]) == 0
+    assert "WEFT_NO_JIT" not in os.environ
+    monkeypatch.setenv("WEFT_NO_JIT", "")  # so that it is taken back
+    assert on_gpu.main([str(tmp_path), "first", "--rehearse"]) == 0
+    assert os.environ["WEFT_NO_JIT"] == "1"
+
+
 def test_no_step_starts_without_time_and_all_output_comes_in_one_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(on_gpu, "LEAST_SECONDS", 0)
     monkeypatch.setattr(on_gpu, "_streamed", lambda *arguments: 0)
@@ -626,7 +639,7 @@ import sys
 from weft.bench import first_launches
 from weft.kernels import variants
 architecture = sys.argv[1]
-for op in first_launches._REFERENCES:
+for op in first_launches.REFERENCES:
     listed = {variants.variant_of(made): first_launches.variant_text(made) for made in variants.record(op, architecture)}
     found = [text for _, _, texts in first_launches._calls(op, architecture, False) for text in texts.split("; ")]
     assert sorted(found) == sorted(listed.values()), (op, set(listed.values()) ^ set(found))
@@ -640,7 +653,7 @@ def test_every_listed_variant_is_launched_once(architecture):
     command = [sys.executable, "-c", SERVED_BY_CHECKS, architecture]
     done = subprocess.run(command, capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(first_launches._REFERENCES)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(first_launches.REFERENCES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="faults are planted in the interpreter")
