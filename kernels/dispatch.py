@@ -58,7 +58,10 @@ class CompiledKernels:
         self._dispatcher = dispatcher(kernel)
 
     def launch(self, grid: tuple[int, ...], arguments: tuple, constants: tuple, stream: int) -> bool:
-        """Launch the variant for these arguments; return False, without a launch, if there is none."""
+        """Launch the variant for these arguments; return False, without a launch, if there is none.
+
+        An empty grid loads the variant and launches nothing.
+        """
         if self._dispatcher.launch(grid, arguments, constants, stream):
             return True
         key = self._dispatcher.key(arguments, constants)

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -169,6 +169,22 @@ def run(made: Launch, arguments: tuple) -> None:
     else:
         with torch.cuda.device(index):
             _run_on(index, made, arguments)
+
+
+def load(memory: torch.Tensor, record: Callable[[str], Iterable[Launch]]) -> None:
+    """Load the compiled variants of the launches that `record` returns for an architecture, onto the memory's device.
+
+    A first launch loads its kernel, and that may wait for kernels that run. If those wait for another rank, a rank must
+    not wait for them. A variant that no archive has is still compiled and loaded at its first launch.
+    """
+    index = _device_index((memory,))
+    if INTERPRETED or index < 0:
+        return
+    with contextlib.nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index):
+        for recorded in record(_family(index)):
+            found = dispatch.find(recorded.kernel, _code_architecture(index))
+            if not isinstance(found, str):
+                found.launch((0,), recorded.arguments, recorded.key_constants, 0)
 
 
 def origin(recorded: Launch, architecture: str) -> Origin:

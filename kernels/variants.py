@@ -22,6 +22,7 @@ OPS = (
     "permute",
     "topk_gating",
 )
+COMMUNICATING = ("signal", "all_gather_matmul", "matmul_reduce_scatter", "all_reduce")
 Place = tuple[str, str, int]  # an op, an architecture, and the variant's number there
 T = TypeVar("T")
 
@@ -37,6 +38,11 @@ def record(op: str, architecture: str) -> list[launch.Launch]:
     with launch.recording(architecture) as launches:
         module.variants(architecture)
     return list({variant_of(recorded): recorded for recorded in launches}.values())
+
+
+def communicating(architecture: str) -> list[launch.Launch]:
+    """Return the launches of all kernels that wait for other ranks or run between such waits."""
+    return [recorded for op in COMMUNICATING for recorded in record(op, architecture)]
 
 
 def variant_of(recorded: launch.Launch) -> tuple:

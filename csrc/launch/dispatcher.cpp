@@ -23,7 +23,6 @@ py::bytes Dispatcher::key(const py::tuple& arguments, const py::tuple& constants
 bool Dispatcher::launch(const py::tuple& grid, const py::tuple& arguments, const py::tuple& constants,
                         uintptr_t stream) const {
   const Grid blocks = read(grid);
-  if (blocks[0] == 0 || blocks[1] == 0 || blocks[2] == 0) return true;
   const Arguments given(parameters_, arguments.ptr(), constants.ptr());
   const auto found = variants_.find(given.key.view());
   if (found == variants_.end()) return false;

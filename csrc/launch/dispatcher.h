@@ -20,7 +20,7 @@ class Dispatcher {
   // Throws std::invalid_argument if the key has a kernel already, or does not describe the kernel's arguments.
   void add(const std::string& key, std::shared_ptr<const Kernel> kernel);
   pybind11::bytes key(const pybind11::tuple& arguments, const pybind11::tuple& constants) const;
-  // Returns false if no kernel has the key. Does nothing for an empty grid.
+  // Returns false if no kernel has the key. An empty grid loads the kernel and launches nothing.
   bool launch(const pybind11::tuple& grid, const pybind11::tuple& arguments, const pybind11::tuple& constants,
               uintptr_t stream) const;
 

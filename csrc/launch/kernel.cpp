@@ -218,11 +218,12 @@ void Kernel::launch(const Parameters& parameters, const Arguments& arguments, Gr
   try {
     grid = in_blocks(grid);
     const Driver& driver = weft::launch::driver();
-    Packed packed;
-    pack(packed, driver, parameters, arguments);
     const uint64_t context = current_context(driver, stream);
     const Loaded* loaded = find(driver, context);
     const Function function = loaded != nullptr ? loaded->function : load(driver, context);
+    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) return;
+    Packed packed;
+    pack(packed, driver, parameters, arguments);
     const LaunchConfig config{{grid[0], grid[1], grid[2]},
                               {32 * description_.warps, 1, 1},
                               description_.shared_bytes,

@@ -56,7 +56,7 @@ class Kernel {
   //
   // Under stream capture it makes only calls that capture allows. The first launch in a context loads the kernel, in
   // the relaxed capture mode. The driver forbids loading in the other modes, although it adds nothing to the stream.
-  // The function is loaded at once, not lazily by the launch.
+  // The function is loaded at once, not lazily by the launch. An empty grid loads it and launches nothing.
   void launch(const Parameters& parameters, const Arguments& arguments, Grid grid, Stream stream) const;
 
  private:

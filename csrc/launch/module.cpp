@@ -72,7 +72,7 @@ void register_launch(py::module_& m) {
       .def("launch", &Dispatcher::launch, py::arg("grid"), py::arg("arguments"), py::arg("constants"),
            py::arg("stream"),
            "Launch the variant for these arguments and constants (pairs of name and value) in the current context. "
-           "Return False, without a launch, if there is none.");
+           "Return False, without a launch, if there is none. An empty grid loads the variant and launches nothing.");
 }
 
 }  // namespace weft

@@ -376,9 +376,11 @@ def test_a_grid_has_one_to_three_dimensions(stub, grid, blocks):
 
 
 @pytest.mark.parametrize("grid", [(0,), (4, 0), (1, 1, 0)])
-def test_an_empty_grid_launches_nothing(stub, grid):
-    assert launcher()(grid)
-    assert stub.calls() == []
+def test_an_empty_grid_loads_the_kernel_and_launches_nothing(stub, grid):
+    launch_it = launcher()
+    assert launch_it(grid)
+    assert len(stub.calls("cuModuleLoadData")) == 1 and stub.launches() == []
+    assert launch_it() and len(stub.calls("cuModuleLoadData")) == 1
 
 
 @pytest.mark.parametrize(
@@ -1037,9 +1039,9 @@ def test_a_launch_makes_only_calls_that_capture_allows(stub):
     stub.set("capturing", 1)
     assert launch_it()
     assert names(stub.calls()[before:]) == [
-        "cuTensorMapEncodeTiled",
         "cuCtxGetCurrent",
         "cuCtxGetId",
+        "cuTensorMapEncodeTiled",
         "cuLaunchKernelEx",
     ]
 

@@ -611,12 +611,79 @@ print(len(driver.launches()), len(driver.calls("cuModuleLoadData")))
 """
 
 
-@pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc to build the stub driver with")
-def test_a_kernel_is_launched_without_triton(built, tmp_path):
-    """From the public launcher to the driver, which here is a stub that records."""
+COMMUNICATING = """
+import sys, types
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+sys.modules["triton"] = None
+import torch, stub
+from weft import _C
+from weft.kernels import archive, dispatch, launch, signature, variants
+from weft.kernels.all_gather_matmul import all_gather_matmul
+from weft.kernels.all_reduce import matmul_all_reduce
+from weft.kernels.chunks import Rows
+from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
+from weft.ops.overlap.peer_copies import start_gathering, window_bytes
+from weft.ops.overlap.workspace import peers_of
+driver = stub.Stub(Path(sys.argv[3]))
+driver.context()
+
+def compiled(recorded):  # what the stub takes for machine code
+    arguments, constants, _ = signature.specialise(recorded)
+    arguments = ["ptr" if arguments[name][0] == "*" else arguments[name] for name in arguments if name not in constants]
+    name = recorded.kernel.__name__
+    image = stub.image(name, [{"ptr": 8, "i64": 8, "i32": 4}[one] for one in arguments])
+    key = dispatch.dispatcher(recorded.kernel).key(recorded.arguments, recorded.key_constants)
+    machine = archive.Machine(name, tuple(arguments), 0, recorded.warps, 0, None, False, False, 0, 0, 0, image)
+    return dispatch.full_name(recorded.kernel), key, str(recorded), machine
+
+entries = {entry[:2]: entry for entry in map(compiled, variants.communicating("sm_80"))}
+archive.write(Path(sys.argv[1]) / "sm_80.weft", "sm_80", archive.TRITON, "", entries.values())
+launch.use(_C.launch, Path(sys.argv[1]))
+# CPU tensors pass for a device's.
+launch._device_index = lambda arguments: 0
+launch._code_architecture = launch._family = lambda index: "sm_80"
+launch.architecture_of = lambda device: "sm_80"
+launch.check_memory = lambda op, **tensors: next(iter(tensors.values())).device
+torch.cuda.current_device = lambda: 0
+torch._C._cuda_getCurrentRawStream = lambda index: 4242
+if sys.argv[4] == "late":
+    launch.load = lambda *_: None
+
+m, n, k = 4096, 2048, 1024
+x, w = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(n, k, dtype=torch.bfloat16)
+rows = Rows.of((m, n), 0, (m // 2, m // 2))
+windows = [torch.zeros(Inbox(rows, n, x.dtype).window_bytes(sums=True), dtype=torch.uint8) for _ in range(2)]
+window = types.SimpleNamespace(rank=0, mine=windows[0], addresses=tuple(one.data_ptr() for one in windows))
+peers = peers_of(window, types.SimpleNamespace(memory=torch.zeros(16, dtype=torch.int64), timeout_s=1.0))
+gathering = start_gathering(peers, x[: m // 2], 0, (m // 2, m // 2))
+all_gather_matmul(gathering.whole, w.t(), gathering.arrivals)
+gathering.finish()
+matmul_reduce_scatter(x, w.t(), peers, rows)
+matmul_all_reduce(x, w.t(), peers, rows)
+names = [call.name for call in driver.calls("cuModuleLoadData", "cuLaunchKernelEx")]
+print(names.count("cuLaunchKernelEx"), "cuModuleLoadData" in names[names.index("cuLaunchKernelEx"):])
+"""
+
+
+@pytest.fixture
+def stub_library(tmp_path):
+    if not shutil.which("gcc"):
+        pytest.skip("no gcc to build the stub driver with")
     code = "import sys, pathlib, stub; print(stub.build(pathlib.Path(sys.argv[1])))"
-    path = compiling("-c", code, tmp_path, PYTHONPATH=str(STUB)).strip()
-    assert compiling("-c", LAUNCHES, built, STUB, path, WEFT_CUDA_DRIVER=path) == "2 1\n"
+    return compiling("-c", code, tmp_path, PYTHONPATH=str(STUB)).strip()
+
+
+@pytest.mark.parametrize("loaded", ["ahead", "late"])
+def test_no_kernel_is_loaded_once_one_waits_for_other_ranks(stub_library, tmp_path, loaded):
+    """A load may wait for a kernel that runs; where nothing was loaded ahead, the test sees it."""
+    arguments = ("-c", COMMUNICATING, tmp_path, STUB, stub_library, loaded)
+    assert compiling(*arguments, WEFT_CUDA_DRIVER=stub_library) == f"12 {loaded == 'late'}\n"
+
+
+def test_a_kernel_is_launched_without_triton(built, stub_library):
+    """From the public launcher to the driver, which here is a stub that records."""
+    assert compiling("-c", LAUNCHES, built, STUB, stub_library, WEFT_CUDA_DRIVER=stub_library) == "2 1\n"
 
 
 @pytest.mark.gpu

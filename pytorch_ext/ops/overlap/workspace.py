@@ -7,7 +7,7 @@ from weft.comm.communicator import Communicator
 from weft.comm.stream_order import StreamOrder
 from weft.comm.symmetric_memory import SymmetricMemory, open_symmetric_memory
 from weft.comm.wait_record import WAIT_NAMES, WaitRecord
-from weft.kernels import launch, signal
+from weft.kernels import launch, signal, variants
 
 WAIT_NAMES.update(signal.WAIT_NAMES)
 _OF_TRITON = signal.RECORD_WORDS, signal.RECORD_FIELDS, signal.RECORD_STATES
@@ -47,8 +47,9 @@ def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.devic
 
 
 def peers_of(window: SymmetricMemory, record: WaitRecord) -> signal.Peers:
-    """Return a window of zeros in the form that this rank's kernels take."""
+    """Return a window of zeros in the form that this rank's kernels take, which are loaded before any of them waits."""
     device = window.mine.device
+    launch.load(window.mine, variants.communicating)
     return signal.Peers(
         rank=window.rank,
         memory=window.mine,
