@@ -42,6 +42,19 @@ INSTRUCTION_SETS = {
     "product_avx2": "-mavx2 -mfma",
     "product_avx512": f"{AVX512} -mfma",
 }
+# pybind11's headers and inline functions take five seconds in each translation unit. So the sources that include it are
+# compiled in two, as long as each other, and what CUDA changes is in one.
+TOGETHER = {
+    "python_of_ranks": ("csrc/shm/methods.cpp", "csrc/shm/module.cpp"),
+    "python": (
+        "csrc/bindings.cpp",
+        "csrc/build.cpp",
+        "csrc/cuda/copies.cpp",
+        "csrc/cuda/module.cpp",
+        "csrc/matmul/module.cpp",
+        *sorted(f"csrc/launch/{path.name}" for path in (ROOT / "csrc" / "launch").glob("*.cpp")),
+    ),
+}
 # Libraries in which glibc had these functions before 2.34, which moved them into libc.
 FORMER_LIBRARIES = {
     "libpthread.so.0": ("libc.so.6", ("pthread_", "sem_")),
@@ -211,12 +224,12 @@ class NinjaBuild(build_ext):
         if nvcc:
             home = cuda_home(nvcc)
             codes = ",".join(CUDA_CODES)
-            flags += f" -DWEFT_CUDA_VERSION={cuda_release(nvcc)} -DWEFT_CUDA_ARCHITECTURES={' '.join(CUDA_CODES)!r}"
-            flags += f" -isystem {quoted(home / 'include')}"
+            with_cuda = f"-DWEFT_CUDA_VERSION={cuda_release(nvcc)} -DWEFT_CUDA_ARCHITECTURES={' '.join(CUDA_CODES)!r}"
+            with_cuda += f" -isystem {quoted(home / 'include')}"
             libraries = next(path for path in (home / "lib64", home / "lib") if (path / "libcudart_static.a").exists())
             link += f" -Wl,--exclude-libs,ALL -L{quoted(libraries)} -lcudart_static"
         else:
-            codes = ""
+            codes = with_cuda = ""
         standard = "-ldl -lpthread -lrt -lstdc++"
         if GLIBC:
             # Link libstdc++ statically and do not export it: an older system's libstdc++ may lack functions.
@@ -237,24 +250,36 @@ class NinjaBuild(build_ext):
         lines = [
             f"cxx = {CXX}",
             f"flags = {flags}",
-            f"rule cxx\n  command = $cxx $flags $isa {compile}",
+            f"rule cxx\n  command = $cxx $flags $further {compile}",
             f"rule nvcc\n  command = {quoted(nvcc)} {cuda_flags} {compile}",
             f"rule link\n  command = $cxx $in -o $out {link}",
         ]
         built = []
-        for source in map(Path, sources):
+        for source in map(Path, [*write_together(objects), *sorted(set(sources) - set(sum(TOGETHER.values(), ())))]):
             if source.suffix == ".cu" and not nvcc:
                 continue
-            name = "_".join(source.with_suffix("").parts)
+            name = "_".join(source.with_suffix("").parts) if not source.is_absolute() else source.stem
             path = objects / f"{name}.o"
             isa = INSTRUCTION_SETS.get(source.stem, "")
             if isa and os.uname().machine != "x86_64":
                 continue
+            further = with_cuda if source.stem == "python" else isa
             rule = "nvcc" if source.suffix == ".cu" else "cxx"
-            lines.append(f"build {ninja_path(path)}: {rule} {ninja_path(ROOT / source)}\n  isa = {isa}")
+            lines.append(f"build {ninja_path(path)}: {rule} {ninja_path(ROOT / source)}\n  further = {further}")
             built.append(ninja_path(path))
         lines.append(f"build {ninja_path(target)}: link {' '.join(built)}")
         return "\n".join(lines) + "\n"
+
+
+def write_together(folder):
+    """Write a source for each translation unit of TOGETHER, if it is another than before, and return their paths."""
+    paths = []
+    for name, sources in TOGETHER.items():
+        path, text = folder / f"{name}.cpp", "".join(f'#include "{ROOT / source}"\n' for source in sources)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        paths.append(path)
+    return paths
 
 
 def ninja_path(path):

@@ -28,7 +28,7 @@ bool is_frozen_dataclass(PyObject* type) {
   return frozen && frozen.get() == Py_True;
 }
 
-Reading look_at(PyObject* type) {
+Reading read_type(PyObject* type) {
   const py::module_ torch = py::module_::import("torch");
   if (torch.attr("Tensor").ptr() == type || torch.attr("nn").attr("Parameter").ptr() == type) {
     const auto* api = dlpack::exchange_api(type);
@@ -41,7 +41,7 @@ Reading look_at(PyObject* type) {
 Reading reading_of(PyObject* type) {
   static Facts<Reading, 32> known;
   if (const Reading* fact = known.find(type)) return *fact;
-  const Reading fact = look_at(type);
+  const Reading fact = read_type(type);
   known.keep(type, fact);
   return fact;
 }
