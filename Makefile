@@ -13,6 +13,8 @@ TORCHES ?= 2.11.0 2.13.0# of `make wheel-check`, with CHECKS as further argument
 VENV := .venv
 PTXAS := build/ptxas/nvidia/cu13/bin/ptxas
 BIN := $(VENV)/bin
+# Python compiles what it imports, which is little of what pip would compile.
+PIP := $(BIN)/pip install -qq --disable-pip-version-check --no-compile
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h') setup.py pyproject.toml
 
 # The repository's root must not be importable: its folders `kernels` and `bench` would shadow other packages.
@@ -21,10 +23,14 @@ export PYTHONSAFEPATH := 1
 # Bytecode is kept whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all sanitize mutants soak lint gate tables docs wheel wheel-check gpu gpu-kit gpu-rehearsal clean
+.PHONY: demo check test test-all sanitize mutants soak lint gate tables docs wheel wheel-check gpu gpu-kit gpu-rehearsal clean
 
-demo: $(VENV)/built
-	$(BIN)/python examples/demo.py
+demo: $(if $(wildcard $(VENV)/built),$(VENV)/built,$(VENV)/trains)
+	$(BIN)/python examples/demo.py $(if $(ALL),--all)
+
+# Within 90 seconds: lint of what changed and the tests that concern it. SINCE=main for what differs from another commit.
+check: $(VENV)/built
+	$(BIN)/python tests/check.py $(SINCE)
 
 # One worker a core; the tests of a file share what they set up.
 test: $(VENV)/built
@@ -55,9 +61,9 @@ lint: $(VENV)/installed
 	! git grep -nEi '\b(of which|such as are)\b' -- ':!Makefile'
 	$(BIN)/mypy
 
-# The machine code of every kernel variant: ten minutes of two cores.
+# The machine code of every kernel variant, or of those of OPS: a quarter of an hour of two cores.
 gate: $(VENV)/built $(PTXAS)
-	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.check
+	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.check $(OPS)
 
 # The assembler of sm_90: CUDA's own wheel, without what it depends on.
 $(PTXAS):
@@ -90,9 +96,9 @@ wheel-check-%: build/envs/torch-%/ready
 
 # The set that the tests run with, but for what a torch pins itself: 2.11 triton 3.6, 2.15 triton 3.9.
 .PRECIOUS: build/envs/torch-%/ready
-build/envs/torch-%/ready: requirements.txt
+build/envs/torch-%/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv build/envs/torch-$*
-	grep -Ev '^(torch|triton|setuptools)==' $< > build/envs/torch-$*/requirements.txt
+	grep -hEv '^(-r |(torch|triton|setuptools)==)' $^ > build/envs/torch-$*/requirements.txt
 	build/envs/torch-$*/bin/pip install -qq --disable-pip-version-check -r build/envs/torch-$*/requirements.txt torch==$* '$(if $(filter 2.13.%,$*),triton<3.8,triton>=3.6)'
 	touch $@
 
@@ -127,13 +133,21 @@ gpu-rehearsal: gpu-kit
 	PIP_NO_INDEX=1 TRITON_INTERPRET=1 $(MAKE) -C $(REHEARSAL)/tree gpu KIT=$(abspath $(KIT)) STEPS=first SECONDS=3000 \
 	  PYTHON=$(REHEARSAL)/venv/bin/python OUT=$(REHEARSAL) GPU_OPTIONS="--rehearse --archive $(REHEARSAL)/results.tar.gz"
 
-$(VENV)/installed: requirements.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -qq --disable-pip-version-check -r requirements.txt
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: requirements.txt requirements-dev.txt | $(BIN)/python
+	$(PIP) -r requirements-dev.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(SOURCES)
-	$(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+# What the demo needs. Without a GPU it leaves out the CUDA sources; the other targets compile them.
+$(VENV)/trains: requirements.txt $(SOURCES) | $(BIN)/python
+	$(PIP) -r requirements.txt
+	$(if $(wildcard /dev/nvidia0),,WEFT_CUDA=0) $(PIP) --no-build-isolation --no-deps -e .
 	touch $@
 
 clean:

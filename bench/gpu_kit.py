@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# To build, to test, and what these need; versions are those of requirements.txt where it names one.
+# To build, to test, and what these need; versions are those of requirements*.txt where one of them is named.
 PACKAGES = (
     *("setuptools", "pybind11", "ninja", "safetensors", "rich", "markdown-it-py", "mdurl", "pygments"),
     *("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "hypothesis", "sortedcontainers"),
@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fetch(folder: Path, python: str) -> int:
-    pinned = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().split() if "==" in line)
+    lines = "\n".join((ROOT / f"requirements{part}.txt").read_text() for part in ("", "-dev")).splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
     wanted = [*(f"{name}=={pinned[name]}" if name in pinned else name for name in PACKAGES), *PEERS]
     folder.mkdir(parents=True, exist_ok=True)
     for wheel in folder.glob("*.whl"):

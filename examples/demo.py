@@ -1,80 +1,104 @@
-"""`make demo`: train one model alone, split in two ways, and over gloo; only time and memory change.
+"""`make demo`: train one model alone and split in several ways; only time and memory change.
 
-The last five runs have invariant=4: their losses and weights are the same to the bit.
+The runs with invariant=4 have the same losses and weights to the bit. `make demo ALL=1` has more of them.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.status import Status
 
-ALONE, ALONE_IN_UNITS = "one process", "one process, invariant"
 SCRIPT = Path(__file__).parent / "train_lm.py"
-UNITS = ["--invariant", "4", "--units", "2"]
+
+
+class Run(NamedTuple):
+    """A training: the options of train_lm.py, the run that it must equal, its processes and the cores of each."""
+
+    options: str
+    equals: str
+    processes: int = 2
+    cores: int = 1
+
+
+ALONE, IN_UNITS, IN_PARTS = "one process", "one process, invariant", "one process, invariant, units"
 RUNS = {
-    ALONE: [],
-    "tensor parallel, 2 ranks": ["--tp", "2"],
-    "data parallel, 2 ranks": ["--dp", "2"],
-    "tensor parallel over gloo": ["--tp", "2", "--backend", "gloo"],
-    ALONE_IN_UNITS: UNITS,
-    "tensor parallel, invariant": ["--tp", "2", *UNITS],
-    "data parallel, invariant": ["--dp", "2", *UNITS],
-    "context parallel, invariant": ["--cp", "2", *UNITS],
-    "pipeline, invariant": ["--pp", "2", *UNITS],
+    ALONE: Run("", ALONE, 1, cores=2),
+    "tensor parallel": Run("--tp 2", ALONE),
+    "tensor parallel over gloo": Run("--tp 2 --backend gloo", ALONE),
+    "data parallel": Run("--dp 2", ALONE),
+    # One core for each process: the bits of layers that stay whole follow the number of threads.
+    IN_UNITS: Run("--invariant 4", IN_UNITS, 1),
+    "tensor x data, invariant": Run("--tp 2 --dp 2 --invariant 4", IN_UNITS, 4),
+}
+MORE = {
+    "pipeline, invariant": Run("--pp 2 --invariant 4", IN_UNITS),
+    IN_PARTS: Run("--invariant 4 --units 2", IN_PARTS, 1),
+    "context, invariant, units": Run("--cp 2 --invariant 4 --units 2", IN_PARTS),
+    "context x tensor, invariant, units": Run("--cp 2 --tp 2 --invariant 4 --units 2", IN_PARTS, 4),
 }
 # The first runs only differ in the order of some fp32 sums. A lost gradient or a bias added twice exceeds this at once.
 LARGEST_DIFFERENCE = 0.01
+COLUMNS = "{:<35}{:>5}{:>10}{:>11}{:>12}{:>12}{:>9}{:>12}  {:<8}"
+HEADINGS = (
+    ("", "", "", "beside one", "parameters", "MB on the", "last", "largest", "hash of"),
+    ("run", "cores", "tokens/s", "process", "on a rank", "fullest", "loss", "difference", "weights"),
+)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the curves and the plot")
+    parser.add_argument("--all", action="store_true", help="more runs with invariant")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(highlight=False, soft_wrap=True)
 
-    figures = {}
-    for name, arguments in RUNS.items():
-        console.rule(name)
-        figures[name] = train(arguments, options.steps, options.out / f"{name.replace(' ', '_').replace(',', '')}.json")
-
-    differences = {name: difference(figures[reference_of(name)], run) for name, run in figures.items()}
-    console.print(table(figures, differences))
+    console.print("the same model, seed and data:")
+    for headings in HEADINGS:
+        console.print(COLUMNS.format(*headings))
+    figures, differences = {}, {}
+    for name, run in {**RUNS, **(MORE if options.all else {})}.items():
+        out = options.out / f"{re.sub('[^a-z]+', '_', name)}.json"
+        with console.status(name) as status:
+            trained = figures[name] = train(run, options.steps, out, status)
+        differences[name] = difference(figures[run.equals], trained)
+        console.print(row(name, run, trained, figures[ALONE], differences[name]))
+        if differences[name] > LARGEST_DIFFERENCE:
+            raise SystemExit("the losses differ by more than rounding can explain")
+        if run.equals != ALONE and (differences[name] or trained["weights"] != figures[run.equals]["weights"]):
+            raise SystemExit("the runs with invariant have different bits")
     plot(figures, options.out / "loss.png")
     console.print(f"loss curves: {options.out / 'loss.png'}")
-    worst = max(differences.values())
-    if worst > LARGEST_DIFFERENCE:
-        raise SystemExit(f"the curves differ by {worst:.4f}, more than rounding can explain ({LARGEST_DIFFERENCE})")
-    in_units = [name for name in RUNS if reference_of(name) == ALONE_IN_UNITS]
-    if any(differences[name] for name in in_units) or len({figures[name]["weights"] for name in in_units}) > 1:
-        raise SystemExit("the runs with invariant have different bits")
 
 
-def reference_of(name: str) -> str:
-    return ALONE_IN_UNITS if "--invariant" in RUNS[name] else ALONE
-
-
-def train(arguments: list[str], steps: int, out: Path) -> dict:
-    """Run train_lm.py and return its figures; with several ranks it runs under torchrun, one core a rank.
-
-    With invariant every process has one core: the bits of layers that stay whole follow the number of threads.
-    """
-    launch, cores = [], 1 if "--invariant" in arguments else os.cpu_count() or 1
-    if {"--tp", "--dp", "--cp", "--pp"} & set(arguments):
-        launch, cores = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 1
-    command = [sys.executable, *launch, str(SCRIPT), *arguments, "--steps", str(steps), "--out", str(out)]
+def train(run: Run, steps: int, out: Path, status: Status) -> dict:
+    """Run train_lm.py and return its figures; with several processes it runs under torchrun."""
+    launch = []
+    if run.processes > 1:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)]
+    command = [sys.executable, *launch, str(SCRIPT), *run.options.split(), "--steps", str(steps), "--out", str(out)]
     paths = os.pathsep.join(filter(None, [str(SCRIPT.parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": str(cores), "PYTHONPATH": paths}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(min(run.cores, os.cpu_count() or 1)), "PYTHONPATH": paths}
     out.unlink(missing_ok=True)
+    said = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout:
+            said.append(line)
+            status.update(line.strip())
     # Over gloo (torch 2.13) a process may abort while Python ends, after it has written its figures.
-    subprocess.run(command, check="gloo" not in arguments, env=environment)
+    if process.returncode and "gloo" not in run.options:
+        raise SystemExit("".join(said))
     return json.loads(out.read_text())
 
 
@@ -83,29 +107,18 @@ def difference(first: dict, other: dict) -> float:
     return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
-def table(figures: dict[str, dict], differences: dict[str, float]) -> Table:
-    shown = Table(title="the same model, seed and data")
-    shown.add_column("run")
-    for heading in (
-        "last loss",
-        "largest difference",
-        "weights (hash)",
-        "tokens/s",
-        "peak MB a rank",
-        "parameters a rank",
-    ):
-        shown.add_column(heading, justify="right")
-    for name, run in figures.items():
-        shown.add_row(
-            name,
-            f"{run['losses'][-1]:.4f}",
-            f"{differences[name]:.1e}",
-            run["weights"][:8],
-            f"{run['tokens_per_s']:.0f}",
-            ", ".join(map(str, run["peak_memory_mb"])),
-            f"{run['parameters_per_rank']:,}",
-        )
-    return shown
+def row(name: str, run: Run, trained: dict, alone: dict, difference: float) -> str:
+    return COLUMNS.format(
+        name,
+        min(run.processes * run.cores, os.cpu_count() or 1),
+        f"{trained['tokens_per_s']:.0f}",
+        f"{trained['tokens_per_s'] / alone['tokens_per_s']:.2f}",
+        f"{trained['parameters_per_rank']:,}",
+        max(trained["peak_memory_mb"]),
+        f"{trained['losses'][-1]:.4f}",
+        f"{difference:.1e}" if difference else "0",
+        trained["weights"][:8],
+    )
 
 
 def plot(figures: dict[str, dict], path: Path) -> None:
@@ -115,12 +128,13 @@ def plot(figures: dict[str, dict], path: Path) -> None:
     from matplotlib import pyplot
 
     canvas, (curves, gaps) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    ordinary = {name: run for name, run in figures.items() if reference_of(name) == ALONE}
+    ordinary = [name for name, run in RUNS.items() if run.equals == ALONE]
     alone = figures[ALONE]["losses"]
-    for line, (name, run) in enumerate(ordinary.items()):
-        curves.plot(run["losses"], label=name, linestyle=("-", "--", ":", "-.")[line], linewidth=2.5 - 0.5 * line)
+    for line, name in enumerate(ordinary):
+        losses = figures[name]["losses"]
+        curves.plot(losses, label=name, linestyle=("-", "--", ":", "-.")[line], linewidth=2.5 - 0.5 * line)
         if name != ALONE:
-            gap = [abs(a - b) or float("nan") for a, b in zip(alone, run["losses"], strict=True)]
+            gap = [abs(a - b) or float("nan") for a, b in zip(alone, losses, strict=True)]
             gaps.semilogy(gap, "o+x"[line - 1], label=name)
     curves.set(title="loss", xlabel="step", ylabel="nats a byte")
     gaps.set(title="difference from one process (with invariant: none)", xlabel="step", ylabel="nats a byte")

@@ -1,4 +1,7 @@
-"""What a newcomer runs: the README's lines, the example script in each of its ways, the demo, the bench."""
+"""What a newcomer runs: the README's lines, the example script in each of its ways, the demo, the bench.
+
+One test runs it under torchrun, the others on ranks that are forked from here.
+"""
 
 import json
 import os
@@ -11,18 +14,17 @@ import time
 from pathlib import Path
 
 import pytest
-from gloo_exit import succeeded
+from scripts import run_script
 
 ROOT = Path(__file__).parent.parent
-RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-TORCHRUN = [*RUN, "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # As in a user's shell: a script finds the modules beside it.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
 
 
 def run(*command, **options):
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=240, **options)
-    assert succeeded(done, over_gloo="gloo" in command), f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -31,34 +33,55 @@ def test_the_readmes_lines_run(tmp_path):
     assert len([line for line in code.splitlines() if line and not line.startswith("#")]) <= 10
     script = tmp_path / "this_file.py"
     script.write_text(code)
-    run(*TORCHRUN, script)
+    run_script(script, ranks=2)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("alone"), [sys.executable])
+    return train(tmp_path_factory.mktemp("alone"), None)
 
 
-def train(folder, launch, *arguments, **environment):
+@pytest.fixture(scope="module")
+def alone_in_units(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("units"), None, *UNITS)
+
+
+def train(folder, ranks, *arguments):
     out = folder / "figures.json"
-    script = ROOT / "examples" / "train_lm.py"
-    run(*launch, script, "--steps", "3", "--batch", "2", "--out", out, *arguments, env=ENVIRONMENT | environment)
+    options = ["--steps", "3", "--batch", "2", "--out", out, *arguments]
+    run_script(ROOT / "examples" / "train_lm.py", *options, ranks=ranks)
     return json.loads(out.read_text())
 
 
-WAYS = [["--tp", "2"], ["--tp", "2", "--backend", "gloo"]]
-ALONE = [["--dp", "2"], ["--cp", "2"], ["--pp", "2"]]  # which are combined below
+def test_the_example_runs_under_torchrun(alone, tmp_path):
+    out = tmp_path / "figures.json"
+    options = ["--tp", "2", "--steps", "3", "--batch", "2", "--out", out]
+    run(*TORCHRUN, ROOT / "examples" / "train_lm.py", *options, env=ENVIRONMENT)
+    assert json.loads(out.read_text())["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+
+
 slow = pytest.mark.slow("examples", "pytorch_ext")
 
 
-@pytest.mark.parametrize("arguments", [*WAYS, *(pytest.param(way, marks=slow) for way in ALONE)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tp", "2"],
+        ["--tp", "2", "--backend", "gloo"],
+        *(pytest.param([way, "2"], marks=slow) for way in ("--dp", "--cp", "--pp")),  # which are combined below
+        ["--pp", "2", "--tp", "2", "--recompute", "selective"],
+        pytest.param(["--dp", "2", "--cp", "2", "--recompute", "full"], marks=slow),
+    ],
+    ids=" ".join,
+)
 def test_the_example_trains_the_same_model_however_it_is_split(arguments, alone, tmp_path):
-    figures = train(tmp_path, TORCHRUN, *arguments)
+    ways = [arguments[at] for at in range(0, len(arguments), 2) if arguments[at] in ("--tp", "--dp", "--cp", "--pp")]
+    figures = train(tmp_path, 2 ** len(ways), *arguments)
     assert figures["losses"] == pytest.approx(alone["losses"], abs=1e-4)
     assert figures["losses"][-1] < figures["losses"][0]
-    assert len(figures["peak_memory_mb"]) == 2
-    if "--tp" in arguments:
-        assert figures["parameters_per_rank"] < 0.52 * alone["parameters_per_rank"]
+    assert len(figures["peak_memory_mb"]) == 2 ** len(ways)
+    if "--tp" in arguments:  # with stages half of half the layers, and a copy of the tied embedding at both ends
+        assert figures["parameters_per_rank"] < {1: 0.52, 2: 0.27}[len(ways)] * alone["parameters_per_rank"]
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # in every process: the bits of layers that stay whole follow their number
@@ -68,10 +91,9 @@ UNITS = ["--invariant", "4", "--batch", "8", "--sequence", "32"]
 @pytest.mark.parametrize(
     "arguments", [["--tp", "2"], *(pytest.param([way, "2"], marks=slow) for way in ("--dp", "--pp"))], ids=" ".join
 )
-def test_the_example_trains_to_the_same_bits_on_any_mesh(arguments, tmp_path):
-    of_one = train(tmp_path, [sys.executable], *UNITS, **ONE_THREAD)
-    figures = train(tmp_path, TORCHRUN, *UNITS, *arguments, **ONE_THREAD)
-    assert figures["losses"] == of_one["losses"] and figures["weights"] == of_one["weights"]
+def test_the_example_trains_to_the_same_bits_on_any_mesh(arguments, alone_in_units, tmp_path):
+    figures = train(tmp_path, 2, *UNITS, *arguments)
+    assert figures["losses"] == alone_in_units["losses"] and figures["weights"] == alone_in_units["weights"]
 
 
 def machine(number, port, arguments, log):
@@ -91,7 +113,7 @@ def machine(number, port, arguments, log):
 @pytest.mark.slow("examples", "pytorch_ext/data_parallel", "pytorch_ext/checkpoint")
 def test_a_run_survives_a_machine_and_ends_with_the_same_bits(tmp_path):
     steps = ["--steps", "6", "--tp", "2", "--dp", "0", "--save-every", "1", "--checkpoint", tmp_path / "run"]
-    of_one = train(tmp_path, [sys.executable], *UNITS, "--steps", "6", **ONE_THREAD)
+    of_one = train(tmp_path, None, *UNITS, "--steps", "6")
     with socket.socket() as free, open(tmp_path / "log", "w") as log:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -119,8 +141,7 @@ def test_a_run_survives_a_machine_and_ends_with_the_same_bits(tmp_path):
 
 
 def example(name, *arguments, ranks=2):
-    launch = TORCHRUN if ranks == 2 else [sys.executable]
-    return run(*launch, ROOT / "examples" / f"{name}.py", *arguments, env=ENVIRONMENT)
+    return run_script(ROOT / "examples" / f"{name}.py", *arguments, ranks=None if ranks == 1 else ranks)
 
 
 def test_a_plan_by_hand_gives_the_same_model():
@@ -179,25 +200,17 @@ def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
     assert len(set(sums)) == 1
 
 
-TOGETHER = [["--pp", "2", "--tp", "2", "--recompute", "selective"], ["--dp", "2", "--cp", "2", "--recompute", "full"]]
-
-
-@pytest.mark.parametrize("arguments", [TOGETHER[0], pytest.param(TOGETHER[1], marks=slow)], ids=" ".join)
-def test_the_example_combines_them(arguments, alone, tmp_path):
-    figures = train(tmp_path, [*RUN, "4"], *arguments)
-    assert figures["losses"] == pytest.approx(alone["losses"], abs=1e-4)
-    if "--tp" in arguments:  # half of half the layers, and a copy of the tied embedding at both ends
-        assert figures["parameters_per_rank"] < 0.27 * alone["parameters_per_rank"]
-
-
 @slow
 def test_the_demo_compares_the_runs_and_draws_them(tmp_path):
-    text = run(sys.executable, ROOT / "examples" / "demo.py", "--steps", "2", "--out", tmp_path)
-    assert "the same model, seed and data" in text and text.count("tensor parallel") >= 3
+    text = run(sys.executable, ROOT / "examples" / "demo.py", "--steps", "2", "--all", "--out", tmp_path)
+    rows = re.findall(
+        r"^(\S.*?)  +[124] +\d+ +([\d.]+) +[\d,]+ +\d+ +[\d.]+ +(\S+)  ([0-9a-f]{8})$", text, re.MULTILINE
+    )
+    assert len(rows) == 10 and rows[0][:2] == ("one process", "1.00")
+    in_units = [(difference, weights) for name, _, difference, weights in rows if "invariant" in name]
+    assert len(in_units) == 6 and len(set(in_units)) == 2, "sequences in units are sums of their own"
+    assert {difference for difference, _ in in_units} == {"0"}
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    runs = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
-    in_units = [run for name, run in runs.items() if "invariant" in name]
-    assert len(runs) == 9 and len(in_units) == 5 and len({run["weights"] for run in in_units}) == 1
 
 
 @pytest.mark.slow("bench", "pytorch_ext/nn")

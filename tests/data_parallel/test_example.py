@@ -1,23 +1,18 @@
 """The port of a DDP script trains as the script does over torch's DDP."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from gloo_exit import succeeded
+from scripts import run_script
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_ddp.py"
 
 
 def train(folder, *arguments):
-    command = [*TORCHRUN, ROOT / "examples" / "train_ddp.py", "--images", "640", "--epochs", "2", "--out", folder]
-    done = subprocess.run([*map(str, command), *arguments], capture_output=True, text=True, timeout=240)
-    assert succeeded(done, over_gloo="gloo" in arguments), f"{done.stdout}\n{done.stderr}"
-    assert "epoch 2: loss" in done.stdout
+    text = run_script(SCRIPT, "--images", "640", "--epochs", "2", "--out", folder, *arguments, ranks=2)
+    assert "epoch 2: loss" in text
     return json.loads((folder / "figures.json").read_text()), torch.load(folder / "weights.pt")
 
 
