@@ -35,8 +35,13 @@ def use_context_attention(model: nn.Module) -> None:
 
 def models_of_transformers(model: nn.Module) -> list:
     """Return the transformers models in `model`."""
-    transformers = sys.modules.get("transformers")
-    return [] if transformers is None else [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return [module for module in model.modules() if is_transformers(module)]
+
+
+def is_transformers(module: nn.Module) -> bool:
+    """Return whether the module is a model of transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")  # `transformers` alone loads it when asked: seconds
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def refuse_missing_weights(model: nn.Module, output) -> None:
