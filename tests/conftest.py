@@ -7,7 +7,10 @@ Tests marked `slow` name the folders that they are about. They run where `--slow
 With WEFT_SLOW_MINUTES=n those that have not begun n minutes after the run are skipped: a slow machine runs fewer.
 """
 
+import importlib
+import math
 import os
+import sys
 import time
 
 import pytest
@@ -89,6 +92,7 @@ def _mend_the_interpreter(checks: bool) -> None:
 
 
 def pytest_addoption(parser):
+    parser.addoption("--within", type=float, default=math.inf, metavar="SECONDS", help="begin no test after that time")
     parser.addoption("--slow", nargs="*", default=[], metavar="FOLDER", help="also slow tests of these folders, or all")
 
 
@@ -108,7 +112,22 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
+def pytest_collection_finish(session):
+    """Import what ranks need before they are forked, or each of them takes a second or more for it."""
+    if not any("run_ranks" in vars(item.module) for item in session.items if hasattr(item, "module")):
+        return
+    import weft
+
+    for name in weft.__all__:
+        getattr(weft, name)
+    importlib.import_module("torch._dynamo")  # as every optimizer does
+    if "transformers" in sys.modules:
+        importlib.import_module("transformers.modeling_utils")
+
+
 def pytest_runtest_setup(item):
+    if time.monotonic() - _BEGAN > item.config.getoption("--within"):
+        pytest.skip("the time is over")
     minutes = float(os.environ.get("WEFT_SLOW_MINUTES", "inf"))
     if item.get_closest_marker("slow") and time.monotonic() - _BEGAN > 60 * minutes:
         pytest.skip(f"the {minutes:g} minutes of slow tests are over")

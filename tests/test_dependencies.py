@@ -9,11 +9,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from imports import modules, modules_named
 
 import weft
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"weft": ROOT / "pytorch_ext", "weft.kernels": ROOT / "kernels", "weft.bench": ROOT / "bench"}
 
 # From the bottom up: a part imports those of lines above its own, and itself. Imports inside of functions count.
 LAYERS = [
@@ -38,13 +38,6 @@ LAYERS = [
 WITHOUT_WEFT = {"weft.kernels", "weft.planner"}  # import nothing of weft but themselves, weft._C included
 
 
-def modules():
-    for package, folder in FOLDERS.items():
-        for path in folder.rglob("*.py"):
-            parts = path.relative_to(folder).with_suffix("").parts
-            yield ".".join([package, *(part for part in parts if part != "__init__")]), path
-
-
 def imports_of(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -58,17 +51,6 @@ def imports_of(path):
 
 def part_of(module):
     return ".".join(module.split(".")[:2])
-
-
-def modules_named(path, known):
-    """`from weft.ops import matmul` names weft.ops.matmul where that is a module, and weft.ops where it is not."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield from [name for name in (whole, node.module) if name in known][:1]
 
 
 PUBLIC = """
