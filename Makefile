@@ -39,7 +39,7 @@ test: $(VENV)/built
 test-all:
 	$(MAKE) test SLOW=all
 
-# A thousand rounds of random calls, delays and deaths; `make test` runs thirty.
+# A thousand rounds of random calls, delays and deaths; `make test` runs fifteen.
 soak: $(VENV)/built
 	WEFT_SOAK_ROUNDS=1000 $(BIN)/pytest --timeout 3600 tests/comm/test_soak.py
 

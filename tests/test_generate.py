@@ -110,6 +110,7 @@ def check_compiled(rank):
     assert torch._dynamo.utils.counters["frames"]["ok"] > 5
 
 
+@pytest.mark.slow("pytorch_ext", "pytorch_ext/tensor_parallel")
 def test_compiled_decoding_gives_the_plain_models_tokens():
     run_ranks(check_compiled, 2, timeout_s=180)
 

@@ -124,7 +124,16 @@ def run_meshes(rank, meshes, expected):
             assert (everywhere == figures).all(), f"{sizes} {way}: the same bits on every rank"
 
 
-@pytest.mark.parametrize("world", sorted({math.prod(sizes) for sizes in MESHES}))
+@pytest.mark.parametrize(
+    "world",
+    [
+        1,
+        2,
+        3,
+        4,
+        *(pytest.param(world, marks=pytest.mark.slow("pytorch_ext", "pytorch_ext/pipeline")) for world in (6, 8)),
+    ],
+)
 def test_every_mesh_trains_as_one_process(world):
     meshes = [(sizes, {"tied": number % 2 == 0}) for number, sizes in enumerate(MESHES) if math.prod(sizes) == world]
     run_ranks(run_meshes, world, meshes, {tied: plain(tied=tied) for tied in (True, False)}, timeout_s=200)

@@ -15,7 +15,7 @@ from random_programs.drawing import TOGETHER, each_drawn
 from random_programs.judging import verdicts_of
 from random_programs.models import Program
 
-COUNT = int(os.environ.get("WEFT_RANDOM_PROGRAMS", "30"))
+COUNT = int(os.environ.get("WEFT_RANDOM_PROGRAMS", "12"))
 SEED = int(os.environ.get("WEFT_RANDOM_SEED", "0"))
 MOST_REFUSED = 0.15
 SHRINKING_S = 100

@@ -197,7 +197,9 @@ SOME = [(name, ORDERS[i % 2], [*KINDS][i % 3]) for i, name in enumerate(FAMILIES
 OTHERS = [(name, order, [*KINDS][(i + j) % 3]) for i, name in enumerate(FAMILIES) for j, order in enumerate(ORDERS, 1)]
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize(
+    "part", [0, pytest.param(1, marks=pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/tensor_parallel"))]
+)
 def test_every_family_trains_as_the_unsplit_adapter(part, tmp_path):
     run_ranks(check_families, 2, SOME[part::2], tmp_path, timeout_s=120)
 

@@ -656,6 +656,7 @@ def test_every_listed_variant_is_launched_once(architecture):
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(first_launches.REFERENCES)
 
 
+@pytest.mark.slow("bench")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="faults are planted in the interpreter")
 def test_a_bad_address_a_hang_and_a_wrong_value_cost_their_own_rows(monkeypatch):
     monkeypatch.setenv("WEFT_PLANT", "permute:2:address, permute:5:hang, permute:9:wrong")

@@ -25,7 +25,7 @@ from weft.testing import reference
 from weft.testing.cases import COUNTS
 from weft.testing.ranks import on_machines, run_ranks
 
-WORLDS = [1, 2, 3, 5]
+WORLDS = [1, 2, 3, pytest.param(5, marks=pytest.mark.slow("csrc/shm", "pytorch_ext/comm"))]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.bool]
 
 

@@ -15,7 +15,7 @@ import weft
 from weft.testing import reference
 from weft.testing.ranks import try_ranks
 
-ROUNDS = int(os.environ.get("WEFT_SOAK_ROUNDS", "30"))
+ROUNDS = int(os.environ.get("WEFT_SOAK_ROUNDS", "15"))
 FIRST_SEED = int(os.environ.get("WEFT_SOAK_SEED", "1"))
 NOTICED_WITHIN_S = 2
 

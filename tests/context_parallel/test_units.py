@@ -38,8 +38,8 @@ def keep(found, text, model, value_of):
 def compute(rank, names, units):
     """Return outputs and gradients of models whose layers are all whole."""
     found = {}
-    for name in names:
-        for length in (13, units):
+    for number, name in enumerate(names):
+        for length in (13, units) if units == 6 else [(13, units)[number % 2]]:
             model, reference = pair(MODELS[name])
             mesh = weft.init_mesh(cp=dist.get_world_size())["cp", "tp"]
             weft.parallelize(model, mesh, plan=None, invariant=units, context={"units": units})

@@ -314,6 +314,7 @@ def test_a_launch_keeps_no_reference(stub):
     assert [sys.getrefcount(one) for one in objects] == before
 
 
+@pytest.mark.slow("csrc/launch", "kernels")
 def test_what_the_driver_gets_is_what_tritons_own_launcher_gives_it(library, tmp_path):
     """For kernels of ours, compiled for sm_80 and sm_90; also the sizes of the parameters in the machine code."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "PYTHONSAFEPATH")}

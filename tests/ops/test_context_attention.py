@@ -102,7 +102,9 @@ def check(rank, methods, layouts, masks, shapes, dtype, tolerance):
                 assert error < tolerance, (method, layout, name, shape, what, error)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow("pytorch_ext/ops")), 5])
+@pytest.mark.parametrize(
+    "world", [1, 2, 3, *(pytest.param(world, marks=pytest.mark.slow("pytorch_ext/ops")) for world in (4, 5))]
+)
 def test_every_method_gives_the_unsplit_attention(world):
     """6:2, 4:4 and 5:1 heads; lengths that divide by nothing; values of another width."""
     shapes = [(37, 6, 2), (64, 4, 4, 8, 4), (29, 5, 1)]

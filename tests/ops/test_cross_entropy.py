@@ -26,10 +26,10 @@ def loss_and_gradient(function, logits, target, **options):
 
 def check_loss(rank, dtype, preference="auto"):
     with kernel_choice.prefer(preference):
-        check_losses(rank, dtype)
+        check_losses(rank, dtype, every=5 if preference == "kernel" else 1)
 
 
-def check_losses(rank, dtype):
+def check_losses(rank, dtype, every):
     world = dist.get_world_size()
     for vocabulary, shape in ((13, (7,)), (max(world, 2), (2, 3)), (257, (2, 5))):
         torch.manual_seed(vocabulary)
@@ -39,7 +39,7 @@ def check_losses(rank, dtype):
         target.view(-1)[1] = -100
         target.view(-1)[0] = vocabulary - 1
         options = itertools.product((0.0, 0.1, 1.0), ("mean", "sum", "none"), (-100, int(target.view(-1)[-1])))
-        for smoothing, reduction, ignore_index in options:
+        for smoothing, reduction, ignore_index in list(options)[::every]:  # each fifth: all values of each option
             kept = torch.where(target == -100, ignore_index, target)
             arguments = dict(label_smoothing=smoothing, reduction=reduction, ignore_index=ignore_index)
             coarse = plain_dtype(dtype)
@@ -269,6 +269,5 @@ def test_units_of_one_row_begin_at_16_bytes_as_on_a_rank_that_has_no_other():
 def test_the_loss_in_units_by_kernels_has_the_bits_of_one_rank():
     with by_kernels():
         (of_one,) = run_ranks(loss_in_units, 1, 8, torch.bfloat16, 0.1)
-        for world in (2, 4):
-            for found in run_ranks(loss_in_units, world, 8, torch.bfloat16, 0.1):
-                assert all(map(torch.equal, found, of_one))
+        for found in run_ranks(loss_in_units, 2, 8, torch.bfloat16, 0.1):
+            assert all(map(torch.equal, found, of_one))

@@ -97,7 +97,13 @@ def test_the_whole_vocabulary_on_one_device_under_autocast():
         assert_close(result, *expected, name)
 
 
-@pytest.mark.parametrize("preference", ["library", *(["kernel"] if launch.INTERPRETED else [])])
+@pytest.mark.parametrize(
+    "preference",
+    [
+        "library",
+        *([pytest.param("kernel", marks=pytest.mark.slow("pytorch_ext/ops", "kernels"))] if launch.INTERPRETED else []),
+    ],
+)
 def test_compile_traces_it_whole_with_its_sums_as_one_operator(preference):
     """On a GPU the sums in fp32 are products with out= of another type, which torch.compile does not trace."""
     with kernel_choice.prefer(preference):

@@ -275,15 +275,14 @@ def cases_of(demo, ranks):
 
 
 slow = pytest.mark.slow("pytorch_ext/planner", "pytorch_ext/pipeline")
-ALL = {(demo, ranks): pytest.param(demo, ranks, marks=slow) for demo in DEMOS for ranks in (1, 2, 4)}
+ALL = {(demo, ranks): pytest.param(demo, ranks, 1, marks=slow) for demo in DEMOS for ranks in (1, 2, 4)}
 del ALL["mixture", 1], ALL["mixture", 4]
-ALL["Llama", 2] = ("Llama", 2)
 
 
-@pytest.mark.parametrize(("demo", "ranks"), ALL.values())
-def test_every_rank_holds_what_is_predicted(demo, ranks):
+@pytest.mark.parametrize(("demo", "ranks", "every"), [("Llama", 2, 4), *ALL.values()])
+def test_every_rank_holds_what_is_predicted(demo, ranks, every):
     """Weights and states to the byte, gradients but for what aligns them in buckets, the rest and the total to 5%."""
-    cases = list(cases_of(demo, ranks))
+    cases = list(cases_of(demo, ranks))[::every]
     found = run_ranks(held, ranks, cases, timeout_s=290, group_timeout_s=120)
     for number, (_, layout) in enumerate(cases):
         job = Job(DEMOS[demo].model, MACHINE, SEQUENCE, BATCH, "fp32", sequence_parallel=False, imbalance=1.0)

@@ -95,7 +95,10 @@ def train(rank, layouts, kind=Llama, job=JOB):
             )
 
 
-@pytest.mark.parametrize("ranks", PLANS)
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(ranks, marks=pytest.mark.slow("pytorch_ext/planner")) if ranks > 2 else ranks for ranks in PLANS],
+)
 def test_the_code_of_a_plan_takes_the_plain_step(ranks):
     run_ranks(train, ranks, PLANS[ranks], timeout_s=500)
 
