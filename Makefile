@@ -61,7 +61,7 @@ lint: $(VENV)/installed
 	! git grep -nEi '\b(of which|such as are)\b' -- ':!Makefile'
 	$(BIN)/mypy
 
-# The machine code of every kernel variant, or of those of OPS: a quarter of an hour of two cores.
+# The machine code of every kernel variant, or of those of OPS: ten minutes of two cores.
 gate: $(VENV)/built $(PTXAS)
 	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.check $(OPS)
 

@@ -255,31 +255,35 @@ class NinjaBuild(build_ext):
             f"rule link\n  command = $cxx $in -o $out {link}",
         ]
         built = []
-        for source in map(Path, [*write_together(objects), *sorted(set(sources) - set(sum(TOGETHER.values(), ())))]):
+        for name, source in {**write_together(objects), **sources_alone(sources)}.items():
             if source.suffix == ".cu" and not nvcc:
                 continue
-            name = "_".join(source.with_suffix("").parts) if not source.is_absolute() else source.stem
             path = objects / f"{name}.o"
             isa = INSTRUCTION_SETS.get(source.stem, "")
             if isa and os.uname().machine != "x86_64":
                 continue
-            further = with_cuda if source.stem == "python" else isa
+            further = with_cuda if name == "python" else isa
             rule = "nvcc" if source.suffix == ".cu" else "cxx"
-            lines.append(f"build {ninja_path(path)}: {rule} {ninja_path(ROOT / source)}\n  further = {further}")
+            lines.append(f"build {ninja_path(path)}: {rule} {ninja_path(source)}\n  further = {further}")
             built.append(ninja_path(path))
         lines.append(f"build {ninja_path(target)}: link {' '.join(built)}")
         return "\n".join(lines) + "\n"
 
 
 def write_together(folder):
-    """Write a source for each translation unit of TOGETHER, if it is another than before, and return their paths."""
-    paths = []
-    for name, sources in TOGETHER.items():
-        path, text = folder / f"{name}.cpp", "".join(f'#include "{ROOT / source}"\n' for source in sources)
-        if not path.exists() or path.read_text() != text:
+    """Write the source of each translation unit of TOGETHER, and return their paths by name."""
+    paths = {name: folder / f"{name}.cpp" for name in TOGETHER}
+    for name, path in paths.items():
+        text = "".join(f'#include "{ROOT / source}"\n' for source in TOGETHER[name])
+        if not path.exists() or path.read_text() != text:  # else ninja would compile it again
             path.write_text(text)
-        paths.append(path)
     return paths
+
+
+def sources_alone(sources):
+    """Return the paths of the sources that are translation units by themselves, by name."""
+    alone = sorted(set(sources) - {source for together in TOGETHER.values() for source in together})
+    return {"_".join(Path(source).with_suffix("").parts): ROOT / source for source in alone}
 
 
 def ninja_path(path):

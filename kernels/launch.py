@@ -174,8 +174,8 @@ def run(made: Launch, arguments: tuple) -> None:
 def load(memory: torch.Tensor, record: Callable[[str], Iterable[Launch]]) -> None:
     """Load the compiled variants of the launches that `record` returns for an architecture, onto the memory's device.
 
-    A first launch loads its kernel, and that may wait for kernels that run. If those wait for another rank, a rank must
-    not wait for them. A variant that no archive has is still compiled and loaded at its first launch.
+    Otherwise a first launch would load its kernel, and that may wait for kernels that run and that themselves wait for
+    another rank. A variant that no archive has is still compiled and loaded at its first launch.
     """
     index = _device_index((memory,))
     if INTERPRETED or index < 0:

@@ -43,7 +43,7 @@ def main() -> int:
     began = time.monotonic()
     changed = changed_files(*sys.argv[1:])
     print(f"{len(changed)} changed files")
-    python = [name for name in changed if name.endswith(".py") and (ROOT / name).exists()]
+    python = [name for name in changed if name.endswith(".py")]
     bin = Path(sys.executable).parent
     lints = [[bin / "codespell", "-D-", "-D", "docs/site/words.txt", *changed], [bin / "mypy"]]
     if python:
@@ -89,9 +89,9 @@ def tests_of(changed: list[str]) -> list[str]:
 
 
 def folders_of(changed: list[str]) -> list[str]:
-    """Return the files and folders of the upper two levels: names of slow tests (conftest.py)."""
-    parts = [name.split("/") for name in changed]
-    return sorted({"/".join(part[:depth]) for part in parts for depth in (1, 2) if len(part) >= depth})
+    """Return the folders of the upper two levels that a change touches: names of slow tests (conftest.py)."""
+    parents = [Path(name).parent.parts for name in changed]
+    return sorted({"/".join(parts[:depth]) for parts in parents for depth in (1, 2) if len(parts) >= depth})
 
 
 def operations_of(changed: list[str]) -> list[str]:
@@ -100,8 +100,8 @@ def operations_of(changed: list[str]) -> list[str]:
     (listed,) = re.findall(r"^OPS = (\(.*?\))$", (kernels / "variants.py").read_text(), re.MULTILINE | re.DOTALL)
     touched = {ROOT / name for name in changed}
 
-    def is_concerned(*paths: Path) -> bool:
-        found, left = set(), list(paths)
+    def is_concerned(path: Path) -> bool:
+        found, left = set(), [path]
         while left:
             found.add(path := left.pop())
             left += imported[path] - found

@@ -5,6 +5,7 @@ otherwise: there they are marked gpu as well.
 
 Tests marked `slow` name the folders that they are about. They run where `--slow` names one of these folders, or "all".
 With WEFT_SLOW_MINUTES=n those that have not begun n minutes after the run are skipped: a slow machine runs fewer.
+With --within no test begins after that time at all (`make check`).
 """
 
 import importlib
@@ -114,7 +115,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Import what ranks need before they are forked, or each of them takes a second or more for it."""
-    if not any("run_ranks" in vars(item.module) for item in session.items if hasattr(item, "module")):
+    forks = {"run_ranks", "try_ranks", "run_script"}
+    if not any(forks & vars(item.module).keys() for item in session.items if hasattr(item, "module")):
         return
     import weft
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def test_a_listed_fault_stands_in_one_place_and_names_tests_that_exist(mutant):
     for test in mutant.tests:
         file, _, function = test.partition("[")[0].partition("::")
         assert re.search(rf"^def {function or 'test_'}", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+@pytest.mark.slow("tests")
+def test_every_case_that_is_named_is_collected():
+    tests = sorted({test for one in mutants.listed() for test in one.tests})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--slow", "all", *tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_names_of_faults_differ():

@@ -7,20 +7,17 @@ import runpy
 import socket
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 from weft.testing.ranks import run_ranks
 
 
-def run_script(
-    path: Path, *arguments: object, ranks: int | None = None, environment: Mapping[str, str] | None = None
-) -> str:
+def run_script(path: Path, *arguments: object, ranks: int | None = None) -> str:
     """Return what the ranks print, in their order; without `ranks` one process has no variables of torchrun's.
 
     Every rank has one thread, as ranks that are forked must.
     """
-    variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    variables = {"OMP_NUM_THREADS": "1"}
     if ranks is not None:
         with socket.socket() as free:
             free.bind(("localhost", 0))

@@ -16,7 +16,7 @@ from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close, plain_dtype
 
-WORLDS = [1, 2, 3]
+WORLDS = [1, 2, 3, pytest.param(4, marks=pytest.mark.slow("pytorch_ext/nn"))]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ACTIVATIONS = [None, "gelu", "gelu_tanh", "relu", "silu"]
 

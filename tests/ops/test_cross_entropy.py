@@ -24,9 +24,9 @@ def loss_and_gradient(function, logits, target, **options):
     return loss.detach(), logits.grad
 
 
-def check_loss(rank, dtype, preference="auto"):
+def check_loss(rank, dtype, preference="auto", every=1):
     with kernel_choice.prefer(preference):
-        check_losses(rank, dtype, every=5 if preference == "kernel" else 1)
+        check_losses(rank, dtype, every)
 
 
 def check_losses(rank, dtype, every):
@@ -39,7 +39,7 @@ def check_losses(rank, dtype, every):
         target.view(-1)[1] = -100
         target.view(-1)[0] = vocabulary - 1
         options = itertools.product((0.0, 0.1, 1.0), ("mean", "sum", "none"), (-100, int(target.view(-1)[-1])))
-        for smoothing, reduction, ignore_index in list(options)[::every]:  # each fifth: all values of each option
+        for smoothing, reduction, ignore_index in list(options)[::every]:
             kept = torch.where(target == -100, ignore_index, target)
             arguments = dict(label_smoothing=smoothing, reduction=reduction, ignore_index=ignore_index)
             coarse = plain_dtype(dtype)
@@ -64,12 +64,16 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(world, dtype):
 @pytest.mark.kernel
 @pytest.mark.skipif(not launch.INTERPRETED, reason="these ranks have CPU tensors, which kernels take interpreted")
 @pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.slow("kernels", "pytorch_ext/ops")), torch.bfloat16],
+    ("dtype", "every"),
+    [
+        (torch.bfloat16, 5),  # has all values of each option
+        pytest.param(torch.bfloat16, 1, marks=pytest.mark.slow("kernels", "pytorch_ext/ops")),
+        pytest.param(torch.float32, 1, marks=pytest.mark.slow("kernels", "pytorch_ext/ops")),
+    ],
     ids=str,
 )
-def test_the_kernels_loss_and_gradient_are_those_of_the_whole_vocabulary(dtype):
-    run_ranks(check_loss, 3, dtype, "kernel")
+def test_the_kernels_loss_and_gradient_are_those_of_the_whole_vocabulary(dtype, every):
+    run_ranks(check_loss, 3, dtype, "kernel", every)
 
 
 @pytest.mark.kernel
@@ -266,8 +270,9 @@ def test_units_of_one_row_begin_at_16_bytes_as_on_a_rank_that_has_no_other():
 
 @in_the_interpreter
 @pytest.mark.kernel
-def test_the_loss_in_units_by_kernels_has_the_bits_of_one_rank():
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow("kernels", "pytorch_ext/ops"))])
+def test_the_loss_in_units_by_kernels_has_the_bits_of_one_rank(world):
     with by_kernels():
         (of_one,) = run_ranks(loss_in_units, 1, 8, torch.bfloat16, 0.1)
-        for found in run_ranks(loss_in_units, 2, 8, torch.bfloat16, 0.1):
+        for found in run_ranks(loss_in_units, world, 8, torch.bfloat16, 0.1):
             assert all(map(torch.equal, found, of_one))

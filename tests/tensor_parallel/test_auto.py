@@ -358,7 +358,10 @@ def whole_model(name):
 def check_model(name, plan):
     whole = whole_model(name)
     model = weft.parallelize(copy.deepcopy(whole), plan=plan or "auto")
-    plan = plan or metadata(model, "plan").plan
+    if plan is None:
+        plan = metadata(model, "plan").plan
+        own = weft.parallelize(copy.deepcopy(whole), plan=dict(plan))
+        assert [p.shape for p in own.parameters()] == [p.shape for p in model.parameters()], name
     batch = batch_of(name, whole)
     (expected, loss), (result, own_loss) = result_of(whole, batch), result_of(model, batch)
     assert_close(result, expected, f"{name}: output")

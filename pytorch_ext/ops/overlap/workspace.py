@@ -47,7 +47,7 @@ def workspace(ranks: Communicator, purpose: str, bytes: int, device: torch.devic
 
 
 def peers_of(window: SymmetricMemory, record: WaitRecord) -> signal.Peers:
-    """Return a window of zeros in the form that this rank's kernels take, which are loaded before any of them waits."""
+    """Return a window of zeros in the form that this rank's kernels take; load these, before one of them waits."""
     device = window.mine.device
     launch.load(window.mine, variants.communicating)
     return signal.Peers(
