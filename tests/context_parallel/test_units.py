@@ -35,7 +35,7 @@ def keep(found, text, model, value_of):
             found[f"{text} {name.removeprefix('module.')}"] = whole.clone()
 
 
-def compute(rank, names, units, every):
+def compute(rank, names, units, every=1):
     """Return outputs and gradients of models whose layers are all whole, at each `every`-th pair of model and length."""
     found = {}
     for number, name in enumerate(names):
