@@ -1,6 +1,7 @@
 """What `make check` and `.ci/run` choose for a change."""
 
 import importlib.util
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -21,7 +22,11 @@ def loaded(path):
     return module
 
 
-check, ci = loaded(ROOT / "tests" / "check.py"), loaded(ROOT / ".ci" / "run")
+check, ci = loaded(ROOT / "tests" / "check.py"), loaded(ROOT / ".ci" / "phases.py")
+
+
+def test_ci_starts_from_any_shell():
+    assert subprocess.run(["sh", "-n", ROOT / ".ci" / "run"]).returncode == 0
 
 
 def test_every_module_has_tests_that_concern_it():
