@@ -82,6 +82,7 @@ def try_ranks(
             picklable, and the function must come from an importable module or be `from_file(function)`.
     """
     context: Any = multiprocessing.get_context(start)
+    faulthandler.cancel_dump_traceback_later()  # pytest's, whose thread a forked rank lacks and would wait for
     store_folder = tempfile.mkdtemp(prefix="weft-ranks-")
     store_path = os.path.join(store_folder, "store")
     processes, receivers = [], []
