@@ -8,6 +8,7 @@ With WEFT_SLOW_MINUTES=n those that have not begun n minutes after the run are s
 With --within no test begins after that time at all (`make check`).
 """
 
+import gc
 import importlib
 import math
 import os
@@ -16,6 +17,7 @@ import time
 
 import pytest
 import torch
+from large_pages import use_large_pages
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before triton is imported
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each stream of the virtual ranks on one GPU
@@ -125,6 +127,9 @@ def pytest_collection_finish(session):
     importlib.import_module("torch._dynamo")  # as every optimizer does
     if "transformers" in sys.modules:
         importlib.import_module("transformers.modeling_utils")
+    gc.collect()
+    gc.freeze()  # a rank copies the pages that a collection visits
+    use_large_pages()
 
 
 def pytest_runtest_setup(item):

@@ -144,7 +144,7 @@ def close(result, expected, tolerance=1e-9):
     return error <= tolerance * max(expected.abs().max().item(), 1e-3)
 
 
-def check_training(plain, split, steps=10, **more):
+def check_training(plain, split, steps=3, **more):
     split_adapters = 0
     for name, parameter in split.named_parameters():
         assert close(parameter, own_part(parameter, plain.get_parameter(name)), 1e-12), f"{name} starts in another way"
@@ -226,7 +226,7 @@ def check_everything_trained(rank, order):
     make = partial(of_transformers, "Llama", **{**SIZES, "attention_bias": True})
     plain, split = pair(make, order, **options)
     assert weft.shard_of(split.get_input_embeddings().base_layer.weight).dim == 0
-    check_training(plain, split, steps=3)
+    check_training(plain, split)
     assert close(outputs(split), outputs(plain))
 
 
@@ -237,7 +237,7 @@ def check_heads_saved(rank, order):
     head = split.base_model.model.lm_head
     assert weft.shard_of(head.modules_to_save["default"].weight) is not None
     assert weft.shard_of(head.original_module.weight) is not None
-    check_training(plain, split, steps=3)
+    check_training(plain, split)
     assert close(outputs(split), outputs(plain))
     with split.disable_adapter(), plain.disable_adapter():
         assert close(outputs(split), outputs(plain))
