@@ -23,7 +23,7 @@ from weft.testing.models import batch_of as model_batch
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close
 
-STEPS, BATCH, LENGTH, MAX_NORM, SEED = 5, 12, 7, 0.5, 5
+STEPS, BATCH, LENGTH, MAX_NORM, SEED = 3, 12, 7, 0.5, 5
 
 
 def model_of(dtype=torch.float64, **options):
@@ -439,8 +439,8 @@ def kinds(rank):
     """Check the kind of the returned model, its mesh, and that a model is found in it again."""
     for sizes, outer, plan in (
         ({"tp": 4}, Llama, "auto"),
-        ({"cp": 2, "tp": 2}, Llama, "auto"),
-        ({"dp": 2, "tp": 2}, weft.DataParallel, "auto"),
+        ({"cp": 2, "tp": 2}, Llama, LLAMA_PLAN),
+        ({"dp": 2, "tp": 2}, weft.DataParallel, LLAMA_PLAN),
         ({"pp": 2, "cp": 2}, weft.LayerSplit, None),
         ({"pp": 2, "dp": 2}, weft.DataParallel, None),
     ):
