@@ -17,7 +17,7 @@ from weft.data_parallel.buckets import Slot, ranks_that_reduce
 from weft.data_parallel.comm_hooks import ByHook, Hook
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.join import Shadow, agree_on_iteration
-from weft.data_parallel.module_state import OfWrapper, Trained, broadcast
+from weft.data_parallel.module_state import OfWrapper, Trained, broadcast, broadcast_buffers
 from weft.data_parallel.param_prefetch import FirstUse
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.sharded_optimizer import Shards
@@ -74,8 +74,8 @@ class DataParallel(nn.Module, Joinable):
         module: the wrapped module.
         ranks: communicator of `group`.
         reducer: reducer of the gradients; with `invariant` there is none.
-        require_backward_grad_sync: the next forward's backward reduces gradients; `no_sync` sets it to False. The name
-            is DDP's.
+        require_backward_grad_sync: the backward of the next forward reduces gradients; `no_sync` sets it to False. The
+            name is DDP's.
 
     Raises:
         ValueError: an option has an invalid value; or, raised on every rank, some rank's module has nothing to train,
@@ -122,7 +122,7 @@ class DataParallel(nn.Module, Joinable):
         self.ranks = communicator(group)
         device = check_wrap(module, self.ranks, options)
         self.module = module
-        self.require_backward_grad_sync = True  # DDP's name
+        self._sync = True
         self._broadcasts = broadcast_buffers
         self._divides_by_all = True  # even if some ranks have run out of inputs
         self._trained = Trained(module)
@@ -191,25 +191,34 @@ class DataParallel(nn.Module, Joinable):
                     "main_grad do not allow: freeze first, then wrap"
                 )
             self._gradients.watch()
-        sync = self.require_backward_grad_sync
+        sync = self._sync
         shares = self._broadcasts and self.module.training and sync and any(True for _ in self.buffers())
         root: int | None = 0 if shares else None
         if self._batch is None:
             self.reducer.check_earlier()  # before any collective call that a rank with an error would not join
-            self.reducer.sync = sync
         if self._join_config.enable:
             Join.notify_join_context(self)
-            iteration = agree_on_iteration(self, has_inputs=True, reduces=self.reducer.sync, shares=shares)
+            iteration = agree_on_iteration(self, has_inputs=True, reduces=sync, shares=shares)
             self.reducer.among = self.ranks.world_size if self._divides_by_all else iteration.active
             root = iteration.root
         self.share_buffers(root)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:  # noqa: D102
+        return self._sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._sync = sync
+        if self._batch is None:
+            self.reducer.set_sync(sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients add up on each rank without a reduction.
 
-        It applies to the backward of each forward inside the context. The next backward of a forward outside reduces
-        all gradients.
+        It applies to the backward of each forward inside the context, wherever that runs. The next backward of a forward
+        outside reduces all gradients.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -449,7 +458,7 @@ class DataParallel(nn.Module, Joinable):
     def share_buffers(self, root: int | None) -> None:
         """Copy the root's buffers to every rank; do nothing if root is None."""
         if root is not None:
-            broadcast(self.buffers(), self.ranks, root)
+            broadcast_buffers(self.module, self.ranks, root)
 
     def adopt(self, root: int) -> None:
         """Copy the root's parameters and buffers to every rank."""

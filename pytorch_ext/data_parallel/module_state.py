@@ -23,13 +23,30 @@ def broadcast(tensors: Iterable[torch.Tensor], ranks: Communicator, root: int = 
     for tensor in tensors:
         if tensor.numel() >= 1 << 16:
             ranks.broadcast_(tensor.detach(), root)
+            if ranks.rank != root:
+                torch.autograd.graph.increment_version(tensor)
         elif tensor.numel():
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for together in small.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in together])
         ranks.broadcast_(flat, root)
-        for tensor, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
+        parts = flat.split([tensor.numel() for tensor in together])
+        for tensor, part in zip(together, parts, strict=True) if ranks.rank != root else ():
             tensor.copy_(part.view(tensor.shape))
+
+
+def broadcast_buffers(module: nn.Module, ranks: Communicator, root: int) -> None:
+    """Copy the root's buffers to every rank. A collective call.
+
+    A buffer that the graph of an earlier forward holds is replaced by another tensor, so that its backward finds the
+    values of that forward.
+    """
+    held: dict[int, torch.Tensor] = {}
+    for each in module.modules() if ranks.rank != root else ():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer._use_count() > 1:  # type: ignore[attr-defined]
+                each._buffers[name] = held.setdefault(id(buffer), buffer.clone())
+    broadcast(module.buffers(), ranks, root)
 
 
 class OfWrapper:

@@ -51,8 +51,8 @@ class Reducer:
         slots: the module's parameters, each with the place of its gradient.
         transport: transport of the buckets; `transport_of` gives that of experts, which fewer ranks have.
         ranks: ranks that reduce.
-        sync: the next backward reduces; otherwise gradients add up on each rank. Each forward sets it, and a backward
-            that reaches an output of an earlier forward restores that forward's value.
+        sync: a forward's backward reduces; otherwise gradients add up on each rank. A backward that reaches outputs of
+            forwards has the value of those.
         among: number of ranks that have inputs; fewer than all once some have run out.
         buckets: the buckets in the order in which they travel; [] until they are laid out.
         backwards: number of backwards that have reduced.
@@ -82,6 +82,7 @@ class Reducer:
         self._bucket_bytes, self._overlap, self._unused = bucket_bytes, overlap, unused
         self._check_gradients = check_gradients
         self._consensus = ErrorConsensus(self.ranks, self.slots[0].parameter.device)
+        self._sync_now: bool | None = None  # of the backward under way, if it has reached an output of a forward
         self._task: int | None = None  # autograd's number of the backward under way
         self._outputs_begin = False  # hooks on the module's outputs call `begin`
         self._learning = True  # this backward records the order of gradients and how often each comes
@@ -92,6 +93,13 @@ class Reducer:
         self._watched: dict[Slot, torch.autograd.graph.Node] = {}  # keeps the nodes, which autograd would free
         self.watch()
         weakref.finalize(self, _forget_main_grads, self.slots)
+
+    def set_sync(self, sync: bool) -> None:
+        """Set whether the backwards of the next forwards reduce."""
+        self.sync, self._sync_now = sync, None
+
+    def _reduces(self) -> bool:
+        return self.sync if self._sync_now is None else self._sync_now
 
     def watch(self) -> None:
         """Reduce all parameters that now require gradients; the next backward records their order anew.
@@ -145,7 +153,9 @@ class Reducer:
                 return
             if reducer._task is not None:
                 reducer._abandon()
-            reducer._outputs_begin, reducer.sync = True, sync
+            if reducer._sync_now is None:
+                Variable._execution_engine.queue_callback(reducer._end)  # type: ignore[attr-defined]
+            reducer._outputs_begin, reducer._sync_now = True, sync
             if sync:
                 reducer._begin()
 
@@ -162,6 +172,10 @@ class Reducer:
                 slot.parameter.grad = None
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        if self._task is None:
+            self._sync_now = None
 
     def check_earlier(self) -> None:
         """Raise an error of the last backward that this rank has not heard of yet; see ErrorConsensus."""
@@ -219,7 +233,7 @@ class Reducer:
         memory of the buckets does not stay, because a reduction may write to it.
         """
         assert slot.bucket is not None
-        if slot.bucket.packing is None or self._learning or not (self.sync and self._overlap):
+        if slot.bucket.packing is None or self._learning or not (self._reduces() and self._overlap):
             return False
         buckets, own = slot.place.untyped_storage(), gradient.untyped_storage()
         return alike(gradient, slot.place) and own.data_ptr() != buckets.data_ptr()
@@ -232,7 +246,7 @@ class Reducer:
                 f"the gradient of {slot.name!r} is to be differentiated (create_graph=True); sums over ranks cannot be "
                 "differentiated"
             )
-        if self.sync and not self._learning and slot.arrivals >= slot.due:
+        if self._reduces() and not self._learning and slot.arrivals >= slot.due:
             return (
                 f"{slot.name!r} got another gradient after the {slot.due} that it got in the first backward; run the "
                 "same graph in every step, or checkpoint with use_reentrant=False"
@@ -257,7 +271,7 @@ class Reducer:
             slot.outside = None
             if slot.view is not None and gradient.data_ptr() != slot.address:
                 self._move_in(slot, gradient)
-        if not self.sync:
+        if not self._reduces():
             return
         if self._task is None or (not self._outputs_begin and self._task != torch._C._current_graph_task_id()):
             self._begin()
@@ -420,6 +434,7 @@ class Reducer:
         self._reset()
 
     def _reset(self) -> None:
+        self._sync_now = None
         self._waits, self._arrived, self._problems = [], [], []
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)

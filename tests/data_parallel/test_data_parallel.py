@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 
 import pytest
 import torch
@@ -117,10 +118,8 @@ def zeroed_after_no_sync(rank, unused):
     loss(True).backward()
     model.zero_grad()
     with model.no_sync():
-        model.reducer.sync = False  # what the wrapper's forward does
         loss(True).backward()
     model.zero_grad()
-    model.reducer.sync = True
     if unused == "zero":
         loss(False).backward()
         assert not any(parameter.grad.any() for parameter in second.parameters())
@@ -161,6 +160,30 @@ def accumulate(rank, average):
     )
     for parameter, before, gradient in zip(model.parameters(), expected, more, strict=True):
         torch.testing.assert_close(parameter.grad.double(), before + gradient, rtol=1e-4, atol=1e-6)
+
+
+def past_the_wrapper(rank):
+    """Forwards of the wrapper and of the module inside it, within `no_sync` and after it."""
+    model = weft.DataParallel(nn.Linear(1, 1, bias=False))
+    model.module.weight.grad = None
+    for first, second, outside in itertools.product([model, model.module], [model, model.module], [False, True]):
+        model.zero_grad()
+        with model.no_sync():
+            loss = first(torch.full((1, 1), rank + 1.0)).sum()
+            if not outside:
+                loss.backward()
+                assert model.module.weight.grad == rank + 1
+        if outside:
+            loss.backward()
+            assert model.module.weight.grad == (rank + 1 if first is model else 1.5)
+        second(torch.full((1, 1), 2.0 * rank)).sum().backward()
+        assert model.module.weight.grad == 2.5, (first is model, second is model, outside)
+        model.module(torch.full((1, 1), 4.0 * rank)).sum().backward()
+        assert model.module.weight.grad == 4.5
+
+
+def test_no_sync_ends_with_its_context_whoever_is_called():
+    run_ranks(past_the_wrapper, 2)
 
 
 class Wide:
@@ -289,6 +312,40 @@ def buffers_follow_rank_0(rank):
 
 def test_buffers_are_rank_0s_before_each_forward_in_training():
     run_ranks(buffers_follow_rank_0, 3)
+
+
+class Scaled(nn.Module):
+    """A layer whose graph holds its buffers: one is sent alone, two are one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.ones(1)), nn.BatchNorm1d(3)
+        for name, size in (("small", 1), ("large", 1 << 16)):
+            self.register_buffer(name, torch.ones(size))
+        self.register_buffer("alias", self.small)
+
+    def forward(self, x):
+        return self.norm(x).sum() * 0 + sum((self.weight * y).mean() for y in (self.small, self.large, self.alias))
+
+
+def forwards_before_a_backward(rank):
+    model = weft.DataParallel(Scaled())
+    module, total = model.module, 0.0
+    for _ in range(3):
+        total = total + model(torch.randn(4, 3))
+        if rank == 0:  # whose values the others get
+            module.small, module.large = module.small + 1, module.large + 1
+            module.alias = module.small
+    total.backward()
+    assert module.weight.grad == 3 * (1 + 2 + 3)
+    first = module.small
+    with torch.no_grad():
+        model(torch.randn(4, 3))
+    assert module.small is first is module.alias, "what no graph holds stays where it is"
+
+
+def test_buffers_that_a_graph_holds_are_not_written_to():
+    run_ranks(forwards_before_a_backward, 2)
 
 
 def start_alike(rank):
