@@ -237,19 +237,30 @@ def clipping(parameters):
     return hook
 
 
+def out_of_memory():
+    raise MemoryError
+
+
 def optimizer_before(rank, sizes):
     mesh = weft.init_mesh(**sizes, device_type="cpu")
     model, plain = model_of(), model_of()
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
     parameters = [list(one.parameters()) for one in (model, plain)]
     model = split(mesh, model)
+    found = []
     for number, batch in enumerate(batches_of(3)):
         loss_of(model, mine_of(batch, mesh)).backward()
         loss_of(plain, batch).backward()
         for optimizer, own in zip(optimizers, parameters, strict=True):
-            if number == 2:  # by a hook of one's own
+            if number == 1:  # its step fails, and the next one does not
+                with pytest.raises(MemoryError):
+                    optimizer.step(out_of_memory)
+            if number == 2:  # by hooks of one's own
                 optimizer.register_step_pre_hook(clipping(own))
+                optimizer.register_step_post_hook(clipping(own))
+            found.append(nn.utils.get_total_norm([x.grad for x in own if x.grad is not None]))
             optimizer.step()
+        torch.testing.assert_close(*found[-2:], rtol=1e-4, atol=0.0)
         norms = [nn.utils.get_total_norm([x.grad for x in own if x.grad is not None]) for own in parameters]
         torch.testing.assert_close(*norms, rtol=1e-4, atol=0.0)
         for optimizer in optimizers:
@@ -342,12 +353,17 @@ def refused_optimizers(rank, sizes):
     for kind in kinds:
         before = [parameter.detach().clone() for parameter in parameters]
         optimizer = kind(matrices)
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)  # which gives it a step of its own
         with pytest.raises(TypeError, match=f"{kind.__name__}: .*(otherwise than|cannot be tried).*elementwise = True"):
             optimizer.step(lambda: 0.0) if kind is torch.optim.LBFGS else optimizer.step()
         assert all(map(torch.equal, before, parameters))  # it has not stepped
-    state = torch.get_rng_state()
-    Signed(parameters).step()
+    state, before = torch.get_rng_state(), [parameter.detach().clone() for parameter in parameters]
+    optimizer = Signed(parameters)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    optimizer.step()
     assert torch.equal(torch.get_rng_state(), state)
+    for x, start in zip(parameters, before, strict=True):
+        torch.testing.assert_close(x.detach(), start - 0.1 * x.grad.sign().as_subclass(torch.Tensor))
     expected = [(x - 0.1 * x.grad).detach().as_subclass(torch.Tensor) for x in parameters]
     Around(parameters).step()  # once, with the 0.1 of its own groups
     for x, one in zip(parameters, expected, strict=True):

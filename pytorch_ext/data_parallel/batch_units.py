@@ -10,6 +10,7 @@ the ranks exchange their sums, and the parameters get the gradient of the whole 
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -48,6 +49,16 @@ def within_unit(number: int) -> Iterator[None]:
         _running.pop()
 
 
+def _check_of(reference: "weakref.ref[BatchUnits]", name: str) -> Callable[[torch.Tensor], None]:
+    """Return a hook that checks a gradient while the wrapper lives."""
+
+    def check(parameter: torch.Tensor) -> None:
+        if (units := reference()) is not None:
+            units.check_source(parameter, name)
+
+    return check
+
+
 class BatchUnits:
     """Runs of a module in units of the batch, in the place of a `Reducer` in DataParallel.
 
@@ -81,9 +92,11 @@ class BatchUnits:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
-                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._check_source(p, name))
+                hook = parameter.register_post_accumulate_grad_hook(_check_of(weakref.ref(self), name))
+                weakref.finalize(self, hook.remove)
 
-    def _check_source(self, parameter: torch.Tensor, name: str) -> None:
+    def check_source(self, parameter: torch.Tensor, name: str) -> None:
+        """Raise if a parameter of the module got a gradient that is not of the whole batch."""
         if parameter not in self._expected:
             self._refuse(name)
         self._expected.discard(parameter)

@@ -426,7 +426,18 @@ class DataParallel(nn.Module, Joinable):
             torch's Join context of this model.
 
         Raises:
-            ValueError: the model was made with shard_optimizer=True.
+            ValueError: as `join_hook`.
+        """
+        self._divides_by_all = divide_by_initial_world_size
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **options: Any) -> Shadow:
+        """Return the hook that torch's Join calls on a rank without inputs.
+
+        Raises:
+            ValueError: the model was made with shard_optimizer=True or invariant, or has experts over "ep".
         """
         if self._has_experts_apart():
             raise ValueError(
@@ -436,13 +447,6 @@ class DataParallel(nn.Module, Joinable):
             raise ValueError("join() goes with shard_optimizer=False: a rank without inputs would not step its part")
         if self._batch is not None:
             raise ValueError("join() goes with invariant=None: every rank has equally many units of the batch")
-        self._divides_by_all = divide_by_initial_world_size
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **options: Any) -> Shadow:
-        """Return the hook that torch's Join calls on a rank without inputs."""
         return Shadow(self, options.get("divide_by_initial_world_size", True))
 
     @property

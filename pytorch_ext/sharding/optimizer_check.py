@@ -5,17 +5,15 @@ that another rank saved has the right shapes and the wrong numbers. Neither rais
 """
 
 import copy
+import functools
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
@@ -62,16 +60,33 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
         if holder and group.get(SAVED_BY) != holder:
             _check_state(optimizer, group, holder)
     # Torch's optimizers need only each element, and are twice as fast on plain tensors. A user's hook may take a norm.
-    if is_elementwise(type(optimizer)) and not optimizer._optimizer_step_pre_hooks:
-        _stepping[optimizer] = [g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient]
+    hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
+    if is_elementwise(type(optimizer)) and not hooks:
+        found = [g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient]
+        if found and not _marks_again(optimizer):
+            return  # from its next step on
+        _stepping[optimizer] = found
         for gradient in _stepping[optimizer]:
             gradient.__class__ = torch.Tensor
 
 
-def mark_gradients_again(optimizer: Optimizer, *_: Any) -> None:
-    """Restore the gradients' class after each step of an optimizer."""
-    for gradient in _stepping.pop(optimizer, ()):
-        gradient.__class__ = ShardedGradient
+def _marks_again(optimizer: Optimizer) -> bool:
+    """Let step() restore the gradients' class when it ends, by an error too; return whether it did so already."""
+    function = getattr(optimizer.step, "__func__", None)
+    if function is None or hasattr(function, "marks_gradients_again"):
+        return function is not None
+
+    @functools.wraps(function)
+    def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+        try:
+            return function(optimizer, *args, **options)
+        finally:
+            for gradient in _stepping.pop(optimizer, ()):
+                gradient.__class__ = ShardedGradient
+
+    step.marks_gradients_again = True  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    return False
 
 
 def _holder(parameters: Sequence[torch.Tensor]) -> str:
@@ -175,6 +190,7 @@ def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]]
     twin = copy.copy(optimizer)
     hooks = {name: value for name, value in vars(twin).items() if name.startswith("_optimizer_")}
     own = {name: copy.copy(x) if isinstance(x, dict | list | set) else x for name, x in vars(optimizer).items()}
+    own.pop("step", None)  # bound to the optimizer itself, as a learning rate schedule leaves it
     vars(twin).update(own | hooks)
     starts, *steps = values
     parameters = [torch.nn.Parameter(start.clone().to(device)) for start in starts]
@@ -191,4 +207,3 @@ def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]]
 
 
 register_optimizer_step_pre_hook(check_optimizer)
-register_optimizer_step_post_hook(mark_gradients_again)

@@ -551,6 +551,17 @@ def outlives(rank):
     assert_gradients(module, rank_order_gradients(mlp(), losses(1, 2)))
 
 
+def units_end(rank):
+    module = nn.Linear(2, 1)
+    model = weft.DataParallel(module, invariant=2)
+    model(torch.ones(1, 2)).sum().backward()
+    del model
+    gc.collect()
+    module.zero_grad()
+    module(torch.ones(1, 2) * rank).sum().backward()
+    assert (module.weight.grad == rank).all()
+
+
 def main_grads_end(rank):
     """Or the layer would go on to add gradients to what nobody reads."""
     mesh = weft.init_mesh(dp=2, device_type="cpu")
@@ -566,6 +577,7 @@ def main_grads_end(rank):
 def test_a_module_outlives_its_wrapper():
     run_ranks(outlives, 2)
     run_ranks(main_grads_end, 2)
+    run_ranks(units_end, 2)
 
 
 def test_the_plan_of_many_small_parameters_looks_at_each_once(monkeypatch):
