@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.comm.communicator import Communicator
+from weft.comm.purpose import calls_for
 from weft.comm.registry import communicator
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of, norm_of
@@ -16,6 +17,7 @@ from weft.sharding.owners import owners_of
 from weft.sharding.sharded_grad import GradientElsewhere
 
 
+@calls_for("weft.clip_grad_norm_, which every rank calls")
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.activation_checkpoint import recompute as recompute_modules
 from weft.activation_checkpoint import recomputed_in
 from weft.adapters.peft_import import register_with_peft
+from weft.checkpoint.pretrained import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.context_parallel.between_layers import refuse_adapters, share_between_layers
@@ -28,6 +29,7 @@ from weft.pipeline.layer_split import LayerSplit, check_layers
 from weft.pipeline.pipeline import Pipeline
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
 from weft.rng import name_modules, restore_rng_state, rng_states
+from weft.sharding.shard import shard_of
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
@@ -35,7 +37,7 @@ from weft.tensor_parallel.invariant_plan import check_same_layers, in_units, sam
 from weft.tensor_parallel.local_sizes import Forward, is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
-from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrappers, wrappers_in
+from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrappers, without_peft, wrappers_in
 from weft.tensor_parallel.plan_check import check_flow, check_meeting, own_plan
 from weft.tensor_parallel.styles import KEPT, Plan, part_of
 from weft.tensor_parallel.ties import keep_parameters, tie
@@ -252,6 +254,9 @@ def parallelize(
         model = LayerSplit(model, ranks.stages, check_calls=check_calls)
     else:
         model.check_replicas = partial(check_replicas, model)  # type: ignore[assignment]
+        of_parts = without_peft(model) is model and any(map(shard_of, model.parameters()))
+        if hasattr(type(model), "save_pretrained") and of_parts:
+            model.save_pretrained = partial(save_pretrained, model, model)  # type: ignore[assignment]
     for name, check in checks.items():
         watched = called[name] if name else model
         check.watch(watched)

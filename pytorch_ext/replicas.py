@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 from weft.comm.communicator import Communicator
+from weft.comm.purpose import calls_for
 from weft.context_parallel.region import mark_of_bits, sharing_in, sum_of_bits
 from weft.sharding.owners import owners_of
 from weft.sharding.quantized import values_of
@@ -59,6 +60,7 @@ def check_same_draw(drawn: Mapping[str, torch.Tensor], ranks: Communicator) -> N
         raise ValueError(f"{difference}: seed all ranks alike, without the rank (torch.manual_seed), before the draw")
 
 
+@calls_for("weft.check_replicas, which every rank calls")
 @torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
     """Check that replicated tensors have the same bits on all their ranks. A collective call.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from weft.comm.purpose import calls_for
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import Piece, piece_of
@@ -129,6 +130,7 @@ def causal_probe(position: int, *, dim: int = 1, vocabulary: int | None = None) 
     return Probe(f"tokens from {position} on are seen before", change, lambda out: out.narrow(dim, 0, position))
 
 
+@calls_for("weft.verify, which every rank calls")
 def verify(
     model: nn.Module,
     reference: nn.Module,

@@ -83,14 +83,24 @@ struct Group::Failure {
 
 bool CallHeader::operator==(const CallHeader& other) const {
   return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root && count == other.count &&
-         layout == other.layout && fusion == other.fusion;
+         layout == other.layout && fusion == other.fusion && purpose.hash == other.purpose.hash;
+}
+
+Purpose::Purpose(const std::string& whole) : hash(whole.empty() ? 0 : std::hash<std::string>()(whole) | 1) {
+  snprintf(text, sizeof text, "%s", whole.c_str());
+}
+
+Purpose& Purpose::of_this_thread() {
+  thread_local Purpose purpose;
+  return purpose;
 }
 
 std::string CallHeader::text() const {
   std::string text = name_of(kind);
-  if (kind == CallKind::barrier) return text + "()";
+  const std::string end = purpose.hash == 0 ? ")" : std::string(") for ") + purpose.text;
+  if (kind == CallKind::barrier) return text + "(" + end;
   text += std::string("(") + name_of(dtype);
-  if (kind == CallKind::all_to_all) return text + ")";
+  if (kind == CallKind::all_to_all) return text + end;
   text += ", " + std::to_string(count) + " elements";
   if (kind == CallKind::all_reduce || kind == CallKind::reduce_scatter || kind == CallKind::reduce)
     text += std::string(", ") + name_of(op);
@@ -107,7 +117,7 @@ std::string CallHeader::text() const {
     snprintf(hash, sizeof hash, ", split %08x", static_cast<unsigned>(layout ^ (layout >> 32)));
     text += hash;
   }
-  return text + ")";
+  return text + end;
 }
 
 // The segment holds the failure record and controls, the messenger's part, and the staging buffers, each on its own
@@ -227,7 +237,18 @@ void Group::check_recorded() const {
 
 std::shared_ptr<Work> Group::submit(std::function<void()> call) {
   check_usable();
-  return queue_->submit(std::move(call));
+  if (Purpose::of_this_thread().hash == 0) return queue_->submit(std::move(call));
+  return queue_->submit([call = std::move(call), purpose = Purpose::of_this_thread()] {
+    Purpose& of_queue = Purpose::of_this_thread();
+    of_queue = purpose;
+    try {
+      call();
+    } catch (...) {
+      of_queue.hash = 0;
+      throw;
+    }
+    of_queue.hash = 0;
+  });
 }
 
 Messenger& Group::messenger() {
@@ -473,6 +494,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
 }
 
 Call::Call(Group& group, const CallHeader& header) : group_(group), header_(header) {
+  header_.purpose = Purpose::of_this_thread();
   group_.check_usable();  // before the lock: in a forked child no thread may be left to release it
   lock_ = std::unique_lock<std::mutex>(group_.one_call_at_a_time_);
   group_.check_usable();  // again, because the group may have been left while this call waited for the lock
@@ -507,7 +529,7 @@ std::vector<CallRecord> Group::last_calls() const {
 
 std::string Call::text() const {
   return std::string(name_of(header_.kind)) + " #" + std::to_string(group_.calls_) +
-         " on group \"" + group_.name() + "\"";
+         " on group \"" + group_.name() + "\"" + (header_.purpose.hash == 0 ? "" : " for ") + header_.purpose.text;
 }
 
 std::byte* Call::next_staging() { return group_.staging(group_.rank_, group_.step_ + 1); }

@@ -13,6 +13,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <exception>
 #include <forward_list>
 #include <functional>
@@ -55,6 +56,23 @@ struct Fusion {
   }
 };
 
+// What a thread's calls are made for, where its caller's own code has no collective in it ("weft.full_state_dict").
+struct Purpose {
+  uint64_t hash = 0;  // of the text; 0 if there is none
+  char text[184] = {};
+
+  Purpose() = default;
+  explicit Purpose(const std::string& text);
+  Purpose(const Purpose& other) { *this = other; }
+  Purpose& operator=(const Purpose& other) {
+    hash = other.hash;
+    if (hash != 0) memcpy(text, other.text, sizeof text);
+    return *this;
+  }
+
+  static Purpose& of_this_thread();
+};
+
 // Description of a rank's call. Ranks compare all fields except the place before any data moves.
 struct CallHeader {
   CallKind kind;
@@ -65,6 +83,7 @@ struct CallHeader {
   uint64_t layout = 0;  // hash of the split over ranks; 0 if there is none
   uint64_t place = 0;   // place of the data in symmetric memory; 0 if it lies elsewhere
   Fusion fusion = {};   // for all_reduce
+  Purpose purpose = {};
 
   bool operator==(const CallHeader& other) const;
   std::string text() const;
@@ -265,7 +284,7 @@ class Call {
 
   Group& group_;
   std::unique_lock<std::mutex> lock_;
-  const CallHeader header_;
+  CallHeader header_;
   const int exceptions_ = std::uncaught_exceptions();  // a call that ends with more of them has failed
   uint32_t announced_ = 0;  // the exchange that carried the headers
   bool announced_known_ = false;

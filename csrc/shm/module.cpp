@@ -212,6 +212,10 @@ void register_reductions(py::module_& m) {
   m.attr("dtypes") = dtypes;
   m.attr("moved_dtypes") = moved_dtypes;
   m.attr("reduce_ops") = ops;
+  m.def(
+      "set_purpose",
+      [](const std::string& text) { Purpose::of_this_thread() = Purpose(text); }, py::arg("text"),
+      "Set what this thread's calls are made for, which errors name and ranks compare; \"\" is nothing.");
   m.def("instruction_sets", &supported_instruction_sets, "Instruction sets that run on this machine, fastest first.");
   m.def(
       "check_reduction",

@@ -1,16 +1,12 @@
-"""The mark of a Trainer whose model several ranks hold together, and save_pretrained for such a model."""
+"""The mark of a Trainer whose model several ranks hold together."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from weft.checkpoint.full_state import full_state_dict
-from weft.checkpoint.on_all_ranks import ranks_of, together
+from weft.checkpoint.pretrained import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.pipeline import Pipeline
@@ -40,7 +36,7 @@ class SplitModel(TrainerCallback):
             )
         if not has_adapters(model):  # adapters/peft.py saves those
             held = model if self.pipeline is None else self.pipeline
-            model.save_pretrained = partial(save_whole, model, held)
+            model.save_pretrained = partial(save_pretrained, model, held)
         elif self.pipeline is not None:
             raise ValueError(
                 "weft.adapters.trainer: the files of adapters in stages are not written; use a mesh without pp"
@@ -66,28 +62,3 @@ def mark_of(trainer: Trainer) -> SplitModel | None:
 def has_adapters(model: Any) -> bool:
     """Return whether the model is a PeftModel."""
     return without_peft(model) is not model
-
-
-def save_whole(
-    model: PreTrainedModel, held: nn.Module, folder: str, state_dict=None, is_main_process: bool = True, **options
-) -> None:
-    """Write the unsplit model with the model's own save_pretrained, from the first rank. A collective call.
-
-    Args:
-        model: the split model, on every rank.
-        held: what holds its parameters: the model, or its pipeline.
-        folder: the folder to write.
-        state_dict, is_main_process: ignored; the whole model's values and the first rank take their place.
-        options: further options of save_pretrained.
-
-    Raises:
-        CheckpointError, ValueError: the first rank could not write; raised on every rank.
-    """
-    whole = full_state_dict(held)
-
-    def write() -> None:
-        if dist.get_rank() == 0:
-            Path(folder).mkdir(parents=True, exist_ok=True)  # transformers returns where this raises
-            type(model).save_pretrained(model, folder, state_dict=whole, **options)
-
-    together(ranks_of(None), write)

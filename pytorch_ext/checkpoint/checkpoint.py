@@ -25,6 +25,7 @@ from weft.checkpoint.chunks import TensorPart
 from weft.checkpoint.contents import HeldTensor, Tensors
 from weft.checkpoint.on_all_ranks import CheckpointError, ranks_of, together
 from weft.checkpoint.safetensors_io import Files, Source
+from weft.comm.purpose import calls_for
 from weft.comm.registry import Group
 from weft.metadata import metadata
 from weft.rng import restore_rng_state, rng_states
@@ -50,6 +51,7 @@ class Loaded:
     random_numbers: bool
 
 
+@calls_for("weft.save_checkpoint, which every rank calls")
 def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizers,
@@ -150,6 +152,7 @@ def save_checkpoint(
         raise
 
 
+@calls_for("weft.load_checkpoint, which every rank calls")
 def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizers,

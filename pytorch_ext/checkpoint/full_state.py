@@ -7,11 +7,13 @@ from torch import nn
 
 from weft.checkpoint.contents import refuse_quantized
 from weft.comm.communicator import Communicator
+from weft.comm.purpose import calls_for
 from weft.data_parallel.data_parallel import DataParallel
 from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
 
 
+@calls_for("weft.full_state_dict, which every rank calls")
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cpu") -> OrderedDict[str, torch.Tensor]:
     """Return the state_dict of the unsplit model, the same on every rank. A collective call.

@@ -1,13 +1,19 @@
-"""Loading of safetensors files into a model that holds only this rank's parts."""
+"""Safetensors files of a model that holds only this rank's parts, as transformers writes and reads them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weft.checkpoint.checkpoint import load_checkpoint
+from weft.checkpoint.full_state import full_state_dict
+from weft.checkpoint.on_all_ranks import ranks_of, together
+from weft.comm.purpose import calls_for
 from weft.comm.registry import Group
+from weft.sharding.part_of_state import PartOfState
 from weft.sharding.quantized import is_quantized, with_numbers
 from weft.sharding.shard import shard_of
 
@@ -67,6 +73,44 @@ def load_safetensors(
             _hold(module, name, tensor)
         raise
     return model
+
+
+def save_pretrained(
+    model: Any,
+    held: nn.Module,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    *more: Any,
+    **options: Any,
+) -> None:
+    """Write the unsplit model with the model's own save_pretrained, from the first rank. A collective call.
+
+    With a state_dict that has no parts of ranks, as `weft.full_state_dict` returns, it is the model's own: each rank
+    that calls it writes, and the others need not call.
+
+    Args:
+        model: the split model of transformers, on every rank.
+        held: what holds its parameters: the model, or its pipeline.
+        save_directory, is_main_process, state_dict, more, options: arguments of the model's own. The first rank takes
+            the place of the main process, and the whole model's values that of a state_dict with parts.
+
+    Raises:
+        CheckpointError, ValueError: the first rank could not write; raised on every rank.
+    """
+    own = type(model).save_pretrained
+    if state_dict is not None and not any(isinstance(value, PartOfState) for value in state_dict.values()):
+        own(model, save_directory, is_main_process, state_dict, *more, **options)
+        return
+    with calls_for("save_pretrained of a split model, which every rank calls"):
+        whole = full_state_dict(held)
+
+        def write() -> None:
+            if dist.get_rank() == 0:
+                Path(save_directory).mkdir(parents=True, exist_ok=True)  # transformers returns where this raises
+                own(model, save_directory, True, whole, *more, **options)
+
+        together(ranks_of(None), write)
 
 
 def _on_meta(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:

@@ -31,6 +31,7 @@ from weft.comm.dtypes import AVERAGE, OP_NAMES, SUM, dtype_code
 from weft.comm.engine import Engine, check, check_same_dtype, contiguous_outputs, copy_back
 from weft.comm.fusion import Fusion
 from weft.comm.inter_host import InterHost, Later, Message
+from weft.comm.purpose import purpose
 
 _HEADER_BYTES = 192
 _CHUNK_BYTES = 4 << 20  # of a lane's part; smaller chunks wait for more messages, larger chunks overlap less
@@ -287,6 +288,7 @@ class SpanningEngine:
 
     def _run(self, text: str, body: Callable[[], None], wait: bool) -> Later | None:
         """Run a call after all earlier calls."""
+        text += f" for {purpose()}" if purpose() else ""
         self._check_usable()
         if wait and (self._last is None or self._last.done()):
             self._execute(text, body)

@@ -204,7 +204,7 @@ class DataParallel(nn.Module, Joinable):
         self.share_buffers(root)
 
     @property
-    def require_backward_grad_sync(self) -> bool:  # noqa: D102
+    def require_backward_grad_sync(self) -> bool:
         return self._sync
 
     @require_backward_grad_sync.setter
@@ -217,8 +217,8 @@ class DataParallel(nn.Module, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients add up on each rank without a reduction.
 
-        It applies to the backward of each forward inside the context, wherever that runs. The next backward of a forward
-        outside reduces all gradients.
+        It applies to the backward of each forward inside the context, wherever that backward runs. The next backward of
+        a forward outside reduces all gradients.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:

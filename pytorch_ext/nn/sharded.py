@@ -10,8 +10,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer from now on
 from weft.ops.sharded_param import held
+from weft.sharding.part_of_state import PartOfState, part_of_state
 from weft.sharding.quantized import is_quantized, values_of
-from weft.sharding.shard import Shard
+from weft.sharding.shard import Shard, shard_of
 from weft.sharding.sharded_grad import mark_gradient
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -42,8 +43,9 @@ def outside_of_graphs(forward: Callable) -> Callable:
     eager = _disable_dynamo(forward)  # as torch.compiler.disable, which would import Dynamo here: two seconds
 
     @wraps(forward)
-    def called(*inputs, **options):
-        return (eager if torch.compiler.is_compiling() else forward)(*inputs, **options)
+    def called(self, *inputs, **options):
+        self._mark_new()
+        return (eager if torch.compiler.is_compiling() else forward)(self, *inputs, **options)
 
     return called
 
@@ -117,7 +119,26 @@ class ShardHolder(nn.Module):
             assert tensor is not None  # `adopt` keeps shards of existing tensors only
             shard.mark(tensor)
 
-    # Copies, moves between devices and loads with assign=True replace a Parameter, and the new one has no marks.
+    def _mark_new(self) -> None:
+        """Mark the parameters if one of them was replaced."""
+        for name in self.shards:
+            tensor = self._parameters.get(name)
+            if tensor is not None and shard_of(tensor) is None:
+                self._mark()
+                break
+
+    # Copies, moves between devices, loads with assign=True and users replace a Parameter, and the new one has no marks.
+
+    def register_parameter(self, name, param):
+        super().register_parameter(name, param)
+        shard = vars(self).get("shards", {}).get(name)
+        if shard is not None and param is not None:
+            if tuple(param.shape) != shard.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(param.shape)}, and rank {shard.communicator.rank} of "
+                    f"{shard.communicator.world_size} has the part {shard.shape} of {shard.global_shape}"
+                )
+            shard.mark(param)
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -129,7 +150,12 @@ class ShardHolder(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self._mark_new()
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, shard in () if keep_vars else self.shards.items():
+            value = destination.get(prefix + name)
+            if type(value) is torch.Tensor and shard.shape != shard.global_shape:
+                destination[prefix + name] = part_of_state(value, shard)
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
             parts = {name: _place(shard) for name, shard in self.shards.items()}
@@ -142,6 +168,8 @@ class ShardHolder(nn.Module):
             value = state_dict.get(key)
             if not isinstance(value, torch.Tensor):
                 continue
+            if isinstance(value, PartOfState):
+                state_dict[key] = value = value.as_subclass(torch.Tensor)
             own = _place(shard)
             saved = metadata.get(_PARTS, {}).get(name, own)
             if tuple(value.shape) == shard.shape and saved == own:

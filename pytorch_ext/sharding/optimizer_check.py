@@ -62,7 +62,9 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     # Torch's optimizers need only each element, and are twice as fast on plain tensors. A user's hook may take a norm.
     hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
     if is_elementwise(type(optimizer)) and not hooks:
-        found = [g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient]
+        found: list[torch.Tensor] = [
+            g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient
+        ]
         if found and not _marks_again(optimizer):
             return  # from its next step on
         _stepping[optimizer] = found

@@ -14,11 +14,17 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
+from weft.comm.purpose import calls_for
 from weft.metadata import metadata, set_metadata
 
 _WAY_OUT = (
     "use gradient.as_subclass(torch.Tensor) for this rank's part, or weft.shard_of(parameter).gather(gradient) for the "
     "whole"
+)
+
+_OVER_RANKS = (
+    "the {} of a split gradient, which is over all its ranks: take it on each of them, or of "
+    "gradient.as_subclass(torch.Tensor), this rank's part"
 )
 
 
@@ -30,7 +36,11 @@ def watch_gradient(parameter: torch.Tensor) -> None:
     if not trains and not parameter.is_floating_point():
         return
     parameter.requires_grad_()  # torch refuses hooks on frozen parameters, which may be unfrozen later
-    parameter.register_post_accumulate_grad_hook(mark_gradient)
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is not None:
+        parameter._post_accumulate_grad_hooks = hooks  # torch.utils.swap_tensors leaves them without effect
+    if hooks is None or mark_gradient not in hooks.values():
+        parameter.register_post_accumulate_grad_hook(mark_gradient)
     parameter.requires_grad_(trains)
     set_metadata(parameter, "watched", True)
 
@@ -256,8 +266,9 @@ class _Norms(torch.Tensor):
         largest = math.isinf(self.p)
         for ranks, numbers in of_parts.items():
             powers = flat[numbers].double() if largest else flat[numbers].double().pow(self.p)
-            for group in ranks:
-                powers = joined_over(powers, group, largest)
+            with calls_for(_OVER_RANKS.format("norm")):
+                for group in ranks:
+                    powers = joined_over(powers, group, largest)
             flat[numbers] = (powers if largest else powers.pow(1 / self.p)).to(flat.dtype)
         return values
 
@@ -273,7 +284,8 @@ class _Norms(torch.Tensor):
             (power if place.owners is None or place.owners.counts else torch.zeros_like(power), place.ranks)
             for power, place in zip(powers, self.places, strict=True)
         ]
-        total = over_ranks(parts, list(stages), torch.zeros_like(powers[0]), largest)
+        with calls_for(_OVER_RANKS.format("norm")):
+            total = over_ranks(parts, list(stages), torch.zeros_like(powers[0]), largest)
         return (total if largest else total.pow(1 / self.p)).to(self.dtype)
 
 
@@ -338,13 +350,17 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
             )
         # An extreme may count an element twice, and so shows a difference between two ranks' copies of it.
         part = _counted(gradient) if combine is torch.sum else local(gradient)
+        with calls_for(_OVER_RANKS.format(function.__name__)):
+            return joined(function, part, place.ranks, options)
+
+    def joined(function: Callable, part: torch.Tensor, groups: Sequence[Communicator], options: dict) -> torch.Tensor:
         if function in _MEANS:
             sums = torch.stack([part.sum(dtype=torch.float64), torch.ones_like(part).sum(dtype=torch.float64)])
-            for ranks in place.ranks:
+            for ranks in groups:
                 sums = ranks.all_reduce_(sums)
-            return (sums[0] / sums[1]).to(options.get("dtype") or gradient.dtype)
+            return (sums[0] / sums[1]).to(options.get("dtype") or part.dtype)
         total = function(part, **options) if part.numel() or combine is torch.sum else _extreme_of_none(function, part)
-        for ranks in place.ranks:
+        for ranks in groups:
             sent = total.to(torch.uint8) if total.dtype == torch.bool else total
             total = combine(ranks.all_gather(sent.reshape(1), 0, [1] * ranks.world_size)).to(total.dtype)
         return total

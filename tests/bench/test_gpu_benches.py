@@ -649,7 +649,10 @@ for op in first_launches.REFERENCES:
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(one, marks=() if one == "sm_90" else pytest.mark.slow("bench", "kernels")) for one in launch.ARCHITECTURES],
+    [
+        pytest.param(one, marks=() if one == "sm_90" else pytest.mark.slow("bench", "kernels"))
+        for one in launch.ARCHITECTURES
+    ],
 )
 def test_every_listed_variant_is_launched_once(architecture):
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -874,7 +874,10 @@ def check_weights(rank, names):
 
 @pytest.mark.parametrize(
     "names",
-    [("Llama", "Bert", "T5"), pytest.param(("GPT2", "Bart", "OPT"), marks=pytest.mark.slow("pytorch_ext/tensor_parallel"))],
+    [
+        ("Llama", "Bert", "T5"),
+        pytest.param(("GPT2", "Bart", "OPT"), marks=pytest.mark.slow("pytorch_ext/tensor_parallel")),
+    ],
     ids=" ".join,
 )
 def test_attention_weights_are_those_of_all_heads(names):

@@ -35,7 +35,7 @@ def run_pytest(rank, folder, options):
     with open("printed", "w+") as printed:
         for descriptor in (1, 2):
             os.dup2(printed.fileno(), descriptor)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         code = pytest.main(options)
         sys.stdout.flush()
         sys.stderr.flush()
