@@ -10,6 +10,7 @@
 
 #include "../dlpack.h"
 #include "collectives.h"
+#include "gil.h"
 
 namespace py = pybind11;
 
@@ -153,7 +154,7 @@ struct Parts {
 // Runs a call of the engine without the interpreter lock. Throws its error.
 template <class Function>
 bool enter(Group& group, Function call) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   group.run(call);
   return true;
 }

@@ -9,6 +9,7 @@
 
 #include "../families.h"
 #include "collectives.h"
+#include "gil.h"
 #include "handover.h"
 #include "methods.h"
 #include "reduce.h"
@@ -20,7 +21,7 @@ using namespace weft::shm;
 namespace {
 
 using Address = uintptr_t;
-using NoGil = py::call_guard<py::gil_scoped_release>;
+using NoGil = py::call_guard<WithoutGil>;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
@@ -58,22 +59,10 @@ ReduceOp op_of(uint32_t code) {
   return static_cast<ReduceOp>(code);
 }
 
-// weft's threads must not ask for the interpreter lock once the interpreter is ending: they would be killed inside a
-// destructor. From then on callbacks are dropped, and their captures are never released.
-std::atomic<bool> interpreter_is_ending{false};
-std::atomic<int> threads_in_python{0};
-
-class MayUsePython {
- public:
-  MayUsePython() { threads_in_python.fetch_add(1); }
-  MayUsePython(const MayUsePython&) = delete;
-  ~MayUsePython() { threads_in_python.fetch_sub(1); }
-  explicit operator bool() const { return !interpreter_is_ending.load(); }
-};
-
 void wait_for_callbacks_at_exit() {
+  ends_the_interpreter = true;
   interpreter_is_ending.store(true);
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   for (int ms = 0; ms < 5000 && threads_in_python.load() > 0; ++ms) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
@@ -190,7 +179,7 @@ void register_work(py::module_& m) {
               const py::gil_scoped_acquire gil;
               delete function;
             });
-            const py::gil_scoped_release no_gil;
+            const WithoutGil no_gil;
             work.then([held](const std::exception_ptr& raised) {
               const MayUsePython may;
               if (!may) return;
@@ -243,7 +232,7 @@ void register_reductions(py::module_& m) {
 // Runs a call after all calls submitted earlier. Returns null, or the Work if `asynchronous`.
 template <class Function>
 std::shared_ptr<Work> start(Group& group, bool asynchronous, Function call) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   if (asynchronous) return group.submit(std::move(call));
   group.run(std::move(call));
   return nullptr;
@@ -252,7 +241,7 @@ std::shared_ptr<Work> start(Group& group, bool asynchronous, Function call) {
 // Deletes a group without the interpreter lock: it joins its threads, which may be about to ask for that lock.
 struct EndWithoutGil {
   void operator()(Group* group) const {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     if (!group->postpone([group] { delete group; })) delete group;
   }
 };
@@ -267,7 +256,7 @@ GroupHolder make_group(std::string name, int rank, Segment& segment,
                        single_copy, threads};
   if (!options.labels.empty() && options.labels.size() != identities.size())
     throw std::invalid_argument("labels: one a rank, or none");
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return GroupHolder(new Group(std::move(name), rank, std::move(segment), identities, std::move(options)));
 }
 

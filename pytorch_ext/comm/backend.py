@@ -60,6 +60,7 @@ class WeftProcessGroup(dist.ProcessGroup):
             timeout=options.timeout,
             ranks_on_machine=ranks_on_machine,
             lost_ranks=lambda: _lost_members(options.global_ranks_in_group),
+            members=options.global_ranks_in_group,
         )
         if isinstance(group.engine, Engine):
             group.group_here = group.engine.group

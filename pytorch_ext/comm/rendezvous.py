@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -30,6 +30,7 @@ def join(
     timeout: timedelta,
     ranks_on_machine: int,
     lost_ranks: Callable[[], list[int]] = list,
+    members: Sequence[int] = (),
 ) -> Engine | SpanningEngine:
     """Join the group that meets at `store`; return once every rank has mapped the memory of its machine.
 
@@ -45,17 +46,19 @@ def join(
         timeout: time limit of joining, and of each later wait.
         ranks_on_machine: ranks that compete for this machine's cores, including those of other groups.
         lost_ranks: returns the ranks of this group that are known to be gone; called while waiting.
+        members: the group's ranks in the default group, as this rank passed them to `new_group`.
 
     Raises:
-        ValueError: the ranks run different versions.
+        ValueError: the ranks run different versions, or passed different ranks to `new_group`.
         OSError: the memory cannot be allocated or opened.
         RankLostError: a rank died after it announced itself.
         CollectiveTimeoutError: a rank did not come in time.
     """
     meeting = _Rendezvous(store, name, rank, timeout, lost_ranks, labels=list(range(world)))
-    meeting.announce(f"process/{rank}", _describe_process())
+    meeting.members = list(members)
+    meeting.announce(f"process/{rank}", {**_describe_process(), "members": meeting.members})
     processes = [meeting.read(f"process/{peer}", peer) for peer in range(world)]
-    _check_one_version(name, processes)
+    _check_alike(name, meeting.members, processes)
     hosts = _hosts(processes)
     if len(hosts) == 1:
         meeting.processes = processes
@@ -194,6 +197,7 @@ class _Rendezvous:
         self.lost_ranks = lost_ranks
         self.processes: list[dict] = []  # watched once known
         self.announced: list[str] = []
+        self.members: list[int] = []
 
     def announce(self, key: str, message: dict) -> None:
         self.store.set(key, json.dumps(message))
@@ -208,7 +212,7 @@ class _Rendezvous:
                 if time.monotonic() > self.deadline:
                     raise _C.CollectiveTimeoutError(
                         f'rank {self.labels[from_rank]} did not join group "{self.name}" within '
-                        f"{self.timeout_s:.3g} s (rank {self.labels[self.rank]} waited)."
+                        f"{self.timeout_s:.3g} s (rank {self.labels[self.rank]} waited).{self._asked()}"
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.02)
@@ -237,7 +241,13 @@ class _Rendezvous:
     def _lost(self, ranks: list[int]) -> _C.RankLostError:
         names = ", ".join(str(self.labels[rank]) for rank in ranks)
         loss = f"rank {names} was lost before it" if len(ranks) == 1 else f"ranks {names} were lost before they"
-        return _C.RankLostError(f'{loss} joined group "{self.name}" (rank {self.labels[self.rank]} waited).')
+        return _C.RankLostError(
+            f'{loss} joined group "{self.name}" (rank {self.labels[self.rank]} waited).{self._asked()}'
+        )
+
+    def _asked(self) -> str:
+        known = self.members and not self.processes
+        return f" It has the ranks {self.members}: does each of them pass these to new_group?" if known else ""
 
     def clear(self) -> None:
         """Delete this rank's messages: a later group of the same name at the same store must not read them."""
@@ -269,7 +279,14 @@ def _describe_process() -> dict:
     }
 
 
-def _check_one_version(name: str, processes: list[dict]) -> None:
+def _check_alike(name: str, members: list[int], processes: list[dict]) -> None:
+    for process in processes:
+        if process["members"] != members:
+            raise ValueError(
+                f'group "{name}": this rank passed the ranks {members} to new_group, and another rank passed '
+                f"{process['members']} in the same call: pass the same ranks on every rank, and call new_group for "
+                "each group on every rank"
+            )
     versions = {process["version"] for process in processes}
     if len(versions) > 1:
         raise ValueError(

@@ -20,10 +20,11 @@ import weft
 from weft.comm import rendezvous
 from weft.comm.backend import _Work
 from weft.comm.engine import Engine
+from weft.comm.purpose import calls_for
 from weft.pipeline import absent
 from weft.testing import reference
 from weft.testing.cases import COUNTS
-from weft.testing.ranks import on_machines, run_ranks
+from weft.testing.ranks import on_machines, run_ranks, try_ranks
 
 WORLDS = [1, 2, 3, pytest.param(5, marks=pytest.mark.slow("csrc/shm", "pytorch_ext/comm"))]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.bool]
@@ -859,3 +860,24 @@ def many_groups(rank):
 
 def test_all_groups_watch_a_process_by_one_descriptor():
     assert run_ranks(many_groups, 3) == [3, 3, 3]  # of each rank, its own process among them
+
+
+def for_other_things(rank, asynchronous):
+    x = torch.ones(3)
+    with calls_for("a norm"):
+        dist.all_reduce(x)
+        with calls_for("something inside of it"):
+            dist.all_reduce(x, async_op=True).wait()
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+    with calls_for("a norm") if rank else contextlib.nullcontext():
+        again = dist.all_reduce(x, async_op=asynchronous)
+        if asynchronous:
+            again.wait()
+    work.wait()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_calls_for_different_things_are_a_mismatch(asynchronous):
+    for outcome in try_ranks(for_other_things, 2, asynchronous):
+        text = "rank 0 called all_reduce(float32, 3 elements, sum), rank 1 called all_reduce(float32, 3 elements, sum) for a norm."
+        assert text in str(outcome.error), outcome

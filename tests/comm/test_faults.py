@@ -574,3 +574,47 @@ def from_a_forked_child(rank):
 def test_a_forked_child_cannot_speak_for_its_parent():
     outcomes = try_ranks(from_a_forked_child, 2)
     assert [outcome.value for outcome in outcomes] == [(0, 2.0)] * 2, outcomes
+
+
+ENDING = """
+import os, sys, threading, time
+import torch, torch.distributed as dist, weft
+
+def ends_while_a_thread_waits(rank, number):
+    store = dist.FileStore(f"{sys.argv[1]}{number}", 2)
+    dist.init_process_group("weft", store=store, rank=rank, world_size=2)
+    if rank == 0:
+        threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), daemon=True).start()
+        time.sleep(0.05)
+    else:
+        time.sleep(0.1)  # its end is that of the thread's wait
+    sys.exit(0)
+
+ranks = []
+for number in range(4):
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            ends_while_a_thread_waits(rank, number)
+print(*(os.waitpid(rank, 0)[1] for rank in ranks))
+"""
+
+
+def test_a_thread_that_waits_while_python_ends_does_not_abort_it(tmp_path):
+    command = [sys.executable, "-c", ENDING, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["0"] * 8, done.stderr
+
+
+def other_ranks(rank, of_ranks):
+    group = dist.new_group(of_ranks[rank])
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.parametrize("of_ranks", [([0, 1], [0, 1], [1, 2]), ([0, 1, 2], [1, 2], [1, 2]), ([0, 1], [1, 2], [0, 1])])
+def test_ranks_that_make_other_groups_are_told_so(of_ranks):
+    errors = [outcome.error for outcome in try_ranks(other_ranks, 3, of_ranks, group_timeout_s=3)]
+    named = "passed the ranks .* to new_group, and another rank passed|does each of them pass these to new_group"
+    assert any(error is not None and re.search(named, str(error)) for error in errors), errors
+    assert not any(error is None for error, ranks in zip(errors, of_ranks, strict=True) if ranks not in of_ranks[:1])
