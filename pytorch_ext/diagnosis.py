@@ -172,7 +172,7 @@ def _peers() -> tuple[bool | None, str]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        return None, f"{count} CUDA devices: nobody to reach"
+        return None, "fewer than two CUDA devices here, so there is no other one to read from"
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     cut = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     return None if cut else True, f"devices that do not reach each other's memory: {cut}" if cut else "all reach all"

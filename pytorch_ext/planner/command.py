@@ -5,7 +5,7 @@ import json
 import sys
 from textwrap import fill
 
-from weft.planner.hardware import Hardware, presets
+from weft.planner.hardware import Hardware, check_count, presets
 from weft.planner.job import OPTIMIZERS, OVERLAP, PRECISIONS, RECOMPUTE, Job
 from weft.planner.model import Model
 from weft.planner.model import presets as models
@@ -15,14 +15,20 @@ from weft.planner.validate import Comparison, mean_error, validate
 USAGE_ERROR = 2
 # Defaults for a plan; --validate has its own.
 DEFAULTS = {"precision": "bf16", "optimizer": "adamw", "overlap": "some", "top": 10, "imbalance": 1.1}
+_LONGEST = 8192  # tokens of a sequence by default: longer ones are a stage of their own at the end of a training
+_STEP_TOKENS = 4 << 20  # of a step by default, as at the start of Llama 3's training (Llama Team 2024, 3.4.1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=f"a Hugging Face config.json, or one of {', '.join(models())}")
     parser.add_argument("--gpus", type=int, help="devices in all")
-    parser.add_argument("--hardware", help=f"a file of weft bench --save, or one of {', '.join(presets())}")
-    parser.add_argument("--sequence-length", type=int, help="tokens of a sequence")
-    parser.add_argument("--global-batch", type=int, help="sequences of an optimizer step")
+    parser.add_argument("--hardware", help=f"a file of weft bench --save, or one of {', '.join(presets())} (h100)")
+    parser.add_argument(
+        "--sequence-length", type=int, help=f"tokens of a sequence (default the model's own, up to {_LONGEST})"
+    )
+    parser.add_argument(
+        "--global-batch", type=int, help=f"sequences of an optimizer step (default {_STEP_TOKENS >> 20}Mi tokens)"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, help="of weights and activations (default bf16)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="its states take memory (default adamw)")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="only this; otherwise each is tried")
@@ -56,20 +62,43 @@ def _check(options: argparse.Namespace) -> None:
         asked = ("model", "gpus", "hardware", "sequence_length", "global_batch", "recompute", "gpus_per_node", "plot")
         given = [name.replace("_", "-") for name in (*asked, *DEFAULTS) if getattr(options, name) is not None]
         if given:
-            raise ValueError(f"--validate takes all of a run from its row, and nothing from {', '.join(given)}")
+            options_given = ", ".join(name if name == "model" else f"--{name}" for name in given)
+            raise ValueError(f"--validate takes a run's options from its row of the file: leave out {options_given}")
+
+
+def _take_defaults(options: argparse.Namespace, model: Model) -> list[str]:
+    """Set the options that nobody gave, and return what was taken for each."""
+    taken = []
+    if options.hardware is None:
+        options.hardware = "h100"
+        taken.append("--hardware h100")
+    if options.sequence_length is None:
+        if not model.context_length:
+            raise ValueError(f"{model.name} does not say how long its sequences are: give --sequence-length")
+        options.sequence_length = min(model.context_length, _LONGEST)
+        longer = f" is {model.context_length}" if model.context_length > _LONGEST else ""
+        taken.append(f"--sequence-length {options.sequence_length} (the model's own{longer})")
+    if options.global_batch is None:
+        check_count("gpus", options.gpus)
+        check_count("sequence_length", options.sequence_length)
+        of_each = max(1, _STEP_TOKENS // (options.sequence_length * options.gpus))
+        options.global_batch = of_each * options.gpus
+        taken.append(f"--global-batch {options.global_batch}")
+    return taken
 
 
 def _plan(options: argparse.Namespace) -> int:
-    wanted = ("model", "gpus", "hardware", "sequence_length", "global_batch")
-    lacking = [name for name in wanted if getattr(options, name) is None]
+    lacking = [name for name, value in (("a model", options.model), ("--gpus", options.gpus)) if value is None]
     if lacking:
-        names = ", ".join(name if name == "model" else "--" + name.replace("_", "-") for name in lacking)
-        raise ValueError(f"says nothing about {names}; weft plan --help lists the options")
+        known = f"; models known by name are {', '.join(models())}" if options.model is None else ""
+        raise ValueError(f"needs {' and '.join(lacking)}, as in `weft plan llama-3-8b --gpus 16`{known}")
+    model = Model.of(options.model)
+    taken = _take_defaults(options, model)
     hardware = Hardware.of(options.hardware)
     if options.gpus_per_node is not None:
         hardware = hardware.with_nodes_of(options.gpus_per_node)
     job = Job(
-        Model.of(options.model),
+        model,
         hardware,
         options.sequence_length,
         options.global_batch,
@@ -84,8 +113,11 @@ def _plan(options: argparse.Namespace) -> int:
     plans = found.plans[: options.top]
     if options.json:
         rejected = [{"family": rejection.family, "why": rejection.why} for rejection in found.rejected]
-        print(json.dumps({"plans": [plan.as_dict() for plan in plans], "rejected": rejected}, indent=2))
+        found_plans = [plan.as_dict() for plan in plans]
+        print(json.dumps({"plans": found_plans, "rejected": rejected, "defaults": taken}, indent=2))
     else:
+        if taken:
+            print(f"By default: {', '.join(taken)}.\n")
         _print_plans(job, options.gpus, found, plans)
     if options.plot:
         from weft.planner.plot import plot

@@ -1,8 +1,10 @@
 """The shape of a transformer, from presets and Hugging Face configurations: the input of memory and time."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -68,6 +70,7 @@ _NAMES = {
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "vocab": ("vocab_size",),
     "positions": ("n_positions", "max_position_embeddings"),
+    "context_length": ("max_position_embeddings", "n_positions"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok",),
     "expert_intermediate": ("moe_intermediate_size",),
@@ -90,6 +93,7 @@ class Model:
             value only.
         qk_norm: a norm on queries and keys.
         positions: rows of a learned position embedding; 0 if positions are rotated into queries and keys.
+        context_length: tokens of the longest sequence that the model is made for; 0 if nobody says.
         dropout: after attention and MLP, and in attention; its masks take memory.
         mlp_module: the MLP is its own module, so weft.parallelize(recompute="selective") computes it again.
         experts: experts in place of each layer's MLP; 0 for a dense model.
@@ -115,6 +119,7 @@ class Model:
     experts: int = 0
     experts_per_token: int = 0
     shared_intermediate: int = 0
+    context_length: int = 0
     name: str = "model"
 
     def __post_init__(self):
@@ -122,7 +127,8 @@ class Model:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Model: {name}={value!r} must be a whole number of at least 1")
-        for name in ("kv_heads", "head_dim", "positions", "experts", "experts_per_token", "shared_intermediate"):
+        counts = ("kv_heads", "head_dim", "positions", "experts", "experts_per_token", "shared_intermediate")
+        for name in (*counts, "context_length"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"Model: {name}={value!r} must be a whole number of at least 0")
@@ -259,7 +265,7 @@ def _from_name(source: str | Path) -> Model:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise ValueError(f"model {str(source)!r} is neither a file nor one of {', '.join(presets())}")
+        return _near(str(source))
     try:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:  # not JSON, not text, or nested too deep
@@ -267,6 +273,22 @@ def _from_name(source: str | Path) -> Model:
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object with the model's sizes, and holds a {type(config).__name__}")
     return _from_config(config, path.parent.name if path.name == "config.json" and path.parent.name else path.stem)
+
+
+def _near(name: str) -> Model:
+    """Return the one model whose name begins like this, whoever published it: "meta-llama/Llama3-8B".
+
+    Raises:
+        ValueError: there is none, or there are several; the message has the names.
+    """
+    letters = {known: re.sub(r"[^a-z0-9]", "", known) for known in presets()}
+    asked = re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
+    begin = [known for known, text in letters.items() if asked and text.startswith(asked)]
+    if len(begin) == 1:
+        return presets()[begin[0]]
+    near = begin or [known for known, text in letters.items() if text in get_close_matches(asked, letters.values(), 1)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"model {name!r} is neither a file nor one of {', '.join(presets())}{hint}")
 
 
 def _from_config(config: Mapping, name: str) -> Model:

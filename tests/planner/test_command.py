@@ -130,6 +130,16 @@ def test_json_is_the_function_s_plans():
     )
 
 
+def test_what_nobody_gives_is_taken_by_default_and_named():
+    words = weft("plan", "meta-llama/Llama3-8B", "--gpus", "16", "--top", "1")
+    taken = "By default: --hardware h100, --sequence-length 8192 (the model's own), --global-batch 512."
+    assert words.splitlines()[0] == taken and "llama-3-8b: 8.03B" in words
+    given = weft("plan", *LLAMA, "--json")
+    assert json.loads(given)["defaults"] == []
+    words = json.loads(weft("plan", "qwen3-32b", "--gpus", "64", "--hardware", "h200", "--json"))
+    assert words["defaults"] == ["--sequence-length 8192 (the model's own is 40960)", "--global-batch 512"]
+
+
 def test_validate_prints_each_run_and_the_mean_error():
     words = weft("plan", "--validate", PUBLISHED)
     assert "137 TFLOP/s" in words and "mean error" in words
@@ -145,10 +155,15 @@ def test_validate_prints_each_run_and_the_mean_error():
         ({"llama-3-8b": "llama-3-405b"}, "more than the 79.1 GiB there are. It would fit with "),
         ({"16": "0"}, "weft plan: gpus=0 must be at least 1"),
         ({"128": "0"}, "weft plan: global_batch=0 must be at least 1"),
-        ({"--gpus": "--top"}, "weft plan: says nothing about --gpus"),
+        ({"--gpus": "--top"}, "weft plan: needs --gpus, as in `weft plan llama-3-8b --gpus 16`"),
+        ({"llama-3-8b": "lama3-8b"}, "qwen3-30b-a3b, gpt-3-175b; did you mean llama-3-8b?"),
+        ({"llama-3-8b": "llama-3"}, "did you mean llama-3-8b or llama-3-70b or llama-3-405b?"),
         ({"llama-3-8b": "gpt2"}, "sequence_length=8192: gpt2 has learned positions for 1024 tokens"),
         ({"--global-batch": "--top=0", "128": "--global-batch=8"}, "weft plan: --top 0 must be at least 1"),
-        ({"llama-3-8b": f"--validate={PUBLISHED}"}, "takes all of a run from its row, and nothing from gpus, hardware"),
+        (
+            {"llama-3-8b": f"--validate={PUBLISHED}"},
+            "takes a run's options from its row of the file: leave out --gpus, --hardware",
+        ),
     ],
 )
 def test_bad_input_is_a_message_and_exit_code_2(change, message):
@@ -166,7 +181,9 @@ def test_bad_files_are_a_message_and_exit_code_2(tmp_path):
     assert "lacks the columns hardware, layers" in weft("plan", "--validate", str(runs), code=2)
     assert "is not a file" in weft("plan", "--validate", str(tmp_path / "none.csv"), code=2)
     ignored = ["--precision", "bf16", "--optimizer", "sgd", "--overlap", "none", "--top", "3"]
-    assert "nothing from precision, optimizer, overlap, top" in weft("plan", "--validate", PUBLISHED, *ignored, code=2)
+    assert "leave out --precision, --optimizer, --overlap, --top" in weft(
+        "plan", "--validate", PUBLISHED, *ignored, code=2
+    )
 
 
 def test_a_plot_is_a_picture(tmp_path):
