@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -144,9 +145,10 @@ class ForwardCut:
         """Give the layers back their own forward."""
         for layer in layers_of(self.model).values():
             if isinstance(cut := vars(layer).get("forward"), CutLayer):
-                layer.forward = cut.forward  # type: ignore[method-assign]
-                if getattr(cut.forward, "__self__", None) is layer:
+                if cut.forward == MethodType(type(layer).forward, layer):
                     del layer.forward
+                else:
+                    layer.forward = cut.forward  # type: ignore[method-assign]
 
     @property
     def total(self) -> int:

@@ -61,6 +61,14 @@ def with_numbers(
     """
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
+    own = vars(module).get("forward")
+    if getattr(own, "__self__", None) is module:
+        vars(twin)["forward"] = MethodType(own.__func__, twin)
+    elif own is not None and not isinstance(own, Forward):
+        raise ValueError(
+            f"{type(module).__name__} has a forward of its own, which may know the module with the numbers of the "
+            "whole: set it as types.MethodType(function, module), or after weft.parallelize"
+        )
     for name, of_ranks in numbers.items():
         argument = argument_of(name)
         holder, attribute = (module, name) if argument else holder_of(module, name)
@@ -113,7 +121,7 @@ def arguments_of(module: nn.Module) -> list[str]:
     """Return the names of the arguments of a module's forward, in their order."""
     return [
         name
-        for name, parameter in list(inspect.signature(type(module).forward).parameters.items())[1:]
+        for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
 
@@ -157,14 +165,19 @@ class Forward:
     """Forward of a module in which the module's own code sees this rank's numbers.
 
     Attributes:
+        own: the forward that the module had of its own; None if it has that of its class.
         drops: mode in which the module's own dropout draws different random numbers for each part.
         widths: argument to the last size that the module's own code reads from it.
         around: returns a context for the whole call, of the modules inside too.
     """
 
     def __init__(self, module: nn.Module):
+        own = vars(module).get("forward")
+        self.own = own.own if isinstance(own, Forward) else own
+        if getattr(self.own, "__self__", module) is not module:  # of what the module is a copy of
+            self.own = MethodType(self.own.__func__, module)
         self.module, self.arguments = module, arguments_of(module)
-        self.__signature__ = inspect.signature(MethodType(type(module).forward, module))
+        self.__signature__ = inspect.signature(module.forward)
         self.around: Callable[[], AbstractContextManager] = nullcontext
         self.drops: _OwnDrops | None = None
         self.widths: dict[str, int] = {}
@@ -187,6 +200,8 @@ class Forward:
                 given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
                 widths = [(given[name], width) for name, width in self.widths.items() if name in given]
                 stack.enter_context(_OwnWidths(self.module, widths))
+            if self.own is not None:
+                return self.own(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
 
 
