@@ -726,3 +726,29 @@ def rows_that_differ(rank):
 
 def test_rows_that_two_ranks_have_and_that_differ_are_found():
     run_ranks(rows_that_differ, 4)
+
+
+def views_and_transforms(rank):
+    mesh = weft.init_mesh(tp=2, device_type="cpu")
+    model = weft.parallelize(Llama(2), mesh, sequence_parallel=True)
+    tokens = batches_of(1)[0][0]
+    model(tokens).sum().backward()
+    gradient, depth = next(p.grad for p in model.parameters() if weft.shard_of(p) is not None), 0
+    while gradient is not None and depth < 9:  # as Dynamo looks for what a view is of
+        gradient, depth = gradient._base, depth + 1
+    assert depth < 3
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(tokens).sum().backward()
+
+    model = weft.parallelize(model_of(), mesh, check_calls=0)
+    parameters = dict(model.named_parameters())
+    expected = model(tokens)
+    assert torch.equal(torch.func.functional_call(model, parameters, (tokens,)), expected)
+    assert torch.equal(torch.func.functional_call(model, model.state_dict(), (tokens,)), expected)
+    with pytest.raises(RuntimeError, match="Parallel.* inside of a transform of torch.func"):
+        torch.func.grad(lambda given: torch.func.functional_call(model, given, (tokens,)).sum())(parameters)
+
+
+def test_gradients_that_are_views_and_functional_calls():
+    run_ranks(views_and_transforms, 2)

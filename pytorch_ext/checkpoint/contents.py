@@ -280,7 +280,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], na
         if len(groups) != len(state["groups"]):
             raise CheckpointError(f"{kind} has {len(groups)} parameter groups, the stored one {len(state['groups'])}")
         for number, (group, known) in enumerate(zip(groups, state["groups"], strict=True)):
-            more = sorted({name for name, _ in _named(group["params"], name_of)} - set(known["params"]))
+            trained = {name for name, parameter in _named(group["params"], name_of) if _base(parameter).requires_grad}
+            more = sorted(trained - set(known["params"]))  # a sharded optimizer has no frozen parameters
             if more:
                 raise CheckpointError(f"{', '.join(more)} of group {number} of {kind} is not of the stored group")
             lacking, strange = sorted(set(optimizer.defaults) - set(known)), sorted(set(known) - set(group))

@@ -89,6 +89,7 @@ class DataParallel(nn.Module, Joinable):
         tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         module: nn.Module,

@@ -44,8 +44,16 @@ def outside_of_graphs(forward: Callable) -> Callable:
 
     @wraps(forward)
     def called(self, *inputs, **options):
+        if torch.compiler.is_compiling():
+            return eager(self, *inputs, **options)
         self._mark_new()
-        return (eager if torch.compiler.is_compiling() else forward)(self, *inputs, **options)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{type(self).__name__} inside of a transform of torch.func (grad, vmap, jvp): these have no rule for "
+                "what its ranks send to each other. Use loss.backward() or torch.autograd.grad, or transform the whole "
+                "model before weft.parallelize"
+            )
+        return forward(self, *inputs, **options)
 
     return called
 
@@ -123,7 +131,7 @@ class ShardHolder(nn.Module):
         """Mark the parameters if one of them was replaced."""
         for name in self.shards:
             tensor = self._parameters.get(name)
-            if tensor is not None and shard_of(tensor) is None:
+            if isinstance(tensor, nn.Parameter) and shard_of(tensor) is None:  # no tensor of functional_call
                 self._mark()
                 break
 

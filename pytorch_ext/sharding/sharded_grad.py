@@ -248,7 +248,7 @@ class _Norms(torch.Tensor):
             if all(x.dim() == 0 and (not isinstance(x, _Norms) or x.p == p) for x in first):
                 places = [place for x in first for place in (x.places if isinstance(x, _Norms) else [WHOLE])]
                 return _norms(torch.stack([x.as_subclass(torch.Tensor) for x in first]), places, p)
-        if function in _MOVES or function.__name__ in ("__get__", "dim"):
+        if function in _MOVES or (function.__name__ in ("__get__", "dim") and function != _BASE):
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*arguments, **options)
             return _norms(result, first.places, first.p) if type(result) is torch.Tensor else result
@@ -425,7 +425,14 @@ def over_ranks(
     return total
 
 
+def _base(function: Callable, arguments: Sequence, options: dict) -> torch.Tensor | None:
+    """Return the tensor behind a view as it is: marked again, it would be a view with a tensor behind it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*arguments)
+
+
 _T = torch.Tensor
+_BASE = _T._base.__get__  # type: ignore[attr-defined]
 _MOVES = {_T.to, _T.cpu, _T.cuda, _T.double, _T.float, _T.detach}
 _NORMS: dict[Callable, tuple[str, ...]] = {  # to the names of the arguments after the tensor
     torch.linalg.vector_norm: ("ord", "dim", "keepdim"),
@@ -436,6 +443,7 @@ _NORMS: dict[Callable, tuple[str, ...]] = {  # to the names of the arguments aft
 _MEANS: set[Callable] = {torch.mean, _T.mean}
 _RULES: dict[Callable, Callable] = {
     **dict.fromkeys(_NORMS, _norm),
+    _BASE: _base,
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _found_overflow,
     **dict.fromkeys((torch.sum, _T.sum, torch.count_nonzero, _T.count_nonzero), _reduction(torch.sum)),

@@ -232,6 +232,27 @@ def test_wrapped_models_are_stored_as_the_plain_one_is(wrapper, tmp_path):
         assert_same(after[other], after["dp"])
 
 
+def saved_and_loaded_frozen(rank, path, saves, loads):
+    """Parameters of an optimizer that are frozen have no state, and a sharded optimizer leaves them out."""
+    models = []
+    for seed, wrapper in enumerate((saves, loads)):
+        module = net(seed=seed)
+        for parameter in list(module.parameters())[:2]:
+            parameter.requires_grad_(False)
+        models.append((model := wrapped(module.eval(), wrapper), optimizer_of(model, wrapper)))
+    train(*models[0], range(2), rank)
+    weft.save_checkpoint(*models[0], path)
+    weft.load_checkpoint(*models[1], path)
+    for one in models:
+        train(*one, range(2, 4), rank)
+    assert_same(whole(models[1][0].module), whole(models[0][0].module))
+
+
+@pytest.mark.parametrize(("saves", "loads"), [("zero", "dp"), ("dp", "zero")])
+def test_frozen_parameters_of_an_optimizer_need_no_state(saves, loads, tmp_path):
+    run_ranks(saved_and_loaded_frozen, 2, tmp_path / "checkpoint", saves, loads)
+
+
 def load_the_model_alone(rank, path):
     model = wrapped(net(dtype=torch.bfloat16, seed=1), "master")
     optimizer = model.optimizer(torch.optim.SGD, lr=0)

@@ -359,6 +359,24 @@ def test_parameters_start_as_rank_0s():
     run_ranks(start_alike, 3)
 
 
+def wrap_in_inference_mode(rank):
+    layers = [nn.Linear(3, 2) for _ in range(3)]
+    with torch.inference_mode():
+        models = [weft.DataParallel(layers[0]), weft.DataParallel(layers[1], shard_optimizer=True)]
+        models.append(weft.DataParallel(layers[2], invariant=2))
+        inside = nn.Linear(3, 2)
+    for model in models:
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        assert (model.module.weight.grad.as_subclass(torch.Tensor) == 0.5).all() or model.shards_optimizer
+    models[1].optimizer(torch.optim.SGD, lr=0.1).step()
+    with pytest.raises(ValueError, match="'weight' was made inside of torch.inference_mode"):
+        weft.DataParallel(inside)
+
+
+def test_a_module_may_be_wrapped_inside_of_inference_mode():
+    run_ranks(wrap_in_inference_mode, 2)
+
+
 def zero_unused(rank, bucket_mb):
     """Each rank uses the parameter in another step, and in the last nobody does."""
     world = dist.get_world_size()
