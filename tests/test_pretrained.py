@@ -66,12 +66,19 @@ def check_families(rank, names, folder):
         check_family(rank, name, folder)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow("pytorch_ext"))])
-def test_the_model_computes_as_that_of_transformers(world, tmp_path):
-    for number, (name, make) in enumerate(FAMILIES.items()):
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        (2, ["Llama", "GPT2", "Phi3"]),
+        pytest.param(2, ["Gemma2", "Mixtral", "Bert"], marks=pytest.mark.slow("pytorch_ext", "pytorch_ext/checkpoint")),
+        pytest.param(3, ["GPT2", "Bert"], marks=pytest.mark.slow("pytorch_ext", "pytorch_ext/checkpoint")),
+    ],
+)
+def test_the_model_computes_as_that_of_transformers(world, names, tmp_path):
+    for number, name in enumerate(names):
         size = "20KB" if number % 2 else "1GB"
-        make().save_pretrained(tmp_path / name, max_shard_size=size, save_original_format=name != "Mixtral")
-    run_ranks(check_families, world, list(FAMILIES) if world == 2 else ["GPT2", "Bert"], tmp_path, timeout_s=120)
+        FAMILIES[name]().save_pretrained(tmp_path / name, max_shard_size=size, save_original_format=name != "Mixtral")
+    run_ranks(check_families, world, names, tmp_path, timeout_s=120)
 
 
 LARGE = {**SIZES, "vocab_size": 999, "hidden_size": 256, "intermediate_size": 702, "num_hidden_layers": 4}

@@ -198,10 +198,17 @@ OTHERS = [(name, order, [*KINDS][(i + j) % 3]) for i, name in enumerate(FAMILIES
 
 
 @pytest.mark.parametrize(
-    "part", [0, pytest.param(1, marks=pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/tensor_parallel"))]
+    "part",
+    [
+        0,
+        *(
+            pytest.param(x, marks=pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/tensor_parallel"))
+            for x in range(1, 5)
+        ),
+    ],
 )
 def test_every_family_trains_as_the_unsplit_adapter(part, tmp_path):
-    run_ranks(check_families, 2, SOME[part::2], tmp_path, timeout_s=120)
+    run_ranks(check_families, 2, SOME[part::5], tmp_path, timeout_s=120)
 
 
 @pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/tensor_parallel")
@@ -243,7 +250,7 @@ def check_heads_saved(rank, order):
         assert close(outputs(split), outputs(plain))
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [ORDERS[1], pytest.param(ORDERS[0], marks=pytest.mark.slow("pytorch_ext/adapters"))])
 def test_embeddings_heads_biases_and_saved_modules_train_as_unsplit(order):
     run_ranks(check_everything_trained, 2, order)
     run_ranks(check_heads_saved, 2, order)
@@ -292,7 +299,7 @@ def check_mixed_batch(rank, order):
     assert close(result, expected)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [ORDERS[0], pytest.param(ORDERS[1], marks=pytest.mark.slow("pytorch_ext/adapters"))])
 def test_adapters_are_added_switched_merged_mixed_and_deleted_as_unsplit(order):
     run_ranks(check_switching, 2, order)
     run_ranks(check_mixed_batch, 2, order)
@@ -396,13 +403,27 @@ def check_files(rank, order, name, options, folder):
         assert close(outputs(onto_split), expected)
 
 
-@pytest.mark.parametrize("order", [ORDERS[0], pytest.param(ORDERS[1], marks=pytest.mark.slow("pytorch_ext/adapters"))])
-def test_the_file_is_the_unsplit_adapters_byte_for_byte_and_loads_on_any_mesh(order, tmp_path):
-    options = {"use_dora": True, "modules_to_save": ["lm_head"], "bias": "all"}
-    run_ranks(check_files, 3, order, "Llama", options, tmp_path / "a", timeout_s=120)
-    run_ranks(
-        check_files, 2, order, "Phi3", {"target_modules": ["embed_tokens", "qkv_proj", "down_proj"]}, tmp_path / "b"
-    )
+@pytest.mark.parametrize(
+    ("world", "order", "family"),
+    [
+        (2, ORDERS[0], "Llama"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow("pytorch_ext/adapters"))
+            for case in (
+                (3, ORDERS[0], "Llama"),
+                (3, ORDERS[1], "Llama"),
+                (2, ORDERS[0], "Phi3"),
+                (2, ORDERS[1], "Phi3"),
+            )
+        ),
+    ],
+)
+def test_the_file_is_the_unsplit_adapters_byte_for_byte_and_loads_on_any_mesh(world, order, family, tmp_path):
+    options = {
+        "Llama": {"use_dora": True, "modules_to_save": ["lm_head"], "bias": "all"},
+        "Phi3": {"target_modules": ["embed_tokens", "qkv_proj", "down_proj"]},
+    }
+    run_ranks(check_files, world, order, family, options[family], tmp_path, timeout_s=120)
 
 
 # Other plans and meshes
@@ -521,6 +542,7 @@ print(dispatch_default.__wrapped__.__name__, peft.PeftModel.save_pretrained.__wr
 """
 
 
+@pytest.mark.slow("pytorch_ext/adapters")
 def test_peft_may_be_imported_after_the_split():
     done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True)
     assert done.stdout == "dispatch_default save_pretrained\n", done.stderr

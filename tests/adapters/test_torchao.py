@@ -191,6 +191,7 @@ def check_quantised_inputs(rank):
     check_tokens(rank, "dynamic int8", "Llama", 0)
 
 
+@pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/tensor_parallel")
 def test_layers_whose_inputs_are_quantised_too_stay_whole():
     run_ranks(check_quantised_inputs, 2)
 
@@ -234,6 +235,7 @@ def check_other_quantiser(rank):
     assert torch.equal(split.generate(tokens_of(), **options), whole.generate(tokens_of(), **options))
 
 
+@pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/tensor_parallel")
 def test_layers_of_another_quantiser_stay_whole_with_the_reason():
     run_ranks(check_other_quantiser, 2)
 

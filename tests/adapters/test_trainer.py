@@ -227,7 +227,14 @@ def test_mistakes_in_stages_are_named_on_every_rank(tmp_path):
     run_ranks(check_mistakes_in_stages, 2, tmp_path, timeout_s=120)
 
 
-@pytest.mark.parametrize("world, sizes", [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), (4, {"pp": 2, "dp": 2})])
+@pytest.mark.parametrize(
+    "world, sizes",
+    [
+        (2, {"pp": 2}),
+        pytest.param(4, {"pp": 2, "tp": 2}, marks=pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/pipeline")),
+        (4, {"pp": 2, "dp": 2}),
+    ],
+)
 def test_stages_save_and_go_on_as_the_plain_trainer(world, sizes, tmp_path):
     expected = run_ranks(plainly_in_halves, 1, tmp_path / "plain", backend=None, timeout_s=200)[0]
     run_ranks(check_stages, world, tmp_path, sizes, expected, timeout_s=240)

@@ -192,6 +192,7 @@ def test_the_page_is_whole_in_itself(fake, tmp_path):
     assert picture.std() > 0.01, "a blank picture has no contrast"
 
 
+@pytest.mark.slow("bench")
 def test_a_page_opens_in_a_browser_without_network(fake, tmp_path):
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next((found for name in names if (found := shutil.which(name))), None)
@@ -227,6 +228,7 @@ def test_a_bench_without_a_picture_of_its_own_gets_one_of_times_and_ratios(fake,
     assert drawn[0].shape[0] > drawn[1].shape[0] >= drawn[2].shape[0], "the height grows with the rows"
 
 
+@pytest.mark.slow("bench")
 def test_a_real_bench_has_both_pictures_on_its_page(tmp_path, capfd):
     pytest.importorskip("matplotlib", reason="--html needs matplotlib")
     path = tmp_path / "page.html"

@@ -122,6 +122,7 @@ for each in made:
 """
 
 
+@pytest.mark.slow("bench")
 def test_a_peer_is_recorded_with_each_of_its_tiles(tmp_path):
     (tmp_path / "03-matrix-multiplication.py").write_text(TUTORIAL)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

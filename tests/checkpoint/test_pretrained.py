@@ -94,7 +94,7 @@ def check_reading(rank, folder):
                 torch.testing.assert_close(parameter.grad, expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow("pytorch_ext/checkpoint")), 3])
 def test_a_rank_reads_its_own_part_and_no_more(world, tmp_path):
     for tied, several in ((False, True), (True, False)):
         folder = tmp_path / f"{tied}-{several}"

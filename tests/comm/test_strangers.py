@@ -52,7 +52,15 @@ def allowed(*command):
         pytest.param(
             APART, "1", id="process namespaces", marks=pytest.mark.skipif(not allowed(*APART), reason="unshare")
         ),
-        pytest.param(UNABLE, "0", id="not dumpable", marks=pytest.mark.skipif(not allowed(*UNABLE), reason="setpriv")),
+        pytest.param(
+            UNABLE,
+            "0",
+            id="not dumpable",
+            marks=[
+                pytest.mark.skipif(not allowed(*UNABLE), reason="setpriv"),
+                pytest.mark.slow("csrc/shm", "pytorch_ext/comm"),
+            ],
+        ),
     ],
 )
 def test_strangers_share_memory_and_notice_a_death(prefix, dumpable, tmp_path):

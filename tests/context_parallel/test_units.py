@@ -91,7 +91,6 @@ EVERY_MESH = ({"cp": 4}, {"cp": 2, "dp": 2}, {"cp": 2, "tp": 2})
 @pytest.mark.parametrize(
     ("family", "attention", "kind", "steps", "meshes"),
     [
-        ("llama", "sdpa", torch.float32, 1, ({"cp": 2, "tp": 2},)),
         pytest.param("llama", "sdpa", torch.float32, 3, ({"cp": 2, "tp": 2},), marks=slow),
         pytest.param("llama", "eager", torch.bfloat16, 20, ({"cp": 2},), marks=slow),
         pytest.param("gpt2", "sdpa", torch.float32, 3, EVERY_MESH, marks=slow),

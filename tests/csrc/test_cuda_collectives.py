@@ -540,7 +540,14 @@ def machine_code(architecture):
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("sm_80", marks=pytest.mark.slow("csrc/cuda")),
+        "sm_90",
+        pytest.param("sm_100", marks=pytest.mark.slow("csrc/cuda")),
+    ],
+)
 def test_flags_are_stores_and_no_atomics(architecture):
     """A link without native atomics (PCIe) does not make those of a peer's memory atomic."""
     kernels = {name: code for name, code in machine_code(architecture).items() if "collectives_cu" in name}
@@ -561,7 +568,7 @@ def test_flags_are_stores_and_no_atomics(architecture):
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow("csrc/cuda"))])
 def test_the_sum_in_the_switch_is_one_instruction(architecture):
     kernels = machine_code(architecture)
     of_multimem = [code for kernel, code in kernels.items() if "AllReduceMultimem" in kernel]

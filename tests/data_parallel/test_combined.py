@@ -90,7 +90,12 @@ def whole_and_sharded(rank, how, compiles):
 
 @pytest.mark.parametrize(
     ("world", "how", "compiles"),
-    [(3, "plain", False), (2, "reentrant", False), (2, "recompute", False), (2, "plain", True)],
+    [
+        pytest.param(3, "plain", False, marks=pytest.mark.slow("pytorch_ext/data_parallel")),
+        (2, "reentrant", False),
+        (2, "recompute", False),
+        (2, "plain", True),
+    ],
 )
 def test_everything_at_once_steps_as_the_whole_optimizer(world, how, compiles):
     run_ranks(whole_and_sharded, world, how, compiles, timeout_s=180)

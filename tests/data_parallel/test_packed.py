@@ -63,7 +63,10 @@ def observed(rank, file, name, arguments):
     return max(moved)
 
 
-@pytest.mark.parametrize("law", LAWS)
+SLOW = pytest.mark.slow("pytorch_ext/data_parallel", "kernels")
+
+
+@pytest.mark.parametrize("law", [pytest.param(law, marks=SLOW) if law == "every layout" else law for law in LAWS])
 def test_packed_buckets_keep_the_law_of(law):
     file, name, world, *arguments = LAWS[law]
     moved = run_ranks(observed, world, file, name, arguments, timeout_s=180)

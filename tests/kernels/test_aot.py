@@ -144,6 +144,7 @@ def test_a_kernel_that_moved_in_its_file_has_not_changed():
     assert compiling("-c", MOVES, 0) == compiling("-c", MOVES, 7)
 
 
+@pytest.mark.slow("kernels")
 def test_what_has_changed_is_looked_for_anew():
     assert compiling("-c", CHANGES) == "done\n"
 
@@ -230,6 +231,7 @@ def test_a_launch_passes_the_parameters_that_the_machine_code_takes(built):
     assert compiling("-c", PARAMETERS, built / "sm_90.weft") == f"{kernels + 1}\n"
 
 
+@pytest.mark.slow("kernels")
 def test_nothing_is_compiled_for_the_interpreter():
     command = [sys.executable, "-m", "weft.kernels.aot"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
@@ -674,7 +676,7 @@ def stub_library(tmp_path):
     return compiling("-c", code, tmp_path, PYTHONPATH=str(STUB)).strip()
 
 
-@pytest.mark.parametrize("loaded", ["ahead", "late"])
+@pytest.mark.parametrize("loaded", [pytest.param("ahead", marks=pytest.mark.slow("kernels")), "late"])
 def test_no_kernel_is_loaded_once_one_waits_for_other_ranks(stub_library, tmp_path, loaded):
     """A load may wait for a kernel that runs; where nothing was loaded ahead, the test sees it."""
     arguments = ("-c", COMMUNICATING, tmp_path, STUB, stub_library, loaded)

@@ -144,6 +144,7 @@ def test_a_tensor_load_that_no_fence_separates_from_a_wait_is_a_fault():
     assert fault(around).startswith("at 0040, UTMALDG.2D"), "a path around the fence"
 
 
+@pytest.mark.slow("kernels")
 def test_where_kernels_are_interpreted_there_is_nothing_to_check():
     done = gate("matmul", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "unset it" in done.stderr

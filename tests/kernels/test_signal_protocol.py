@@ -137,7 +137,7 @@ def at_once(world, count):
     return model
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 6), (3, 2)])
+@pytest.mark.parametrize(("world", "count"), [(2, 6), pytest.param(3, 2, marks=pytest.mark.slow("kernels"))])
 def test_pairs_may_meet_at_the_same_time(world, count):
     assert at_once(world, count).explore() > 50
 

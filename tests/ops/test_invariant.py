@@ -205,7 +205,9 @@ def test_layers_have_the_bits_of_one_rank(units, worlds, kind, dtype):
 
 @in_the_interpreter
 @pytest.mark.kernel
-@pytest.mark.parametrize("kind", ["sequence", "parts"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("sequence", marks=pytest.mark.slow("kernels", "pytorch_ext/ops")), "parts"]
+)
 def test_layers_by_kernels_have_the_bits_of_one_rank(kind):
     with by_kernels():
         (of_one,) = run_ranks(train_an_mlp, 1, 12, kind, torch.bfloat16)
@@ -402,7 +404,13 @@ def test_heads_attend_alike_beside_any_others(size, together):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(one, marks=() if one == torch.bfloat16 else pytest.mark.slow("kernels", "pytorch_ext/ops"))
+        for one in DTYPES
+    ],
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_heads_attend_alike_by_kernels(dtype, masked, device):
     query, dy, key, value = (torch.randn(2, heads, 37, 24, dtype=dtype, device=device) for heads in (8, 8, 4, 4))

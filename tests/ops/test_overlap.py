@@ -58,7 +58,10 @@ def compare(rank, style, sequence_parallel, cases):
                     torch.testing.assert_close(other, one, rtol=0, atol=0, msg=same)
 
 
-@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), (3, False), (5, True)])
+@pytest.mark.parametrize(
+    ("world", "sequence_parallel"),
+    [(2, True), (3, False), pytest.param(5, True, marks=pytest.mark.slow("pytorch_ext/ops", "kernels"))],
+)
 @pytest.mark.parametrize("style", ["column", "row"])
 def test_overlapping_changes_no_bit_of_a_result_or_a_gradient(world, style, sequence_parallel):
     cases = [((2, 7, 24), 1, "gelu", torch.bfloat16), ((23, 17), 0, None, torch.float32)]

@@ -189,6 +189,7 @@ SPAWNED = """
 """
 
 
+@pytest.mark.slow("pytorch_ext/testing")
 def test_processes_of_others_are_forked_where_asked(run):
     code, text = run(SPAWNED.replace("EXPECTED", "'ForkProcess'"), "--fork-ranks", anew=True)
     assert code == 0 and "2 passed" in text, text
