@@ -276,7 +276,7 @@ def _from_name(source: str | Path) -> Model:
 
 
 def _near(name: str) -> Model:
-    """Return the one model whose name begins like this, whoever published it: "meta-llama/Llama3-8B".
+    """Return the one model whose name begins like this, after any publisher's: "meta-llama/Llama3-8B".
 
     Raises:
         ValueError: there is none, or there are several; the message has the names.
