@@ -432,7 +432,7 @@ def _base(function: Callable, arguments: Sequence, options: dict) -> torch.Tenso
 
 
 _T = torch.Tensor
-_BASE = _T._base.__get__  # type: ignore[attr-defined]
+_BASE = _T._base.__get__  # type: ignore[union-attr]
 _MOVES = {_T.to, _T.cpu, _T.cuda, _T.double, _T.float, _T.detach}
 _NORMS: dict[Callable, tuple[str, ...]] = {  # to the names of the arguments after the tensor
     torch.linalg.vector_norm: ("ord", "dim", "keepdim"),

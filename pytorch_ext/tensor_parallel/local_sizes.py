@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +62,7 @@ def with_numbers(
     """
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
-    own = vars(module).get("forward")
+    own: Any = vars(module).get("forward")
     if getattr(own, "__self__", None) is module:
         vars(twin)["forward"] = MethodType(own.__func__, twin)
     elif own is not None and not isinstance(own, Forward):
@@ -172,10 +173,11 @@ class Forward:
     """
 
     def __init__(self, module: nn.Module):
-        own = vars(module).get("forward")
-        self.own = own.own if isinstance(own, Forward) else own
-        if getattr(self.own, "__self__", module) is not module:  # of what the module is a copy of
-            self.own = MethodType(self.own.__func__, module)
+        own: Any = vars(module).get("forward")
+        own = own.own if isinstance(own, Forward) else own
+        if getattr(own, "__self__", module) is not module:  # of what the module is a copy of
+            own = MethodType(own.__func__, module)
+        self.own: Callable | None = own
         self.module, self.arguments = module, arguments_of(module)
         self.__signature__ = inspect.signature(module.forward)
         self.around: Callable[[], AbstractContextManager] = nullcontext
