@@ -86,7 +86,11 @@ def _listed(parameters) -> list[torch.Tensor]:
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
     for parameter in listed:
         if isinstance(parameter, DTensor):
-            raise TypeError("clip_grad_norm_: a parameter is a DTensor: torch.nn.utils.clip_grad_norm_ takes these")
+            raise TypeError(
+                "clip_grad_norm_: a parameter is a DTensor, as fully_shard makes them, and its other parts are not "
+                "summed here. torch.nn.utils.clip_grad_norm_ sums them, and knows nothing of layers that "
+                "weft.parallelize has split besides: use weft.DataParallel(shard_optimizer=True) with those"
+            )
         if piece_of(parameter) is not None or isinstance(parameter.grad, GradientElsewhere):
             raise ValueError(
                 "clip_grad_norm_: a parameter is a piece of a sharded optimizer, and another rank may have none: pass "

@@ -1,5 +1,6 @@
 """What everybody's training script does around a model, on every mesh: right, or refused with a way out."""
 
+import contextlib
 import copy
 import io
 import math
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.sharding.optimizer_check import ELEMENTWISE
@@ -752,3 +754,31 @@ def views_and_transforms(rank):
 
 def test_gradients_that_are_views_and_functional_calls():
     run_ranks(views_and_transforms, 2)
+
+
+def ddp_around(rank, sizes, options):
+    """torch's wrapper over "dp" around a model that is split over "tp"."""
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    inner, plain = split(mesh["tp"]), model_of()
+    model = DistributedDataParallel(inner, process_group=mesh["dp"].get_group(), **options)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
+    for number, batch in enumerate(batches_of(4)):
+        with model.no_sync() if number == 1 else contextlib.nullcontext():
+            loss_of(model, mine_of(batch, mesh)).backward()
+        loss_of(plain, batch).backward()
+        if number == 1:
+            continue
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.3) for one in (model, plain)]
+        torch.testing.assert_close(*norms, rtol=1e-4, atol=0.0)
+        torch.testing.assert_close(
+            weft.clip_grad_norm_(inner, 1e9), norms[1].double().clamp(max=0.3), rtol=1e-4, atol=0
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number == 0)
+    assert_same_model(inner, plain, 1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-3}])
+def test_norms_under_torchs_wrapper_are_of_the_whole_model(options):
+    on_ranks(ddp_around, {"dp": 2, "tp": 2}, options)

@@ -237,17 +237,9 @@ void Group::check_recorded() const {
 
 std::shared_ptr<Work> Group::submit(std::function<void()> call) {
   check_usable();
-  if (Purpose::of_this_thread().hash == 0) return queue_->submit(std::move(call));
   return queue_->submit([call = std::move(call), purpose = Purpose::of_this_thread()] {
-    Purpose& of_queue = Purpose::of_this_thread();
-    of_queue = purpose;
-    try {
-      call();
-    } catch (...) {
-      of_queue.hash = 0;
-      throw;
-    }
-    of_queue.hash = 0;
+    const PurposeOfThread meanwhile(purpose);  // a thread that waits may run it, and has a purpose of its own
+    call();
   });
 }
 

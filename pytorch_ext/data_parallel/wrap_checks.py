@@ -69,10 +69,10 @@ def _obstacle(module: nn.Module, ranks: Communicator) -> str:
             return f"{name!r} is wrapped already: its gradient would be reduced twice. Wrap once"
         if is_quantized(parameter):
             return f"{name!r} is quantised, and replicas of such weights are not made equal: use a mesh without dp"
-        if parameter.is_inference():
-            return f"{name!r} was made inside of torch.inference_mode, and has no gradient: make the module outside"
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return f"{name!r} has no shape yet: run the module once, then wrap it"
+        if parameter.is_inference():
+            return f"{name!r} was made inside of torch.inference_mode, and has no gradient: make the module outside"
         if parameter.requires_grad and parameter.dtype not in _SUMMED:
             types = ", ".join(map(str, _SUMMED))
             return f"{name!r} is {parameter.dtype}, and gradients are summed in {types}: hold it as torch.view_as_real"

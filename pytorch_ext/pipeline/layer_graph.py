@@ -160,9 +160,11 @@ class ReadAttributes:
     def noting(self, modules: dict[str, nn.Module]) -> Iterator[None]:
         """Record the attributes that the code of these modules reads."""
         names = {id(module): name for name, module in modules.items()}
+        before = vars(nn.Module).get("__getattribute__")
+        read = before or object.__getattribute__
 
         def noted(module, attribute):
-            value = object.__getattribute__(module, attribute)
+            value = read(module, attribute)
             name = names.get(id(module))
             if name is not None and attribute not in _OWN and (held := _settings_of(value)) is not None:
                 self._read.setdefault((name, attribute), (weakref.ref(module), held))
@@ -172,7 +174,10 @@ class ReadAttributes:
         try:
             yield
         finally:
-            del nn.Module.__getattribute__
+            if before is None:
+                del nn.Module.__getattribute__
+            else:
+                nn.Module.__getattribute__ = before  # type: ignore[method-assign]
 
     def check(self) -> None:
         """Raise ValueError if an attribute has changed. A module that no longer exists is not checked."""

@@ -7,10 +7,12 @@ Tensor-like type"). The parameters stay plain tensors, because optimizers take t
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
@@ -22,6 +24,7 @@ _WAY_OUT = (
     "whole"
 )
 
+_marked: dict[int, list[torch.Tensor]] = {}  # autograd's number of a backward to the parameters that it has reached
 _OVER_RANKS = (
     "the {} of a split gradient, which is over all its ranks: take it on each of them, or of "
     "gradient.as_subclass(torch.Tensor), this rank's part"
@@ -49,6 +52,20 @@ def mark_gradient(parameter: torch.Tensor) -> None:
     """Make `.grad` a ShardedGradient. This is the hook that runs when backward has accumulated into `.grad`."""
     if type(parameter.grad) is torch.Tensor:
         parameter.grad = gradient_like(parameter, parameter.grad)
+    task = torch._C._current_graph_task_id()
+    if task not in _marked:
+        for ended in list(_marked)[:-8]:  # by an error
+            del _marked[ended]
+        _marked[task] = []
+        Variable._execution_engine.queue_callback(partial(_mark_again, task))  # type: ignore[attr-defined]
+    _marked[task].append(parameter)
+
+
+def _mark_again(task: int) -> None:
+    """Mark at the end of backward what was replaced since: DistributedDataParallel puts views of its buckets there."""
+    for parameter in _marked.pop(task, ()):
+        if type(parameter.grad) is torch.Tensor:
+            parameter.grad = gradient_like(parameter, parameter.grad)
 
 
 def gradient_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
