@@ -732,15 +732,14 @@ def test_rows_that_two_ranks_have_and_that_differ_are_found():
 
 def views_and_transforms(rank):
     mesh = weft.init_mesh(tp=2, device_type="cpu")
-    model = weft.parallelize(Llama(2), mesh, sequence_parallel=True)
+    model = weft.parallelize(Llama(1), mesh, sequence_parallel=True)
     tokens = batches_of(1)[0][0]
     model(tokens).sum().backward()
     gradient, depth = next(p.grad for p in model.parameters() if weft.shard_of(p) is not None), 0
     while gradient is not None and depth < 9:  # as Dynamo looks for what a view is of
         gradient, depth = gradient._base, depth + 1
     assert depth < 3
-    for block in model.blocks:
-        block.compile(backend="eager")
+    model.blocks[0].compile(backend="eager")
     model(tokens).sum().backward()
 
     model = weft.parallelize(model_of(), mesh, check_calls=0)
