@@ -140,6 +140,7 @@ def replaces(rank, replace):
     replace(model)
     for name, value in weft.full_state_dict(model).items():
         torch.testing.assert_close(value, whole.state_dict()[name], check_dtype=False)
+    replace(model)
     gradients_of(model)
     norms = [nn.utils.get_total_norm([x.grad for x in one.parameters()]) for one in (model, whole)]
     torch.testing.assert_close(*norms, check_dtype=False)
