@@ -617,7 +617,7 @@ def other_ranks(rank, of_ranks):
     [(([0, 1], [0, 1], [1, 2]), {2}), (([0, 1, 2], [1, 2], [1, 2]), {0}), (([0, 1], [1, 2], [0, 1]), {0, 1})],
 )
 def test_ranks_that_make_other_groups_hear_of_it(of_ranks, named):
-    outcomes = try_ranks(other_ranks, 3, of_ranks, group_timeout_s=3)
+    outcomes = try_ranks(other_ranks, 3, of_ranks, group_timeout_s=20)
     text = "passed the ranks .* to new_group, and another rank passed|does each of them pass these to new_group"
     for rank in named:
         assert re.search(text, str(outcomes[rank].error)), outcomes
