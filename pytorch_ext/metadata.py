@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_ATTRIBUTE = "_weft"
+ATTRIBUTE = "_weft"
 KEYS = {
     # of a tensor
     "shard": "Shard: the place of a parameter or buffer in the whole one",
@@ -29,11 +29,11 @@ KEYS = {
 
 def metadata(x: object, key: str) -> Any:
     """Return the metadata of x under one of KEYS; None if there is none."""
-    return getattr(x, _ATTRIBUTE, {}).get(key)  # Dynamo cannot follow vars() of a tensor
+    return getattr(x, ATTRIBUTE, {}).get(key)  # Dynamo cannot follow vars() of a tensor
 
 
 def set_metadata(x: object, key: str, value: object) -> None:
     """Set metadata of x under one of KEYS. Shallow copies of x made before keep the old metadata."""
     if key not in KEYS:
         raise KeyError(key)
-    vars(x)[_ATTRIBUTE] = {**vars(x).get(_ATTRIBUTE, {}), key: value}
+    vars(x)[ATTRIBUTE] = {**vars(x).get(ATTRIBUTE, {}), key: value}

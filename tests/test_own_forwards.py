@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
+from weft.pipeline.forward_cut import ForwardCut
 from weft.testing.ranks import run_ranks
 
 WIDTH, LENGTH = 12, 8
@@ -128,8 +129,16 @@ def pipelines(rank):
         torch.testing.assert_close(pipe.step(inputs_of(), targets).to(loss), loss)
 
 
-def test_a_pipeline_calls_it_and_gives_it_back():
+def test_a_pipeline_calls_it():
     run_ranks(pipelines, 2)
+
+
+def test_a_model_that_is_not_cut_has_it_back():
+    model = model_of()
+    cut = ForwardCut(model, torch.device("cpu"))
+    cut.undo()
+    assert all(block.forward == MethodType(doubled, block) for block in model.blocks)
+    assert "forward" not in vars(model.first)
 
 
 def refuses(rank):

@@ -82,7 +82,8 @@ class Reducer:
         self._bucket_bytes, self._overlap, self._unused = bucket_bytes, overlap, unused
         self._check_gradients = check_gradients
         self._consensus = ErrorConsensus(self.ranks, self.slots[0].parameter.device)
-        self._sync_now: bool | None = None  # of the backward under way, if it has reached an output of a forward
+        self._reduces = True  # the backward under way
+        self._ends = False  # at its end `_end` runs, because it has reached an output of a forward
         self._task: int | None = None  # autograd's number of the backward under way
         self._outputs_begin = False  # hooks on the module's outputs call `begin`
         self._learning = True  # this backward records the order of gradients and how often each comes
@@ -96,10 +97,8 @@ class Reducer:
 
     def set_sync(self, sync: bool) -> None:
         """Set whether the backwards of the next forwards reduce."""
-        self.sync, self._sync_now = sync, None
-
-    def _reduces(self) -> bool:
-        return self.sync if self._sync_now is None else self._sync_now
+        self.sync = self._reduces = sync
+        self._ends = False
 
     def watch(self) -> None:
         """Reduce all parameters that now require gradients; the next backward records their order anew.
@@ -153,9 +152,9 @@ class Reducer:
                 return
             if reducer._task is not None:
                 reducer._abandon()
-            if reducer._sync_now is None:
+            if not reducer._ends:
                 Variable._execution_engine.queue_callback(reducer._end)  # type: ignore[attr-defined]
-            reducer._outputs_begin, reducer._sync_now = True, sync
+            reducer._outputs_begin, reducer._ends, reducer._reduces = True, True, sync
             if sync:
                 reducer._begin()
 
@@ -175,7 +174,7 @@ class Reducer:
 
     def _end(self) -> None:
         if self._task is None:
-            self._sync_now = None
+            self._reduces, self._ends = self.sync, False
 
     def check_earlier(self) -> None:
         """Raise an error of the last backward that this rank has not heard of yet; see ErrorConsensus."""
@@ -233,7 +232,7 @@ class Reducer:
         memory of the buckets does not stay, because a reduction may write to it.
         """
         assert slot.bucket is not None
-        if slot.bucket.packing is None or self._learning or not (self._reduces() and self._overlap):
+        if slot.bucket.packing is None or self._learning or not (self._reduces and self._overlap):
             return False
         buckets, own = slot.place.untyped_storage(), gradient.untyped_storage()
         return alike(gradient, slot.place) and own.data_ptr() != buckets.data_ptr()
@@ -246,7 +245,7 @@ class Reducer:
                 f"the gradient of {slot.name!r} is to be differentiated (create_graph=True); sums over ranks cannot be "
                 "differentiated"
             )
-        if self._reduces() and not self._learning and slot.arrivals >= slot.due:
+        if self._reduces and not self._learning and slot.arrivals >= slot.due:
             return (
                 f"{slot.name!r} got another gradient after the {slot.due} that it got in the first backward; run the "
                 "same graph in every step, or checkpoint with use_reentrant=False"
@@ -271,7 +270,7 @@ class Reducer:
             slot.outside = None
             if slot.view is not None and gradient.data_ptr() != slot.address:
                 self._move_in(slot, gradient)
-        if not self._reduces():
+        if not self._reduces:
             return
         if self._task is None or (not self._outputs_begin and self._task != torch._C._current_graph_task_id()):
             self._begin()
@@ -434,7 +433,7 @@ class Reducer:
         self._reset()
 
     def _reset(self) -> None:
-        self._sync_now = None
+        self._reduces, self._ends = self.sync, False
         self._waits, self._arrived, self._problems = [], [], []
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)

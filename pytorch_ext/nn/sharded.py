@@ -9,10 +9,11 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
 import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer from now on
+from weft.metadata import ATTRIBUTE
 from weft.ops.sharded_param import held
 from weft.sharding.part_of_state import PartOfState, part_of_state
 from weft.sharding.quantized import is_quantized, values_of
-from weft.sharding.shard import Shard, shard_of
+from weft.sharding.shard import Shard
 from weft.sharding.sharded_grad import mark_gradient
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -131,7 +132,7 @@ class ShardHolder(nn.Module):
         """Mark the parameters if one of them was replaced."""
         for name in self.shards:
             tensor = self._parameters.get(name)
-            if isinstance(tensor, nn.Parameter) and shard_of(tensor) is None:  # no tensor of functional_call
+            if type(tensor) is nn.Parameter and ATTRIBUTE not in tensor.__dict__:  # each call of a layer looks
                 self._mark()
                 break
 

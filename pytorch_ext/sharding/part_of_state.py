@@ -28,7 +28,7 @@ class PartOfState(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
         if function in _WRITTEN:
-            refuse_to_write(arguments[0])
+            _refuse_to_write(arguments[0])
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*arguments, **(options or {}))
         if function in _ALIKE and type(arguments[0]) is PartOfState and result.shape == arguments[0].shape:
@@ -38,10 +38,10 @@ class PartOfState(torch.Tensor):
     # Of torch.distributed.checkpoint, which would store one rank's part under the whole tensor's name.
 
     def __create_write_items__(self, name: str, _: Any):
-        refuse_to_write(self, name)
+        _refuse_to_write(self, name)
 
     def __create_chunk_list__(self):
-        refuse_to_write(self)
+        _refuse_to_write(self)
 
     def __deepcopy__(self, memo):
         return part_of_state(self.as_subclass(torch.Tensor).clone(), self.shard)
@@ -57,7 +57,7 @@ def part_of_state(tensor: torch.Tensor, shard: Shard) -> PartOfState:
     return made
 
 
-def refuse_to_write(part: PartOfState, name: str = "a tensor of state_dict()") -> None:
+def _refuse_to_write(part: PartOfState, name: str = "a tensor of state_dict()") -> None:
     """Raise ValueError: this rank has a part of the tensor that is to be written."""
     shape, whole = tuple(part.shape), part.shard.global_shape
     raise ValueError(

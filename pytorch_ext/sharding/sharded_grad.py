@@ -400,8 +400,9 @@ def _found_overflow(function: Callable, arguments: Sequence, options: dict) -> N
     function([local(gradient) for gradient in gradients], found, inverse, **options)
     places = [place_of(gradient) for gradient in gradients]
     groups = dict.fromkeys(ranks for place in places for ranks in place.ranks)
-    for ranks in groups | dict.fromkeys(place.owners.ranks for place in places if place.owners is not None):
-        ranks.all_reduce_(found, dist.ReduceOp.MAX)
+    with calls_for(_OVER_RANKS.format("overflow")):
+        for ranks in groups | dict.fromkeys(place.owners.ranks for place in places if place.owners is not None):
+            ranks.all_reduce_(found, dist.ReduceOp.MAX)
 
 
 def joined_over(x: torch.Tensor, ranks: Communicator, largest: bool) -> torch.Tensor:
