@@ -76,6 +76,8 @@ def every_operator(rank):
         x = parts[rank].clone()
         dist.all_reduce(x, op)
         assert torch.equal(x, reference.reduce(parts, name)), name
+        if name in ("min", "max"):
+            assert torch.equal(weft.all_reduce(parts[rank].clone(), op=name), reference.reduce(parts, name)), name
     for name, op in {"and": dist.ReduceOp.BAND, "or": dist.ReduceOp.BOR, "xor": dist.ReduceOp.BXOR}.items():
         parts = [shard_of_rank(r, 1000, torch.int32) for r in range(world)]
         x = parts[rank].clone()

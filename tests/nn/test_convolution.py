@@ -191,7 +191,7 @@ class Channels(nn.Module):
         conv, batch, instance = (getattr(nn, f"{kind}{space}d") for kind in kinds)
         self.first, self.batch = conv(5, 12, 2), batch(12, track_running_stats=space == 1)
         self.instance = instance(12, affine=True, track_running_stats=space == 3)
-        self.depth, self.groups, self.last = conv(12, 12, 2, groups=4), nn.GroupNorm(6, 12), conv(12, 5, 1)
+        self.depth, self.groups, self.last = conv(12, 12, 2, groups=6), nn.GroupNorm(3, 12), conv(12, 5, 1)
 
     def forward(self, x):
         inner = self.instance(self.batch(self.first(x)).relu())
@@ -204,8 +204,8 @@ def check_channels(rank):
         whole = Channels(space).double()
         for norm in (whole.batch, whole.instance, whole.groups):
             nn.init.normal_(norm.weight, 1, 0.3), nn.init.normal_(norm.bias)
-        inside = {name: {"style": "channels", "unit": 6} for name in ("batch", "instance", "depth", "groups")}
-        ends = {"first": {"style": "column", "unit": 6}, "last": {"style": "row", "unit": 6}}
+        inside = {name: {"style": "channels", "unit": 4} for name in ("batch", "instance", "depth", "groups")}
+        ends = {"first": {"style": "column", "unit": 4}, "last": {"style": "row", "unit": 4}}
         own_plan = weft.parallelize(copy.deepcopy(whole), plan={**inside, **ends})
         found = weft.parallelize(copy.deepcopy(whole), plan="auto")
         x = torch.randn(3, 5, *[5] * space, dtype=torch.float64)

@@ -365,7 +365,6 @@ class Flow:
         if found.norms.setdefault(name, layout.axis) is not layout.axis:
             raise ConflictError(f"{name} is called with the channels of several layers")
         after = layout.use()
-        layout.axis.units = gcd(layout.axis.units, groups)
         return [replace(after, units=gcd(after.units, groups))]
 
     def _solve(self, found: Propagation, meeting: AxisJoin, axes: set[Axis], failed: dict[str, str]) -> None:
