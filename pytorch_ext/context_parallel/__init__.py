@@ -12,6 +12,7 @@ necessary.
     attention.py        scaled_dot_product_attention, MultiheadAttention
     hugging_face.py     the attention interface of transformers
     region.py           the model's edge: whole tensors become shared, shared tensors become whole
+    uncompiled.py       what torch.compile leaves out of its graphs
     notes.py            records of the run, for weft.explain
 
 Gradients: a tensor that every rank has whole has a whole gradient, the same on every rank, inside of the model and

@@ -23,6 +23,7 @@ from weft.context_parallel.shared_sequence import (
     note_gathering,
     refuse_results_of_custom_functions,
 )
+from weft.context_parallel.uncompiled import Uncompiled, outside_of_graphs, uncompile
 from weft.nn import LoRA, ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops.sequence_layout import SequenceLayout
@@ -43,6 +44,7 @@ def share_between_layers(model: nn.Module, ranks: Communicator, strict: bool = F
             module.forward = _LinearAtRegion(module, sharing)  # type: ignore[method-assign,assignment]
         elif isinstance(module, ShardHolder):
             module.forward = _OfWhole(module)  # type: ignore[method-assign]
+    model.forward = Uncompiled(model)  # type: ignore[method-assign]
     edge = _ModelEdge(sharing)
     model.register_forward_pre_hook(edge, with_kwargs=True, prepend=True)
     model.register_forward_hook(edge.leave, always_call=True)
@@ -91,12 +93,15 @@ class _ModelEdge:
     def __deepcopy__(self, memo):
         return _ModelEdge(self.sharing)
 
+    @outside_of_graphs
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         refuse_adapters(module)
+        uncompile(module)
         frame = ExitStack()
         frame.enter_context(followed(module))
         self.under_way.append(frame)
 
+    @outside_of_graphs
     def leave(self, module: nn.Module, args, output):
         if self.under_way:  # empty if another pre-hook has refused the call
             self.under_way.pop().close()

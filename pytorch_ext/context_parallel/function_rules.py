@@ -19,6 +19,8 @@ from weft.comm.communicator import Communicator
 from weft.context_parallel.pytree import leaves, mapped
 from weft.context_parallel.shared_sequence import (
     NATIVE,
+    VIEW_METHODS,
+    VIEW_PROPERTIES,
     SharedSequence,
     Sharing,
     by_part,
@@ -28,6 +30,8 @@ from weft.context_parallel.shared_sequence import (
     rule_for,
     rule_for_all_units,
     shared_in,
+    shared_like,
+    wholes,
     works_in_place,
 )
 from weft.context_parallel.units import Unit
@@ -119,7 +123,7 @@ def pointwise(func, *args, **kwargs):
 
     out = func(*mapped(part, args), **mapped(part, kwargs))
     if isinstance(target, SharedSequence) and out is target.local:
-        return target  # in place
+        return target.written()
     return lead.like(out, out.ndim + lead.back)
 
 
@@ -136,7 +140,21 @@ def of_one(func, x, *args, **kwargs):
     return out if plain(x) or not isinstance(out, torch.Tensor) else x.like(out)
 
 
-@rule_for(*_named("new_zeros new_ones new_empty new_full new_tensor"))
+@rule_for(*_named("new_zeros new_ones new_empty new_full"))
+def new_of_size(func, x, *size, **kwargs):
+    """Make a tensor: shared like x if it has its dimensions up to the sequence, and no other of that length."""
+    if "size" in kwargs:
+        size = (kwargs.pop("size"),)
+    given, *others = size if isinstance(size[0], (tuple, list)) else (size,)
+    shape = list(given)
+    along = shape[: x.axis + 1] == list(x.shape[: x.axis + 1]) and shape.count(x.size(x.axis)) == 1
+    if along:
+        shape[x.axis] = x.local.size(x.axis)
+    out = func(x.local, shape, *others, **kwargs)
+    return x.like(out) if along else out
+
+
+@rule_for(torch.Tensor.new_tensor)
 def new_tensor(func, x, *args, **kwargs):
     return func(x.local, *args, **kwargs)
 
@@ -144,6 +162,13 @@ def new_tensor(func, x, *args, **kwargs):
 @rule_for(*_properties("grad_fn grad"), torch.Tensor.is_contiguous)
 def of_part(func, x, *_, **__):
     return func(x.local)
+
+
+@rule_for_all_units(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def set_requires_grad(func, x, value):
+    for part in x.units or (x,):
+        func(part.local, value)
+    x.written()
 
 
 @rule_for(*_named("__repr__ __format__"))
@@ -273,15 +298,18 @@ def carried(func, *args, **kwargs):
         return lead.cut.pick(x, lead.axis) if isinstance(x, torch.Tensor) else x
 
     out = func(*mapped(part, args), **mapped(part, kwargs))
-    coming = iter(axes)
+    if out is lead.local:  # scatter_
+        return lead.written()
+    coming, source = iter(axes), lead if func in _VIEWING else None
 
     def shared(x):
-        return lead.like(x, next(coming)) if isinstance(x, torch.Tensor) else x
+        return lead.like(x, next(coming), source) if isinstance(x, torch.Tensor) else x
 
     return mapped(shared, out)
 
 
 _TWO_OR_ALONG = set(_named("max min"))
+_VIEWING = {*_named(VIEW_METHODS), *_properties(VIEW_PROPERTIES)}
 
 
 def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
@@ -333,6 +361,19 @@ def in_pieces(func, x, *args, **kwargs):
 
 
 _UNBINDS = set(_named("unbind"))
+
+
+@rule_for(*_named("gather scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_"))
+def by_index(func, x, dim, *args, **kwargs):
+    """Read or write by an index along a dimension other than the sequence."""
+    if plain(x) or type(dim) is not int or dim % x.ndim == x.axis:
+        return NotImplemented
+    return carried(func, x, dim, *args, **kwargs)
+
+
+@rule_for(F.one_hot)
+def one_hot(func, x, num_classes=-1):
+    return NotImplemented if num_classes < 0 else x.like(func(x.local, num_classes))
 
 
 @rule_for(F.pad)
@@ -396,7 +437,7 @@ def reshaped(func, x, *args, **kwargs):
         return NotImplemented
     axis, blocks = found
     target[axis] = blocks * x.cut.mine
-    return x.like(x.local.reshape(target), axis, blocks=blocks)
+    return x.like(x.local.reshape(target), axis, x, blocks=blocks)
 
 
 def _place_of(length: int, before: int, shape: list[int], axis: int) -> tuple[int, int] | None:
@@ -439,6 +480,15 @@ def _shape_after(func, x: SharedSequence, args, kwargs) -> list[int] | None:
     except (RuntimeError, TypeError):
         return None
     return list(out.shape) if out.dtype == x.dtype else None
+
+
+@rule_for_all_units(*_named("masked_scatter"))
+def masked_scatter(func, x, mask, source):
+    """Put an image's tokens, say, among a text's: by the whole mask, and the sequence stays shared."""
+    if plain(x) or x.cut.region is not None:
+        return NotImplemented
+    note_gathering("masked_scatter counts the positions before", *shared_in((x, mask, source)))
+    return shared_like(x, func(x.whole(), wholes(mask), wholes(source)))
 
 
 # Sums over the sequence

@@ -3,6 +3,7 @@
 import copy
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,7 +11,9 @@ from torch import nn
 from weft.context_parallel.attention import attend
 from weft.context_parallel.shared_sequence import SharedSequence, by_part
 
-_NAME = "weft"  # of the attention implementation
+# Attention implementations that take the place of those of transformers. Each has its mask: True for what is seen, or a
+# number that is added, because some models add it themselves.
+_NAMES = {"sdpa": "weft", "eager": "weft_eager"}
 
 
 def use_context_attention(model: nn.Module) -> None:
@@ -19,18 +22,19 @@ def use_context_attention(model: nn.Module) -> None:
     if not models:
         return
     import transformers
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-    transformers.AttentionInterface.register(_NAME, attention)
-    AttentionMaskInterface.register(_NAME, mask)
+    for name, otherwise in zip(_NAMES.values(), (sdpa_mask, eager_mask), strict=True):
+        transformers.AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, partial(mask, otherwise=otherwise))
     copies: dict = {}  # other models may have the same configuration
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, transformers.PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
     for module in models:
-        if module.config._attn_implementation in ("sdpa", "eager"):
-            module.set_attn_implementation(_NAME)
+        if module.config._attn_implementation in _NAMES:
+            module.set_attn_implementation(_NAMES[module.config._attn_implementation])
 
 
 def models_of_transformers(model: nn.Module) -> list:
@@ -62,10 +66,8 @@ class Pattern:
     window: int | None
 
 
-def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, **options):
-    """Return a Pattern if it describes the whole mask, else the mask of transformers for torch's attention."""
-    from transformers.masking_utils import sdpa_mask
-
+def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, *, otherwise, **options):
+    """Return a Pattern if it describes the whole mask, else what the function `otherwise` of transformers makes."""
     padding = options.get("attention_mask")
     square = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     # allow_is_causal_skip: the mask has no documents, and no part from the user.
@@ -74,7 +76,7 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, **options):
         if _is_window(options["mask_function"], q_length, window):
             return Pattern(window)
     options["allow_is_causal_skip"] = False
-    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
+    return otherwise(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
 
 
 def _is_window(function, length: int, window: int | None) -> bool:
@@ -101,10 +103,21 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    for name in ("block_indices", "sinks"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention, and weft does not know what they do: use a "
+                "mesh with cp=1"
+            )
+    if (chosen := options.pop("indices", None)) is not None:
+        attention_mask = _of_chosen(chosen, attention_mask, key.size(2))
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     window = None
     if isinstance(attention_mask, Pattern):
         window, attention_mask, is_causal = attention_mask.window, None, True
+    if window is not None and softcap is None and sinks is None and not isinstance(query, SharedSequence):
+        shown = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device)
+        attention_mask, window, is_causal = shown.tril().triu(1 - window), None, False
     if window is None and softcap is None and sinks is None:
         options["is_causal"] = is_causal
         return sdpa_attention_forward(
@@ -120,3 +133,15 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask = {"causal": is_causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scaling}
     return by_part(attend, query, key, value, dropout=dropout, **mask).transpose(1, 2).contiguous(), None
+
+
+def _of_chosen(chosen, mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return a mask that also hides the keys which an indexer did not choose (DeepSeek sparse attention).
+
+    Args:
+        chosen: positions of keys for each query, [B, S, chosen]; they are the same for all heads.
+        mask: what shows a key, or what is added to its score, [B or 1, 1, S, keys].
+    """
+    hidden = torch.ones(*chosen.shape[:2], keys, dtype=torch.bool, device=chosen.device)
+    hidden = hidden.scatter(-1, chosen.long(), False).unsqueeze(1)
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)

@@ -27,8 +27,10 @@ from weft.context_parallel.shared_sequence import (
     wholes,
     without_guards,
 )
+from weft.context_parallel.uncompiled import Uncompiled, outside_of_graphs, uncompile
 from weft.metadata import metadata, set_metadata
 from weft.nn import Branches, ParallelConv, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
+from weft.nn.expert_form import form_of
 from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
@@ -85,6 +87,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
     """
     modules = {id(model.get_submodule(name)): model.get_submodule(name) for name in tokenwise}
     modules |= {id(module): module for module in model.modules() if isinstance(module, ShardedModule)}
+    modules |= {id(module): module for module in model.modules() if not isinstance(form_of(module), str)}
     for module in modules.values():
         module.forward = Tokenwise(module)  # type: ignore[method-assign]
     for module in model.modules():
@@ -94,6 +97,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
         elif isinstance(module, Branches | ParallelConv):
             module.forward = _OfWhole(module)  # type: ignore[method-assign]
     use_context_attention(model)
+    model.forward = Uncompiled(model)  # type: ignore[method-assign]
     entry = _RegionEntry(sharing)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     model.register_forward_hook(entry.leave, always_call=True)
@@ -141,6 +145,7 @@ class _RegionEntry:
     def __deepcopy__(self, memo):
         return _RegionEntry(self.sharing)
 
+    @outside_of_graphs
     def __call__(self, module: nn.Module, args, kwargs):
         forward = _SharedForward(ExitStack(), within=bool(shared_in((args, kwargs))))
         self.under_way.append(forward)
@@ -148,10 +153,12 @@ class _RegionEntry:
             return args, kwargs
         call = agreed(type(module).__name__, self.sharing, (args, kwargs))
         forward.frame.enter_context(followed(module))
+        uncompile(module)
         if any(part.training for part in module.modules()):
             forward.frame.enter_context(random_numbers_of(call.seed, call.device))
         return call.enter((args, kwargs))
 
+    @outside_of_graphs
     def leave(self, module: nn.Module, args, output):
         """Close the forward, also after an error; then there is no output."""
         forward = self.under_way.pop()

@@ -148,6 +148,7 @@ class SharedSequence(torch.Tensor):
     back: int  # the axis, counted from the end (negative)
     cut: SequenceCut
     units: tuple["SharedSequence", ...]
+    source: "SharedSequence | None" = None  # what this is a view of
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, axis: int, cut: SequenceCut):
@@ -182,11 +183,27 @@ class SharedSequence(torch.Tensor):
                 self.register_hook(_refuse_gradient)
         return self
 
-    def like(self, local: torch.Tensor, axis: int | None = None, **changes) -> "SharedSequence":
-        """Return a SharedSequence with the same cut."""
-        return SharedSequence(
-            local, self.axis if axis is None else axis, replace(self.cut, **changes) if changes else self.cut
-        )
+    def written(self) -> "SharedSequence":
+        """Return this tensor, after a write to its part: it and what it is a view of may require a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.requires_grad and any(part.local.requires_grad for part in self.units or (self,)):
+                self.requires_grad_()
+                self.register_hook(_refuse_gradient)
+        if self.source is not None:
+            self.source.written()
+        return self
+
+    def like(self, local: torch.Tensor, axis: int | None = None, source=None, **changes) -> "SharedSequence":
+        """Return a SharedSequence with the same cut.
+
+        Args:
+            source: the sequence that it may be a view of.
+        """
+        cut = replace(self.cut, **changes) if changes else self.cut
+        made = SharedSequence(local, self.axis if axis is None else axis, cut)
+        if source is not None and local._is_view():
+            made.source = source
+        return made
 
     def apart(self) -> tuple[tuple[torch.Tensor, ...], Callable[..., "SharedSequence"]]:
         """Return the plain tensors of the sequence, and a function that makes the sequence of such tensors again."""
@@ -236,7 +253,7 @@ RULES: dict[Callable, Callable] = {}  # function to rule(func, *args, **kwargs);
 _OF_ALL_UNITS: set[Callable] = set()  # rules that get a sequence with all of its units
 NATIVE: set[Callable] = set()  # functions that only read the shape, the type or the device
 _REFUSED = {
-    *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "share_memory_", "backward", "__setitem__"),
+    *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "share_memory_", "backward"),
     *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__deepcopy__", "__reduce_ex__", "__set__"),
 }
 
@@ -278,8 +295,8 @@ def by_part(function: Callable, *args, **kwargs):
         first, *others = next(rows)
         if not isinstance(first, SharedSequence):
             return first
-        written = call.sequence_of(first)
-        return SharedSequence.of_units([first, *others], sharing) if written is None else written
+        target = call.sequence_of(first)
+        return SharedSequence.of_units([first, *others], sharing) if target is None else target.written()
 
     return mapped(joined, results[0])
 
@@ -316,6 +333,11 @@ def in_units(whole: torch.Tensor, axis: int, cut: SequenceCut) -> SharedSequence
     return SharedSequence.of_units(units, cut.sharing)
 
 
+def shared_like(x: SharedSequence, whole: torch.Tensor) -> SharedSequence:
+    """Return this rank's part, or its units, of a tensor that every rank has whole and that is shared as x is."""
+    return in_units(whole, x.axis, x.cut) if x.units else x.like(x.cut.pick(whole, x.axis))
+
+
 def shared_in(tree) -> list[SharedSequence]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, SharedSequence)]
 
@@ -346,20 +368,38 @@ def name_of(func: Callable) -> str:
 
 def works_in_place(name: str) -> bool:
     if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__iter__", "__index__", "__int__")
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
     return name.endswith("_")
+
+
+_NOT_IN_PLACE = {"__invert__", "__iter__", "__index__", "__int__"}
 
 
 def gathered(func: Callable, args, kwargs):
     """Call the function on the whole tensors, on every rank: always right, and as large as unsplit."""
     name = name_of(func)
-    if name.split()[0] in _REFUSED or works_in_place(name) or kwargs.get("out") is not None:
-        writes = works_in_place(name) or name == "__setitem__"
-        instead = "Use the form that returns a new tensor. " if writes else ""
-        raise ValueError(f"{name} cannot be applied to a shared sequence. {instead}{_WAY_OUT}")
+    if name.split()[0] in _REFUSED or kwargs.get("out") is not None:
+        raise ValueError(f"{name} cannot be applied to a shared sequence. {_WAY_OUT}")
     note_gathering(f"{name} has no rule for this", *shared_in((args, kwargs)))
+    if (works_in_place(name) or kwargs.get("inplace")) and isinstance(args[0], SharedSequence):
+        return _written(func, *args, **kwargs)
     out = func(*wholes(args), **wholes(kwargs))
     return _read_only(out) if name in _VIEWS else out
+
+
+def _written(func: Callable, target: SharedSequence, *args, **kwargs):
+    """Call a function that works in place: it writes to the gathered whole, and each rank takes its part of that."""
+    whole = target.whole().clone()
+    form = whole.shape, whole.stride()
+    out = func(whole, *wholes(args), **wholes(kwargs))
+    if (whole.shape, whole.stride()) != form:
+        raise ValueError(
+            f"{name_of(func)} cannot be applied to a shared sequence: it would change its shape. {_WAY_OUT}"
+        )
+    again = shared_like(target, whole)
+    for part, new in zip(target.units or (target,), again.units or (again,), strict=True):
+        part.local.copy_(new.local)
+    return target.written() if out is whole else out
 
 
 class GatheredView(torch.Tensor):
@@ -373,7 +413,7 @@ class GatheredView(torch.Tensor):
         if SharedSequence in types:
             return NotImplemented
         name = name_of(func)
-        if args and isinstance(args[0], cls) and (works_in_place(name) or name == "__setitem__"):
+        if args and isinstance(args[0], cls) and (works_in_place(name) or (kwargs or {}).get("inplace")):
             raise ValueError(
                 f"{name} cannot be applied to a tensor that was gathered from a shared sequence; clone it. {_WAY_OUT}"
             )
@@ -382,11 +422,12 @@ class GatheredView(torch.Tensor):
         return _read_only(out) if name in _VIEWS else out
 
 
-_VIEW_METHODS = """
+VIEW_METHODS = """
     __getitem__ select narrow chunk split tensor_split unbind view view_as reshape reshape_as flatten unflatten diagonal
     transpose swapaxes swapdims permute movedim t squeeze unsqueeze expand expand_as unfold detach
 """
-_VIEWS = {*_VIEW_METHODS.split(), *(f"__get__ of {name}" for name in ("T", "mT", "H", "mH", "data"))}
+VIEW_PROPERTIES = "T mT H mH data"
+_VIEWS = {*VIEW_METHODS.split(), *(f"__get__ of {name}" for name in VIEW_PROPERTIES.split())}
 
 
 def _read_only(tree):

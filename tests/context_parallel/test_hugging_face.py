@@ -78,6 +78,51 @@ def test_logits_loss_and_gradients_are_the_unsplit_models(name):
     run_ranks(shares, 2, name, timeout_s=120)
 
 
+def shares_experts(rank, family):
+    from weft.testing.families import small_model
+
+    torch.manual_seed(0)
+    reference, call = small_model(family, batch=2)
+    reference.config.output_attentions = False
+    tokens = call["input_ids"] if call else tokens_of(5)
+    model = copy.deepcopy(reference).float()
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"))
+    report = weft.verify(model, reference.float(), {"input_ids": tokens, "labels": tokens}, step=step)
+    assert report.ok, str(report)
+    gathered = {row.kind for row in weft.explain(model).sequence} - {"attention"}
+    assert not {kind for kind in gathered if "scatter" in kind or "index_add" in kind or "copy" in kind}, gathered
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v2",  # keys that are written in two slices
+        "deepseek_v32",  # an indexer that chooses keys
+        "glm4_moe",  # groups of experts
+        "llama4_text",
+        "mixtral",
+        "gpt_oss",
+    ],
+)
+def test_experts_and_latent_attention_work_on_parts(family):
+    run_ranks(shares_experts, 2, family, timeout_s=120)
+
+
+def adds_its_mask(rank):
+    from weft.testing.families import small_model
+
+    torch.manual_seed(0)
+    reference, call = small_model("git", batch=2)
+    reference = reference.float().eval()
+    batch = {"input_ids": call["input_ids"], "pixel_values": call["pixel_values"].float()}
+    model = weft.parallelize(copy.deepcopy(reference), weft.init_mesh(cp=2, device_type="cpu"))
+    torch.testing.assert_close(model(**batch).logits, reference(**batch).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_adds_its_mask_itself_gets_one_to_add():
+    run_ranks(adds_its_mask, 2)
+
+
 def pads(rank):
     model, reference = models("Llama")
     mesh = weft.init_mesh(cp=2, device_type="cpu")
@@ -137,10 +182,12 @@ def refuses(rank):
     padding[0, -1] = 0
     with pytest.raises(ValueError, match="got a mask that is not causal: pass neither padding nor a cache"):
         model(tokens, attention_mask=padding, use_cache=False)
-    windowed, _ = models("Mistral")
-    weft.parallelize(windowed, mesh)
     with pytest.raises(ValueError, match="got a sequence that is not shared"):
-        windowed.model(tokens)
+        model.model(tokens)
+    windowed, reference = models("Mistral")
+    weft.parallelize(windowed, mesh)
+    found, expected = (part.model(tokens, use_cache=False).last_hidden_state for part in (windowed, reference))
+    torch.testing.assert_close(found, expected, msg="a part of the model that is called by itself")
 
 
 def test_a_softcap_or_a_window_is_never_dropped():
@@ -180,13 +227,14 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
     from transformers.masking_utils import (
         causal_mask_function,
         chunked_causal_mask_function,
+        sdpa_mask,
         sliding_window_causal_mask_function,
     )
 
     from weft.context_parallel.hugging_face import Pattern, mask
 
     def made(function, length, size):
-        return mask(1, length, length, mask_function=function, local_size=size)
+        return mask(1, length, length, mask_function=function, local_size=size, otherwise=sdpa_mask)
 
     for length in range(2, 14):
         assert made(causal_mask_function, length, None) == Pattern(None)
@@ -195,7 +243,7 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
         expected = torch.ones(length, length, dtype=torch.bool).tril()
         expected &= torch.arange(length)[:, None] // 4 == torch.arange(length) // 4
         assert chunked == Pattern(4) if length <= 4 else torch.equal(chunked, expected.view(1, 1, length, length))
-    assert isinstance(mask(1, 1, 5, 4, mask_function=causal_mask_function), torch.Tensor)
+    assert isinstance(mask(1, 1, 5, 4, mask_function=causal_mask_function, otherwise=sdpa_mask), torch.Tensor)
 
 
 def refuses_weights(rank):

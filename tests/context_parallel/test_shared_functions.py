@@ -10,7 +10,7 @@ from shared_calls import CASES, Draw, RefusedError, outcomes
 
 import weft.context_parallel.attention  # noqa: F401
 from weft.comm.registry import communicator
-from weft.context_parallel.shared_sequence import RULES, SequenceCut, SharedSequence, Sharing, name_of
+from weft.context_parallel.shared_sequence import RULES, SequenceCut, SharedSequence, Sharing, in_units, name_of
 from weft.ops.sequence_layout import SequenceLayout
 from weft.testing.ranks import run_ranks
 
@@ -135,3 +135,51 @@ def shifts(rank):
 
 def test_padding_that_keeps_the_length_moves_the_sequence():
     run_ranks(shifts, 2)
+
+
+# In-place functions without a rule, or along the sequence; x: [2, 5, 3], v: [2, 2, 3].
+WRITES = {
+    "index_add_": lambda x, v: x.index_add_(1, torch.tensor([3, 1]), v),
+    "index_add_ to tokens": lambda x, v: x.view(-1, 3).index_add_(0, torch.tensor([9, 2, 2, 0]), v.view(-1, 3)),
+    "index_copy_": lambda x, v: x.index_copy_(1, torch.tensor([3, 1]), v),
+    "positions": lambda x, v: x.__setitem__((slice(None), slice(1, 3)), v),
+    "a mask of positions": lambda x, v: x.__setitem__(x > 0, 2.0),
+    "cumsum_": lambda x, v: x.cumsum_(1),
+    "tril_": lambda x, v: x.tril_(-1),
+    "threshold": lambda x, v: F.threshold(x, 0.1, 3.0, inplace=True),
+    "several": lambda x, v: x.mul_(2).cumsum_(1).narrow(2, 0, 2).copy_(v[:, :1, :2]),
+}
+
+
+def writes(rank, units):
+    ranks = communicator(None)
+    for name, write in WRITES.items():
+        leaf, value = (
+            torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length)).requires_grad_()
+            for length in (5, 2)
+        )
+        sharing = Sharing(ranks, layout="contiguous" if units else "zigzag", units=units)
+        cut = SequenceCut(sharing, SequenceLayout(5, units or ranks.world_size, sharing.layout))
+        shared = in_units(leaf, 1, cut) if units else SharedSequence(cut.pick(leaf, 1), 1, cut)
+        results = []
+        for x in (shared * 1, leaf * 1):
+            out = write(x, value)
+            assert out is None or out is x or name in ("index_add_ to tokens", "several"), name
+            whole = whole_of(x)
+            results.append(
+                [
+                    whole,
+                    *torch.autograd.grad(
+                        (whole * torch.arange(30.0).view(2, 5, 3)).sum(),
+                        [leaf, value],
+                        allow_unused=True,
+                        materialize_grads=True,
+                    ),
+                ]
+            )
+        torch.testing.assert_close(*results, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+@pytest.mark.parametrize("units", [None, 4])
+def test_what_is_written_in_place_is_what_is_written_to_the_whole(units):
+    run_ranks(writes, 2, units)

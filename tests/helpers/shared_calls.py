@@ -176,6 +176,8 @@ def _binary(draw):
     copy_
 """)
 def _in_place(draw):
+    if draw.often(0.2):  # a part is written to what every rank has whole
+        return (Operand(draw.data(draw.shape)), draw.x()), {}
     return (draw.x(), draw.other(smaller=True)), {}
 
 
@@ -236,6 +238,12 @@ def _clamp(draw):
     return (draw.x(),), {draw.choice(["min", "max"]): draw.tensor(smaller=True)}
 
 
+@case("masked_scatter")
+def _masked_scatter(draw):
+    mask = draw.like(torch.bool)
+    return (draw.x(), mask, Operand(draw.data((int(mask.leaf.sum()) + 1,)))), {}
+
+
 @case("fill_")
 def _fill(draw):
     return (draw.x(), draw.choice([2.0, Operand(draw.data(()))])), {}
@@ -252,7 +260,7 @@ def _empty_like(draw):
     return (draw.x(),), {}
 
 
-@case("requires_grad_")
+@case("requires_grad_ __set___requires_grad")
 def _requires_grad(draw):
     return (draw.x(torch.float64), True), {}
 
@@ -271,7 +279,17 @@ def _to(draw):
 def _new(draw):
     draw.of_shapes = draw.function == "new_empty"
     more = {"new_full": (2.0,), "new_tensor": ()}.get(draw.function, ())
-    return (draw.x(), draw.shape if draw.often() else [2], *more), {}
+    if draw.function == "new_tensor":
+        return (draw.x(), [2]), {}
+    shape = [*draw.shape[: draw.axis + 1], *draw.choice([draw.shape[draw.axis + 1 :], [2], [2, draw.cut.length], []])]
+    if draw.often(0.2):
+        shape = [draw.choice([2, size]) for size in draw.shape]
+    return _choice(
+        draw,
+        lambda: ((draw.x(), shape, *more), {}),
+        lambda: ((draw.x(), *([shape] if more else shape), *more), {}),
+        lambda: ((draw.x(),), {"size": shape, **({"fill_value": 2.0} if more else {})}),
+    )
 
 
 # The last dimensions
@@ -512,6 +530,33 @@ def _binary_tensors(draw):
     return draw.choice([((x, y), {}), ((y, x), {}), ((x,), {"other": y})])
 
 
+@case("gather scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_")
+def _by_index(draw):
+    """By places that differ in each row, because the order of writes to one place is not defined."""
+    dim = draw.dim()
+    places = torch.rand(draw.shape, generator=draw.numbers).argsort(dim)
+    places = places.narrow(dim, 0, draw.randint(1, draw.size(dim)))
+    if draw.often(0.2):
+        other = draw.dim()
+        places = places.narrow(other, 0, draw.randint(1, places.size(other)))
+    shared = draw.cut if places.size(draw.axis) == draw.size(draw.axis) and draw.often(0.7) else None
+    index = Operand(places, draw.axis, shared)
+    if draw.function == "gather":
+        return (draw.x(), dim, index), {}
+    source = Operand(draw.data(places.shape), draw.axis, draw.choice([shared, None]))
+    if draw.function in ("scatter", "scatter_") and draw.often():
+        return _choice(
+            draw, lambda: ((draw.x(), dim, index, 2.0), {}), lambda: ((draw.x(), dim, index), {"value": 2.0})
+        )
+    reduce = [draw.choice(["sum", "amax"])] if "reduce" in draw.function else []
+    return (draw.x(), dim, index, source, *reduce), {}
+
+
+@case("one_hot")
+def _one_hot(draw):
+    return (draw.x(torch.int64), *draw.choice([[], [-1], [5]])), {}
+
+
 @case("topk")
 def _topk(draw):
     dim = draw.dim()
@@ -527,6 +572,8 @@ def _indexed(draw):
 def _assigned(draw):
     x, index = draw.x(), draw_index(draw)
     shape = list(torch.empty(draw.shape)[index].shape)
+    if draw.often(0.2) and shape == draw.shape:
+        return (Operand(draw.data(draw.shape)), index, x), {}
     if draw.often() and shape == draw.shape:
         return (x, index, draw.other(smaller=True)), {}
     value = Operand(draw.data([1 if draw.often(0.2) else size for size in shape[draw.randrange(len(shape) + 1) :]]))
