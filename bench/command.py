@@ -68,7 +68,7 @@ def _check(options: argparse.Namespace) -> None:
         raise RefusedError("say one of: a bench (weft bench --help lists them), --compare A B, --save FILE")
     for option, of in (("tolerance", "compare"), ("ranks", "save")):
         if getattr(options, option) is not None and requests != [of]:
-            raise RefusedError(f"--{option} goes with --{of}")
+            raise RefusedError(f"--{option} needs --{of}")
     if options.bench and options.bench.replace("-", "_") not in SUITES:
         raise RefusedError(f"there is no bench {options.bench!r}; there are {', '.join(SUITES)}")
 

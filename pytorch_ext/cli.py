@@ -51,7 +51,9 @@ def _run(arguments: list[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft", description="Kernels and collectives for one model on many devices.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="whether the package can do its job here; a block for a bug report")
+    commands.add_parser(
+        "doctor", help="check whether the package can do its job here, and print a block for a bug report"
+    )
     bench = commands.add_parser("bench", help="measure this machine")
     importlib.import_module("weft.bench.command").add_arguments(bench)
     tune = commands.add_parser(
@@ -59,13 +61,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("op", choices=_TUNED)
     tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
-    plan = commands.add_parser("plan", help="which mesh to train a model on, by arithmetic; needs no GPU")
+    plan = commands.add_parser("plan", help="compute which mesh to train a model on; needs no GPU")
     importlib.import_module("weft.planner.command").add_arguments(plan)
     run = commands.add_parser("run", help="run a Python script, with weft's groups where it asks for gloo's")
     run.add_argument("--as-gloo", action="store_true", required=True, help="set WEFT_AS_GLOO=1 for it and its children")
     run.add_argument("script", help="a Python file")
     run.add_argument("rest", nargs=argparse.REMAINDER, help="the script's arguments")
-    explain = commands.add_parser("explain", help='what plan="auto" splits of a Hugging Face model; needs no weights')
+    explain = commands.add_parser(
+        "explain", help='print what plan="auto" splits of a Hugging Face model; needs no weights'
+    )
     explain.add_argument("config", help="a config.json, or the folder that has it")
     explain.add_argument("--tp", type=int, default=2, help="ranks that split the layers (default 2)")
     explain.add_argument("--json", action="store_true", help="print JSON")

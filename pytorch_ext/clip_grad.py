@@ -63,7 +63,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type={norm_type} must be more than 0, or inf")
     if isinstance(parameters, DataParallel) and parameters.shards_optimizer:
         if norm_type != 2.0:
-            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}; with shard_optimizer=True it is 2 alone")
+            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}; with shard_optimizer=True only 2 is supported")
         if error_if_nonfinite:
             parameters.reducer.measure_anew()
             _check_finite(parameters.grad_norm, True)
@@ -88,8 +88,8 @@ def _listed(parameters) -> list[torch.Tensor]:
         if isinstance(parameter, DTensor):
             raise TypeError(
                 "clip_grad_norm_: a parameter is a DTensor, as fully_shard makes them, and its other parts are not "
-                "summed here. torch.nn.utils.clip_grad_norm_ sums them, and knows nothing of layers that "
-                "weft.parallelize has split besides: use weft.DataParallel(shard_optimizer=True) with those"
+                "summed here. torch.nn.utils.clip_grad_norm_ sums them, but not the parts of layers that "
+                "weft.parallelize has split; for a model with such layers use weft.DataParallel(shard_optimizer=True)"
             )
         if piece_of(parameter) is not None or isinstance(parameter.grad, GradientElsewhere):
             raise ValueError(
@@ -106,12 +106,14 @@ def _stages(listed: list[torch.Tensor], mesh: DeviceMesh | None) -> Communicator
         ranks = communicator(mesh if mesh.ndim == 1 else mesh["pp"])
         if ranks.world_size > 1 and any(owners_of(parameter) is None for parameter in listed):
             raise ValueError(
-                f'clip_grad_norm_: the mesh has "pp" of {ranks.world_size}, and a parameter is of no stage: pass the '
-                "parameters of the model that weft.Pipeline or weft.LayerSplit returned"
+                f'clip_grad_norm_: the mesh has "pp" of {ranks.world_size}, and a parameter belongs to no stage: pass '
+                "the parameters of the model that weft.Pipeline or weft.LayerSplit returned"
             )
         known.add(ranks)
     if len(known) > 1:
-        raise ValueError("clip_grad_norm_: the parameters are of several models, or not of this mesh: clip each alone")
+        raise ValueError(
+            "clip_grad_norm_: the parameters belong to several models, or not to this mesh: call it once for each model"
+        )
     return next(iter(known), None)
 
 

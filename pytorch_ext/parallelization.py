@@ -457,8 +457,8 @@ def _check_sequence_parallel(ranks: _Ranks, invariant: int | None) -> None:
     ):
         if used:
             raise ValueError(
-                f'parallelize: sequence_parallel=True of plan="auto" does not go with {what}: {way_out}. Leave out one '
-                "of the two, or write a plan of your own"
+                f'parallelize: sequence_parallel=True of plan="auto" is not supported with {what}: {way_out}. Leave '
+                "out one of the two, or write a plan of your own"
             )
 
 

@@ -1,11 +1,12 @@
 """attn_implementation="weft" for models of transformers, with or without weft.parallelize."""
 
+from functools import partial
+
 import torch
 
 from weft.adapters import need
 from weft.context_parallel import hugging_face
 from weft.context_parallel.hugging_face import Pattern, mask
-from weft.context_parallel.shared_sequence import SharedSequence
 
 NAME = "weft"
 
@@ -25,10 +26,10 @@ def register() -> None:
     """
     need("weft.adapters.hugging_face", "transformers", "5.23")
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, partial(mask, otherwise=sdpa_mask))
 
 
 def attention(module, query, key, value, attention_mask, **options):
@@ -52,15 +53,4 @@ def attention(module, query, key, value, attention_mask, **options):
             f'{type(module).__name__}: attn_implementation="weft" takes a mask that is a tensor or none, got '
             f"{type(attention_mask).__name__}: pass a tensor, or use the attention that this mask is for"
         )
-    shared = any(isinstance(x, SharedSequence) for x in (query, key, value))
-    # hugging_face.attention refuses these, in an error that names the pattern's window.
-    refused = options.get("softcap") is not None or options.get("s_aux") is not None
-    if isinstance(attention_mask, Pattern) and attention_mask.window is not None and not (shared or refused):
-        attention_mask = _band(query.size(2), attention_mask.window, query.device)
     return hugging_face.attention(module, query, key, value, attention_mask, **options)
-
-
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return a causal window as a mask [1, 1, length, length]; True shows."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device)
-    return seen.tril().triu(1 - window).view(1, 1, length, length)

@@ -162,9 +162,9 @@ class SplitLoraEmbedding(ShardedModule, of_peft.Embedding):
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config, **kwargs) -> None:
         if config.use_dora:
-            raise ValueError("DoRA of an embedding with split rows does not exist: leave the embedding out of it")
+            raise ValueError("DoRA of an embedding with split rows is not supported: leave the embedding out of it")
         if config.init_lora_weights not in _DRAWN:
-            raise ValueError(f"init_lora_weights={config.init_lora_weights!r} does not exist for split embeddings")
+            raise ValueError(f"init_lora_weights={config.init_lora_weights!r} is not supported for split embeddings")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         drawn = self.lora_embedding_A[adapter_name], self.lora_embedding_B[adapter_name]
         check_same_draw(dict(zip("AB", drawn, strict=True)), self._shard.communicator)
@@ -206,7 +206,7 @@ def _parts_of(layer: of_peft.Linear, name: str, base: ParallelLinear) -> tuple[A
     if name not in layer.lora_magnitude_vector:
         return adapter, None
     if base.sequence_parallel:
-        raise ValueError("DoRA with sequence_parallel does not exist: leave one of them out")
+        raise ValueError("DoRA is not supported with sequence_parallel: leave one of them out")
     return adapter, SplitDora(layer.fan_in_fan_out, base, layer.lora_magnitude_vector[name].weight)
 
 
@@ -268,7 +268,7 @@ def _dispatching(default: Callable) -> Callable:
             return SplitLoraLinear(target, adapter_name, config=config, is_target_conv_1d_layer=conv1d, **kwargs)
         if parameter_name is None and target is base and isinstance(base, ParallelEmbedding | nn.Embedding):
             return SplitLoraEmbedding(target, adapter_name, config=config, **kwargs)
-        raise ValueError(f"LoRA around a split {type(base).__name__} does not exist: leave it out of target_modules")
+        raise ValueError(f"LoRA around a split {type(base).__name__} is not supported: leave it out of target_modules")
 
     return dispatch
 

@@ -17,7 +17,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 def check_options(options: Mapping[str, Any], device_type: str) -> None:
     """Raise ValueError for an option that does not work with shards."""
     on_cpu = device_type == "cpu"
-    device = {"use_cpu": (on_cpu, f"does not go with a mesh of {device_type}: leave it out")}
+    device = {"use_cpu": (on_cpu, f"is not possible with a mesh of {device_type}: leave it out")}
     for name, (value, why) in {**device, **_REFUSED}.items():
         given = options.get(name, value)
         if given != value and (given or value):

@@ -100,8 +100,8 @@ def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, 
     ]
     if wrong:
         raise CheckpointError(
-            f"the ranks together do not have these tensors once: {_first(wrong)} elements. All ranks among which the "
-            "model is split must save it together, and those of different models must not: give their group"
+            f"the ranks together do not have every element of these tensors once: {_first(wrong)} elements. All ranks "
+            "that share a model must save it together, and ranks of different models must not: pass their group"
         )
     return owner
 

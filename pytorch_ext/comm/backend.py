@@ -423,7 +423,7 @@ class _Work(dist.Work):
         limit_s = timeout.total_seconds() if timeout else None
         for operation in self._pending:
             if not operation.wait(limit_s):
-                raise TimeoutError(f"the operation was not done within {limit_s:.3g} s; it goes on")
+                raise TimeoutError(f"the operation is not done after {limit_s:.3g} s; it goes on")
         if self._event is not None:
             self._event.end()
         return True

@@ -76,7 +76,7 @@ def _check_units(ranks: Communicator, options: Mapping) -> None:
         )
     for name, possible in (("method", ("auto", "all_gather")), ("layout", ("contiguous",)), ("parts", (False,))):
         if options.get(name, possible[0]) not in possible:
-            raise ValueError(f"parallelize: context {name}={options[name]!r} does not go with units={units}")
+            raise ValueError(f"parallelize: context {name}={options[name]!r} is not supported with units={units}")
 
 
 def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:

@@ -280,7 +280,7 @@ def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
                 "a norm over features (nn.GroupNorm, nn.LayerNorm)"
             )
         if isinstance(part, torch._dynamo.OptimizedModule):
-            raise ValueError(f"invariant={units}: {name or 'the module'} is compiled, which has no form in units")
+            raise ValueError(f"invariant={units}: {name or 'the module'} is compiled, which is not supported in units")
     for name, parameter in module.named_parameters():
         if parameter.device.type != "cpu" and not kernel_choice.on_kernel(parameter.device):
             raise ValueError(

@@ -393,7 +393,7 @@ class DataParallel(nn.Module, Joinable):
             ValueError: a hook is registered already, or the model has an option that conflicts with a hook.
         """
         if self._batch is not None:
-            raise ValueError("register_comm_hook goes with invariant=None: a hook adds gradients in its own order")
+            raise ValueError("register_comm_hook needs invariant=None: a hook adds gradients in its own order")
         transport = self.reducer.transport
         if isinstance(transport, ByHook):
             raise ValueError("register_comm_hook: a hook is registered already, and only one is possible")
@@ -401,7 +401,7 @@ class DataParallel(nn.Module, Joinable):
             raise ValueError('register_comm_hook: no hook knows that experts over "ep" are reduced by fewer ranks')
         if transport.scatter or transport.wire_dtype is not None:
             raise ValueError(
-                "register_comm_hook goes with shard_optimizer=False and wire_dtype=None: the hook decides how "
+                "register_comm_hook needs shard_optimizer=False and wire_dtype=None: the hook decides how "
                 "gradients travel"
             )
         self.reducer.transport = ByHook(self.ranks, None, True, False, state, hook)
@@ -442,12 +442,13 @@ class DataParallel(nn.Module, Joinable):
         """
         if self._has_experts_apart():
             raise ValueError(
-                'join() does not go with experts over "ep": a rank without inputs would leave tokens of others waiting'
+                'join() is not supported with experts over "ep": a rank without inputs would leave tokens of '
+                "others waiting"
             )
         if self._shards is not None:
-            raise ValueError("join() goes with shard_optimizer=False: a rank without inputs would not step its part")
+            raise ValueError("join() needs shard_optimizer=False: a rank without inputs would not step its part")
         if self._batch is not None:
-            raise ValueError("join() goes with invariant=None: every rank has equally many units of the batch")
+            raise ValueError("join() needs invariant=None: every rank has equally many units of the batch")
         return Shadow(self, options.get("divide_by_initial_world_size", True))
 
     @property

@@ -50,13 +50,11 @@ def _check_options(options: dict) -> None:
         raise ValueError(f"bucket_mb={options['bucket_mb']} must be more than 0")
     check_choice("wire_dtype", options["wire_dtype"], _WIRES)
     if options["overlap_param_gather"] and not options["shard_optimizer"]:
-        raise ValueError(
-            "overlap_param_gather=True goes with shard_optimizer=True: no parameter is gathered without it"
-        )
+        raise ValueError("overlap_param_gather=True needs shard_optimizer=True: no parameter is gathered without it")
     if options["invariant"] is not None:
         for name in ("shard_optimizer", "main_grad", "wire_dtype"):
             if options[name]:
-                raise ValueError(f"{name}={options[name]} has no form with invariant={options['invariant']}")
+                raise ValueError(f"{name}={options[name]} is not supported with invariant={options['invariant']}")
     if options["main_grad"] and not options["average"]:
         raise ValueError("main_grad=True needs average=True: a sum that is added to again would be counted W times")
 

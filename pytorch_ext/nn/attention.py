@@ -136,7 +136,8 @@ class ParallelMultiheadAttention(ShardHolder):
         """Check the inputs; return True if they have a batch dimension."""
         if any(x.is_nested for x in (query, key, value)):
             raise ValueError(
-                "ParallelMultiheadAttention takes no nested tensors: nn.TransformerEncoder(enable_nested_tensor=False)"
+                "ParallelMultiheadAttention takes no nested tensors: make it inside of "
+                "nn.TransformerEncoder(..., enable_nested_tensor=False)"
             )
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))

@@ -236,9 +236,9 @@ class ParallelConv3d(ParallelConv):
 def _check_options(name: str, style: str, gather_output: bool, split_input: bool, groups: int) -> None:
     check_choice(f"{name}: style", style, _STYLES)
     if gather_output and style != "column":
-        raise ValueError(f'gather_output=True goes with style="column", got style={style!r}')
+        raise ValueError(f'gather_output=True needs style="column", got style={style!r}')
     if split_input and style != "row":
-        raise ValueError(f'split_input=True goes with style="row", got style={style!r}')
+        raise ValueError(f'split_input=True needs style="row", got style={style!r}')
     if style == "channels" and groups == 1:
         raise ValueError(
             f'{name}(style="channels"): without groups every filter sees every channel; use "column" or "row"'

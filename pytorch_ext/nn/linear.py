@@ -117,7 +117,7 @@ class ParallelLinear(ShardedModule):
         units = None
         if invariant is not None:
             if overlap == "always":
-                raise ValueError('ParallelLinear: invariant has no form with overlap="always"')
+                raise ValueError('ParallelLinear: overlap="always" is not supported with invariant')
             units, apply = self._units(invariant), activation_in_any_shape(apply)
         self.place = ParallelContext(self.communicator, region, apply, overlap, share, units)
         self._hold(self._whole(bias, device, dtype))
@@ -291,9 +291,9 @@ def _check_fixed_style(layer: ParallelLinear, style: str, only: str) -> None:
 def _check_options(style, gather_output, split_input, overlap, dtype) -> None:
     check_choice("ParallelLinear: style", style, _SPLIT_DIM)
     if gather_output and style != "column":
-        raise ValueError('gather_output=True goes with style="column"; the output of a row layer is whole already')
+        raise ValueError('gather_output=True needs style="column"; the output of a row layer is whole already')
     if split_input and style != "row":
-        raise ValueError('split_input=True goes with style="row"; a column layer takes the whole input')
+        raise ValueError('split_input=True needs style="row"; a column layer takes the whole input')
     check_choice("ParallelLinear: overlap", overlap, MODES)
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"ParallelLinear: dtype={dtype} is not floating point")

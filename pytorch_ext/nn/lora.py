@@ -35,7 +35,9 @@ def check_adapter(base: ParallelLinear, rank: int) -> None:
     """Raise ValueError for a layer that takes no adapter, or for more rows of A than the layer has features."""
     size = f"{type(base).__name__}({base.in_features}, {base.out_features})"
     if base.place.units is not None:
-        raise ValueError(f"LoRA of {size} with invariant={base.place.units.total} does not exist; leave invariant out")
+        raise ValueError(
+            f"LoRA of {size} is not supported with invariant={base.place.units.total}; leave invariant out"
+        )
     if base.activation is not None:
         raise ValueError(f"LoRA of {size}: its activation {base.activation!r} would come before the sum; call it after")
     most = min(base.in_features, base.out_features)
@@ -62,7 +64,7 @@ def split_adapter(base: ParallelLinear, adapter: Adapter) -> Adapter:
         adapter = adapter._replace(b=ParallelLinear.from_linear(adapter.b, **like, **in_region))
     else:
         if base.sequence_parallel and adapter.b.bias is not None:
-            raise ValueError("LoRA: a bias of B (lora_bias) with sequence_parallel does not exist; leave it out")
+            raise ValueError("LoRA: a bias of B (lora_bias) is not supported with sequence_parallel; leave it out")
         adapter = adapter._replace(a=ParallelLinear.from_linear(adapter.a, **like))
     if isinstance(adapter.dropout, nn.Dropout) and (base.style == "row" or base.sequence_parallel):
         return adapter._replace(dropout=ShardedDropout.from_dropout(adapter.dropout, group=base.communicator))

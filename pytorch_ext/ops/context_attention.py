@@ -212,7 +212,7 @@ def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, d
 
 def _check_units(units: int, ranks: Communicator, inner: Communicator | None, method: str, layout: str) -> None:
     if units < 1 or units % ranks.world_size or inner is not None:
-        over = "a mesh of two dimensions, which has no form with it" if inner else f"{ranks.world_size} ranks"
+        over = "a mesh of two dimensions, which is not supported with it" if inner else f"{ranks.world_size} ranks"
         raise ValueError(f"context_attention: invariant={units} must be a multiple of the number of ranks, got {over}")
     if method not in ("auto", "all_gather") or layout != "contiguous":
         raise ValueError(

@@ -60,7 +60,7 @@ def parallel_cross_entropy(
     ranks = communicator(group)
     if invariant is not None:
         if overwrite_logits:
-            raise ValueError("parallel_cross_entropy: invariant has no form with overwrite_logits=True")
+            raise ValueError("parallel_cross_entropy: overwrite_logits=True is not supported with invariant")
         sizes = ranks.all_sizes(logits_shard, -1)
         if invariant < 1 or invariant % ranks.world_size or sum(sizes) % invariant or len(set(sizes)) > 1:
             raise ValueError(

@@ -49,7 +49,7 @@ def row_parallel_linear(
         [..., N] the same on every rank; in a sequence-parallel region, this rank's shard along the sequence.
     """
     if addend is not None and place.units is not None:
-        raise ValueError("linear: an addend with invariant does not exist")
+        raise ValueError("linear: an addend is not supported with invariant")
     return _apply(RowParallelLinearFunction, x, weight, bias, place, addend)
 
 

@@ -146,8 +146,8 @@ class Model:
             )
         if self.shared_intermediate and not self.experts:
             raise ValueError(
-                f"Model: shared_intermediate={self.shared_intermediate} is beside experts, and experts=0: say "
-                f"intermediate for the MLP of a dense model"
+                f"Model: shared_intermediate={self.shared_intermediate} is the width of an MLP beside "
+                "experts, and experts=0: pass intermediate for the MLP of a dense model"
             )
 
     @property
@@ -300,7 +300,7 @@ def _from_config(config: Mapping, name: str) -> Model:
     kind = str(config.get("model_type", ""))
     unknown = _unknown(config, kind)
     if unknown:
-        raise ValueError(f"{name}: {unknown}: the planner knows transformers of a decoder alone, with equal layers")
+        raise ValueError(f"{name}: {unknown}: the planner computes decoder-only transformers with equal layers alone")
     found: dict[str, Any] = {}
     for field, aliases in _NAMES.items():
         value = next((config[key] for key in (field, *aliases) if config.get(key) is not None), None)

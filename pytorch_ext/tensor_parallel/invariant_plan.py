@@ -104,7 +104,8 @@ def in_units(entries: Mapping[str, str | Mapping], model: nn.Module, units: int)
         style, kind = options["style"], kind_of(model.get_submodule(name))
         if options.get("drops") == SEVERAL:
             raise ValueError(
-                f"parallelize: {name} drops split features in several places, which has no form with invariant={units}"
+                f"parallelize: {name} drops split features in several places, which is not supported with "
+                f"invariant={units}"
             )
         adds = style in ("column", "row") and kind in _LINEAR
         if adds or options.get("own_random_numbers") or (style == "dropout" and kind == "nn.Dropout"):
@@ -112,7 +113,7 @@ def in_units(entries: Mapping[str, str | Mapping], model: nn.Module, units: int)
         elif style in _EXACT:
             found[name] = entry
         else:
-            raise ValueError(f"parallelize: {name}: style {style!r} of {kind} has no form with invariant={units}")
+            raise ValueError(f"parallelize: {name}: style {style!r} of {kind} is not supported with invariant={units}")
     return found
 
 

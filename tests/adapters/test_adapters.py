@@ -351,7 +351,7 @@ def refuses_settings(rank, folder):
         ("push_to_hub", True, "upload the folder"),
         ("fsdp", "full_shard", "split already"),
         ("use_liger_kernel", True, "as if they were whole"),
-        ("use_cpu", False, "does not go with a mesh of cpu"),
+        ("use_cpu", False, "is not possible with a mesh of cpu"),
     ):
         with pytest.raises(ValueError, match=f"settings: {option}={value!r}.*{message}"):
             settings(mesh, output_dir=folder, **{option: value})

@@ -277,8 +277,8 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_measured(fake, tmp_pa
         (["abacus"], "there is no bench 'abacus'; there are linear, "),
         (["linear", "--compare", "a", "b"], None),  # an option of the bench, which has none of that name
         (["--compare", "a", "--save", "b"], "say one of"),
-        (["--ranks", "2", "--compare", "a"], "--ranks goes with --save"),
-        (["--tolerance", "0.1", "--save", "a"], "--tolerance goes with --compare"),
+        (["--ranks", "2", "--compare", "a"], "--ranks needs --save"),
+        (["--tolerance", "0.1", "--save", "a"], "--tolerance needs --compare"),
         (["--save", "/proc/nowhere/hw.json"], "cannot write /proc/nowhere/hw.json"),
         (["--compare", "a", "b", "c"], "takes two files"),
         (["linear", "--rounds", "0"], None),

@@ -517,7 +517,10 @@ def test_what_ranks_do_not_have_together_is_refused_on_every_rank(tmp_path):
     assert all(len(messages) == 4 and messages[1:] == per_rank[0][1:] for messages in per_rank)
     half, drifted, one_rank, step = per_rank[0]
     assert step == "CheckpointError: the ranks save different steps: 0, 1, 2, 3"
-    assert "CheckpointError: the ranks together do not have these tensors once: embedding.weight (72 of 132)" in half
+    assert (
+        "CheckpointError: the ranks together do not have every element of these tensors once: embedding.weight (72 of 132)"
+        in half
+    )
     assert "replicated tensors differ between ranks: down.bias of rank" in drifted
     assert one_rank.startswith("ValueError: rank 1: parameter 0") and one_rank.endswith("of this model")
     assert not list(tmp_path.rglob("*.safetensors")), "nothing is left of what failed"

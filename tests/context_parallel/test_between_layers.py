@@ -198,7 +198,7 @@ def check_edges(rank):
     assert any(kind.startswith("gathered") for _, kind, _ in notes(model))
     found = automatic_plan(whole, 3, sequence_parallel=True)
     assert found.sequence_parallel and found.plan == automatic_plan(whole, 3).plan
-    with pytest.raises(ValueError, match='sequence_parallel=True of plan="auto" does not go with invariant'):
+    with pytest.raises(ValueError, match='sequence_parallel=True of plan="auto" is not supported with invariant'):
         weft.parallelize(Model(), sequence_parallel=True, invariant=3)
 
 
@@ -209,7 +209,7 @@ def test_short_sequences_gathers_and_refusals():
 def check_meshes(rank):
     for dimension in ("cp", "pp"):
         mesh = weft.init_mesh(**{dimension: 2, "tp": 2}, device_type="cpu")
-        with pytest.raises(ValueError, match=f"does not go with a mesh with {dimension}"):
+        with pytest.raises(ValueError, match=f"is not supported with a mesh with {dimension}"):
             weft.parallelize(Model(), mesh, sequence_parallel=True)
 
 

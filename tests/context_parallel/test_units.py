@@ -282,9 +282,9 @@ def refuses(rank):
     refused("Got invariant=None and units=4", context={"units": 4})
     for wrong in (3, 0, "4", True):
         refused('must be a number of units that the 2 ranks of "cp" divide', invariant=4, context={"units": wrong})
-    refused("context method='ring' does not go with units=4", invariant=4, context={"units": 4, "method": "ring"})
-    refused("context layout='zigzag' does not go with", invariant=4, context={"units": 4, "layout": "zigzag"})
-    refused("context parts=True does not go with", invariant=4, context={"units": 4, "parts": True})
+    refused("context method='ring' is not supported with units=4", invariant=4, context={"units": 4, "method": "ring"})
+    refused("context layout='zigzag' is not supported with", invariant=4, context={"units": 4, "layout": "zigzag"})
+    refused("context parts=True is not supported with", invariant=4, context={"units": 4, "parts": True})
     model = weft.parallelize(Llama(), mesh, plan=None, invariant=4, context={"units": 4})
     with pytest.raises(ValueError, match="Llama shares a sequence in 4 units, and this one has 3 positions"):
         model(tokens_of(3))

@@ -238,7 +238,7 @@ def test_a_wait_that_is_broken_off_is_not_forgotten():
 
 
 def refused(rank):
-    with pytest.raises(ValueError, match="goes with shard_optimizer=True"):
+    with pytest.raises(ValueError, match="needs shard_optimizer=True"):
         weft.DataParallel(mlp(), overlap_param_gather=True)
     with pytest.raises(ValueError, match="is compiled"):
         weft.DataParallel(torch.compile(mlp()), shard_optimizer=True, overlap_param_gather=True)

@@ -194,7 +194,7 @@ def refused(rank):
     assert isinstance(model.optimizer(Own, lr=0.1, elementwise=True), Own)
     with pytest.raises(ValueError, match="is for shard_optimizer=True"):
         weft.DataParallel(mlp()).optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="join.. goes with shard_optimizer=False"):
+    with pytest.raises(ValueError, match="join.. needs shard_optimizer=False"):
         model.join()
     with pytest.raises(ValueError, match="shard_optimizer=False"):
         model.register_comm_hook(None, lambda state, bucket: None)

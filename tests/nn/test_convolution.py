@@ -297,10 +297,10 @@ def check_refusals(rank):
         ),
         (
             ValueError,
-            "gather_output=True goes with",
+            "gather_output=True needs",
             lambda: weft.ParallelConv2d(6, 6, 3, style="row", gather_output=True),
         ),
-        (ValueError, "split_input=True goes with", lambda: weft.ParallelConv2d(6, 6, 3, split_input=True, **column)),
+        (ValueError, "split_input=True needs", lambda: weft.ParallelConv2d(6, 6, 3, split_input=True, **column)),
         (
             TypeError,
             "ParallelConv2d takes an nn.Conv2d, got Conv1d",

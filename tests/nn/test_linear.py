@@ -326,10 +326,10 @@ def check_refusals(rank):
         (ValueError, "activation='swish' is not one of", lambda: weft.ParallelLinear(4, 4, activation="swish", **one)),
         (
             ValueError,
-            "gather_output=True goes with",
+            "gather_output=True needs",
             lambda: weft.ParallelLinear(4, 4, style="row", gather_output=True),
         ),
-        (ValueError, "split_input=True goes with", lambda: weft.ParallelLinear(4, 4, split_input=True, **one)),
+        (ValueError, "split_input=True needs", lambda: weft.ParallelLinear(4, 4, split_input=True, **one)),
         (
             TypeError,
             "dtype=torch.int8 is not floating point",

@@ -244,7 +244,7 @@ def loss_in_units(rank, units, dtype, smoothing):
     wrong = [
         ({"invariant": units}, logits[..., :-1], "classes must be that many equal units"),
         ({"invariant": 2 * world + 1}, logits, "each rank must have equally many"),
-        ({"invariant": units, "overwrite_logits": True}, logits, "no form with overwrite_logits"),
+        ({"invariant": units, "overwrite_logits": True}, logits, "overwrite_logits=True is not supported"),
     ]
     for options, scores, text in wrong[world == 1 and 2 :]:
         with pytest.raises(ValueError, match=text):

@@ -248,7 +248,7 @@ def make_what_is_refused(rank, options, error, text):
         ({}, ValueError, r"36 features must be that many equal units.*possible here are \[2, 4, 6, 12, 18, 36\]"),
         ({"style": "row", "invariant": 3}, ValueError, "each of 2 ranks"),
         ({"invariant": 4, "unit": 18, "heads": (4, 2)}, ValueError, r"possible here are \[2\]"),
-        ({"invariant": 4, "overlap": "always"}, ValueError, "no form with overlap"),
+        ({"invariant": 4, "overlap": "always"}, ValueError, "is not supported with invariant"),
     ],
 )
 def test_units_that_do_not_exist_are_refused(options, error, text):
@@ -461,7 +461,7 @@ def parallelize_what_is_refused(rank):
         weft.parallelize(Drops(), mesh, plan=plan, invariant=4)
     weft.parallelize(Drops(), mesh, plan={**plan, "drop": "dropout"}, invariant=4)
     images = nn.Sequential(nn.Conv2d(3, 8, 3))
-    with pytest.raises(ValueError, match="0: style 'column' of nn.Conv2d has no form with invariant=4"):
+    with pytest.raises(ValueError, match="0: style 'column' of nn.Conv2d is not supported with invariant=4"):
         weft.parallelize(images, mesh, plan={"0": "column"}, invariant=4)
     with pytest.raises(ValueError, match="invariant on a mesh with cp needs context="):
         weft.parallelize(nn.Sequential(nn.Linear(8, 8)), weft.init_mesh(cp=2), plan={}, invariant=2)

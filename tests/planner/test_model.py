@@ -187,7 +187,7 @@ def test_missing_fields_are_named():
         (
             {**LLAMA, "is_encoder_decoder": True},
             ValueError,
-            "is_encoder_decoder: the planner knows .* of a decoder alone",
+            "is_encoder_decoder: the planner computes decoder-only transformers",
         ),
         ({**LLAMA, "model_type": "bert"}, ValueError, "bert is an encoder, whose attention is not causal"),
         ({**LLAMA, "model_type": "vit"}, ValueError, "vit is of images"),
