@@ -65,6 +65,14 @@ class Pattern:
 
     window: int | None
 
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"the model asks for {name!r} of its causal mask, and a model that shares its sequence has none: use a mesh "
+            "with cp=1"
+        )
+
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, *, otherwise, **options):
     """Return a Pattern if it describes the whole mask, else what the function `otherwise` of transformers makes."""
