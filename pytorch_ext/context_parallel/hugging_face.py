@@ -69,8 +69,8 @@ class Pattern:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ValueError(
-            f"the model asks for {name!r} of its causal mask, and a model that shares its sequence has none: use a mesh "
-            "with cp=1"
+            f"the model asks for {name!r} of its causal mask, and a model that shares its sequence has none: use a "
+            "mesh with cp=1"
         )
 
 

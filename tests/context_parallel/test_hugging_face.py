@@ -245,7 +245,7 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
         assert chunked == Pattern(4) if length <= 4 else torch.equal(chunked, expected.view(1, 1, length, length))
     assert isinstance(mask(1, 1, 5, 4, mask_function=causal_mask_function, otherwise=sdpa_mask), torch.Tensor)
     with pytest.raises(ValueError, match="the model asks for 'ndim' of its causal mask"):
-        made(causal_mask_function, 5, None).ndim  # noqa: B018 - as PaliGemma does
+        made(causal_mask_function, 5, None).ndim  # as PaliGemma does
 
 
 def refuses_weights(rank):
