@@ -24,9 +24,9 @@ def use_context_attention(model: nn.Module) -> None:
     import transformers
     from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-    for name, otherwise in zip(_NAMES.values(), (sdpa_mask, eager_mask), strict=True):
-        transformers.AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, partial(mask, otherwise=otherwise))
+    for kind, function, otherwise in (("sdpa", attention, sdpa_mask), ("eager", eager_attention, eager_mask)):
+        transformers.AttentionInterface.register(_NAMES[kind], function)
+        AttentionMaskInterface.register(_NAMES[kind], partial(mask, otherwise=otherwise))
     copies: dict = {}  # other models may have the same configuration
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -141,6 +141,12 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask = {"causal": is_causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scaling}
     return by_part(attend, query, key, value, dropout=dropout, **mask).transpose(1, 2).contiguous(), None
+
+
+def eager_attention(module, query, key, value, attention_mask, is_causal=None, **options):
+    """As `attention`, in place of the eager one of transformers: that is causal by its mask alone."""
+    is_causal = False if attention_mask is None else None
+    return attention(module, query, key, value, attention_mask, is_causal=is_causal, **options)
 
 
 def _of_chosen(chosen, mask: torch.Tensor, keys: int) -> torch.Tensor:

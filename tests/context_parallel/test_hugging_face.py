@@ -108,19 +108,28 @@ def test_experts_and_latent_attention_work_on_parts(family):
     run_ranks(shares_experts, 2, family, timeout_s=120)
 
 
-def adds_its_mask(rank):
+def is_eager(rank, family):
     from weft.testing.families import small_model
 
     torch.manual_seed(0)
-    reference, call = small_model("git", batch=2)
+    reference, call = small_model(family, batch=2)
     reference = reference.float().eval()
-    batch = {"input_ids": call["input_ids"], "pixel_values": call["pixel_values"].float()}
+    batch = {name: call[name] for name in ("input_ids", "pixel_values") if name in call}
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
     model = weft.parallelize(copy.deepcopy(reference), weft.init_mesh(cp=2, device_type="cpu"))
-    torch.testing.assert_close(model(**batch).logits, reference(**batch).logits, rtol=1e-4, atol=1e-5)
+    found, expected = (part(**batch)[0] for part in (model, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_adds_its_mask_itself_gets_one_to_add():
-    run_ranks(adds_its_mask, 2)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "git",  # adds its mask itself
+        "splinter",  # has no mask, and is not causal
+    ],
+)
+def test_a_model_that_has_eager_attention_alone(family):
+    run_ranks(is_eager, 2, family)
 
 
 def pads(rank):
