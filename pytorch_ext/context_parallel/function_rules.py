@@ -137,7 +137,9 @@ _OF_ONE = """
 def of_one(func, x, *args, **kwargs):
     """Apply a function of one tensor; another argument only gives its type or device."""
     out = func(*localized((x, *args)), **localized(kwargs))
-    return out if plain(x) or not isinstance(out, torch.Tensor) else x.like(out)
+    if plain(x) or not isinstance(out, torch.Tensor):
+        return out
+    return x if out is x.local else x.like(out)
 
 
 @rule_for(*_named("new_zeros new_ones new_empty new_full"))
@@ -422,6 +424,8 @@ def assigned(func, x, index, value):
         return NotImplemented
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=x.dtype, device=x.device)
+    while value.ndim > target.ndim and value.size(0) == 1:  # as an assignment does, and copy_ does not
+        value = value[0]
     return pointwise(torch.Tensor.copy_, target, value)
 
 

@@ -69,9 +69,12 @@ class Pattern:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ValueError(
-            f"the model asks for {name!r} of its causal mask, and a model that shares its sequence has none: use a "
-            "mesh with cp=1"
+            f"the model asks for {name!r} of its causal mask, which weft's attention never builds: use a mesh with "
+            'cp=1, or attn_implementation="sdpa"'
         )
+
+    def __getitem__(self, index):
+        return self.part
 
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, *, otherwise, **options):
@@ -144,7 +147,14 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
 
 
 def eager_attention(module, query, key, value, attention_mask, is_causal=None, **options):
-    """As `attention`, in place of the eager one of transformers: that is causal by its mask alone."""
+    """As `attention`, in place of the eager one of transformers.
+
+    That one is causal by its mask alone. With a mask of numbers the model's own function runs, on this rank's rows: the
+    gradients of rows without any key are those of its softmax, and not of scaled_dot_product_attention.
+    """
+    own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    if isinstance(attention_mask, torch.Tensor) and own is not None:
+        return own(module, query, key, value, attention_mask, **options)
     is_causal = False if attention_mask is None else None
     return attention(module, query, key, value, attention_mask, is_causal=is_causal, **options)
 

@@ -24,6 +24,7 @@ from weft.context_parallel.shared_sequence import (
     note_gathering,
     refuse_results_of_custom_functions,
     shared_in,
+    shared_like,
     wholes,
     without_guards,
 )
@@ -87,9 +88,11 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
     """
     modules = {id(model.get_submodule(name)): model.get_submodule(name) for name in tokenwise}
     modules |= {id(module): module for module in model.modules() if isinstance(module, ShardedModule)}
-    modules |= {id(module): module for module in model.modules() if not isinstance(form_of(module), str)}
     for module in modules.values():
         module.forward = Tokenwise(module)  # type: ignore[method-assign]
+    for module in model.modules():
+        if id(module) not in modules and not isinstance(form_of(module), str):
+            module.forward = _OfTokens(module)  # type: ignore[method-assign]
     for module in model.modules():
         if isinstance(module, ParallelMultiheadAttention):
             for name in ("_linear", "_over_heads"):
@@ -332,7 +335,12 @@ class Tokenwise:
             frame.enter_context(_parameters_used(module, ranks))
             if module.training and type(module).forward not in _WITHOUT_DRAWS:
                 frame.enter_context(own_random_numbers(ranks, lead.device))
-            out = self.forward(*_parts(args, ranks), **_parts(kwargs, ranks))
+            args, kwargs = _parts((args, kwargs), ranks)
+            out = self.forward(*args, **kwargs)
+            if not cut.mine:  # without tokens the module may use nothing, and backward sums over the ranks
+                parameters = (p for part in module.modules() for p in part._parameters.values())
+                total = 0 * sum(x.sum() for x in (*parameters, *tree_leaves((args, kwargs))) if _has_gradient(x))
+                out = tree_map_only(torch.Tensor, lambda y: y + total if y.is_floating_point() else y, out)
 
         def share_again(y: torch.Tensor) -> SharedSequence:
             if y.ndim <= lead.axis or y.size(lead.axis) != cut.blocks * cut.mine:
@@ -343,6 +351,22 @@ class Tokenwise:
             return SharedSequence(y, lead.axis, cut)
 
         return tree_map_only(torch.Tensor, share_again, out)
+
+
+class _OfTokens(Tokenwise):
+    """Forward of fused experts. Every tensor has a row for each token, so what every rank has whole is cut."""
+
+    def __call__(self, *args, **kwargs):
+        if shared := shared_in((args, kwargs)):
+            lead = shared[0]
+
+            def along(x: torch.Tensor) -> torch.Tensor:
+                if isinstance(x, SharedSequence) or x.shape[: lead.axis + 1] != lead.shape[: lead.axis + 1]:
+                    return x
+                return shared_like(lead, x)
+
+            args, kwargs = tree_map_only(torch.Tensor, along, (args, kwargs))
+        return super().__call__(*args, **kwargs)
 
 
 class _OfPart:
@@ -379,6 +403,10 @@ class _OfWhole:
 
 def _parts(tree, ranks: Communicator):
     return tree_map_only(torch.Tensor, lambda x: x.local if isinstance(x, SharedSequence) else used(x, ranks), tree)
+
+
+def _has_gradient(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def _cut_after(module: nn.Module, x: SharedSequence) -> SequenceCut:

@@ -1,5 +1,6 @@
 """SharedSequence: a tensor with the shape of the whole and this rank's part of the data."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -149,6 +150,7 @@ class SharedSequence(torch.Tensor):
     cut: SequenceCut
     units: tuple["SharedSequence", ...]
     source: "SharedSequence | None" = None  # what this is a view of
+    views: list[weakref.ref] | None = None  # of this, if it required no gradient then
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, axis: int, cut: SequenceCut):
@@ -184,13 +186,28 @@ class SharedSequence(torch.Tensor):
         return self
 
     def written(self) -> "SharedSequence":
-        """Return this tensor, after a write to its part: it and what it is a view of may require a gradient now."""
+        """Return this tensor, after a write to its part: it and all views of its memory may require a gradient now."""
+        first = self
+        while first.source is not None:
+            first = first.source
+        first._note_gradient()
+        return self
+
+    def _note_gradient(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             if not self.requires_grad and any(part.local.requires_grad for part in self.units or (self,)):
                 self.requires_grad_()
                 self.register_hook(_refuse_gradient)
-        if self.source is not None:
-            self.source.written()
+        for reference in self.views or ():
+            if (view := reference()) is not None:
+                view._note_gradient()
+
+    def view_of(self, source: "SharedSequence") -> "SharedSequence":
+        """Return this tensor, noted as a view of another."""
+        self.source = source
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.requires_grad:
+                source.views = [*(source.views or ()), weakref.ref(self)]
         return self
 
     def like(self, local: torch.Tensor, axis: int | None = None, source=None, **changes) -> "SharedSequence":
@@ -201,9 +218,7 @@ class SharedSequence(torch.Tensor):
         """
         cut = replace(self.cut, **changes) if changes else self.cut
         made = SharedSequence(local, self.axis if axis is None else axis, cut)
-        if source is not None and local._is_view():
-            made.source = source
-        return made
+        return made.view_of(source) if source is not None and local._is_view() else made
 
     def apart(self) -> tuple[tuple[torch.Tensor, ...], Callable[..., "SharedSequence"]]:
         """Return the plain tensors of the sequence, and a function that makes the sequence of such tensors again."""
@@ -296,7 +311,11 @@ def by_part(function: Callable, *args, **kwargs):
         if not isinstance(first, SharedSequence):
             return first
         target = call.sequence_of(first)
-        return SharedSequence.of_units([first, *others], sharing) if target is None else target.written()
+        if target is not None:
+            return target.written()
+        made = SharedSequence.of_units([first, *others], sharing)
+        source = None if first.source is None else call.sequence_of(first.source)
+        return made if source is None else made.view_of(source).written()
 
     return mapped(joined, results[0])
 
@@ -381,17 +400,22 @@ def gathered(func: Callable, args, kwargs):
     if name.split()[0] in _REFUSED or kwargs.get("out") is not None:
         raise ValueError(f"{name} cannot be applied to a shared sequence. {_WAY_OUT}")
     note_gathering(f"{name} has no rule for this", *shared_in((args, kwargs)))
-    if (works_in_place(name) or kwargs.get("inplace")) and isinstance(args[0], SharedSequence):
-        return _written(func, *args, **kwargs)
-    out = func(*wholes(args), **wholes(kwargs))
-    return _read_only(out) if name in _VIEWS else out
+    if works_in_place(name) or kwargs.get("inplace"):
+        target = args[0] if args else next(iter(kwargs.values()))
+        if isinstance(target, SharedSequence):
+            return _written(func, target, args, kwargs)
+        if not isinstance(target, torch.Tensor):  # torch._foreach_mul_
+            raise ValueError(f"{name} cannot be applied to a shared sequence. {_WAY_OUT}")
+    given = wholes((args, kwargs))
+    return _guarded(name, func(*given[0], **given[1]), given)
 
 
-def _written(func: Callable, target: SharedSequence, *args, **kwargs):
+def _written(func: Callable, target: SharedSequence, args, kwargs):
     """Call a function that works in place: it writes to the gathered whole, and each rank takes its part of that."""
     whole = target.whole().clone()
     form = whole.shape, whole.stride()
-    out = func(whole, *wholes(args), **wholes(kwargs))
+    args, kwargs = mapped(lambda x: whole if x is target else wholes(x), (args, kwargs))
+    out = func(*args, **kwargs)
     if (whole.shape, whole.stride()) != form:
         raise ValueError(
             f"{name_of(func)} cannot be applied to a shared sequence: it would change its shape. {_WAY_OUT}"
@@ -399,7 +423,8 @@ def _written(func: Callable, target: SharedSequence, *args, **kwargs):
     again = shared_like(target, whole)
     for part, new in zip(target.units or (target,), again.units or (again,), strict=True):
         part.local.copy_(new.local)
-    return target.written() if out is whole else out
+    target.written()
+    return target if out is whole else out
 
 
 class GatheredView(torch.Tensor):
@@ -418,8 +443,7 @@ class GatheredView(torch.Tensor):
                 f"{name} cannot be applied to a tensor that was gathered from a shared sequence; clone it. {_WAY_OUT}"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        return _read_only(out) if name in _VIEWS else out
+            return _guarded(name, func(*args, **(kwargs or {})), args)
 
 
 VIEW_METHODS = """
@@ -430,8 +454,19 @@ VIEW_PROPERTIES = "T mT H mH data"
 _VIEWS = {*VIEW_METHODS.split(), *(f"__get__ of {name}" for name in VIEW_PROPERTIES.split())}
 
 
-def _read_only(tree):
-    return tree_map_only(torch.Tensor, lambda x: x.as_subclass(GatheredView), tree)
+def _guarded(name: str, out, given):
+    """Return what a function gives, where it is or may be a view of what it was given, so that a write to it raises."""
+    memory = {_memory_of(x) for x in leaves(given) if isinstance(x, torch.Tensor)} - {None}
+
+    def guard(x: torch.Tensor) -> torch.Tensor:
+        return x.as_subclass(GatheredView) if name in _VIEWS or _memory_of(x) in memory else x
+
+    return tree_map_only(torch.Tensor, guard, out)
+
+
+def _memory_of(x: torch.Tensor) -> int | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.untyped_storage().data_ptr() or None if x.layout is torch.strided else None
 
 
 def without_guards(tree):

@@ -261,11 +261,36 @@ class Custom(nn.Module):
         return self.then(Twice.apply(self.project(x)))
 
 
-def written_by_slices(x):
-    parts = torch.zeros_like(x)
-    parts[..., :3] = x[..., :3]
-    parts[..., 3:].copy_(x[..., 3:])
-    return Twice.apply(parts)
+def written(write, read=lambda zeros: zeros):
+    """Return a function of x that writes x to zeros, and gives what it has read before to a function of its own."""
+
+    def forward(x):
+        zeros = torch.zeros_like(x)
+        seen = read(zeros)
+        write(zeros, x)
+        return x + Twice.apply(seen)
+
+    return forward
+
+
+WRITTEN = {
+    "slices": written(lambda zeros, x: zeros[..., 3:].copy_(x[..., 3:])),
+    "all": written(lambda zeros, x: zeros.__setitem__(slice(None), x)),
+    "positions": written(lambda zeros, x: zeros.__setitem__((slice(None), slice(1, None)), x[:, 1:])),
+    "a mask": written(lambda zeros, x: zeros.__setitem__(x > 0, 2 * x[x > 0])),
+    "a view of a view": written(lambda zeros, x: zeros.view(-1, 8)[:, :4].copy_(x.view(-1, 8)[:, :4])),
+    "the same": written(lambda zeros, x: zeros.contiguous().add_(x)),
+    "a view that was made before": written(lambda zeros, x: zeros.copy_(x), read=lambda zeros: zeros[..., :]),
+}
+# Writes to what is a view of the whole, and which a rank's part would not see.
+VIEWS = {
+    "ravel": lambda x: x.ravel().mul_(2),
+    "as_strided": lambda x: x.as_strided((2, 6, 8), (48, 8, 1)).mul_(2),
+    "atleast_3d": lambda x: torch.atleast_3d(x).mul_(2),
+    "moveaxis": lambda x: x[:, :3].moveaxis(0, 1).mul_(2),
+    "vsplit": lambda x: torch.vsplit(x.transpose(0, 1), [3])[0].mul_(2),
+    "positions": lambda x: x[:, 0].add_(1),
+}
 
 
 def refuses(rank):
@@ -283,11 +308,17 @@ def refuses(rank):
         weft.parallelize(Custom(torch.sum), mesh)(x).backward()
     reentrant = nn.Sequential(nn.Linear(8, 8), Plain(lambda t: checkpoint(torch.relu, t, use_reentrant=True)))
     refused(ValueError, "CheckpointFunctionBackward", reentrant)
-    refused(ValueError, "TwiceBackward", nn.Sequential(nn.Linear(8, 8), Plain(written_by_slices)))
+    for name, write in WRITTEN.items():
+        refused(ValueError, "TwiceBackward", nn.Sequential(nn.Linear(8, 8), Plain(write)))
+        if name != "positions":  # a sequence in units
+            units = {"invariant": 2, "context": {"units": 2}}
+            refused(ValueError, "TwiceBackward", nn.Sequential(nn.Linear(8, 8), Plain(write)), **units)
+    for write in VIEWS.values():
+        refused(ValueError, "cannot be applied to a tensor that was gathered", Sequential(write))
+    refused(ValueError, "_foreach_mul_ cannot be applied", Sequential(lambda t: torch._foreach_mul_([t], 2.0)))
     refused(
         ValueError, f"data_ptr cannot be applied to a shared sequence.*{way_out}", Sequential(lambda t: t.data_ptr())
     )
-    refused(ValueError, "add_ cannot be applied to a tensor that was gathered", Sequential(lambda t: t[:, 0].add_(1)))
     refused(
         ValueError,
         "__setitem__ cannot be applied to a tensor that was gathered",
@@ -359,6 +390,64 @@ def Sequential(function):  # noqa: N802 - a model of one module
 
 def test_what_cannot_be_done_is_refused_and_names_a_way_out():
     run_ranks(refuses, 2)
+
+
+class Experts(nn.Module):
+    """Fused experts as transformers writes them."""
+
+    def __init__(self, count=4, width=6, inner=5):
+        super().__init__()
+        self.num_experts = count
+        self.up, self.down = (nn.Parameter(torch.randn(count, *s) / 3) for s in ((inner, width), (width, inner)))
+
+    def forward(self, x, index, weights):
+        out = torch.zeros_like(x)
+        for expert in range(self.num_experts):
+            token, place = torch.where(index == expert)
+            if len(token):
+                inner = F.silu(F.linear(x[token], self.up[expert]))
+                out.index_add_(0, token, F.linear(inner, self.down[expert]) * weights[token, place, None])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self, route):
+        super().__init__()
+        self.first, self.router, self.experts, self.route = nn.Linear(6, 6), nn.Linear(6, 4), Experts(), route
+
+    def forward(self, x):
+        h = self.first(x)
+        tokens = h.view(-1, 6)
+        return h + self.experts(tokens, *self.route(self.router(tokens).softmax(-1))).view_as(h)
+
+
+def sorts(p):
+    index = p.argsort(-1, descending=True)[..., :2]
+    return index, p.gather(-1, index)
+
+
+def takes_turns(p):
+    index = (torch.arange(p.size(0))[:, None] + torch.arange(2)) % 4
+    return index, p.gather(-1, index)
+
+
+def weighs_by_place(p):
+    return p.topk(2, -1)[1], torch.linspace(0, 1, 2 * p.size(0)).view(-1, 2)
+
+
+def routes(rank):
+    mesh = weft.init_mesh(cp=2, device_type="cpu")
+    for route in (lambda p: p.topk(2, -1)[::-1], sorts, takes_turns, weighs_by_place):
+        for batch, length in ((2, 7), (1, 1), (3, 2)):  # of one position a rank has none
+            torch.manual_seed(0)
+            reference = Mixture(route)
+            model = weft.parallelize(copy.deepcopy(reference), mesh)
+            report = weft.verify(model, reference, torch.randn(batch, length, 6))
+            assert report.ok, f"{route} {batch} {length}\n{report}"
+
+
+def test_experts_get_all_that_belongs_to_their_tokens():
+    run_ranks(routes, 2)
 
 
 class FewOrNone(nn.Module):
