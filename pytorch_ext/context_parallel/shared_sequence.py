@@ -406,8 +406,15 @@ def gathered(func: Callable, args, kwargs):
             return _written(func, target, args, kwargs)
         if not isinstance(target, torch.Tensor):  # torch._foreach_mul_
             raise ValueError(f"{name} cannot be applied to a shared sequence. {_WAY_OUT}")
-    given = wholes((args, kwargs))
-    return _guarded(name, func(*given[0], **given[1]), given)
+    given: list[torch.Tensor] = []
+
+    def whole(x):
+        if not isinstance(x, SharedSequence):
+            return x
+        given.append(x.whole())
+        return given[-1]
+
+    return _guarded(name, func(*mapped(whole, args), **mapped(whole, kwargs)), given)
 
 
 def _written(func: Callable, target: SharedSequence, args, kwargs):
@@ -443,7 +450,8 @@ class GatheredView(torch.Tensor):
                 f"{name} cannot be applied to a tensor that was gathered from a shared sequence; clone it. {_WAY_OUT}"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return _guarded(name, func(*args, **(kwargs or {})), args)
+            out = func(*args, **(kwargs or {}))
+        return _guarded(name, out, [x for x in leaves((args, kwargs)) if isinstance(x, cls)])
 
 
 VIEW_METHODS = """
@@ -454,9 +462,13 @@ VIEW_PROPERTIES = "T mT H mH data"
 _VIEWS = {*VIEW_METHODS.split(), *(f"__get__ of {name}" for name in VIEW_PROPERTIES.split())}
 
 
-def _guarded(name: str, out, given):
-    """Return what a function gives, where it is or may be a view of what it was given, so that a write to it raises."""
-    memory = {_memory_of(x) for x in leaves(given) if isinstance(x, torch.Tensor)} - {None}
+def _guarded(name: str, out, given: Sequence[torch.Tensor]):
+    """Return what a function gives. A write to it raises if it is, or may be, a view of a gathered tensor.
+
+    Args:
+        given: the gathered tensors that the function got.
+    """
+    memory = {_memory_of(x) for x in given} - {None}
 
     def guard(x: torch.Tensor) -> torch.Tensor:
         return x.as_subclass(GatheredView) if name in _VIEWS or _memory_of(x) in memory else x

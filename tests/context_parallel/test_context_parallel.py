@@ -273,6 +273,34 @@ def written(write, read=lambda zeros: zeros):
     return forward
 
 
+class AddsUp(nn.Module):
+    """In a tensor of its own, several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x, total = self.project(x), torch.zeros(x.shape)
+        total += x
+        total += x * x
+        total[:, 1:] += x[:, 1:]
+        total[:, 0].add_(x[:, 1]).mul_(2)
+        return total.relu_()
+
+
+def adds_up(rank):
+    torch.manual_seed(0)
+    model, reference = (copy.deepcopy(part) for part in [AddsUp()] * 2)
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"))
+    report = weft.verify(model, reference, torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)))
+    assert report.ok, str(report)
+
+
+def test_a_sum_in_a_tensor_that_every_rank_has_whole():
+    run_ranks(adds_up, 2)
+
+
 WRITTEN = {
     "slices": written(lambda zeros, x: zeros[..., 3:].copy_(x[..., 3:])),
     "all": written(lambda zeros, x: zeros.__setitem__(slice(None), x)),
