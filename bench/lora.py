@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         per_rank = run_ranks(
             _measure, options.world, f"{folder}/large", batch, options.rounds, backend="gloo", timeout_s=7200
         )
-        peaks = {world: max(run_ranks(_peak, world, folder, timeout_s=600)) for world in (options.world, 1)}
+        peaks = {world: _least_peak(world, folder) for world in (options.world, 1)}
     times = slowest_rank(per_rank)
     shape = f"{model}, r={RANK} on all layers, {options.batch}x{options.sequence} tokens, fp32"
     share = {"share_of_time": times["weft"].p50_us / times[ALONE].p50_us}
@@ -52,6 +52,11 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         "share_of_memory": peaks[options.world] / peaks[1],
     }
     yield Row({"name": "from_pretrained", "shape": f"{model}, fp32", "world": options.world}, facts=memory)
+
+
+def _least_peak(world: int, folder: str) -> float:
+    """Return the peak of the rank that takes most, in the best of three tries: an allocator's reserve only adds."""
+    return min(max(run_ranks(_peak, world, folder, timeout_s=600)) for _ in range(3))
 
 
 def _save(_: int, folder: str, layers: int, hidden: int) -> None:

@@ -169,7 +169,7 @@ def test_missing_fields_are_named():
         (
             {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
             ValueError,
-            r"first_k_dense_replace=1 \(experts in some layers only\): the planner knows",
+            r"first_k_dense_replace=1 \(experts in some layers only\): the planner computes",
         ),
         ({**LLAMA, "num_key_value_heads": 7}, ValueError, "kv_heads=7 does not divide heads=32"),
         ({**LLAMA, "hidden_size": 0}, ValueError, "hidden=0 must be a whole number of at least 1"),
@@ -183,7 +183,7 @@ def test_missing_fields_are_named():
         ({**LLAMA, "num_key_value_heads": -4}, ValueError, "kv_heads=-4 must be a whole number of at least 0"),
         ({**LLAMA, "num_key_value_heads": "8"}, ValueError, "kv_heads='8' must be a whole number"),
         ({**LLAMA, "num_experts": "eight", "num_experts_per_tok": 2}, ValueError, "experts='eight' must be a whole"),
-        ({**LLAMA, "kv_lora_rank": 512}, ValueError, r"kv_lora_rank=512 \(latent attention\): the planner knows"),
+        ({**LLAMA, "kv_lora_rank": 512}, ValueError, r"kv_lora_rank=512 \(latent attention\): the planner computes"),
         (
             {**LLAMA, "is_encoder_decoder": True},
             ValueError,
@@ -193,7 +193,7 @@ def test_missing_fields_are_named():
         ({**LLAMA, "model_type": "vit"}, ValueError, "vit is of images"),
         ({**LLAMA, "word_embed_proj_dim": 512}, ValueError, "word_embed_proj_dim=512 is not hidden_size=4096"),
         ({**LLAMA, "tie_word_embeddings": "false"}, ValueError, "tie_word_embeddings='false' must be true or false"),
-        ({**LLAMA, "add_cross_attention": True}, ValueError, "add_cross_attention: the planner knows"),
+        ({**LLAMA, "add_cross_attention": True}, ValueError, "add_cross_attention: the planner computes"),
         ({**family("gpt2", 12, {}, 12, 50257), "n_positions": 1024}, ValueError, r"lacks intermediate \("),
         (
             family("opt", 24, 2048, 32, 50272, ffn_dim=8192),
