@@ -23,7 +23,7 @@ from weft.context_parallel.shared_sequence import (
     note_gathering,
     refuse_results_of_custom_functions,
 )
-from weft.context_parallel.uncompiled import Uncompiled, outside_of_graphs, uncompile
+from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
 from weft.nn import LoRA, ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops.sequence_layout import SequenceLayout
@@ -44,7 +44,7 @@ def share_between_layers(model: nn.Module, ranks: Communicator, strict: bool = F
             module.forward = _LinearAtRegion(module, sharing)  # type: ignore[method-assign,assignment]
         elif isinstance(module, ShardHolder):
             module.forward = _OfWhole(module)  # type: ignore[method-assign]
-    model.forward = Uncompiled(model)  # type: ignore[method-assign]
+    leave_out_of_graphs(model)
     edge = _ModelEdge(sharing)
     model.register_forward_pre_hook(edge, with_kwargs=True, prepend=True)
     model.register_forward_hook(edge.leave, always_call=True)

@@ -129,7 +129,7 @@ def pointwise(func, *args, **kwargs):
 
 _OF_ONE = """
     to type type_as float half bfloat16 double int long short bool cpu cuda clone contiguous detach detach_
-    zeros_like ones_like full_like empty_like requires_grad_
+    zeros_like ones_like full_like empty_like
 """
 
 
@@ -139,7 +139,10 @@ def of_one(func, x, *args, **kwargs):
     out = func(*localized((x, *args)), **localized(kwargs))
     if plain(x) or not isinstance(out, torch.Tensor):
         return out
-    return x if out is x.local else x.like(out)
+    return x if out is x.local and func not in _DETACHES else x.like(out)
+
+
+_DETACHES = set(_named("detach_"))  # the sequence that was there still refuses a custom function
 
 
 @rule_for(*_named("new_zeros new_ones new_empty new_full"))
@@ -166,11 +169,11 @@ def of_part(func, x, *_, **__):
     return func(x.local)
 
 
-@rule_for_all_units(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-def set_requires_grad(func, x, value):
+@rule_for_all_units(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def set_requires_grad(func, x, value=True):
     for part in x.units or (x,):
         func(part.local, value)
-    x.written()
+    return x.written()
 
 
 @rule_for(*_named("__repr__ __format__"))

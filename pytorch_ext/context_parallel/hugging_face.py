@@ -68,13 +68,16 @@ class Pattern:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ValueError(
-            f"the model asks for {name!r} of its causal mask, which weft's attention never builds: use a mesh with "
-            'cp=1, or attn_implementation="sdpa"'
-        )
+        raise self._never_built(repr(name))
 
     def __getitem__(self, index):
-        return self.part
+        raise self._never_built("a part")
+
+    def _never_built(self, what: str) -> ValueError:
+        return ValueError(
+            f"the model asks for {what} of its causal mask, which weft's attention never builds: use a mesh with cp=1, "
+            'or attn_implementation="sdpa"'
+        )
 
 
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, *, otherwise, **options):

@@ -28,7 +28,7 @@ from weft.context_parallel.shared_sequence import (
     wholes,
     without_guards,
 )
-from weft.context_parallel.uncompiled import Uncompiled, outside_of_graphs, uncompile
+from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
 from weft.metadata import metadata, set_metadata
 from weft.nn import Branches, ParallelConv, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.expert_form import form_of
@@ -86,13 +86,14 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
     Args:
         tokenwise: names of the modules that get this rank's part as it is.
     """
-    modules = {id(model.get_submodule(name)): model.get_submodule(name) for name in tokenwise}
-    modules |= {id(module): module for module in model.modules() if isinstance(module, ShardedModule)}
-    for module in modules.values():
-        module.forward = Tokenwise(module)  # type: ignore[method-assign]
+    named = [model.get_submodule(name) for name in tokenwise]
     for module in model.modules():
-        if id(module) not in modules and not isinstance(form_of(module), str):
-            module.forward = _OfTokens(module)  # type: ignore[method-assign]
+        if isinstance(module, ShardedModule) or any(module is other for other in named):
+            kind: Callable | None = Tokenwise
+        else:
+            kind = None if isinstance(form_of(module), str) else _OfTokens
+        if kind is not None:
+            module.forward = kind(module)  # type: ignore[method-assign]
     for module in model.modules():
         if isinstance(module, ParallelMultiheadAttention):
             for name in ("_linear", "_over_heads"):
@@ -100,7 +101,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
         elif isinstance(module, Branches | ParallelConv):
             module.forward = _OfWhole(module)  # type: ignore[method-assign]
     use_context_attention(model)
-    model.forward = Uncompiled(model)  # type: ignore[method-assign]
+    leave_out_of_graphs(model)
     entry = _RegionEntry(sharing)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     model.register_forward_hook(entry.leave, always_call=True)

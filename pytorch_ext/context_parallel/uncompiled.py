@@ -21,8 +21,13 @@ def outside_of_graphs(function: Callable) -> Callable:
     return called
 
 
-class Uncompiled:
-    """Forward of a model; inside it torch.compile has no effect: a compiled function runs as it is written."""
+def leave_out_of_graphs(model: nn.Module) -> None:
+    """Let torch.compile have no effect on the model's forward and inside of it."""
+    model.forward = _Uncompiled(model)  # type: ignore[method-assign]
+
+
+class _Uncompiled:
+    """Forward of a model; a compiled function inside it runs as it is written."""
 
     def __init__(self, module: nn.Module):
         self.__wrapped__ = module.forward  # whose signature others read: a Trainer, generate

@@ -39,8 +39,12 @@ def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
     return "parametrizations" if any(is_parametrized(part) for part in module.modules()) else None
 
 
-def outside_of_graphs(forward: Callable) -> Callable:
-    """Return a forward that torch.compile leaves out of its graphs: it communicates, which a graph cannot record."""
+def checked_forward(forward: Callable) -> Callable:
+    """Return a forward that marks replaced parameters and refuses torch.func.
+
+    torch.compile leaves it out of its graphs: it communicates, which a graph cannot record. That is
+    context_parallel.uncompiled.outside_of_graphs, in the same Python call.
+    """
     eager = _disable_dynamo(forward)  # as torch.compiler.disable, which would import Dynamo here: two seconds
 
     @wraps(forward)
@@ -72,7 +76,7 @@ class ShardHolder(nn.Module):
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
         if "forward" in vars(cls):
-            cls.forward = outside_of_graphs(cls.forward)
+            cls.forward = checked_forward(cls.forward)
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -136,13 +136,14 @@ def what_torch_asks(rank):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "`torch.distributed.distributed_c10d._set_pg_timeout` is deprecated")
         distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    begin = time.monotonic()
+    begin, store = time.monotonic(), distributed_c10d._get_default_store()
     if rank == 0:
         with pytest.raises(weft.CollectiveTimeoutError):
             dist.barrier()
         assert 0.5 < time.monotonic() - begin < 10
+        store.set("waited in vain", "")
     else:
-        time.sleep(3)
+        store.wait(["waited in vain"], timedelta(seconds=20))
 
 
 def test_the_timeout_of_a_group_can_be_set():
@@ -152,11 +153,13 @@ def test_the_timeout_of_a_group_can_be_set():
 def monitored(rank):
     group = dist.group.WORLD
     group.monitored_barrier(timedelta(seconds=20))
+    store = distributed_c10d._get_default_store()
     if rank == 0:
         with pytest.raises(weft.CollectiveTimeoutError, match="rank 1"):
             group.monitored_barrier(timedelta(seconds=1))
+        store.set("waited in vain", "")
     else:
-        time.sleep(3)
+        store.wait(["waited in vain"], timedelta(seconds=20))
 
 
 def test_a_monitored_barrier_has_a_timeout_of_its_own():

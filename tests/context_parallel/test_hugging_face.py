@@ -270,7 +270,7 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
     assert isinstance(mask(1, 1, 5, 4, mask_function=causal_mask_function, otherwise=sdpa_mask), torch.Tensor)
     with pytest.raises(ValueError, match="the model asks for 'ndim' of its causal mask"):
         made(causal_mask_function, 5, None).ndim  # as PaliGemma does
-    with pytest.raises(ValueError, match="the model asks for 'part' of its causal mask"):
+    with pytest.raises(ValueError, match="the model asks for a part of its causal mask"):
         made(causal_mask_function, 5, None)[:, 0]
 
 
