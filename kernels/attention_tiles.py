@@ -1,7 +1,11 @@
 """Tile configurations of the attention kernels."""
 
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 
+import torch
+
+from weft.kernels.attention_rules import Rules
 from weft.kernels.config import AttentionConfig
 from weft.kernels.language import next_power_of_2
 
@@ -108,14 +112,49 @@ _TIGHT_TILES: dict[str, dict[str, _Table]] = {
         },
     },
 }
+KINDS = "forward", "dkdv", "dq"
 _INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 1))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The properties of a chunk of attention that its speed depends on.
+
+    Attributes:
+        head_dim, value_dim: padded to the width of a tile.
+        bounded: some keys are hidden by their positions.
+    """
+
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    bounded: bool
+    dropout: bool
+    dtype: str
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> "Problem":
+        return cls(
+            q.size(2),
+            k.size(2),
+            padded(q.size(3)),
+            padded(v.size(3)),
+            rules.left is not None or rules.right is not None,
+            rules.dropout > 0,
+            str(q.dtype).removeprefix("torch."),
+        )
+
+    def key(self) -> dict[str, int | str | bool]:
+        """Return the key for the lookup in a tuned table."""
+        return asdict(self)
 
 
 def listed(kind: str, architecture: str, head_dim: int, features: Collection[str] = ()) -> tuple[AttentionConfig, ...]:
     """Return the configurations that exist for a kind of kernel.
 
     Args:
-        kind: "forward", "dkdv" or "dq".
+        kind: one of KINDS.
         head_dim: the larger one of the head dimensions.
         features: the kernel's uses of more registers, of "dropout", "documents", "state" and "softcap".
     """

@@ -96,9 +96,13 @@ def choose(
                 f"{op}: {explicit} does not exist on {architecture}; there are {', '.join(map(str, listed))}"
             )
         return Choice(explicit, "explicit")
-    entries = (*_added.get((op, architecture), ()), *table(op, architecture, type(heuristic)))
-    entry = nearest(entries, problem)
+    entry = measured(op, architecture, problem, type(heuristic))
     return Choice(entry.config, "table", entry) if entry else Choice(heuristic, "heuristic")
+
+
+def measured(op: str, architecture: str, problem: Mapping[str, Any], config_type: type[C]) -> Entry[C] | None:
+    """Return the measurement of the most similar problem, or None; see `nearest`."""
+    return nearest((*_added.get((op, architecture), ()), *table(op, architecture, config_type)), problem)
 
 
 # Measurements that this process was given, by op and architecture; they come before those of the table.

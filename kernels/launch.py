@@ -221,6 +221,11 @@ def architecture_of(device: torch.device) -> str:
     return "interpreter" if device.type != "cuda" else _family(device.index or 0)
 
 
+def why_no_variants(device: torch.device) -> str | None:
+    """Return the reason if no variant of any kernel can run on this GPU, else None."""
+    return None if _recording.get() is not None else _why_no_family(device.index or 0)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return the device's number of multiprocessors: a persistent grid has that many times a multiprocessor's programs.
 
@@ -412,7 +417,12 @@ def _family(index: int) -> str:
         return "sm_80"
     families = [name for name in ARCHITECTURES if int(name.removeprefix("sm_")) <= capability]
     if not families:
-        raise ValueError(
-            f"{properties.name} has compute capability {properties.major}.{properties.minor}; 8.0 is the least"
-        )
+        raise ValueError(f"{properties.name}: {_why_no_family(index)}")
     return families[-1]
+
+
+def _why_no_family(index: int) -> str | None:
+    properties = _properties(index)
+    if properties.major >= 8:
+        return None
+    return f"weft's kernels need compute capability 8.0, the device has {properties.major}.{properties.minor}"

@@ -105,6 +105,7 @@ def parallelize(
             parts: False: the model takes and returns the whole sequence, as before. True: every rank calls it with its
                 own part (`weft.shard_sequence`) and gets its part of the outputs; the whole loss is the sum over ranks;
             strict: raise if a function of the model has no rule, instead of gathering the sequence for it;
+            deterministic: as there;
             units: with `invariant`, the number of units of the sequence, which "cp" must divide, also where it is 1.
             See docs/sequence_parallel.md.
         recompute: the activations that backward recomputes instead of keeping them: "none"; "full": each block (an

@@ -119,6 +119,7 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     rules = Rules(left=None if window is None else window - 1, right=0 if mask.get("causal") else None)
     note("attention", f"{sharing.layout}, {choose(call, rules, False, sharing.method)}")
     options: dict[str, Any] = {"method": sharing.method, "layout": sharing.layout, **mask}
+    options["deterministic"] = sharing.deterministic
     return query.like(context_attention(q, k, v, group=sharing.ranks, dropout=dropout, **options))
 
 

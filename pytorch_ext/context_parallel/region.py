@@ -46,6 +46,7 @@ _OPTIONS = {
     "dim": None,
     "parts": (True, False),
     "strict": (True, False),
+    "deterministic": (True, False),
     "units": None,
 }
 

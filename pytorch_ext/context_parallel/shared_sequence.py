@@ -29,6 +29,7 @@ class Sharing:
         dim: the sequence dimension of the model's arguments.
         parts: the model is called with this rank's part, and returns it, instead of the whole.
         strict: nothing is gathered for a function without a rule.
+        deterministic: as in weft.context_attention.
         units: number of units of the sequence, for a model with `invariant`; None: each rank has one part.
     """
 
@@ -38,6 +39,7 @@ class Sharing:
     dim: int = 1
     parts: bool = False
     strict: bool = False
+    deterministic: bool = True
     units: int | None = None
 
     @property

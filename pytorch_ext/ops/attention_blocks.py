@@ -1,8 +1,8 @@
-"""An attention chunk on the CPU, in fp32, as blocks of query positions against key positions.
+"""An attention chunk without a kernel, in fp32, as blocks of query positions against key positions.
 
 Keys are cut where a run of queries begins and ends, so that each block is hidden, full, causal along its diagonal, or
-masked in another way. Full and causal blocks run in ATen's flash attention, which returns its lse and takes a global
-lse in backward. Masked blocks are computed here from their scores, some rows at a time.
+masked in another way. On the CPU full and causal blocks run in ATen's flash attention, which returns its lse and takes
+a global lse in backward. Other blocks are computed here from their scores, some rows at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,6 +24,8 @@ class AttentionChunk:
 
     Attributes:
         query_documents, key_documents: [B, Sq] and [B, Sk] integers, or None.
+        library: which of torch's functions may compute it on a GPU: "" for none, "deterministic" for those with the
+            same bits in every run, or "any".
     """
 
     rules: Rules
@@ -31,9 +33,11 @@ class AttentionChunk:
     key_positions: Positions
     query_documents: torch.Tensor | None = None
     key_documents: torch.Tensor | None = None
+    library: str = ""
 
     def arguments(self) -> dict:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "rules"}
+        """Return the arguments of the kernels beside the rules."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("rules", "library")}
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,12 @@ class ScoreBlock:
     kind: str  # "full", "causal" or "masked"
 
 
-def blocks_of(chunk: AttentionChunk) -> Iterator[ScoreBlock]:
+def blocks_of(chunk: AttentionChunk, device: torch.device) -> Iterator[ScoreBlock]:
     """Yield the blocks of a chunk that are not hidden, ordered by the keys' runs and then by the queries'."""
     rules = chunk.rules
-    plain = chunk.query_documents is None and rules.softcap is None and not rules.dropout
-    for key_start, key_count, first_key in _runs(chunk.key_positions):
-        for query_start, query_count, first_row in _runs(chunk.query_positions):
+    plain = chunk.query_documents is None and rules.softcap is None and not rules.dropout and device.type == "cpu"
+    for key_start, key_count, first_key in runs(chunk.key_positions):
+        for query_start, query_count, first_row in runs(chunk.query_positions):
             # Cut keys where the queries begin and end: blocks before can be full, the block beside can be causal.
             edges = sorted({key_start, key_start + key_count, *(
                 edge for edge in (query_start, query_start + query_count) if key_start < edge < key_start + key_count
@@ -78,7 +82,7 @@ def blocks_of(chunk: AttentionChunk) -> Iterator[ScoreBlock]:
                     yield ScoreBlock(rows, keys, query_start + row, start, kind)
 
 
-def _runs(positions: Positions) -> list[tuple[int, int, int]]:
+def runs(positions: Positions) -> list[tuple[int, int, int]]:
     """Return (first position, count, first row) of each run that is not empty."""
     start, count, second_start, second_count = positions
     return [run for run in ((start, count, 0), (second_start, second_count, count)) if run[1]]

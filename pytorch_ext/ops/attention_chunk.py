@@ -1,13 +1,14 @@
 """The chunk primitive of sequence parallelism: attention of some queries to some keys, continuing a state in fp32.
 
-Weft's kernel runs it on a GPU, and in Triton's interpreter on request; `attention_blocks` runs it on the CPU.
+On a GPU torch's functions run it if it needs no state, and weft's kernel otherwise and where it was measured faster; in
+Triton's interpreter the kernel runs on request. `attention_blocks` runs it on the CPU.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from weft.ops import attention_blocks, kernel_choice
+from weft.ops import attention_blocks, kernel_choice, library_attention
 from weft.ops.attention_blocks import AttentionChunk
 
 
@@ -51,6 +52,10 @@ def forward(
             0.
         last: no keys follow, so out is rounded to q's type.
     """
+    if state is None and last:
+        parts, _ = library_attention.choose("forward", q, k, v, chunk)
+        if parts:
+            return library_attention.forward(q, k, v, chunk, parts)
     if uses_kernel(q):
         from weft.kernels.attention import attention_forward
 
@@ -63,7 +68,7 @@ def forward(
             q.new_zeros((*q.shape[:3], v.size(3)), dtype=torch.float32),
             lse.clone(memory_format=torch.contiguous_format),
         )
-    for block in attention_blocks.blocks_of(chunk):
+    for block in attention_blocks.blocks_of(chunk, q.device):
         rows, keys = block.rows, block.keys
         part = attention_blocks.forward_block(
             q[:, :, rows].float(), k[:, :, keys].float(), v[:, :, keys].float(), chunk, block
@@ -84,6 +89,7 @@ def backward(
     of_keys: Sequence[torch.Tensor],
     chunk: AttentionChunk,
     gradients: Sequence[torch.Tensor],
+    alone: bool = False,
 ) -> None:
     """Add this chunk's part to the gradients dq, dk and dv, fp32.
 
@@ -92,15 +98,21 @@ def backward(
             which it was returned, delta [B, H, Sq] = rowsum(out dout) in fp32.
         of_keys: k and v.
         gradients: dq, dk and dv.
+        alone: the chunk has all keys of its queries, and no sinks.
     """
-    (q, dout, _, lse, delta), (k, v), (dq, dk, dv) = of_queries, of_keys, gradients
+    (q, dout, out, lse, delta), (k, v), (dq, dk, dv) = of_queries, of_keys, gradients
+    if alone:
+        parts, _ = library_attention.choose("backward", q, k, v, chunk)
+        if parts:
+            library_attention.backward((q, dout, out, lse), of_keys, chunk, parts, gradients)
+            return
     if uses_kernel(q):
         from weft.kernels.attention import attention_backward
 
         q, k, v, dout = readable(q, k, v, dout)
         attention_backward(q, k, v, dout, lse, delta, chunk.rules, **chunk.arguments(), dq=dq, dk=dk, dv=dv)
         return
-    for block in attention_blocks.blocks_of(chunk):
+    for block in attention_blocks.blocks_of(chunk, q.device):
         rows, keys = block.rows, block.keys
         of_rows = [t[:, :, rows].float() for t in of_queries]
         parts = attention_blocks.backward_block(of_rows, [t[:, :, keys].float() for t in of_keys], chunk, block)

@@ -75,7 +75,8 @@ def context_attention(
         method: "ring", "all_gather", "ulysses" or "auto". "auto" takes the method that moves the fewest bytes; `choose`
             in this file gives the reason. A mesh of two dimensions takes "auto" only.
         layout: "zigzag" or "contiguous", as the sequence was sharded.
-        deterministic: has no effect: every method gives the same bits in every run.
+        deterministic: every run gives the same bits. If False, cuDNN may run on a GPU, whose backward adds in any
+            order.
         invariant: a number of units of positions that the ranks divide: the result and all gradients have the same
             bits on every such number of ranks, one included (docs/invariance.md). Keys and values are gathered. Needs
             layout="contiguous", and a length for which each rank's part is whole units: a multiple of `invariant` is.
@@ -112,12 +113,13 @@ def context_attention(
         if invariant is not None:
             return _in_units(q, k, v, sinks, call, rules, outer, documents, Units(invariant))
         decision = choose(call, rules, documents is not None, method)
+        library = "deterministic" if deterministic else "any"
         if decision.method == "all_gather":
-            schedule = _schedule(call, rules, outer, documents)
+            schedule = _schedule(call, rules, outer, documents, library)
             return GatheredAttentionFunction.apply(q, k, v, sinks, schedule, call.keys)
         if decision.method == "ring" and inner is None:
-            return RingAttentionFunction.apply(q, k, v, sinks, _schedule(call, rules, outer, documents))
-        return _by_heads(q, k, v, sinks, call, rules, outer, inner, documents)
+            return RingAttentionFunction.apply(q, k, v, sinks, _schedule(call, rules, outer, documents, library))
+        return _by_heads(q, k, v, sinks, call, rules, outer, inner, documents, library)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def choose(call: AttentionCall, rules: Rules, packed: bool, method: str = "auto"
     return Method(best, f"MiB that a rank sends forward: {text}" + (" (packed documents: no ring)" if packed else ""))
 
 
-def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, documents) -> torch.Tensor:
+def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, documents, library) -> torch.Tensor:
     """Run Ulysses, alone or inside a ring."""
     sharing, ring = (inner, outer) if inner is not None else (outer, None)
     heads = Heads.over(call.heads, call.kv_heads, sharing.world_size)
@@ -203,7 +205,8 @@ def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, d
     if ring is None:
         ring = NoRing()
     if count:
-        out = RingAttentionFunction.apply(q_heads, k_heads, v_heads, sinks, _schedule(call, rules, ring, documents))
+        schedule = _schedule(call, rules, ring, documents, library)
+        out = RingAttentionFunction.apply(q_heads, k_heads, v_heads, sinks, schedule)
     else:  # a rank without heads still takes part in every exchange of backward
         used = (x for x in (q_heads, k_heads, v_heads, sinks) if x is not None)
         out = q_heads.new_zeros((*q_heads.shape[:3], v.size(3))) + 0 * sum(x.sum() for x in used)
@@ -247,7 +250,7 @@ def _parts(layout: SequenceLayout, inner: int) -> list[SequenceLayout]:
     return [layout.among(range(first, first + inner)) for first in range(0, layout.world_size, inner)]
 
 
-def _schedule(call: AttentionCall, rules: Rules, ring, documents) -> RingSchedule:
+def _schedule(call: AttentionCall, rules: Rules, ring, documents, library: str) -> RingSchedule:
     """Return the schedule over the ranks of the ring, each with the joined parts of its inner group."""
     inner = call.queries.world_size // ring.world_size
     queries, keys = _parts(call.queries, inner), _parts(call.keys, inner)
@@ -256,7 +259,7 @@ def _schedule(call: AttentionCall, rules: Rules, ring, documents) -> RingSchedul
         of_groups = tuple(group.join([documents[rank] for rank in group.ranks], 1) for group in queries)
     sees = sees_of(queries, keys, rules, of_groups)
     of_queries, of_keys = (tuple(part.positions for part in parts) for parts in (queries, keys))
-    return RingSchedule(ring, rules, of_queries, of_keys, of_groups, of_groups, sees)
+    return RingSchedule(ring, rules, of_queries, of_keys, of_groups, of_groups, sees, library)
 
 
 def _groups(group) -> tuple[Communicator, Communicator | None]:

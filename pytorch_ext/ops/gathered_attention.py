@@ -55,7 +55,8 @@ class GatheredAttentionFunction(torch.autograd.Function):
             q_part, *of_rows = (x[:, queries] for x in (q, dout, out, lse, delta))
             rows = torch.zeros(q_part.shape, dtype=torch.float32, device=q.device)
             chunk = _chunk(schedule.from_head(queries.start), layout)
-            attention_chunk.backward([q_part, *of_rows], [k_whole, v_whole], chunk, [rows, *sums])
+            gradients = [rows, *sums]
+            attention_chunk.backward([q_part, *of_rows], [k_whole, v_whole], chunk, gradients, alone=sinks is None)
             dq[:, queries] = rows
             del k_whole, v_whole
             for gradient in (dk, dv):
@@ -75,4 +76,5 @@ def _chunk(schedule: RingSchedule, layout: SequenceLayout) -> AttentionChunk:
     documents: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
     if schedule.query_documents is not None and schedule.key_documents is not None:
         documents = schedule.query_documents[rank], layout.join(schedule.key_documents, 1)
-    return AttentionChunk(schedule.rules, schedule.query_positions[rank], Positions(0, layout.length), *documents)
+    positions = schedule.query_positions[rank], Positions(0, layout.length)
+    return AttentionChunk(schedule.rules, *positions, *documents, library=schedule.library)

@@ -1,10 +1,9 @@
-"""Choice between weft's kernel and the library for a matrix product, with the reason.
+"""Choice between weft's kernel and the library, with the reason.
 
-A product takes the kernel where `weft.warm_up` or a table (`weft tune matmul`) has a measurement of it on this
-architecture, with sizes within a factor of two, and where the kernel was at least as fast as the library's op with a
-separate epilogue.
-The library runs everything else: products on the CPU, where weft's kernels do not run, and products without a
-measurement.
+A product of matrices, grouped or not, and attention that torch has too, take the kernel where a table (`weft tune`; for
+matrices also `weft.warm_up`) has a measurement of it on this architecture, with sizes within a factor of two, and where
+the kernel was at least as fast as the library's op with a separate epilogue.
+The library runs everything else that it has: on the CPU, where weft's kernels do not run, and without a measurement.
 """
 
 import contextlib
@@ -20,6 +19,9 @@ import torch
 from weft.arguments import check_choice
 
 if TYPE_CHECKING:
+    from weft.kernels import attention_tiles
+    from weft.kernels.attention_rules import Rules
+    from weft.kernels.config import Entry
     from weft.kernels.launch import Origin
     from weft.kernels.matmul_tiles import Problem
 
@@ -86,15 +88,14 @@ def can_run(device: torch.device) -> bool:
     return launch.INTERPRETED
 
 
-def _why_no_code(device: torch.device) -> str | None:
-    """Return the reason if a GPU has neither kernels compiled ahead of time nor a compiler, else None."""
-    return None if _HAS_TRITON else _why_no_archive(device)
-
-
 @lru_cache
-def _why_no_archive(device: torch.device) -> str | None:
+def _why_no_code(device: torch.device) -> str | None:
+    """Return the reason if a GPU has neither kernels compiled ahead of time nor a compiler for it, else None."""
     from weft.kernels import dispatch, launch
 
+    refusal = launch.why_no_variants(device)
+    if refusal is not None or _HAS_TRITON:
+        return refusal
     found = dispatch.archive_of(launch.code_architecture(device))
     return f"triton is not installed (pip install weft[gpu]), and {found}" if isinstance(found, str) else None
 
@@ -138,9 +139,46 @@ def asked() -> "Iterator[set[tuple[Problem, torch.device]]]":
         _asked = before
 
 
+def attention_algorithm(
+    kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: "Rules"
+) -> Algorithm:
+    """Return the implementation of attention that torch has too, on the device of q.
+
+    Args:
+        kind: "forward" or "backward".
+        q, k, v: [B, H, Sq, D], [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv].
+    """
+    if not on_kernel(q.device):
+        return excluded(q.device)
+    if _preference == "kernel":
+        return _WANTED
+    from weft.kernels.attention_tiles import Problem
+
+    return _measured_attention(kind, Problem.of(q, k, v, rules), q.device)
+
+
+@lru_cache(maxsize=4096)
+def _measured_attention(kind: str, problem: "attention_tiles.Problem", device: torch.device) -> Algorithm:
+    from weft.kernels import config, launch
+
+    architecture = launch.architecture_of(device)
+    op = "attention_forward" if kind == "forward" else "attention_dkdv"  # its row has the time of the whole backward
+    entry = config.measured(op, architecture, problem.key(), config.AttentionConfig)
+    if entry is None:
+        return Algorithm(False, f"not measured at this size on {architecture}; `weft tune attention` measures it")
+    sizes = f"{entry.problem['queries']}x{entry.problem['keys']}"
+    return _faster(entry, f"{sizes} on {architecture}")
+
+
+def _faster(entry: "Entry", where: str) -> Algorithm:
+    ratio = entry.peer_us / entry.ours_us
+    return Algorithm(ratio >= 1.0, f"the kernel has {ratio:.2f} times ATen's speed at {where}")
+
+
 def forget_choices() -> None:
     """Choose anew, by measurements that were added."""
     _measured.cache_clear()
+    _measured_attention.cache_clear()
 
 
 @lru_cache(maxsize=4096)
@@ -158,9 +196,8 @@ def _measured(problem: "Problem", device: torch.device) -> Algorithm:
         code = origin(problem, launch.code_architecture(device))
         if code.how == "nowhere":
             return Algorithm(False, code.why)
-    ratio = entry.peer_us / entry.ours_us
     sizes = "x".join(str(entry.problem[name]) for name in "mnk")
-    return Algorithm(ratio >= 1.0, f"the kernel has {ratio:.2f} times ATen's speed at {sizes} on {architecture}")
+    return _faster(entry, f"{sizes} on {architecture}")
 
 
 def origin(problem: "Problem", architecture: str) -> "Origin":

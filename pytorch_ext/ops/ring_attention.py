@@ -22,6 +22,7 @@ class RingSchedule:
         query_positions, key_positions: positions of each rank.
         query_documents, key_documents: documents of each rank, [B, positions of the rank], or None.
         sees: sees[r][s] is True if a query of rank r can see a key of rank s.
+        library: as in AttentionChunk.
     """
 
     ranks: Communicator
@@ -31,6 +32,7 @@ class RingSchedule:
     query_documents: tuple[torch.Tensor, ...] | None
     key_documents: tuple[torch.Tensor, ...] | None
     sees: tuple[tuple[bool, ...], ...]
+    library: str = ""
 
     def chunk(self, source: int) -> AttentionChunk:
         """Return the chunk of this rank's queries against the keys of rank `source`."""
@@ -38,7 +40,8 @@ class RingSchedule:
         documents: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         if self.query_documents is not None and self.key_documents is not None:
             documents = self.query_documents[rank], self.key_documents[source]
-        return AttentionChunk(self.rules, self.query_positions[rank], self.key_positions[source], *documents)
+        positions = self.query_positions[rank], self.key_positions[source]
+        return AttentionChunk(self.rules, *positions, *documents, library=self.library)
 
     @property
     def longest(self) -> int:
@@ -107,6 +110,7 @@ class RingAttentionFunction(torch.autograd.Function):
                 [x[:, queries] for x in (q, dout, out, lse, delta)],
                 [x[:, keys] for x in (k, v)],
                 schedule.from_head(queries.start),
+                sinks is not None,
             )
             for whole, heads, gradient in zip((dq, dk, dv), (queries, keys, keys), gradients, strict=True):
                 whole[:, heads] = gradient
@@ -133,7 +137,7 @@ def _round(q, k, v, state, schedule: RingSchedule) -> tuple[torch.Tensor, torch.
 
 
 def _round_back(
-    of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], schedule: RingSchedule
+    of_queries: list[torch.Tensor], of_keys: list[torch.Tensor], schedule: RingSchedule, has_sinks: bool
 ) -> list[torch.Tensor]:
     """Return dq, dk and dv, fp32, of some heads.
 
@@ -143,6 +147,7 @@ def _round_back(
     """
     q, (k, v) = of_queries[0], of_keys
     ranks = schedule.ranks
+    alone = not has_sinks and sum(schedule.sees[ranks.rank]) == 1
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
     leaving: list[torch.Tensor] = []  # gradients of the chunk before, for the next rank
@@ -159,7 +164,7 @@ def _round_back(
         # 2. Compute this rank's part.
         if sees:
             own = [_zeros(part) for part in held] if step else sums
-            attention_chunk.backward(of_queries, held, schedule.chunk(source), [dq, *own])
+            attention_chunk.backward(of_queries, held, schedule.chunk(source), [dq, *own], alone)
         # 3. Add it, in the order of the ring.
         passing.wait()
         if arrives and sees:

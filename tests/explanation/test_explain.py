@@ -181,14 +181,14 @@ def test_without_triton_a_gpu_takes_what_was_compiled_ahead_of_time(monkeypatch,
     monkeypatch.setattr(kernel_choice, "_HAS_TRITON", False)
     for found, taken in (("there is no archive", False), (object(), True)):
         monkeypatch.setattr(dispatch, "archive_of", lambda architecture, found=found: found)
-        kernel_choice._why_no_archive.cache_clear()
+        kernel_choice._why_no_code.cache_clear()
         with launch.recording("sm_90"):
             assert kernel_choice.on_kernel(device) == kernel_choice.can_run(device) == taken
             if not taken:
                 assert kernel_choice.excluded(device).reason.endswith(
                     "(pip install weft[gpu]), and there is no archive"
                 )
-    kernel_choice._why_no_archive.cache_clear()
+    kernel_choice._why_no_code.cache_clear()
 
 
 @pytest.mark.kernel
