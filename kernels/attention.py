@@ -52,7 +52,7 @@ from weft.kernels.attention_scores import (
     visible_pairs,
     whole_tile,
 )
-from weft.kernels.attention_tiles import Problem, listed, padded
+from weft.kernels.attention_tiles import AttentionProblem, listed, padded
 from weft.kernels.config import AttentionConfig, choose
 from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
 from weft.kernels.launch import LOG2E
@@ -256,7 +256,7 @@ class _Chunk:
             "softcap": self.rules.softcap is not None,
         }
         exist = listed(kind, architecture, max(q.size(3), v.size(3)), [name for name, used in features.items() if used])
-        problem = Problem.of(q, k, v, self.rules).key()
+        problem = AttentionProblem.of(q, k, v, self.rules).key()
         widest = min(q.size(3), v.size(3)) > 128  # its first tile takes 104 KiB on sm_80
         heuristic = exist[0 if not widest or launch.has_large_shared_memory(q.device) else -1]
         return choose(f"attention_{kind}", architecture, problem, explicit, exist, heuristic).config

@@ -117,7 +117,7 @@ _INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """The properties of a chunk of attention that its speed depends on.
 
     Attributes:
@@ -134,7 +134,7 @@ class Problem:
     dtype: str
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> "Problem":
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> "AttentionProblem":
         return cls(
             q.size(2),
             k.size(2),

@@ -12,26 +12,75 @@
 without rows are not read. The host never reads `offsets`: each program finds its tiles in it. A tile has rows of one
 expert only, so there are at most R / block_m + E of them times N / block_n. The sum over K, or over an expert's rows,
 is in fp32, in order, and rounded once; no result is touched by an atomic, and nothing depends on other experts' rows.
-Rows after offsets[E] are not written.
+Rows after offsets[E] are not written. Tiles of one expert run beside one another, rows first, so that a strip of its
+weight is read from device memory once.
 
-Operands are loaded by masked loads, in the narrow tiles of `matmul_tiles`; the rest is `matmul`'s own. It was compiled,
-and run in the interpreter; it was never timed. Nothing is saved here. Tests: tests/kernels/test_grouped_matmul.py.
+Operands come from the tensor copy engine where it can read them, else by masked loads, in the tiles of `matmul_tiles`;
+the rest is `matmul`'s own. Nothing is saved here. Tests: tests/kernels/test_grouped_matmul.py.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from weft.kernels import launch
 from weft.kernels.activation import check_activation
-from weft.kernels.config import MatmulConfig
-from weft.kernels.language import cdiv, next_power_of_2, tl, triton
+from weft.kernels.config import MatmulConfig, choose
+from weft.kernels.language import TensorDescriptor, cdiv, next_power_of_2, tl, triton
 from weft.kernels.matmul import PRECISIONS, _emit, _load, _strip
 from weft.kernels.matmul_tiles import listed
 from weft.kernels.replay import replayed
 
 MOST_GROUPS = 1024  # a program holds all offsets
 _LEAST_LANES = 64  # of the offsets in a program: one variant serves all up to 64 experts
+_HEIGHT: tl.constexpr = tl.constexpr(16)  # tiles of rows that share a strip of an expert's weight
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """The properties of a grouped product that its speed depends on.
+
+    Attributes:
+        rows: of all groups.
+        columns, depth: sizes of the weight of a group along the result and along the sum; for "wgrad", both are along
+            the result.
+        kind: "nt" for a forward (the weight's rows are along the sum), "nn" for a dgrad, "wgrad".
+        fused: as in `matmul_tiles.Problem`.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    groups: int
+    kind: str
+    dtype: str
+    fused: str = "none"
+
+    def key(self) -> dict[str, int | str]:
+        """Return the key for the lookup in a tuned table."""
+        return asdict(self)
+
+
+def problem_of(a: torch.Tensor, b: torch.Tensor, b_up=None, activation: str | None = None) -> GroupedProblem:
+    """Return the problem of `grouped_matmul` with these arguments."""
+    fused = (activation or "none") + ("_gated" if b_up is not None else "")
+    kind = "nt" if _is_turned(b) else "nn"
+    return GroupedProblem(a.size(0), b.size(2), b.size(1), b.size(0), kind, _name(a), fused)
+
+
+def wgrad_problem_of(dz: torch.Tensor, x: torch.Tensor, groups: int, adds: bool) -> GroupedProblem:
+    """Return the problem of `grouped_wgrad` with these arguments."""
+    fused = "main_grad" if adds else "none"
+    return GroupedProblem(dz.size(0), dz.size(1), x.size(1), groups, "wgrad", _name(dz), fused)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_turned(b: torch.Tensor) -> bool:
+    return b.stride(1) == 1 and b.stride(2) != 1
 
 
 @replayed
@@ -58,7 +107,7 @@ def grouped_matmul(
         activation: None, "gelu", "gelu_tanh", "relu" or "silu".
         keep_z: also return z, [R, N] (gated: [R, 2N]) in a's type.
         precision: precision of fp32 operands: "ieee" or "tf32".
-        config: an explicit tile configuration, with K whole.
+        config: an explicit tile configuration, with K whole; by default the table's, else the heuristic's.
 
     Returns:
         (out [R, N], z); z is None without keep_z. Rows after the last group are not written.
@@ -81,15 +130,20 @@ def grouped_matmul(
         raise ValueError(f"{op}: bias has strides {bias.stride()}; make it contiguous")
     out = launch.empty((rows, columns), a.dtype, a.device)
     z = launch.empty((rows, width), a.dtype, a.device) if keep_z else None
-    config = _tile(op, a, config, columns % 16 == 0 and depth % 16 == 0)
-    most = (cdiv(rows, config.block_m) + groups) * cdiv(columns, config.block_n)
-    programs = min(most, launch.multiprocessors(a.device)) if rows else 0
+    turned = _is_turned(b)
+    stored = [w.transpose(1, 2) if turned else w for w in (b, b_up) if w is not None]
+    descriptors = _describes(a, *stored)
+    tiles = _listed(a, gated=b_up is not None, descriptors=descriptors)
+    guess = _guess(tiles, [tile.block_m * 2 <= rows / groups for tile in tiles], columns % 16 or depth % 16)
+    config = _choose(a, problem_of(a, b, b_up, activation), config, tiles, guess)
+    programs = (cdiv(rows, config.block_m) + groups) * cdiv(columns, config.block_n) if rows else 0
+    block = [1, config.block_n, config.block_k] if turned else [1, config.block_k, config.block_n]
     launch.launch(
         _grouped_matmul_kernel,
         (programs,),
-        a,
-        b,
-        b_up,
+        _described(a, [config.block_m, config.block_k], descriptors),
+        _described(stored[0], block, descriptors) if descriptors else b,
+        None if b_up is None else _described(stored[1], block, descriptors) if descriptors else b_up,
         bias,
         out,
         z,
@@ -98,8 +152,7 @@ def grouped_matmul(
         depth,
         groups,
         programs,
-        a.stride(0),
-        *b.stride(),
+        *((a.stride(0), *b.stride()) if not descriptors else (0, 0, 0, 0)),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -109,6 +162,8 @@ def grouped_matmul(
         PRECISION=precision if a.dtype == torch.float32 else "ieee",
         COLUMNS_OF_16=columns % 16 == 0,
         DEPTH_OF_16=depth % 16 == 0,
+        DESCRIPTORS=descriptors,
+        TURNED=turned,
         OUT_DTYPE=launch.TRITON_TYPES[a.dtype],
         warps=config.warps,
         stages=config.stages,
@@ -150,14 +205,18 @@ def grouped_wgrad(
         if not main_grad.is_contiguous():
             raise ValueError(f"{op}: main_grad has strides {main_grad.stride()}; make it contiguous")
     out = main_grad if main_grad is not None else launch.empty((groups, rows, columns), dz.dtype, dz.device)
-    config = _tile(op, dz, config, rows % 16 == 0 and columns % 16 == 0)
-    units = groups * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
-    programs = min(units, launch.multiprocessors(dz.device))
+    descriptors = _describes(dz, x)
+    tiles, processors = _listed(dz, gated=False, descriptors=descriptors), launch.multiprocessors(dz.device)
+    units = [groups * cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n) for tile in tiles]
+    guess = _guess(tiles, [each >= processors for each in units], rows % 16 or columns % 16)
+    problem = wgrad_problem_of(dz, x, groups, main_grad is not None)
+    config = _choose(dz, problem, config, tiles, guess)
+    programs = groups * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
     launch.launch(
         _grouped_wgrad_kernel,
         (programs,),
-        dz,
-        x,
+        _described(dz, [config.block_k, config.block_m], descriptors),
+        _described(x, [config.block_k, config.block_n], descriptors),
         offsets,
         main_grad,
         out,
@@ -165,8 +224,7 @@ def grouped_wgrad(
         columns,
         groups,
         programs,
-        dz.stride(0),
-        x.stride(0),
+        *((dz.stride(0), x.stride(0)) if not descriptors else (0, 0)),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -174,6 +232,7 @@ def grouped_wgrad(
         PRECISION=precision if dz.dtype == torch.float32 else "ieee",
         ROWS_OF_16=rows % 16 == 0,
         COLUMNS_OF_16=columns % 16 == 0,
+        DESCRIPTORS=descriptors,
         OUT_DTYPE=launch.TRITON_TYPES[out.dtype],
         warps=config.warps,
         stages=config.stages,
@@ -203,21 +262,45 @@ def _check(op: str, groups: int, offsets: torch.Tensor, precision: str, **operan
         raise ValueError(f"{op}: precision={precision!r} is not one of {', '.join(map(repr, PRECISIONS))}")
 
 
-def _tile(op: str, a: torch.Tensor, explicit: MatmulConfig | None, even: bool) -> MatmulConfig:
-    """Return the explicit configuration, else the smallest tile that exists: most groups have few rows.
+def _describes(*operands: torch.Tensor) -> bool:
+    """Return True if the tensor copy engine loads the operands, each as it is stored."""
+    return launch.has_copy_engine(operands[0].device) and all(map(launch.describable, operands))
 
-    Columns that 16 does not divide have an address each, so the registers hold half as many.
+
+def _described(operand: torch.Tensor, block: list[int], descriptors: bool):
+    return TensorDescriptor.from_tensor(operand, block) if descriptors else operand
+
+
+def _listed(a: torch.Tensor, gated: bool, descriptors: bool) -> tuple[MatmulConfig, ...]:
+    """Return the tile configurations that exist."""
+    return listed(launch.architecture_of(a.device), a.dtype, narrow=gated or not descriptors)
+
+
+def _guess(tiles: Sequence[MatmulConfig], enough: Sequence[bool], odd: int) -> MatmulConfig:
+    """Return the largest tile that has enough programs, else the smallest one.
+
+    Columns that 16 does not divide have an address each, so the registers hold half as many of the smallest.
     """
-    tiles = listed(launch.architecture_of(a.device), a.dtype, narrow=True)
-    if explicit is not None and explicit not in tiles:
-        raise ValueError(f"{op}: {explicit} does not exist here; there are {', '.join(map(str, tiles))}")
-    return explicit or (tiles[-1] if even else replace(tiles[-1], block_k=max(16, tiles[-1].block_k // 2)))
+    if odd:
+        return replace(tiles[-1], block_k=max(16, tiles[-1].block_k // 2))
+    return next((tile for tile, many in zip(tiles, enough, strict=True) if many), tiles[-1])
+
+
+def _choose(
+    a: torch.Tensor,
+    problem: GroupedProblem,
+    explicit: MatmulConfig | None,
+    tiles: Sequence[MatmulConfig],
+    guess: MatmulConfig,
+) -> MatmulConfig:
+    found = choose("grouped_matmul", launch.architecture_of(a.device), problem.key(), explicit, tiles, guess).config
+    return found if found in tiles else guess  # the table's was measured with operands that are aligned otherwise
 
 
 @triton.jit(do_not_specialize=["columns", "depth", "groups", "programs"])
 def _grouped_matmul_kernel(
     a,  # [R, K], contiguous rows
-    b,  # [E, K, N]
+    b,  # [E, K, N]; its descriptor is of [E, N, K] where TURNED
     b_up,  # [E, K, N] with b's strides, or None
     bias,  # [E, N] or [E, 2N], contiguous, or None
     out,  # [R, N], contiguous
@@ -240,6 +323,8 @@ def _grouped_matmul_kernel(
     PRECISION: tl.constexpr,
     COLUMNS_OF_16: tl.constexpr,
     DEPTH_OF_16: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    TURNED: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
 ):
     if COLUMNS_OF_16:
@@ -258,13 +343,16 @@ def _grouped_matmul_kernel(
         width = 2 * columns
     for unit in tl.range(tl.program_id(0), tl.sum(tiles, 0) * tiles_n, programs):
         # 2. Find the tile's group and its rows.
-        turn = unit // tiles_n
-        column = (unit % tiles_n) * BLOCK_N
-        group = tl.sum((done <= turn).to(tl.int32), 0)
-        before = tl.sum(tl.where(lane < group, tiles, 0), 0)
-        row = tl.load(offsets + group) + (turn - before) * BLOCK_M
+        group = tl.sum((done * tiles_n <= unit).to(tl.int32), 0)
+        first = tl.load(offsets + group)
         last = tl.load(offsets + group + 1)
-        matrix = group.to(tl.int64) * stride_b_group
+        high = (last - first + BLOCK_M - 1) // BLOCK_M
+        within = unit - tl.sum(tl.where(lane < group, tiles, 0), 0) * tiles_n
+        block = within // (_HEIGHT * tiles_n) * _HEIGHT
+        height = tl.minimum(high - block, _HEIGHT)
+        within = within % (_HEIGHT * tiles_n)
+        row = first + (block + within % height) * BLOCK_M
+        column = within // height * BLOCK_N
 
         # 3. Sum over K, in order.
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -273,13 +361,13 @@ def _grouped_matmul_kernel(
         else:
             total_up = None
         for k in range(0, depth, BLOCK_K):
-            x = _load(a, row, k, last, depth, stride_a, 1, BLOCK_M, BLOCK_K, False, False)
-            w = _load(b + matrix, k, column, depth, columns, stride_b_row, stride_b_column, BLOCK_K, BLOCK_N, False,
-                      False)  # fmt: skip
+            x = _load(a, row, k, last, depth, stride_a, 1, BLOCK_M, BLOCK_K, DESCRIPTORS, False)
+            w = _load_of(b, group, k, column, depth, columns, stride_b_group, stride_b_row, stride_b_column,
+                         BLOCK_K, BLOCK_N, DESCRIPTORS, TURNED)  # fmt: skip
             total = launch.dot(x, w, total, PRECISION)
             if b_up is not None:
-                w_up = _load(b_up + matrix, k, column, depth, columns, stride_b_row, stride_b_column, BLOCK_K, BLOCK_N,
-                             False, False)  # fmt: skip
+                w_up = _load_of(b_up, group, k, column, depth, columns, stride_b_group, stride_b_row, stride_b_column,
+                                BLOCK_K, BLOCK_N, DESCRIPTORS, TURNED)  # fmt: skip
                 total_up = launch.dot(x, w_up, total_up, PRECISION)
 
         # 4. Write the rows of this group.
@@ -311,6 +399,7 @@ def _grouped_wgrad_kernel(
     PRECISION: tl.constexpr,
     ROWS_OF_16: tl.constexpr,
     COLUMNS_OF_16: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
 ):
     if ROWS_OF_16:
@@ -326,9 +415,20 @@ def _grouped_wgrad_kernel(
         first = tl.load(offsets + group)
         last = tl.load(offsets + group + 1)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for r in range(first, last, BLOCK_K):
-            g = _load(dz, row, r, rows, last, 1, stride_dz, BLOCK_M, BLOCK_K, False, False)
-            w = _load(x, r, column, last, columns, stride_x, 1, BLOCK_K, BLOCK_N, False, False)
+        masked = first
+        if DESCRIPTORS:  # which cannot hide the next group's rows
+            masked += (last - first) // BLOCK_K * BLOCK_K
+            for r in range(first, masked, BLOCK_K):
+                g = _load(dz, row, r, rows, last, 1, stride_dz, BLOCK_M, BLOCK_K, True, True)
+                w = _load(x, r, column, last, columns, stride_x, 1, BLOCK_K, BLOCK_N, True, False)
+                total = launch.dot(g, w, total, PRECISION)
+        for r in tl.range(masked, last, BLOCK_K, num_stages=1 if DESCRIPTORS else None):
+            g = _load(dz, row, r, rows, last, 1, stride_dz, BLOCK_M, BLOCK_K, DESCRIPTORS, True)
+            w = _load(x, r, column, last, columns, stride_x, 1, BLOCK_K, BLOCK_N, DESCRIPTORS, False)
+            if DESCRIPTORS:
+                own = r + tl.arange(0, BLOCK_K) < last
+                g = tl.where(own[None, :], g, 0.0).to(g.dtype)
+                w = tl.where(own[:, None], w, 0.0).to(w.dtype)
             total = launch.dot(g, w, total, PRECISION)
         own = group.to(tl.int64) * rows * columns
         if addend is not None:
@@ -339,29 +439,53 @@ def _grouped_wgrad_kernel(
               columns, 1, 0, BLOCK_M, BLOCK_N, STRIP, "none", False, False, OUT_DTYPE, False)  # fmt: skip
 
 
+@triton.jit
+def _load_of(matrices, group, row, column, rows, columns, stride_group, stride_row, stride_column, ROWS: tl.constexpr,
+             COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
+    """Load the tile [ROWS, COLUMNS] at (row, column) of the group's matrix, with zeros outside the matrix."""
+    if DESCRIPTOR:
+        if TURNED:
+            tile = matrices.load([group, column, row]).reshape(COLUMNS, ROWS).T
+        else:
+            tile = matrices.load([group, row, column]).reshape(ROWS, COLUMNS)
+    else:
+        tile = _load(matrices + group.to(tl.int64) * stride_group, row, column, rows, columns, stride_row,
+                     stride_column, ROWS, COLUMNS, False, False)  # fmt: skip
+    return tile
+
+
 def variants(architecture: str) -> None:
     """Call the launchers once for each variant to compile ahead of time, on meta tensors; see `matmul.variants`.
 
     They serve up to 64 experts of silu with a gate, of sizes that 16 divides or not, and up to 128 of bf16 of such that
-    16 divides. Others are compiled at their first call.
+    16 divides: in the tiles that the heuristic takes, and up to 64 in every tile that a table may choose. Others are
+    compiled at their first call.
     """
-    del architecture
-    of_experts = ((torch.bfloat16, 0, 8), (torch.bfloat16, 0, 128), (torch.bfloat16, 1, 8), (torch.float32, 0, 8))
-    for dtype, odd, experts in of_experts:
+
+    def layer(dtype, odd, experts, tokens=4096, each: Sequence[MatmulConfig | None] = (None,), gated=True):
         hidden, inner = 1024 + odd, 512 + odd
 
         def matrix(*shape, dtype=dtype):
             return torch.empty(*shape, dtype=dtype, device="meta")
 
         offsets = matrix(experts + 1, dtype=torch.int32)
-        x, up, down = matrix(4096, hidden), matrix(experts, 2 * inner, hidden), matrix(experts, hidden, inner)
+        x, up, down = matrix(tokens, hidden), matrix(experts, 2 * inner, hidden), matrix(experts, hidden, inner)
+        y, dz = matrix(tokens, inner), matrix(tokens, 2 * inner)
         gate_t, up_t = (half.transpose(1, 2) for half in up.chunk(2, 1))
-        y, _ = grouped_matmul(x, gate_t, offsets, b_up=up_t, activation="silu", keep_z=True)
-        dz, dy = matrix(4096, 2 * inner), matrix(4096, hidden)
-        grouped_matmul(y, down.transpose(1, 2), offsets)
-        grouped_matmul(dy, down, offsets)
-        grouped_matmul(dz, up, offsets)
-        for gradient, rows in ((dz, x), (dy, y)):
-            grouped_wgrad(gradient, rows, offsets)
-            main_grad = matrix(experts, gradient.size(1), rows.size(1), dtype=torch.float32)
-            grouped_wgrad(gradient, rows, offsets, main_grad=main_grad)
+        for config in each:
+            if gated:
+                grouped_matmul(x, gate_t, offsets, b_up=up_t, activation="silu", keep_z=True, config=config)
+                continue
+            grouped_matmul(y, down.transpose(1, 2), offsets, config=config)
+            grouped_matmul(dz, up, offsets, config=config)
+            main_grad = matrix(experts, 2 * inner, hidden, dtype=torch.float32)
+            grouped_wgrad(dz, x, offsets, config=config)
+            grouped_wgrad(dz, x, offsets, main_grad=main_grad, config=config)
+
+    for gated in (True, False):
+        of_experts = ((torch.bfloat16, 0, 8), (torch.bfloat16, 0, 128), (torch.bfloat16, 1, 8), (torch.float32, 0, 8))
+        for dtype, odd, experts in of_experts:
+            layer(dtype, odd, experts, tokens=128 * experts, gated=gated)
+        layer(torch.bfloat16, 0, 128, tokens=128 * 1024, gated=gated)
+        narrow = gated or not launch.has_copy_engine(torch.device("meta"))
+        layer(torch.bfloat16, 0, 8, each=listed(architecture, torch.bfloat16, narrow=narrow), gated=gated)

@@ -254,12 +254,15 @@ def _experts(name: str, layer: ParallelExperts | ParallelExpertList, tokens: int
                 traffic.append(
                     _traffic(product, "all_to_all", "x, w and y" if layer.seen.weighted else "x and y", there, world)
                 )
-    how, why = ATEN, "the experts' own forward, on this rank's experts"
+    own = ProductReport(ATEN, "the experts' own forward, on this rank's experts")
+    computed = {"forward": own, "backward": own}
     fused = layer.fused() if isinstance(layer, ParallelExperts) else None
     if fused is not None:
-        algorithm = grouped_matmul.algorithm(fused.up)
-        how, why = ("weft kernel" if algorithm.kernel else ATEN), algorithm.reason
-    computed = {product: ProductReport(how, why) for product in ("forward", "backward")}
+        rows = tokens * layer.seen.chosen if layer.seen is not None else tokens
+        computed = {
+            product: ProductReport("weft kernel" if taken.kernel else ATEN, taken.reason)
+            for product, taken in grouped_matmul.algorithms(fused, rows).items()
+        }
     ranks = next(iter(layer.shards.values())).communicator
     sent = None if traffic is None else tuple(traffic)
     return LayerReport(name, kind, _shard(layer), ranks.transport, computed, {}, sent)

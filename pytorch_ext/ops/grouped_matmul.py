@@ -1,11 +1,14 @@
-"""The feed-forward of all experts of a rank, by grouped products on GPUs.
+"""The feed-forward of all experts of a rank, by grouped products on GPUs: torch's grouped_mm or weft's kernel.
 
-Nothing here reads a tensor on the host: rows of an expert are found by offsets on the device.
+Nothing here reads a tensor on the host: rows of an expert are found by offsets on the device. torch's grouped_mm does
+that on Hopper and Blackwell, for bf16 whose rows lie at 16 bytes; elsewhere it waits for the number of rows of each
+expert. It adds neither a bias nor to a `main_grad`.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from weft.ops import kernel_choice
 from weft.ops.activation import Activation, activation_of
@@ -14,7 +17,7 @@ from weft.ops.backward import first_order
 from weft.ops.kernel_choice import Algorithm
 from weft.ops.matmul import check_main_grad
 
-_TAKEN = Algorithm(True, "grouped products over offsets on the device")
+_LIBRARY_FAMILIES = (9, 10)  # major numbers of the capabilities on which grouped_mm reads the offsets on the device
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class ExpertWeights:
 
 
 def algorithm(weight: torch.Tensor) -> Algorithm:
-    """Return the implementation for experts with this weight [E, ...], and the reason."""
+    """Return whether `expert_mlps` computes experts with this weight [E, ...], and why not.
+
+    Its products are grouped_mm's or the kernel's, as `product_algorithm` says.
+    """
     if not kernel_choice.on_kernel(weight.device):
         return kernel_choice.excluded(weight.device)
     if weight.dtype == torch.float64:
@@ -46,7 +52,51 @@ def algorithm(weight: torch.Tensor) -> Algorithm:
     most = _kernel().MOST_GROUPS
     if weight.size(0) > most:
         return Algorithm(False, f"the kernels take {most} experts on a rank, there are {weight.size(0)}")
-    return _TAKEN
+    return Algorithm(True, "grouped products over offsets on the device")
+
+
+def algorithms(weights: ExpertWeights, rows: int) -> dict[str, Algorithm]:
+    """Return the implementation of "forward", "dgrad" and "wgrad" for that many rows, as `weft.explain` shows it."""
+    whole = algorithm(weights.up)
+    if not whole.kernel:
+        return dict.fromkeys(("forward", "dgrad", "wgrad"), whole)
+    up, adds = weights.up, getattr(weights.up, "main_grad", None) is not None
+    x, dz = (torch.empty(rows, up.size(dim), dtype=up.dtype, device="meta") for dim in (2, 1))
+    problems = {
+        "forward": _kernel().problem_of(x, up.transpose(1, 2)),
+        "dgrad": _kernel().problem_of(dz, up),
+        "wgrad": _kernel().wgrad_problem_of(dz, x, up.size(0), adds),
+    }
+    biases = {"forward": weights.up_bias}
+    return {name: _algorithm(problem, up.device, up, biases.get(name)) for name, problem in problems.items()}
+
+
+def _algorithm(problem, device: torch.device, weight: torch.Tensor | None, bias=None) -> Algorithm:
+    """Return the implementation of a grouped product, a `GroupedProblem`, and the reason."""
+    refusal = _why_not_library(problem, device, weight, bias)
+    return Algorithm(True, refusal) if refusal else kernel_choice.grouped_algorithm(problem, device)
+
+
+def _why_not_library(problem, device: torch.device, weight: torch.Tensor | None, bias) -> str | None:
+    if not hasattr(F, "grouped_mm"):
+        return "this torch has no grouped_mm"
+    if _family(device) not in _LIBRARY_FAMILIES or problem.dtype != "bfloat16":
+        where = kernel_choice.architecture_of(device)
+        return f"torch's grouped_mm waits for the number of rows of each expert in {problem.dtype} on {where}"
+    if bias is not None or problem.fused == "main_grad":
+        return "torch's grouped_mm adds neither a bias nor to a main_grad"
+    if problem.columns % 8 or problem.depth % 8 or (weight is not None and not _lies_at_16_bytes(weight)):
+        return "torch's grouped_mm needs rows at multiples of 16 bytes"
+    return None if problem.rows else "there are no rows"
+
+
+def _lies_at_16_bytes(weight: torch.Tensor) -> bool:
+    strides = weight.stride()
+    return weight.data_ptr() % 16 == 0 and 1 in strides[1:] and all(s == 1 or s % 8 == 0 for s in strides)
+
+
+def _family(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def expert_mlps(rows: torch.Tensor, expert: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
@@ -73,7 +123,7 @@ class ExpertMLPFunction(torch.autograd.Function):
 
     x [R, H]        up [E, I or 2I, H]        z [R, I or 2I]        h [R, I]        down [E, H, I]        y [R, H]
 
-    forward   z, h = grouped(x, up.T), with the activation in the epilogue;  y = grouped(h, down.T)
+    forward   z, h = grouped(x, up.T), with the activation in the kernel's epilogue;  y = grouped(h, down.T)
     dgrad     dh = grouped(dy, down);  dz = act'(z) dh;  dx = grouped(dz, up)
     wgrad     d_down_e = dy_e.T @ h_e,  d_up_e = dz_e.T @ x_e
     dbias     the same with a column of ones in place of h and x
@@ -88,44 +138,71 @@ class ExpertMLPFunction(torch.autograd.Function):
         for weight, main_grad in zip((up, down), main_grads, strict=True):
             if main_grad is not None:
                 check_main_grad(main_grad, weight.shape)
-        kernel, x = _kernel(), x.contiguous()
-        first, second = up.transpose(1, 2), None
-        if gated:
-            first, second = first.chunk(2, 2)
-        h, z = kernel.grouped_matmul(
-            x, first, offsets, b_up=second, bias=up_bias, activation=activation.name, keep_z=True
-        )
-        y, _ = kernel.grouped_matmul(h, down.transpose(1, 2), offsets, bias=down_bias)
+        x = x.contiguous()
+        h, z = _up(x, up, up_bias, offsets, activation, gated)
+        y = _product(h, down.transpose(1, 2), offsets, down_bias)
         ctx.save_for_backward(x, z, up, down, offsets)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        from weft.kernels.activation import gated_backward, gated_forward
+        from weft.kernels.activation import gated_backward
 
-        kernel, dy = _kernel(), dy.contiguous()
+        dy = dy.contiguous()
         x, z, up, down, offsets = ctx.saved_tensors
         needs_x, needs_up, needs_up_bias, needs_down, needs_down_bias, *_ = ctx.needs_input_grad
         name = ctx.activation.name
         dx = d_up = d_up_bias = d_down = d_down_bias = None
         if needs_down:
-            h = gated_forward(z, name) if ctx.gated else ctx.activation.apply(z)
+            h = _activated(z, ctx.activation, ctx.gated)
             d_down = _wgrad(dy, h, offsets, ctx.main_grads[1])
         if needs_down_bias:
             d_down_bias = _sums(dy, offsets)
         if needs_x or needs_up or needs_up_bias:
-            dh, _ = kernel.grouped_matmul(dy, down, offsets)
+            dh = _product(dy, down, offsets)
             dz = gated_backward(dh, z, name) if ctx.gated else ctx.activation.backward(dh, z)
-            dx = kernel.grouped_matmul(dz, up, offsets)[0] if needs_x else None
+            dx = _product(dz, up, offsets) if needs_x else None
             d_up = _wgrad(dz, x, offsets, ctx.main_grads[0]) if needs_up else None
             d_up_bias = _sums(dz, offsets) if needs_up_bias else None
         return dx, d_up, d_up_bias, d_down, d_down_bias, None, None, None, None
 
 
+def _up(x, up, bias, offsets, activation: Activation, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return h and z."""
+    weight = up.transpose(1, 2)
+    gate, of_up = weight.chunk(2, 2) if gated else (weight, None)
+    problem = _kernel().problem_of(x, gate, of_up, activation.name)
+    if _algorithm(problem, x.device, up, bias).kernel:
+        return _kernel().grouped_matmul(
+            x, gate, offsets, b_up=of_up, bias=bias, activation=activation.name, keep_z=True
+        )
+    z = F.grouped_mm(x, weight, offs=offsets[1:])
+    return _activated(z, activation, gated), z
+
+
+def _activated(z, activation: Activation, gated: bool) -> torch.Tensor:
+    from weft.kernels.activation import gated_forward
+
+    return gated_forward(z, activation.name) if gated else activation.apply(z)
+
+
+def _product(a, b, offsets, bias=None) -> torch.Tensor:
+    """Return a[r] @ b[e] + bias[e] for each row r of each expert e."""
+    if _algorithm(_kernel().problem_of(a, b), a.device, b, bias).kernel:
+        return _kernel().grouped_matmul(a, b, offsets, bias=bias)[0]
+    return F.grouped_mm(a, b, offs=offsets[1:])
+
+
 def _wgrad(dz, x, offsets, main_grad) -> torch.Tensor | None:
-    dw = _kernel().grouped_wgrad(dz, x, offsets, main_grad=main_grad)
-    return None if main_grad is not None else dw
+    problem = _kernel().wgrad_problem_of(dz, x, offsets.numel() - 1, main_grad is not None)
+    if _algorithm(problem, dz.device, None).kernel:
+        dw = _kernel().grouped_wgrad(dz, x, offsets, main_grad=main_grad)
+        return None if main_grad is not None else dw
+    dw = F.grouped_mm(dz.t(), x, offs=offsets[1:])
+    if _family(dz.device) != 9:  # pytorch/pytorch#172439: not 0 for an expert without rows
+        dw.masked_fill_((offsets[1:] == offsets[:-1]).view(-1, 1, 1), 0)
+    return dw
 
 
 def _sums(dz, offsets) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from weft.arguments import check_choice
 
 if TYPE_CHECKING:
-    from weft.kernels import attention_tiles
+    from weft.kernels import attention_tiles, grouped_matmul
     from weft.kernels.attention_rules import Rules
     from weft.kernels.config import Entry
     from weft.kernels.launch import Origin
@@ -139,9 +139,7 @@ def asked() -> "Iterator[set[tuple[Problem, torch.device]]]":
         _asked = before
 
 
-def attention_algorithm(
-    kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: "Rules"
-) -> Algorithm:
+def attention_algorithm(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: "Rules") -> Algorithm:
     """Return the implementation of attention that torch has too, on the device of q.
 
     Args:
@@ -152,22 +150,50 @@ def attention_algorithm(
         return excluded(q.device)
     if _preference == "kernel":
         return _WANTED
-    from weft.kernels.attention_tiles import Problem
+    from weft.kernels.attention_tiles import AttentionProblem
 
-    return _measured_attention(kind, Problem.of(q, k, v, rules), q.device)
+    return _measured_attention(kind, AttentionProblem.of(q, k, v, rules), q.device)
 
 
 @lru_cache(maxsize=4096)
-def _measured_attention(kind: str, problem: "attention_tiles.Problem", device: torch.device) -> Algorithm:
+def _measured_attention(kind: str, problem: "attention_tiles.AttentionProblem", device: torch.device) -> Algorithm:
     from weft.kernels import config, launch
 
     architecture = launch.architecture_of(device)
     op = "attention_forward" if kind == "forward" else "attention_dkdv"  # its row has the time of the whole backward
     entry = config.measured(op, architecture, problem.key(), config.AttentionConfig)
     if entry is None:
-        return Algorithm(False, f"not measured at this size on {architecture}; `weft tune attention` measures it")
+        return Algorithm(False, _unmeasured(architecture, "attention"))
     sizes = f"{entry.problem['queries']}x{entry.problem['keys']}"
     return _faster(entry, f"{sizes} on {architecture}")
+
+
+def architecture_of(device: torch.device) -> str:
+    """Return the device's architecture ("sm_90", say), or "interpreter"."""
+    from weft.kernels import launch
+
+    return launch.architecture_of(device)
+
+
+def grouped_algorithm(problem: "grouped_matmul.GroupedProblem", device: torch.device) -> Algorithm:
+    """Return the implementation of a grouped product that torch's grouped_mm computes too."""
+    return _WANTED if _preference == "kernel" else _measured_grouped(problem, device)
+
+
+@lru_cache(maxsize=4096)
+def _measured_grouped(problem: "grouped_matmul.GroupedProblem", device: torch.device) -> Algorithm:
+    from weft.kernels import config, launch
+
+    architecture = launch.architecture_of(device)
+    entry = config.measured("grouped_matmul", architecture, problem.key(), config.MatmulConfig)
+    if entry is None:
+        return Algorithm(False, f"grouped_mm: {_unmeasured(architecture, 'grouped')}")
+    sizes = "x".join(str(entry.problem[name]) for name in ("rows", "columns", "depth"))
+    return _faster(entry, f"{sizes} on {architecture}")
+
+
+def _unmeasured(architecture: str, op: str) -> str:
+    return f"not measured at this size on {architecture}; `weft tune {op}` measures it"
 
 
 def _faster(entry: "Entry", where: str) -> Algorithm:
@@ -179,6 +205,7 @@ def forget_choices() -> None:
     """Choose anew, by measurements that were added."""
     _measured.cache_clear()
     _measured_attention.cache_clear()
+    _measured_grouped.cache_clear()
 
 
 @lru_cache(maxsize=4096)

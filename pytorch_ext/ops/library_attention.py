@@ -86,8 +86,8 @@ def backward(
         gradients: dq, dk and dv.
     """
     for part in parts:
-        of_rows = [x[:, :, part.rows] for x in of_queries]
-        found = _backward(*of_rows, *(x[:, :, part.keys] for x in of_keys), part, chunk)
+        of_rows, of_part = [x[:, :, part.rows] for x in of_queries], [x[:, :, part.keys] for x in of_keys]
+        found = _backward(of_rows, of_part, part, chunk)
         for total, place, gradient in zip(gradients, (part.rows, part.keys, part.keys), found, strict=True):
             total[:, :, place] += gradient
 
@@ -132,7 +132,8 @@ def _forward(q, k, v, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, 
     return out.transpose(1, 2), lse
 
 
-def _backward(q, dout, out, lse, k, v, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, ...]:
+def _backward(of_rows, of_keys, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, ...]:
+    (q, dout, out, lse), (k, v) = of_rows, of_keys
     scale, rows = chunk.rules.scale, (q.size(2), k.size(2), 0.0, part.causal)
     no_numbers = torch.empty(2, dtype=torch.int64, device=q.device)  # nothing is dropped, so they are not read
     if _takes_cudnn(q, k, v, part, chunk):
@@ -186,11 +187,11 @@ def _on_gpu(q: torch.Tensor) -> bool:
 def _same_in_every_run() -> Iterator[None]:
     """Let ATen add in a fixed order. It fills no new memory meanwhile, as it otherwise does in this mode."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = deterministic.fill_uninitialized_memory
+    filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        deterministic.fill_uninitialized_memory = filled
+        deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

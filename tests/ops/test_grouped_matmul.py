@@ -4,9 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import weft
+from weft.kernels import config, launch
+from weft.kernels.config import Entry
+from weft.kernels.grouped_matmul import problem_of
 from weft.kernels.language import INTERPRETED
+from weft.kernels.matmul_tiles import listed
 from weft.nn import Experts, ParallelExperts
 from weft.ops import grouped_matmul, kernel_choice
 from weft.testing.ranks import run_ranks
@@ -97,13 +102,125 @@ def test_what_the_kernels_do_not_take_goes_to_aten_with_the_reason(device):
         assert not grouped_matmul.algorithm(torch.empty(2, 3, 3, device=device)).kernel
 
 
+@pytest.fixture
+def as_on_hopper(monkeypatch):
+    """Let products take torch's grouped_mm on this device as on sm_90, where they may; record its calls."""
+    calls, library = [], F.grouped_mm
+
+    def grouped_mm(a, b, *, offs):
+        assert all(x.dtype == torch.bfloat16 and 1 in x.stride()[-2:] for x in (a, b)) and offs.dtype == torch.int32
+        calls.append((tuple(a.shape), tuple(b.shape)))
+        return library(a, b, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", grouped_mm)
+    monkeypatch.setattr(grouped_matmul, "_family", lambda device: 9)
+    monkeypatch.setattr(kernel_choice, "on_kernel", lambda device: kernel_choice._preference != "library")
+    kernel_choice.forget_choices()
+    yield calls
+    kernel_choice.forget_choices()
+
+
+def wide_layer(device, **options):
+    torch.manual_seed(0)
+    return Experts(EXPERTS, 24, 16, **options).to(device, torch.bfloat16)
+
+
+def wide_draw(device, load="random"):
+    _, index, weights, _ = drawn(device, load, torch.bfloat16)
+    generator = torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(2, 9, 24, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    return x, index, weights, dy
+
+
+@pytest.mark.parametrize(("load", "gated"), [("random", True), ("two", True), ("one expert", False)])
+def test_aligned_bf16_takes_torchs_products_until_ours_was_measured_faster(device, as_on_hopper, load, gated):
+    layer, given = wide_layer(device, gated=gated), wide_draw(device, load)
+    found = results(layer, *given)
+    assert len(as_on_hopper) == 6, "two products forward, two dgrads, two wgrads"
+    with kernel_choice.prefer("library"):
+        plain = results(layer, *given)
+        exact = results(copy.deepcopy(layer).double(), *(t if t.dtype == torch.int64 else t.double() for t in given))
+    for name, result in found.items():
+        assert_close(result, plain[name], exact[name], name)
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zero_where_torchs_product_leaves_memory_as_it_is(
+    device, as_on_hopper, monkeypatch
+):
+    """pytorch/pytorch#172439, on sm_100."""
+    library = F.grouped_mm
+
+    def with_memory_as_it_was(a, b, *, offs):
+        product = library(a, b, offs=offs)
+        if product.dim() == 3:
+            product[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = 3.0
+        return product
+
+    monkeypatch.setattr(F, "grouped_mm", with_memory_as_it_was)
+    layer, given = wide_layer(device), wide_draw(device, "two")  # experts 1 and 2 get nothing
+    assert results(layer, *given)["down_proj"][1].eq(3.0).all()
+    monkeypatch.setattr(grouped_matmul, "_family", lambda device: 10)
+    for name in ("down_proj", "gate_up_proj"):
+        assert not results(layer, *given)[name][1:3].any()
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("adds neither a bias", lambda layer: wide_layer(layer.down_proj.device, bias=True)),
+        ("16 bytes", lambda layer: Experts(EXPERTS, 24, 17).to(layer.down_proj.device, torch.bfloat16)),
+        ("float32", lambda layer: layer.float()),
+    ],
+)
+def test_what_torchs_products_cannot_do_stays_with_the_kernel_by_name(device, as_on_hopper, why, change):
+    layer = change(wide_layer(device))
+    assert why in grouped_matmul.algorithms(layer.weights(), 18)["forward"].reason
+    x, index, weights, dy = wide_draw(device)
+    dtype = layer.down_proj.dtype
+    found = results(layer, x.to(dtype), index, weights.to(dtype), dy.to(dtype))
+    with kernel_choice.prefer("library"):
+        plain = results(layer, x.to(dtype), index, weights.to(dtype), dy.to(dtype))
+    for name, result in found.items():
+        torch.testing.assert_close(result, plain[name], rtol=2e-2, atol=2e-2)
+    assert (EXPERTS, 24, layer.gate_up_proj.size(1)) not in [b for _, b in as_on_hopper], "the product up"
+
+
+def test_main_grad_an_old_torch_and_another_gpu_are_named_too(device, as_on_hopper, monkeypatch):
+    layer = wide_layer(device)
+    assert not any(taken.kernel for taken in grouped_matmul.algorithms(layer.weights(), 18).values())
+    layer.gate_up_proj.main_grad = torch.zeros_like(layer.gate_up_proj, dtype=torch.float32)
+    found = grouped_matmul.algorithms(layer.weights(), 18)
+    assert "main_grad" in found["wgrad"].reason and not found["dgrad"].kernel
+    assert "no rows" in grouped_matmul.algorithms(layer.weights(), 0)["forward"].reason
+    monkeypatch.setattr(grouped_matmul, "_family", lambda device: 8)
+    assert "waits for the number of rows" in grouped_matmul.algorithms(layer.weights(), 18)["forward"].reason
+    monkeypatch.delattr(F, "grouped_mm")
+    assert "no grouped_mm" in grouped_matmul.algorithms(layer.weights(), 18)["forward"].reason
+
+
+def test_a_measurement_on_this_device_decides(device, as_on_hopper):
+    layer, architecture = wide_layer(device), launch.architecture_of(device)
+    up = layer.weights().up
+    x = torch.empty(36, 24, dtype=up.dtype)
+    key = problem_of(x, up.transpose(1, 2)).key()
+    tile = listed(architecture, torch.bfloat16)[0]
+    try:
+        for peer_us, ours in ((12.5, True), (8.0, False)):
+            config.add_entries("grouped_matmul", architecture, [Entry(key, tile, 10.0, peer_us)])
+            kernel_choice.forget_choices()
+            found = grouped_matmul.algorithms(layer.weights(), 36)["forward"]
+            assert found.kernel == ours and f"{peer_us / 10:.2f} times ATen's speed at 36x32x24" in found.reason
+    finally:
+        config._added.clear()
+
+
 def check_split(rank):
     torch.manual_seed(0)
     whole, given = Experts(EXPERTS, HIDDEN, WIDE), drawn("cpu", "random", torch.float32)
     with kernel_choice.prefer("kernel"):
         expected = results(whole, *given)
         layer = ParallelExperts.from_experts(copy.deepcopy(whole))
-        assert "weft kernel: grouped products over offsets" in str(weft.explain(torch.nn.Sequential(layer)))
+        assert "weft kernel: torch's grouped_mm waits" in str(weft.explain(torch.nn.Sequential(layer)))
         found = results(layer, *given)
     for name, parameter in layer.named_parameters():
         expected[name] = weft.shard_of(parameter).take(expected[name])

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 import weft
 from weft.kernels import config, launch
 from weft.kernels.attention_rules import Positions, Rules
-from weft.kernels.attention_tiles import Problem, listed
+from weft.kernels.attention_tiles import AttentionProblem, listed
 from weft.kernels.config import Entry
 from weft.ops import attention_blocks, attention_chunk, kernel_choice, library_attention
 from weft.ops.attention_blocks import AttentionChunk
@@ -23,7 +23,7 @@ from weft.testing.attention import attention
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close
 
-CALLS: list[str] = []
+calls: list[str] = []
 
 
 def scores(q, k, v, visible, scale):
@@ -53,10 +53,12 @@ def band(rows, keys, causal, left, first):
     return visible & (ahead >= -left) if left >= 0 else visible
 
 
-def flash(q, k, v, no_q, no_k, rows, keys, dropout, causal, mask, scale=None, window_size_left=-1, window_size_right=-1):
+def flash(
+    q, k, v, no_q, no_k, rows, keys, dropout, causal, mask, scale=None, window_size_left=-1, window_size_right=-1
+):
     assert (no_q, no_k, dropout, mask) == (None, None, 0.0, False) and (window_size_left < 0 or window_size_right == 0)
     assert (q.size(1), k.size(1)) == (rows, keys) and all(t.stride(3) == 1 for t in (q, k, v))
-    CALLS.append("flash")
+    calls.append("flash")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = scores(q, k, v, band(rows, keys, causal, window_size_left, keys - rows), scale)
     nothing = torch.empty(0)
@@ -68,7 +70,7 @@ def flash_backward(
     window_size_right=-1,
 ):  # fmt: skip
     assert lse.is_contiguous() and (no_q, no_k, dropout) == (None, None, 0.0)
-    CALLS.append("flash backward" + " deterministic" * torch.are_deterministic_algorithms_enabled())
+    calls.append("flash backward" + " deterministic" * torch.are_deterministic_algorithms_enabled())
     dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     visible = band(rows, keys, causal, window_size_left, keys - rows)
     return tuple(t.transpose(1, 2) for t in gradients(dout, q, k, v, lse, out, visible, scale))
@@ -76,7 +78,7 @@ def flash_backward(
 
 def cudnn(q, k, v, bias, with_lse, dropout=0.0, causal=False, mask=False, scale=None):
     assert bias is None and with_lse and not dropout and not mask
-    CALLS.append("cudnn")
+    calls.append("cudnn")
     out, lse = scores(q, k, v, band(q.size(2), k.size(2), causal, -1, 0), scale)
     nothing = torch.empty(0)
     return out.to(q.dtype), lse.float().unsqueeze(-1), None, None, q.size(2), k.size(2), nothing, nothing.clone(), None
@@ -86,14 +88,14 @@ def cudnn_backward(
     dout, q, k, v, out, lse, seed, offset, bias, no_q, no_k, rows, keys, dropout, causal, scale=None
 ):  # fmt: skip
     assert lse.shape == (*q.shape[:3], 1) and bias is None and (rows, keys) == (q.size(2), k.size(2))
-    CALLS.append("cudnn backward")
+    calls.append("cudnn backward")
     return tuple(gradients(dout, q, k, v, lse.squeeze(-1), out, band(rows, keys, causal, -1, 0), scale))
 
 
 @contextlib.contextmanager
 def on_a_gpu(prefers_cudnn=False):
     """Let tensors on the CPU take torch's functions as on a GPU, and record their calls."""
-    CALLS.clear()
+    calls.clear()
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in {
             "_flash_attention_forward": flash,
@@ -140,8 +142,7 @@ def test_a_chunk_is_the_attention_of_its_rows_and_keys(name, library):
         square = library == "any" and name in ("full", "causal")  # what cuDNN can mask
         runs = 2 if "two runs" in name else 1
         backward = "cudnn backward" if square else "flash backward" + " deterministic" * (library == "deterministic")
-        expected = ["cudnn" if square else "flash"] * runs + [backward] * runs
-        assert CALLS == expected
+        assert calls == ["cudnn" if square else "flash"] * runs + [backward] * runs
 
 
 def follows_the_contract(name, library, device):
@@ -164,7 +165,9 @@ def follows_the_contract(name, library, device):
     found = [torch.zeros(t.shape, device=device) for t in (q, k, v)]
     attention_chunk.backward((q, dout, out, lse, None), (k, v), chunk, found, alone=True)
     found = [out, lse, *(t.to(q.dtype) for t in found)]
-    for what, *results in zip(("out", "lse", "dq", "dk", "dv"), found, plain(q.dtype), plain(torch.float64), strict=True):
+    for what, *results in zip(
+        ("out", "lse", "dq", "dk", "dv"), found, plain(q.dtype), plain(torch.float64), strict=True
+    ):
         assert_close(*results, what=what)
 
 
@@ -200,7 +203,7 @@ def test_a_measurement_on_this_device_decides():
     q, k, v = draw(1, 2, 512, 64), draw(1, 2, 512, 64), draw(1, 2, 512, 64)
     rules = Rules(right=0)
     chunk = AttentionChunk(rules, Positions(0, 512), Positions(0, 512), library="deterministic")
-    key = Problem.of(q, k, v, rules).key()
+    key = AttentionProblem.of(q, k, v, rules).key()
     (tile, *_) = listed("forward", "interpreter", 64)
     with on_a_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_choice, "on_kernel", lambda device: kernel_choice._preference != "library")
@@ -241,7 +244,7 @@ def of_every_method(rank, method, layout, causal, deterministic):
         torch.testing.assert_close(result, right, rtol=2e-2, atol=2e-2)
     alone = method != "ring" or (layout == "contiguous" and causal and rank == 0)
     backward = "flash backward" + " deterministic" * deterministic
-    assert set(CALLS) == ({"flash", backward} if alone else set()), CALLS
+    assert set(calls) == ({"flash", backward} if alone else set()), calls
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
@@ -256,7 +259,7 @@ def test_sinks_and_units_of_a_model_with_the_same_bits_do_not_take_them():
     with on_a_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_blocks, "_ROWS", 4)
         unit_attention(q, k, v, rules, 0).sum().backward()
-    assert not CALLS
+    assert not calls
 
 
 @pytest.mark.kernel
