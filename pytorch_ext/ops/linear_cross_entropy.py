@@ -1,6 +1,4 @@
-"""A linear layer and the cross entropy of its outputs in one op, which holds the logits of a few classes at a time."""
-
-from itertools import pairwise
+"""A linear layer and the cross entropy of its outputs in one op, which holds the logits of a few tokens at a time."""
 
 import torch
 
@@ -12,7 +10,7 @@ from weft.ops.backward import as_matrix, first_order
 from weft.ops.cross_entropy import check_options, check_targets, gradient_, merged_losses, part_statistics
 
 _CHUNK_BYTES = 1 << 26  # of logits that exist at a time
-_LEAST_CLASSES = 1024  # of a chunk: a product with fewer would spend its time on reading x
+_LEAST_TOKENS = 1024  # of a chunk: a product with fewer would spend its time on reading and adding to dw
 
 
 def parallel_linear_cross_entropy(
@@ -28,8 +26,9 @@ def parallel_linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of x @ weight.T + bias, with one shard of the vocabulary on each rank.
 
-    The logits are computed for some classes at a time, and again in backward. So the memory of the loss does not grow
-    with the vocabulary; the price is one more product of the layer.
+    The logits are computed for some tokens at a time, at least 1024. Where the loss is reduced, forward computes the
+    gradients as well, from the same logits; until backward they take fp32 memory of the sizes of x and of the weight.
+    Otherwise, and in fp16, whose gradients need the loss's scale, backward computes the logits once more.
 
     If the weight has an attribute `main_grad` (fp32, of the weight's shape), backward adds the gradient to that in
     fp32. The weight's `.grad` then stays None.
@@ -88,9 +87,11 @@ def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction)
             f"linear_cross_entropy: x is {x.dtype} {tuple(x.shape)}, the weight {weight.dtype} {tuple(weight.shape)} "
             f"and the target {tuple(target.shape)}; they must be [..., K], [V_r, K] of the same type, and [...]"
         )
+    at_once = torch.is_grad_enabled() and reduction != "none" and x.dtype != torch.float16
+    needs = tuple(at_once and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     with without_autocast(x.device.type):
         loss = LinearCrossEntropyFunction.apply(
-            as_matrix(x), weight, bias, target.reshape(-1), ranks, ignore_index, smoothing, reduction, main_grad
+            as_matrix(x), weight, bias, target.reshape(-1), ranks, ignore_index, smoothing, reduction, main_grad, needs
         )
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -101,80 +102,112 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     Per rank, with M tokens, K inputs, V classes:
         x [M, K] whole        w_shard_v [V_r, K]        b_shard_v [V_r]        target [M] whole        loss [M] whole
 
-    The rank's classes are cut into chunks c, one after another; z_c [M, V_c] exists for one chunk at a time.
+    The tokens are cut into chunks c, one after another; z_c [M_c, V_r] exists for one chunk at a time.
 
-    forward   z_c = x @ w_c.T + b_c and its statistics; those of all chunks of all ranks in one all_gather
-    backward  z_c once more; dz_c over it;   dw_c = dz_c.T @ x,   db_c = dz_c.sum(0)
-              dx = all_reduce(sum over c of dz_c @ w_c), summed in fp32 on each rank
+    forward   z_c = x_c @ w.T + b and its statistics; those of all ranks in one all_gather for each chunk
+    gradients dz_c over z_c;   dx_c = dz_c @ w,   dw = sum over c of dz_c.T @ x_c,   db = sum over c of dz_c.sum(0),
+              in fp32: in forward, for a loss of 1, where the loss is reduced (Hsu et al. 2024), else in backward, after
+              z_c once more
+    backward  each times the gradient of the loss, and rounded;   dx = all_reduce(dx)
 
-    Saves x, w_shard_v, b_shard_v, the target, and h and l [M].
+    Saves x, w_shard_v, b_shard_v, the target, and h and l [M]; or dx, dw and db.
     """
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, target, ranks: Communicator | None, ignore_index, smoothing, reduction, main_grad
+        ctx, x, weight, bias, target, ranks: Communicator | None, ignore_index, smoothing, reduction, main_grad, needs
     ):
         sizes, rank = [weight.size(0)], 0
         if ranks is not None:
             sizes, rank = ranks.all_sizes(weight, 0), ranks.rank
-        vocabulary, offset = sum(sizes), sum(sizes[:rank])
-        each = [_chunks(classes, len(x), x.element_size()) for classes in sizes]
-        statistics = torch.stack(
-            [
-                part_statistics(
-                    _logits(x, weight, bias, start, stop), target, offset + start, ignore_index, smoothing > 0
-                )
-                for start, stop in each[rank]
-            ]
-        )
-        if ranks is not None:
-            statistics = ranks.all_gather(statistics, 0, [len(chunks) for chunks in each])
-        arguments = vocabulary, ignore_index, smoothing
+        arguments = sum(sizes[:rank]), sum(sizes), ignore_index, smoothing
+        ctx.chunks = _chunks(len(x), max(sizes), x.element_size())
+        sums = _GradientSums(x, weight, bias, needs) if any(needs) else None
+        each = []
+        for rows in ctx.chunks:
+            z = _logits(x[rows], weight, bias)
+            statistics = part_statistics(z, target[rows], arguments[0], ignore_index, smoothing > 0).unsqueeze(0)
+            if ranks is not None:
+                statistics = ranks.all_gather(statistics, 0, [1] * ranks.world_size)
+            each.append(statistics)
+            if sums is not None:
+                _, highest, log_sum, *_ = merged_losses(statistics, target[rows], *arguments[1:], False)
+                gradient_(z, target[rows], highest, log_sum, torch.ones_like(highest), *arguments)
+                sums.add(rows, z, x, weight)
         losses, highest, log_sum, loss, count, valid = merged_losses(
-            statistics, target, *arguments, reduction == "mean"
+            torch.cat(each, 2), target, *arguments[1:], reduction == "mean"
         )
-        check_targets(target, ignore_index, vocabulary, valid)
-        ctx.save_for_backward(x, weight, bias, target, highest, log_sum, count if reduction == "mean" else None)
-        ctx.chunks, ctx.ranks, ctx.main_grad = each[rank], ranks, main_grad
-        ctx.offset, ctx.arguments = offset, arguments
+        check_targets(target, ignore_index, arguments[1], valid)
+        ctx.ranks, ctx.main_grad, ctx.arguments = ranks, main_grad, arguments
+        ctx.at_once, ctx.dtypes = sums is not None, [None if t is None else t.dtype for t in (x, weight, bias)]
+        mean = count if reduction == "mean" else None
+        if sums is not None:
+            ctx.save_for_backward(mean, *sums.of_all)
+        else:
+            ctx.save_for_backward(mean, x, weight, bias, target, highest, log_sum)
         return losses if reduction == "none" else loss
 
     @staticmethod
     @first_order
     def backward(ctx, dloss):
-        x, weight, bias, target, highest, log_sum, count = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dlosses = (dloss if count is None else dloss / count).expand(len(target))
-        dx = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if needs_x else None
-        dw, main_grad = None, ctx.main_grad if needs_weight else None
-        if main_grad is not None:
-            matmul.check_main_grad(main_grad, tuple(weight.shape))
-        elif needs_weight:
-            dw = torch.empty_like(weight)
-        db = torch.empty_like(bias) if needs_bias else None
-        for start, stop in ctx.chunks:
-            dz = _logits(x, weight, bias, start, stop)
-            gradient_(dz, target, highest, log_sum, dlosses, ctx.offset + start, *ctx.arguments)
-            if dx is not None:
-                matmul.accumulate_operator(dz, weight[start:stop], dx)
-            if dw is not None:
-                dw[start:stop] = matmul.linear_wgrad_operator(dz, x)
-            elif main_grad is not None:
-                matmul.accumulate_operator(dz.t(), x, main_grad[start:stop])
-            if db is not None:
-                torch.sum(dz, 0, out=db[start:stop])
+        count, *saved = ctx.saved_tensors
+        scale = dloss if count is None else (dloss / count).masked_fill(count == 0, 0)
+        if ctx.at_once:
+            dx, dw, db = saved
+        else:
+            x, weight, bias, target, highest, log_sum = saved
+            sums, dlosses, scale = _GradientSums(x, weight, bias, ctx.needs_input_grad), scale.expand(len(target)), None
+            for rows in ctx.chunks:
+                z = _logits(x[rows], weight, bias)
+                gradient_(z, *(t[rows] for t in (target, highest, log_sum, dlosses)), *ctx.arguments)
+                sums.add(rows, z, x, weight)
+            dx, dw, db = sums.of_all
+        if ctx.main_grad is not None and dw is not None:
+            matmul.check_main_grad(ctx.main_grad, tuple(dw.shape))
+            ctx.main_grad.add_(dw if scale is None else dw * scale)
+            dw = None
+        dx, dw, db = (
+            None if t is None else (t if scale is None else t * scale).to(dtype)
+            for t, dtype in zip((dx, dw, db), ctx.dtypes, strict=True)
+        )
+        if dx is not None and ctx.ranks is not None:
+            ctx.ranks.all_reduce_(dx)
+        return dx, dw, db, *[None] * 7
+
+
+class _GradientSums:
+    """Sums of the gradients of x, weight and bias over the chunks, in fp32 (fp64 for fp64); None if not needed."""
+
+    def __init__(self, x, weight, bias, needs):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.of_all = tuple(
+            torch.zeros_like(t, dtype=wide) if needed else None
+            for t, needed in zip((x, weight, bias), needs[:3], strict=True)
+        )
+
+    def add(self, rows: slice, dz, x, weight) -> None:
+        dx, dw, db = self.of_all
         if dx is not None:
-            dx = dx.to(x.dtype)
-            if ctx.ranks is not None:
-                ctx.ranks.all_reduce_(dx)
-        return dx, dw, db, None, None, None, None, None, None
+            _accumulate(dz, weight, dx[rows])
+        if dw is not None:
+            _accumulate(dz.t(), x[rows], dw)
+        if db is not None:
+            db += dz.sum(0, dtype=db.dtype)
 
 
-def _chunks(classes: int, tokens: int, element_bytes: int) -> list[tuple[int, int]]:
-    """Return the first and last class of each chunk of a shard; every rank computes the same for every shard."""
-    size = max(_LEAST_CLASSES, _CHUNK_BYTES // (max(tokens, 1) * element_bytes) // 128 * 128)
-    return list(pairwise([*range(0, classes, size), classes])) or [(0, 0)]
+def _accumulate(a, b, total) -> None:
+    """Add a @ b to total; on a CPU rounded to a's type first, since products in fp32 take it three times as long."""
+    if total.device.type == "cpu" and a.dtype != total.dtype:
+        total += a @ b
+    else:
+        matmul.accumulate_operator(a, b, total)
 
 
-def _logits(x, weight, bias, start: int, stop: int) -> torch.Tensor:
-    return matmul.linear_operator(x, weight[start:stop], None if bias is None else bias[start:stop], None)[0]
+def _chunks(tokens: int, classes: int, element_bytes: int) -> list[slice]:
+    """Return the tokens of each chunk; the same on every rank, for the largest shard of the classes."""
+    size = max(_LEAST_TOKENS, _CHUNK_BYTES // (max(classes, 1) * element_bytes) // 128 * 128)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] or [slice(0, 0)]
+
+
+def _logits(x, weight, bias) -> torch.Tensor:
+    return matmul.linear_operator(x, weight, bias, None)[0]

@@ -47,8 +47,8 @@ def loss_and_gradients(function, x, weight, bias, target, **options):
     return loss.detach(), x.grad, weight.grad, None if bias is None else bias.grad
 
 
-def check_against_two_ops(rank, dtype, preference="auto", least_classes=16):
-    linear_cross_entropy._LEAST_CLASSES, linear_cross_entropy._CHUNK_BYTES = least_classes, 0
+def check_against_two_ops(rank, dtype, preference="auto", least_tokens=3):
+    linear_cross_entropy._LEAST_TOKENS, linear_cross_entropy._CHUNK_BYTES = least_tokens, 0
     world = dist.get_world_size()
     for vocabulary, tokens in ((13, 7), (max(world, 2), 3), (130, 6)):
         x, weight, bias, target = drawn(tokens, vocabulary, 9, dtype, seed=vocabulary)
@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_layer_and_the_loss(world, dtype):
 @pytest.mark.slow("kernels", "pytorch_ext/ops")
 @pytest.mark.skipif(not launch.INTERPRETED, reason="these ranks have CPU tensors, which kernels take interpreted")
 def test_the_kernels_loss_and_gradients_are_those_of_the_layer_and_the_loss():
-    run_ranks(check_against_two_ops, 2, torch.float32, "kernel", 40)
+    run_ranks(check_against_two_ops, 2, torch.float32, "kernel", 5)
 
 
 def test_the_whole_vocabulary_on_one_device_under_autocast():
@@ -111,7 +111,7 @@ def test_compile_traces_it_whole_with_its_sums_as_one_operator(preference):
 
 
 def check_that_compile_traces_it_whole():
-    x, weight, bias, target = drawn(40, 3000, 24, torch.bfloat16)
+    x, weight, bias, target = drawn(40, 3000, 24, torch.float32)
     traced: list[str] = []
 
     def backend(graph, inputs):
@@ -158,6 +158,7 @@ def test_only_asked_gradients_are_computed():
 def test_logits_exist_one_chunk_at_a_time(monkeypatch):
     """No tensor that is made in forward or backward is larger than a chunk's logits or the weight's gradient."""
     monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(linear_cross_entropy, "_LEAST_TOKENS", 32)
     x, weight, bias, target = drawn(256, 8192, 8, torch.float32)
     largest = 0
 
@@ -172,7 +173,36 @@ def test_logits_exist_one_chunk_at_a_time(monkeypatch):
 
     with Sizes():
         loss_and_gradients(fused_linear_cross_entropy, x, weight, bias, target)
-    assert largest == 1024 * 256 * 4 < 8192 * 256 * 4
+    assert largest == 32 * 8192 * 4 < 256 * 8192 * 4
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "products"),
+    [("mean", torch.float32, 3), ("sum", torch.float64, 3), ("none", torch.float32, 4), ("mean", torch.float16, 4)],
+)
+def test_a_reduced_loss_takes_three_products(monkeypatch, reduction, dtype, products):
+    """The logits once: forward makes the gradients of them. In fp16 they would lose the loss's scale."""
+    counted = []
+    for module, name in ((linear_cross_entropy.matmul, "linear_operator"), (linear_cross_entropy, "_accumulate")):
+        product = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, product=product: (counted.append(1), product(*a))[1])
+    x, weight, bias, target = drawn(40, 300, 24, dtype)
+    loss_and_gradients(fused_linear_cross_entropy, x, weight, bias, target, reduction=reduction)
+    assert len(counted) == products
+    with torch.no_grad():
+        fused_linear_cross_entropy(x, weight.requires_grad_(), target, reduction=reduction)
+    assert len(counted) == products + 1
+
+
+def test_a_loss_that_is_scaled_later_and_one_of_ignored_targets_alone():
+    x, weight, bias, target = drawn(40, 300, 24, torch.float32)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    loss = fused_linear_cross_entropy(x, weight, target, bias)
+    plain = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for result, expected in zip(torch.autograd.grad(loss * 3, leaves), plain, strict=True):
+        torch.testing.assert_close(result, 3 * expected)
+    nothing = fused_linear_cross_entropy(x, weight, torch.full((40,), -100), bias)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(nothing, leaves))
 
 
 @pytest.mark.parametrize(
