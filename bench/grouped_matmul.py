@@ -15,10 +15,10 @@ from weft.bench.table import Row
 from weft.kernels.grouped_matmul import grouped_matmul, grouped_wgrad
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
+__all__ = ["LIMIT", "MIXTURES", "add_arguments", "contests", "rows", "run", "uneven_offsets"]
 
 # Experts, chosen for each token, hidden and intermediate size: from the models' own config.json files.
-_MIXTURES = {"mixtral-8x7b": (8, 2, 4096, 14336), "qwen3-30b-a3b": (128, 8, 2048, 768)}
+MIXTURES = {"mixtral-8x7b": (8, 2, 4096, 14336), "qwen3-30b-a3b": (128, 8, 2048, 768)}
 _TOKENS = 4096
 
 
@@ -34,13 +34,10 @@ def rows(limits: Ceilings) -> list[Row]:
     return measure(contests(torch.device("cuda")), limits)
 
 
-def contests(device: torch.device, mixtures=_MIXTURES, tokens: int = _TOKENS) -> Iterator[Contest]:
+def contests(device: torch.device, mixtures=MIXTURES, tokens: int = _TOKENS) -> Iterator[Contest]:
     """Yield the product up, its dgrad and its wgrad for each mixture."""
     for name, (experts, chosen, hidden, inner) in mixtures.items():
-        generator = torch.Generator().manual_seed(experts)
-        counts = torch.multinomial(torch.rand(experts, generator=generator) + 0.5, tokens * chosen, True)
-        ends = torch.bincount(counts, minlength=experts).cumsum(0).to(torch.int32)
-        offsets = torch.cat([ends.new_zeros(1), ends]).to(device)
+        offsets = uneven_offsets(experts, tokens * chosen, device)
         x = torch.randn(tokens * chosen, hidden, device=device).bfloat16()
         dy = torch.randn(tokens * chosen, inner, device=device).bfloat16()
         w = (torch.randn(experts, inner, hidden, device=device) / hidden**0.5).bfloat16()
@@ -72,3 +69,11 @@ def contests(device: torch.device, mixtures=_MIXTURES, tokens: int = _TOKENS) ->
 
             moved = 2 * (x.numel() + dy.numel() + w.numel())
             yield Contest(f"grouped {kind}", shape, ours, {"grouped_mm": theirs}, check, operations, moved)
+
+
+def uneven_offsets(experts: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Return the first row of each expert and the end of the last, as a gate may happen to choose them."""
+    generator = torch.Generator().manual_seed(experts)
+    chosen = torch.multinomial(torch.rand(experts, generator=generator) + 0.5, rows, True)
+    ends = torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
+    return torch.cat([ends.new_zeros(1), ends]).to(device)

@@ -56,7 +56,7 @@ _ACROSS = ("communicating", "collectives")  # groups of first launches of virtua
 # Commands: their steps, each with the second at which it ends. A step that ends early leaves its time to the next.
 COMMANDS = {
     "first": {"doctor": 40, "launches": 110, "products": 190, "attentions": 260, "losses": 320, "across": 420},
-    "second": {"chosen_tests": 200, "sanitizer": 340, "shared_gpu": 400},
+    "second": {"chosen_tests": 180, "tune_others": 260, "sanitizer": 350, "shared_gpu": 400},
 }
 _PARTS = "products", "attentions", "losses", "chosen_tests", "shared_gpu"
 _SHIPPED = {"WEFT_NO_JIT": "1"}  # of the first command: nothing is compiled there
@@ -84,12 +84,13 @@ def steps() -> dict[str, GpuStep]:
         "launches": GpuStep(partial(launches, alone, "launches"), 240),
         **{suite: GpuStep(partial(bench, suite), 180) for suite in SUITES if suite not in _LARGE},
         "tune": GpuStep(tune, 240),
+        "tune_others": GpuStep(partial(tune, ops=("attention", "grouped")), 120),
         "tests": GpuStep(tests, 600),
         "sanitizer": GpuStep(sanitizer, 300),
         "profile": GpuStep(profile, 90),
         **{suite: GpuStep(partial(bench, suite), 180) for suite in _LARGE},
         "tests_of_several": GpuStep(partial(tests, marker="gpus2"), 600),
-        "tune_collectives": GpuStep(partial(tune, op="collectives"), 300),
+        "tune_collectives": GpuStep(partial(tune, ops=("collectives",)), 300),
         "across": GpuStep(across, 100),
         # _PARTS of the above, in the time that a command has for them.
         "products": GpuStep(partial(bench, "matmul", models=["llama-3-8b"], tokens=(8192,)), 100),
@@ -362,13 +363,14 @@ def profile(folder: Path, end: float) -> int:
     return 0
 
 
-def tune(folder: Path, end: float, op: str = "matmul") -> int:
-    """Write the tuned table to a folder beside the results; copy it to the folder that `weft tune` names to use it."""
-    if op == "collectives" and torch.cuda.device_count() < 2:
-        print("needs several GPUs")
+def tune(folder: Path, end: float, ops: Sequence[str] = ("matmul",)) -> int:
+    """Write tuned tables to a folder beside the results; copy them to the folder that `weft tune` names to use them."""
+    if not torch.cuda.is_available() or ("collectives" in ops and torch.cuda.device_count() < 2):
+        print("needs a GPU" if "collectives" not in ops else "needs several GPUs")
         return 0
-    models = ["--model", "llama-3-8b"] if op == "matmul" else []
-    return _run([sys.executable, "-m", "weft", "tune", op, *models, "--out", str(folder / "tuned")])
+    models = {"matmul": ["--model", "llama-3-8b"]}
+    commands = [[sys.executable, "-m", "weft", "tune", op, *models.get(op, [])] for op in ops]
+    return max(_run([*command, "--out", str(folder / "tuned")]) for command in commands)
 
 
 def bench(suite: str, folder: Path, end: float, **given) -> int:

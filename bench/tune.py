@@ -1,38 +1,65 @@
-"""weft tune: measure every tile configuration and the library's op, and write the winners' table."""
+"""weft tune: measure every tile configuration and the library's function, and write the winners' tables."""
 
 import argparse
+import dataclasses
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from weft import tuning
+from weft.bench import grouped_matmul as grouped_bench
 from weft.bench.environment import environment
 from weft.bench.matmul import products, shards
+from weft.kernels import attention_tiles, launch, matmul_tiles
 from weft.kernels import config as configs
-from weft.kernels import launch
+from weft.kernels import grouped_matmul as grouped
+from weft.kernels.attention import attention_backward, attention_delta, attention_forward
+from weft.kernels.attention_rules import Positions, Rules
+from weft.ops import kernel_choice, library_attention
+from weft.ops.attention_blocks import AttentionChunk
+from weft.ops.matmul import gated
 from weft.testing import cases
 
 # A row serves sizes within a factor of two, so these serve 1k to 16k tokens and 1 to 16 ranks.
 TOKENS, TENSOR_PARALLEL = (2048, 8192), (2, 8)
+ATTENTIONS = [
+    cases.AttentionCase(32, 8, sequence, head_dim, causal)
+    for head_dim in (64, 128)
+    for sequence in (2048, 8192)
+    for causal in (True, False)
+]
+_CHECKED = 64  # rows that are compared with fp64
+_POSITIONS = 16384  # batch times sequence
+
+Tables = dict[str, list[configs.Entry]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", action="append", choices=cases.MODELS, help="all by default")
-    parser.add_argument("--out", metavar="FOLDER", help="where the table goes; by default into the installed package")
+    parser.add_argument("--model", action="append", choices=cases.MODELS, help="for matmul; all by default")
+    parser.add_argument("--out", metavar="FOLDER", help="where the tables go; by default into the installed package")
 
 
 def run(op: str, options) -> int:
-    """Write <op>.json and return the exit code; raise SystemExit without a CUDA device."""
+    """Write the op's tables and return the exit code; raise SystemExit without a CUDA device."""
     if not torch.cuda.is_available():
         raise SystemExit("weft tune: there is no CUDA device here, and only measurements go into a table")
-    entries = tune(shards(options.model, TENSOR_PARALLEL, TOKENS), torch.device("cuda"), torch.bfloat16)
-    architecture = launch.architecture_of(torch.device("cuda"))
-    folder = Path(options.out) if options.out else Path(configs.__file__).parent / "configs" / architecture
+    device = torch.device("cuda")
+    if op == "attention":
+        tables = attentions(ATTENTIONS, device, torch.bfloat16, _POSITIONS)
+    elif op == "grouped":
+        tables = {"grouped_matmul": experts(grouped_bench.MIXTURES.values(), TOKENS, device, torch.bfloat16)}
+    else:
+        tables = {op: tune(shards(options.model, TENSOR_PARALLEL, TOKENS), device, torch.bfloat16)}
+    folder = Path(options.out or Path(configs.__file__).parent / "configs" / launch.architecture_of(device))
     folder.mkdir(parents=True, exist_ok=True)
     measured_on = {"device": torch.cuda.get_device_name(), **environment()}
-    (folder / f"{op}.json").write_text(configs.table_text(entries, measured_on))
-    faster = sum(entry.ours_us <= entry.peer_us for entry in entries)
-    print(f"{len(entries)} problems, ours at least as fast as ATen in {faster}: {folder / op}.json")
+    for name, entries in tables.items():
+        (folder / f"{name}.json").write_text(configs.table_text(entries, measured_on))
+        faster = sum(entry.ours_us <= entry.peer_us for entry in entries)
+        print(f"{len(entries)} problems, ours at least as fast as torch's in {faster}: {folder / name}.json")
     return 0
 
 
@@ -41,3 +68,151 @@ def tune(shards, device: torch.device, dtype: torch.dtype) -> list[configs.Entry
     problems = [product.problem for _, layer, m in shards for product in products(layer, m, device, dtype)]
     found = [tuning.measured(problem, device) for problem in dict.fromkeys(problems)]
     return [entry for entry in found if entry is not None]
+
+
+def experts(
+    mixtures: Iterable[tuple[int, int, int, int]], tokens: Iterable[int], device: torch.device, dtype: torch.dtype
+) -> list[configs.Entry]:
+    """Return an entry for each product of the mixtures' gated experts: two forward, two dgrads, two wgrads.
+
+    Args:
+        mixtures: number of experts, chosen for each token, hidden and intermediate size.
+        tokens: as many tokens.
+    """
+    found = [
+        entry
+        for experts, chosen, hidden, inner in mixtures
+        for count in tokens
+        for entry in _of_mixture(experts, count * chosen, hidden, inner, device, dtype)
+    ]
+    return [entry for entry in found if entry is not None]
+
+
+def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype) -> Iterator[configs.Entry | None]:
+    generator = torch.Generator(device).manual_seed(experts)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    offsets = grouped_bench.uneven_offsets(experts, rows, device)
+    ends, first = offsets[1:], slice(0, min(_CHECKED, int(offsets[1])))
+    x, up, down = matrix(rows, hidden), matrix(experts, 2 * inner, hidden), matrix(experts, hidden, inner)
+    y, dy, dz = matrix(rows, inner), matrix(rows, hidden), matrix(rows, 2 * inner)
+    gate_t, up_t = up.transpose(1, 2).chunk(2, 2)
+
+    def entry(problem, tiles, ours, library, exact) -> configs.Entry | None:
+        return tuning.fastest(problem.key(), dtype, tiles, ours, library, exact, device)
+
+    architecture = launch.architecture_of(device)
+    wide, narrow = (matmul_tiles.listed(architecture, dtype, narrow) for narrow in (False, True))
+    wide = wide if launch.has_copy_engine(device) else narrow
+    exact = gated(x[first].double() @ up[0].double().t(), "silu")
+    yield entry(
+        grouped.problem_of(x, gate_t, up_t, "silu"),
+        narrow,
+        lambda tile: grouped.grouped_matmul(
+            x, gate_t, offsets, b_up=up_t, activation="silu", keep_z=True, config=tile
+        )[0],
+        lambda: gated(F.grouped_mm(x, up.transpose(1, 2), offs=ends), "silu"),
+        exact,
+    )  # fmt: skip
+    for a, b in ((y, down.transpose(1, 2)), (dy, down), (dz, up)):
+        yield entry(
+            grouped.problem_of(a, b),
+            wide,
+            lambda tile, a=a, b=b: grouped.grouped_matmul(a, b, offsets, config=tile)[0],
+            partial(F.grouped_mm, a, b, offs=ends),
+            a[first].double() @ b[0].double(),
+        )
+    for g, h in ((dz, x), (dy, y)):
+        whole = slice(0, int(offsets[1]))
+        yield entry(
+            grouped.wgrad_problem_of(g, h, experts, False),
+            wide,
+            lambda tile, g=g, h=h: grouped.grouped_wgrad(g, h, offsets, config=tile),
+            partial(F.grouped_mm, g.t(), h, offs=ends),
+            (g[whole].double().t() @ h[whole].double()).unsqueeze(0),
+        )
+
+
+def attentions(
+    attention_cases: Iterable[cases.AttentionCase], device: torch.device, dtype: torch.dtype, positions: int
+) -> Tables:
+    """Return the entries of forward, and of backward by the tiles of its two kernels.
+
+    An entry of backward has the time of the whole backward, with the fastest tile of the other kernel.
+
+    Args:
+        positions: batch times sequence of each case.
+    """
+    tables: Tables = {f"attention_{kind}": [] for kind in attention_tiles.KINDS}
+    for case in attention_cases:
+        for kind, entry in _of_attention(case, max(1, positions // case.sequence), device, dtype):
+            if entry is not None:
+                tables[f"attention_{kind}"].append(entry)
+    return tables
+
+
+def _of_attention(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[tuple[str, configs.Entry | None]]:
+    generator = torch.Generator(device).manual_seed(case.sequence)
+    q, k, v, dout = (
+        torch.randn(batch, heads, case.sequence, case.head_dim, device=device, generator=generator).to(dtype)
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    )
+    rules, positions = Rules(right=0 if case.causal else None), Positions(0, case.sequence)
+    chunk = AttentionChunk(rules, positions, positions, library="deterministic")
+    with kernel_choice.prefer("library"):
+        parts, chosen = library_attention.choose("forward", q, k, v, chunk)
+    if not parts:
+        raise RuntimeError(f"weft tune attention: torch's function does not compute {case}: {chosen.reason}")
+    key = attention_tiles.AttentionProblem.of(q, k, v, rules).key()
+    listed = partial(
+        attention_tiles.listed, architecture=launch.architecture_of(device), head_dim=case.head_dim, features=()
+    )
+    out, lse = library_attention.forward(q, k, v, chunk, parts)
+    delta = attention_delta(out, dout)
+    exact_out, exact_dq = _first_rows(q, k, v, dout, lse, delta, case)
+
+    def first(result: torch.Tensor) -> torch.Tensor:
+        return result[0, 0]
+
+    def entry(tiles, ours, library, exact) -> configs.Entry | None:
+        return tuning.fastest(key, dtype, tiles, ours, library, exact, device)
+
+    yield (
+        "forward",
+        entry(
+            listed("forward"),
+            lambda tile: first(attention_forward(q, k, v, rules, config=tile)[0]),
+            lambda: first(library_attention.forward(q, k, v, chunk, parts)[0]),
+            exact_out,
+        ),
+    )
+
+    def library() -> torch.Tensor:
+        (part,) = parts
+        return first(library_attention.part_backward((q, dout, out, lse), (k, v), part, chunk)[0])
+
+    def ours(**tiles) -> torch.Tensor:
+        return first(attention_backward(q, k, v, dout, lse, delta, rules, **tiles)[0])
+
+    dkdv = entry(listed("dkdv"), lambda tile: ours(dkdv_config=tile), library, exact_dq)
+    best = None if dkdv is None else dkdv.config
+    dq = entry(listed("dq"), lambda tile: ours(dkdv_config=best, dq_config=tile), library, exact_dq)
+    if dkdv is not None and dq is not None:
+        dkdv = dataclasses.replace(dkdv, ours_us=dq.ours_us, peer_us=dq.peer_us)
+    yield "dkdv", dkdv
+    yield "dq", dq
+
+
+def _first_rows(q, k, v, dout, lse, delta, case: cases.AttentionCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and dq of the first rows of the first head, in fp64."""
+    rows = slice(0, _CHECKED)
+    q, dout, lse, delta = (x[0, 0, rows].double() for x in (q, dout, lse, delta))
+    k, v = k[0, 0].double(), v[0, 0].double()
+    scale = q.size(1) ** -0.5
+    scores = q @ k.t() * scale
+    if case.causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    p = torch.exp(scores - lse[:, None])
+    return scores.softmax(-1) @ v, (p * (dout @ v.t() - delta[:, None])) @ k * scale

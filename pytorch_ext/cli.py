@@ -6,7 +6,10 @@ import os
 import shlex
 import sys
 
-_TUNED = {"matmul": "weft.bench.tune", "collectives": "weft.bench.tune_collectives"}
+_TUNED = {
+    **dict.fromkeys(("matmul", "attention", "grouped"), "weft.bench.tune"),
+    "collectives": "weft.bench.tune_collectives",
+}
 
 
 USAGE_ERROR = 2

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from weft import _C
 from weft.arguments import check_choice
 from weft.comm.registry import communicator
 from weft.kernels import archive, config, launch, matmul_tiles
-from weft.kernels.config import Entry, MatmulConfig
+from weft.kernels.config import Config, Entry, MatmulConfig
 from weft.kernels.matmul import matmul
 from weft.kernels.matmul_tiles import Problem
 from weft.ops import kernel_choice
@@ -32,6 +32,7 @@ from weft.ops.activation import ACTIVATIONS
 from weft.ops.matmul import accumulate, gated
 from weft.rng import restore_rng_state, rng_states
 
+C = TypeVar("C", bound=Config)
 _LOG = logging.getLogger("weft")
 _ROUNDS = 11
 _FLUSH_BYTES = 256 << 20  # more than any L2
@@ -105,21 +106,47 @@ def use(entries: Iterable[Entry[MatmulConfig]], architecture: str) -> None:
 def measured(problem: Problem, device: torch.device) -> Entry[MatmulConfig] | None:
     """Return the fastest tile configuration with a correct result, with its time and the library's; None if none is."""
     ours, library, exact = _contest(problem, device)
-    plain = library()[:_CHECKED_ROWS].double()
-    allowed = 4 * float((plain - exact).abs().max()) + torch.finfo(problem.dtype).eps * float(exact.abs().max())
     tiles = matmul_tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)
-    right: dict[str, MatmulConfig] = {}
-    for tile in matmul_tiles.candidates(tiles, problem.k):
-        error = float((ours(tile)[:_CHECKED_ROWS].double() - exact).abs().max())
+    candidates = matmul_tiles.candidates(tiles, problem.k)
+    return fastest(problem.key(), problem.dtype, candidates, ours, library, exact, device)
+
+
+def fastest(
+    key: dict[str, Any],
+    dtype: torch.dtype,
+    tiles: Iterable[C],
+    ours: Callable[[C], torch.Tensor],
+    library: Callable[[], torch.Tensor],
+    exact: torch.Tensor,
+    device: torch.device,
+) -> Entry[C] | None:
+    """Return the fastest tile configuration with a correct result, with its time and the library's; None if none is.
+
+    Args:
+        key: the problem, as the table is to have it.
+        dtype: type of the operands.
+        ours, library: calls whose results have the first rows of the exact one.
+        exact: the first rows in fp64, of the first dimension.
+    """
+
+    def rows_of(result: torch.Tensor) -> torch.Tensor:
+        return result[: len(exact)].double()
+
+    plain = library()
+    rounding = torch.finfo(dtype).eps * float(exact.abs().max())
+    allowed = 4 * float((rows_of(plain) - exact).abs().max()) + rounding
+    right: dict[str, C] = {}
+    for tile in tiles:
+        error = float((rows_of(ours(tile)) - exact).abs().max())
         if error <= allowed:
             right[str(tile)] = tile
         else:
-            _LOG.warning("left out: %s for %s: off by %.3g, allowed %.3g", tile, problem, error, allowed)
+            _LOG.warning("left out: %s for %s: off by %.3g, allowed %.3g", tile, key, error, allowed)
     if not right:
         return None
     times = medians_us({**{name: partial(ours, tile) for name, tile in right.items()}, "library": library}, device)
     best = min(right, key=lambda name: times[name])
-    return Entry(problem.key(), right[best], times[best], times["library"])
+    return Entry(key, right[best], times[best], times["library"])
 
 
 def medians_us(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:

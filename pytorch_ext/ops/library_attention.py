@@ -87,7 +87,7 @@ def backward(
     """
     for part in parts:
         of_rows, of_part = [x[:, :, part.rows] for x in of_queries], [x[:, :, part.keys] for x in of_keys]
-        found = _backward(of_rows, of_part, part, chunk)
+        found = part_backward(of_rows, of_part, part, chunk)
         for total, place, gradient in zip(gradients, (part.rows, part.keys, part.keys), found, strict=True):
             total[:, :, place] += gradient
 
@@ -132,7 +132,8 @@ def _forward(q, k, v, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, 
     return out.transpose(1, 2), lse
 
 
-def _backward(of_rows, of_keys, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, ...]:
+def part_backward(of_rows, of_keys, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, ...]:
+    """Return dq, dk and dv of one part, from q, dout, out and lse, and k and v."""
     (q, dout, out, lse), (k, v) = of_rows, of_keys
     scale, rows = chunk.rules.scale, (q.size(2), k.size(2), 0.0, part.causal)
     no_numbers = torch.empty(2, dtype=torch.int64, device=q.device)  # nothing is dropped, so they are not read

@@ -43,7 +43,9 @@ from weft.bench.peer_collectives import Peer
 from weft.bench.table import Row, not_measured, table
 from weft.comm.registry import communicator
 from weft.kernels import config, launch
+from weft.ops import library_attention
 from weft.testing import cases
+from weft.testing.attention import attention
 from weft.testing.peers import abandoned, run_as_ranks
 from weft.testing.ranks import RanksFailedError, run_ranks
 
@@ -97,13 +99,57 @@ def test_tuning_keeps_the_fastest_right_configuration_of_each_product(device, mo
     assert [row["problem"] for row in json.loads(text)["rows"]] == [entry.problem for entry in entries]
 
 
+def test_tuning_measures_experts_and_attention_beside_torchs_functions(device, monkeypatch):
+    """Rehearsed in the interpreter: results are compared, and times are made up."""
+    calls_of: list[int] = []
+
+    def medians(calls, device):
+        calls_of.append(len(calls))
+        return {name: 10.0 - number for number, name in enumerate(calls)}
+
+    monkeypatch.setattr(tuning, "medians_us", medians)
+    entries = tune.experts([(3, 2, 48, 32)], [40], device, torch.bfloat16)
+    kinds = ["nt", "nt", "nn", "nn", "wgrad", "wgrad"]
+    assert [entry.problem["kind"] for entry in entries] == kinds and entries[0].problem["fused"] == "silu_gated"
+    assert min(calls_of) >= 2, "a tile and the library"
+    case = cases.AttentionCase(4, 2, 80, 16, causal=True)
+    if device.type == "cpu":
+        monkeypatch.setattr(library_attention, "choose", lambda *_: ((WHOLE,), None))
+        monkeypatch.setattr(library_attention, "forward", as_flash)
+        monkeypatch.setattr(library_attention, "part_backward", as_flash_backward)
+    tables = tune.attentions([case], device, torch.bfloat16, 80)
+    assert set(tables) == {"attention_forward", "attention_dkdv", "attention_dq"}
+    for (entry,) in tables.values():
+        assert (entry.problem["queries"], entry.problem["head_dim"], entry.problem["bounded"]) == (80, 16, True)
+    (dkdv,), (dq,) = tables["attention_dkdv"], tables["attention_dq"]
+    assert (dkdv.ours_us, dkdv.peer_us) == (dq.ours_us, dq.peer_us), "of the whole backward"
+
+
+WHOLE = library_attention.Part(slice(0, 80), slice(0, 80), True, -1)
+
+
+def as_flash(q, k, v, chunk, parts):
+    out, lse = attention(q.double(), k.double(), v.double(), chunk.rules)
+    return out.to(q.dtype), lse.float()
+
+
+def as_flash_backward(of_rows, of_keys, part, chunk):
+    q, dout, *_ = of_rows
+    leaves = [t.double().requires_grad_() for t in (q, *of_keys)]
+    out, _ = attention(*leaves, chunk.rules)
+    return [gradient.to(q.dtype) for gradient in torch.autograd.grad(out, leaves, dout.double())]
+
+
 def test_without_a_gpu_nothing_is_measured_and_that_is_said():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     from weft.cli import main
 
     benches = ["matmul", "communicating", "kernels"]
-    for command in (["tune", "matmul"], *(["bench", bench] for bench in benches)):
+    for command in (
+        *(["tune", op] for op in ("matmul", "attention", "grouped")),
+        *(["bench", bench] for bench in benches),
+    ):
         with pytest.raises(SystemExit, match="there is no CUDA device here"):
             main(command)
 
