@@ -20,6 +20,7 @@ from weft.context_parallel.shared_sequence import (
 )
 from weft.context_parallel.units import Unit
 from weft.kernels.attention_rules import Rules
+from weft.ops.attention_chunk import last_algorithm
 from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.context_attention import AttentionCall, choose, context_attention
 from weft.ops.sequence_layout import SequenceLayout
@@ -117,10 +118,11 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
     call = AttentionCall(cut.layout, key_layout, *sizes, sharing.ranks.world_size, 1)
     window = mask.get("window")
     rules = Rules(left=None if window is None else window - 1, right=0 if mask.get("causal") else None)
-    note("attention", f"{sharing.layout}, {choose(call, rules, False, sharing.method)}")
     options: dict[str, Any] = {"method": sharing.method, "layout": sharing.layout, **mask}
     options["deterministic"] = sharing.deterministic
-    return query.like(context_attention(q, k, v, group=sharing.ranks, dropout=dropout, **options))
+    out = context_attention(q, k, v, group=sharing.ranks, dropout=dropout, **options)
+    note("attention", f"{sharing.layout}, {choose(call, rules, False, sharing.method)}; {last_algorithm()}")
+    return query.like(out)
 
 
 def _attend_in_unit(

@@ -10,6 +10,15 @@ import torch
 
 from weft.ops import attention_blocks, kernel_choice, library_attention
 from weft.ops.attention_blocks import AttentionChunk
+from weft.ops.kernel_choice import Algorithm
+
+_CONTINUES = Algorithm(True, "torch's functions continue no state")
+_last: Algorithm | None = None
+
+
+def last_algorithm() -> Algorithm | None:
+    """Return what computed the last chunk forward, and why, for `weft.explain`."""
+    return _last
 
 
 def merge_attention(
@@ -52,11 +61,14 @@ def forward(
             0.
         last: no keys follow, so out is rounded to q's type.
     """
+    global _last
+    by_kernel = uses_kernel(q)
+    _last = _CONTINUES if by_kernel else kernel_choice.excluded(q.device)
     if state is None and last:
-        parts, _ = library_attention.choose("forward", q, k, v, chunk)
+        parts, _last = library_attention.choose("forward", q, k, v, chunk)
         if parts:
             return library_attention.forward(q, k, v, chunk, parts)
-    if uses_kernel(q):
+    if by_kernel:
         from weft.kernels.attention import attention_forward
 
         q, k, v = readable(q, k, v)
