@@ -47,6 +47,7 @@ from weft.kernels.matmul import matmul
 from weft.kernels.signature import Launch
 
 RESULTS = Path("bench") / "results" / "static_figures.json"
+ARCHITECTURES = tuple(each for each in launch.ARCHITECTURES if each != "sm_120")  # which has sm_80's kernels
 HEAD_DIMS = (64, 128)
 LOOPS = (
     *("matmul nn", "matmul nt"),
@@ -437,11 +438,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.liger:
         (found,) = metadata.distributions(name="liger-kernel", path=[str(options.liger)])
         peers["liger-kernel"] = found.version
-    for architecture in launch.ARCHITECTURES:
+    for architecture in ARCHITECTURES:
         saved = {
             "command": "python -m weft.bench.static_figures --tutorials FOLDER --liger FOLDER",
             "triton": triton.__version__,
-            "ptxas": {each: machine_code.assembler_version(each) for each in launch.ARCHITECTURES},
+            "ptxas": {each: machine_code.assembler_version(each) for each in ARCHITECTURES},
             "peers": peers,
             "rows": merged(saved["rows"], rows(architecture, options.tutorials, options.liger)),
         }
@@ -460,7 +461,7 @@ def merged(old: list[Row], new: list[Row]) -> list[Row]:
 
 def place(row: Row) -> tuple[int, int]:
     """Return the number of the row's loop, and that of its architecture."""
-    return LOOPS.index(row["loop"]), launch.ARCHITECTURES.index(row["architecture"])
+    return LOOPS.index(row["loop"]), ARCHITECTURES.index(row["architecture"])
 
 
 def above(found: list[Row]) -> list[tuple[Row, Row]]:

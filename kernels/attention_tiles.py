@@ -65,6 +65,10 @@ _TILES: dict[str, _Table] = {
         },
     },
 }
+_TILES["sm_120"] = _TILES["sm_80"] | {
+    "forward": _TILES["sm_80"]["forward"]
+    | {64: (AttentionConfig(128, 64, 8, 3), AttentionConfig(64, 64, 4, 2)), 256: (AttentionConfig(64, 32, 4, 2),)}
+}  # within 99 KiB, and as ptxas 13.1 does not spill
 # Smaller tiles for kernels with other uses for registers: they draw random numbers ("dropout"), compare documents,
 # continue a state or cap scores. The first entry that matches counts.
 _TIGHT_TILES: dict[str, dict[str, _Table]] = {
@@ -111,6 +115,9 @@ _TIGHT_TILES: dict[str, dict[str, _Table]] = {
             "dq": {128: (AttentionConfig(64, 32, 8, 2),)},
         },
     },
+}
+_TIGHT_TILES["sm_120"] = _TIGHT_TILES["sm_80"] | {
+    "documents": {"dkdv": {128: (AttentionConfig(32, 64, 8, 2),)}, "dq": {64: (AttentionConfig(64, 32, 4, 2),)}}
 }
 KINDS = "forward", "dkdv", "dq"
 _INTERPRETED_TILES = (AttentionConfig(16, 32, 4, 1), AttentionConfig(32, 16, 4, 1))

@@ -25,7 +25,7 @@ from weft.kernels.variants import OPS, on_each, places, record
 CHECKED = (*OPS, "memory_orders")
 MOST_SPILLED_BYTES = 256  # outside of the innermost loops, where a load and a store a tile cost next to nothing
 # The instruction of a dot; on Hopper that of wgmma, since plain HMMA is half as fast.
-TENSOR_CORE_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+TENSOR_CORE_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 
 _ADDS_IN_ANY_ORDER = re.compile(  # RED.E.ADD.F32.FTZ.RN.STRONG.GPU; sums by the copy engine have no type in the opcode
     r"UTMAREDG|UBLKRED|(RED|REDG|REDS|ATOM|ATOMG|ATOMS)\.(.*\.)?ADD\..*F(16|32|64)"

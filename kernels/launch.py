@@ -35,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Bytes of shared memory that one program may have, from the CUDA programming guide's table of compute capabilities.
-SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 ARCHITECTURES = tuple(SHARED_LIMIT_BYTES)
 
 
@@ -206,8 +206,8 @@ def code_architecture(device: torch.device) -> str:
     """Return the architecture ("sm_90", say) of the compiled kernels that the device runs.
 
     A device that runs none of weft's compiled kernels gives its own architecture. Code for 8.0 runs on every 8.x but
-    8.7, which is Tegra's. Weft's code for sm_90 and sm_100 has instructions of just that architecture (CUDA programming
-    guide, on binary compatibility and architecture-specific features).
+    8.7, which is Tegra's, and code for 12.0 on every 12.x. Weft's code for sm_90 and sm_100 has instructions of just
+    that architecture (CUDA programming guide, on binary compatibility and architecture-specific features).
     """
     current = _recording.get()
     return current.architecture if current is not None else _code_architecture(device.index or 0)
@@ -237,12 +237,15 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def has_copy_engine(device: torch.device) -> bool:
-    """Return True if the device has the tensor copy engine, which tensor descriptors need: sm_90 and later."""
-    return architecture_of(device) != "sm_80"
+    """Return True if kernels load by the tensor copy engine, which tensor descriptors need: on sm_90 and sm_100.
+
+    sm_120 has one too, but multiplies from registers as sm_80 does, and takes that one's kernels.
+    """
+    return architecture_of(device) not in ("sm_80", "sm_120")
 
 
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Return True if a program may have all the shared memory of its architecture; 8.6, 8.9 and 12.x give it 99 KiB."""
+    """Return True if a program may have all the shared memory of its architecture; 8.6 and 8.9 give it 99 KiB."""
     if device.type != "cuda":
         return True
     allowed = _properties(device.index or 0).shared_memory_per_block_optin
@@ -404,8 +407,8 @@ def _properties(index: int):
 def _code_architecture(index: int) -> str:
     properties = _properties(index)
     capability = (properties.major, properties.minor)
-    if properties.major == 8 and capability != (8, 7):
-        return "sm_80"
+    if properties.major in (8, 12) and capability != (8, 7):
+        return f"sm_{properties.major}0"
     return f"sm_{properties.major}{properties.minor}"
 
 
@@ -413,8 +416,6 @@ def _code_architecture(index: int) -> str:
 def _family(index: int) -> str:
     properties = _properties(index)
     capability = properties.major * 10 + properties.minor
-    if properties.major == 12:  # these have the shared memory and the tensor-core instructions of 8.x
-        return "sm_80"
     families = [name for name in ARCHITECTURES if int(name.removeprefix("sm_")) <= capability]
     if not families:
         raise ValueError(f"{properties.name}: {_why_no_family(index)}")

@@ -24,6 +24,7 @@ from typing import Any
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.cache import get_cache_key
 
@@ -87,7 +88,7 @@ def assembler_version(architecture: str) -> str:
     """Return the release of ptxas that assembles for the architecture ("13.1", say)."""
     with _settings(architecture):
         nvidia = triton.knobs.nvidia
-        return (nvidia.ptxas_blackwell if architecture == "sm_100" else nvidia.ptxas).version
+        return (nvidia.ptxas_blackwell if architecture in ("sm_100", "sm_120") else nvidia.ptxas).version
 
 
 def cached(recorded: launch.Launch, architecture: str, cache: Path) -> tuple[CompiledVariant, bool]:
@@ -187,8 +188,10 @@ def _settings(architecture: str) -> Iterator[None]:
     has miscompiled products with operands in registers (flash-linear-attention's issue 1262), a fault that ended with
     CUDA 13.3 (triton's issue 11781). WEFT_HOPPER_PTXAS names one; without it, it is the newer of the two in Triton's
     wheel. sm_100 keeps that: a newer one spills more.
+
+    Triton compiles for sm_120a, whose code would not run on 12.1. Weft's kernels have nothing that sm_120 lacks.
     """
-    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), _plain_architecture(architecture):
         triton.knobs.compilation.disable_line_info = True
         triton.knobs.nvidia.dump_ptxas_log = True
         if architecture == "sm_90":
@@ -197,6 +200,19 @@ def _settings(architecture: str) -> Iterator[None]:
             if triton.knobs.nvidia.ptxas.path != given:  # Triton would take its oldest instead
                 raise RuntimeError(f"WEFT_HOPPER_PTXAS={given} is no ptxas that runs; name one, or unset it")
         yield
+
+
+@contextlib.contextmanager
+def _plain_architecture(architecture: str) -> Iterator[None]:
+    if architecture != "sm_120":
+        yield
+        return
+    before = compiler.sm_arch_from_capability
+    compiler.sm_arch_from_capability = lambda capability: f"sm_{capability}"
+    try:
+        yield
+    finally:
+        compiler.sm_arch_from_capability = before
 
 
 def _arguments(types: dict[str, str], maps: Sequence[dict]) -> tuple[str, ...]:

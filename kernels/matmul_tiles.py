@@ -58,6 +58,12 @@ _TILES: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
         "fp32 narrow": (MatmulConfig(64, 32, 16, warps=8, stages=3),),
     },
 }
+_TILES["sm_120"] = _TILES["sm_80"] | {  # with at most 96 KiB of shared memory, and as ptxas 13.1 does not spill
+    "wide": tuple(
+        replace(tile, warps=8) if (tile.block_m, tile.block_n) == (64, 128) else tile
+        for tile in _TILES["sm_80"]["wide"]
+    ),
+}
 _INTERPRETED_TILES = (MatmulConfig(32, 16, 16, warps=4, stages=1), MatmulConfig(16, 32, 32, warps=4, stages=1))
 
 

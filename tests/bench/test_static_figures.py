@@ -11,7 +11,7 @@ import pytest
 import triton
 
 from weft.bench import static_figures
-from weft.kernels import archive, launch, sass
+from weft.kernels import archive, sass
 
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / static_figures.RESULTS).read_text())["rows"]
@@ -31,7 +31,7 @@ def test_no_peer_has_fewer_instructions_but_where_a_reason_is_given():
 def test_every_loop_is_beside_a_peers_on_every_architecture():
     compared = {name(row) for row in ROWS if row["kernel"] != "weft"}
     assert {name(row) for row in OURS} == compared
-    every = set(product(static_figures.LOOPS, launch.ARCHITECTURES))
+    every = set(product(static_figures.LOOPS, static_figures.ARCHITECTURES))
     assert every - compared == {("attention dq, head dim 64, masked", "sm_80")}  # the tutorial's is unrolled
     assert {row["kernel"].split()[0] for row in ROWS} == {"weft", "03", "06", "09", "liger"}
 
@@ -39,7 +39,7 @@ def test_every_loop_is_beside_a_peers_on_every_architecture():
 @pytest.mark.slow("kernels")
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not archive.launches_as(triton.__version__), reason=f"counted with triton {archive.TRITON}")
-@pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", static_figures.ARCHITECTURES)
 def test_our_committed_figures_are_those_of_the_kernels(architecture):
     """`python -m weft.bench.static_figures` writes them again."""
     program = f"import json; from weft.bench.static_figures import rows; print(json.dumps(rows({architecture!r})))"

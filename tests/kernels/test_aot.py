@@ -515,7 +515,9 @@ def test_the_same_machine_code_is_stored_once_and_read_back_whole(tmp_path):
         ((9, 0), "sm_90", "sm_90"),
         ((10, 0), "sm_100", "sm_100"),
         ((10, 3), "sm_103", "sm_100"),
-        ((12, 0), "sm_120", "sm_80"),
+        ((11, 0), "sm_110", "sm_100"),
+        ((12, 0), "sm_120", "sm_120"),
+        ((12, 1), "sm_120", "sm_120"),
     ],
 )
 def test_a_device_takes_the_code_and_the_tiles_that_it_can_run(monkeypatch, capability, code, tiles):
