@@ -38,6 +38,7 @@ PRECISIONS = ("ieee", "tf32")
 COMMUNICATING_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _COMBINE_BLOCK = 1024  # elements per program of the second kernel of a split product
 _NO_STRIDES = (0, 0)
+_RESERVED_BYTES = 2048  # of the shared memory of a program: the system takes 1024, barriers the rest
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,9 @@ def _launch_product(
     adds = b_up is not None or z is not None or (meeting is not None and not descriptors)
     crowded = config.block_k > 64 and target is not None and target.dtype != a.dtype  # in shared memory
     strip = min(config.block_n, _strip(a, columns, splits > 1, adds or crowded))
+    fused = (bias, addend, z, b_up, meeting)
+    if descriptors and stored and activation == "none" and all(each is None for each in fused):
+        strip = _widest_strip(strip, config, a, out, resident)
     launch.launch(
         _matmul_kernel,
         (programs,),
@@ -251,6 +255,19 @@ def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
     if (odd and (split or adds)) or (split and a.dtype == torch.float32):
         return 16
     return 32 if split or adds else 64
+
+
+def _widest_strip(strip: int, config: MatmulConfig, a: torch.Tensor, out: torch.Tensor, resident: int) -> int:
+    """Return the widest strip of a tile that the copy engine stores and nothing else is done with.
+
+    Each strip waits until the one before it has left the shared memory, so a program waits least with the whole tile in
+    one. Nothing but that memory bounds it: it has no addresses, and as many programs must fit as before.
+    """
+    free = launch.SHARED_LIMIT_BYTES.get(launch.architecture_of(a.device), 0) // resident - _RESERVED_BYTES
+    free -= config.stages * (config.block_m + config.block_n) * config.block_k * a.element_size()
+    while strip < config.block_n and 2 * strip * config.block_m * out.element_size() <= free:
+        strip *= 2
+    return strip
 
 
 def _meeting_arguments(arrivals: Arrivals | None, departures: Departures | None, block_m: int, device) -> tuple:
