@@ -25,6 +25,7 @@ from weft.explanation.summary import log_summary
 from weft.mesh import expert_mesh, ranks_of_experts
 from weft.metadata import set_metadata
 from weft.nn import sum_gradients
+from weft.ops.kernel_choice import check_kernels
 from weft.pipeline.layer_split import LayerSplit, check_layers
 from weft.pipeline.pipeline import Pipeline
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
@@ -111,8 +112,8 @@ def parallelize(
         recompute: the activations that backward recomputes instead of keeping them: "none"; "full": each block (an
             element of the outermost lists of modules); "selective": the attention and the MLP of each block, if these
             are modules.
-        strict: raise if plan="auto" leaves a layer whole, or if the mesh has pp, because its ranks wait for one
-            another.
+        strict: raise if plan="auto" leaves a layer whole, if the mesh has pp, because its ranks wait for one another,
+            or if weft's kernels do not run on the model's GPU.
         check_calls: number of calls to compare over the ranks that compute one model together ("tp", "pp"). A check
             compares arguments, mode, and random numbers if the model draws some. The first check also compares the
             split weights. 0 turns it off, for ranks that call with different tensors on purpose. It is also off for a
@@ -215,6 +216,8 @@ def parallelize(
         own = own_plan(model, replacements, summed, ranks.tp.world_size, in_units=invariant is not None)
         check_flow(model, own)
     recomputed = recomputed_in(model, recompute)
+    if strict:
+        check_kernels({parameter.device for parameter in model.parameters()})
     if ranks.stages is not None:
         _check_stages(model, ranks.stages, strict)
     of_experts = None if ranks.experts is None else communicator(ranks.experts["ep_group"])

@@ -9,7 +9,7 @@ The library runs everything else that it has: on the CPU, where weft's kernels d
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -86,6 +86,14 @@ def can_run(device: torch.device) -> bool:
     from weft.kernels import launch
 
     return launch.INTERPRETED
+
+
+def check_kernels(devices: Iterable[torch.device]) -> None:
+    """Raise ValueError, with the reason, if weft's kernels do not run on one of these GPUs; for `strict=True`."""
+    for device in devices:
+        reason = _why_no_code(device) if device.type == "cuda" and _preference != "library" else None
+        if reason is not None:
+            raise ValueError(f"strict, and weft's kernels do not run on {device}: {reason}")
 
 
 @lru_cache

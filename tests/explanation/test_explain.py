@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import weft
-from weft import cli
+from weft import cli, parallelization
 from weft.bench.traffic import counted
 from weft.kernels import config, dispatch, launch
 from weft.kernels.config import Entry
@@ -189,6 +190,34 @@ def test_without_triton_a_gpu_takes_what_was_compiled_ahead_of_time(monkeypatch,
                     "(pip install weft[gpu]), and there is no archive"
                 )
     kernel_choice._why_no_code.cache_clear()
+
+
+@pytest.mark.kernel
+def test_a_gpu_before_8_0_takes_atens_functions_by_name_and_strict_refuses_it(monkeypatch):
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(launch, "_properties", lambda index: SimpleNamespace(major=7, minor=0, name="an old GPU"))
+    kernel_choice._why_no_code.cache_clear()
+    try:
+        assert not kernel_choice.on_kernel(device) and not kernel_choice.can_run(device)
+        assert "need compute capability 8.0, the device has 7.0" in str(kernel_choice.excluded(device))
+        with pytest.raises(ValueError, match="strict, and weft's kernels do not run on cuda:0: .* the device has 7.0"):
+            kernel_choice.check_kernels({device, torch.device("cpu")})
+        with kernel_choice.prefer("library"):
+            kernel_choice.check_kernels({device})
+    finally:
+        kernel_choice._why_no_code.cache_clear()
+
+
+def asks_for_every_device(rank):
+    asked = []
+    parallelization.check_kernels = asked.append
+    for strict in (False, True):
+        weft.parallelize(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), strict=strict)
+    assert asked == [{torch.device("cpu")}]
+
+
+def test_strict_asks_for_every_device_of_the_model():
+    run_ranks(asks_for_every_device, 2)
 
 
 @pytest.mark.kernel

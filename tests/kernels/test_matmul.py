@@ -175,6 +175,23 @@ def test_split_sums_have_the_same_bits_each_time(device):
         assert torch.equal(first, matmul(x, w.t(), bias=bias, config=config)[0])
 
 
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_a_plain_result_leaves_a_tile_at_a_time_where_shared_memory_has_room(architecture):
+    """Each strip waits for the one before it."""
+    a, w = (torch.empty(512, 512, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    for tile in listed(architecture, torch.bfloat16):
+        with launch.recording(architecture) as launches:
+            matmul(a, w.t(), config=tile)
+            matmul(a, w.t(), config=tile, bias=w[0])
+        plain, biased = (recorded.constants["STRIP"] for recorded in launches)
+        operands = tile.stages * (tile.block_m + tile.block_n) * tile.block_k * 2
+        resident = 2 if tile.block_m * tile.block_n <= 64 * 128 else 1
+        assert plain >= biased and (operands + tile.block_m * plain * 2) * resident <= 227 * 1024
+    with launch.recording(architecture) as launches:
+        matmul(a, w.t(), config=listed(architecture, torch.bfloat16)[0])
+    assert launches[0].constants["STRIP"] == 256, "one store for the largest tile"
+
+
 def test_infinities_and_nans_come_through(device):
     x, w, _ = operands(device, 33, 20, 40)
     x[2, 3], x[4, 5] = torch.inf, torch.nan
