@@ -43,7 +43,7 @@ class ExpertWeights:
 def algorithm(weight: torch.Tensor) -> Algorithm:
     """Return whether `expert_mlps` computes experts with this weight [E, ...], and why not.
 
-    Its products are grouped_mm's or the kernel's, as `product_algorithm` says.
+    Its products are grouped_mm's or the kernel's, as `algorithms` says.
     """
     if not kernel_choice.on_kernel(weight.device):
         return kernel_choice.excluded(weight.device)
@@ -63,7 +63,7 @@ def algorithms(weights: ExpertWeights, rows: int) -> dict[str, Algorithm]:
     up, adds = weights.up, getattr(weights.up, "main_grad", None) is not None
     x, dz = (torch.empty(rows, up.size(dim), dtype=up.dtype, device="meta") for dim in (2, 1))
     problems = {
-        "forward": _kernel().problem_of(x, up.transpose(1, 2)),
+        "forward": _kernel().problem_of(x, *_gate_and_up(up, weights.gated), weights.activation),
         "dgrad": _kernel().problem_of(dz, up),
         "wgrad": _kernel().wgrad_problem_of(dz, x, up.size(0), adds),
     }
@@ -92,7 +92,7 @@ def _why_not_library(problem, device: torch.device, weight: torch.Tensor | None,
 
 def _lies_at_16_bytes(weight: torch.Tensor) -> bool:
     strides = weight.stride()
-    return weight.data_ptr() % 16 == 0 and 1 in strides[1:] and all(s == 1 or s % 8 == 0 for s in strides)
+    return weight.storage_offset() % 8 == 0 and 1 in strides[1:] and all(s == 1 or s % 8 == 0 for s in strides)
 
 
 def _family(device: torch.device) -> int:
@@ -170,15 +170,20 @@ class ExpertMLPFunction(torch.autograd.Function):
 
 def _up(x, up, bias, offsets, activation: Activation, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return h and z."""
-    weight = up.transpose(1, 2)
-    gate, of_up = weight.chunk(2, 2) if gated else (weight, None)
+    gate, of_up = _gate_and_up(up, gated)
     problem = _kernel().problem_of(x, gate, of_up, activation.name)
     if _algorithm(problem, x.device, up, bias).kernel:
         return _kernel().grouped_matmul(
             x, gate, offsets, b_up=of_up, bias=bias, activation=activation.name, keep_z=True
         )
-    z = F.grouped_mm(x, weight, offs=offsets[1:])
+    z = F.grouped_mm(x, up.transpose(1, 2), offs=offsets[1:])
     return _activated(z, activation, gated), z
+
+
+def _gate_and_up(up: torch.Tensor, gated: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the two matrices [E, H, I] of a fused one, or the one and None."""
+    weight = up.transpose(1, 2)
+    return weight.chunk(2, 2) if gated else (weight, None)  # type: ignore[return-value]
 
 
 def _activated(z, activation: Activation, gated: bool) -> torch.Tensor:

@@ -200,16 +200,17 @@ def test_main_grad_an_old_torch_and_another_gpu_are_named_too(device, as_on_hopp
 
 def test_a_measurement_on_this_device_decides(device, as_on_hopper):
     layer, architecture = wide_layer(device), launch.architecture_of(device)
-    up = layer.weights().up
-    x = torch.empty(36, 24, dtype=up.dtype)
-    key = problem_of(x, up.transpose(1, 2)).key()
+    x, gate = torch.empty(36, 24, dtype=torch.bfloat16), torch.empty(EXPERTS, 16, 24, dtype=torch.bfloat16)
+    key = problem_of(x, gate.mT, gate.mT, "silu").key()
     tile = listed(architecture, torch.bfloat16)[0]
     try:
         for peer_us, ours in ((12.5, True), (8.0, False)):
             config.add_entries("grouped_matmul", architecture, [Entry(key, tile, 10.0, peer_us)])
             kernel_choice.forget_choices()
             found = grouped_matmul.algorithms(layer.weights(), 36)["forward"]
-            assert found.kernel == ours and f"{peer_us / 10:.2f} times ATen's speed at 36x32x24" in found.reason
+            assert found.kernel == ours and f"{peer_us / 10:.2f} times ATen's speed at 36x16x24" in found.reason
+            assert torch.equal(layer(*wide_draw(device)[:3]), layer(*wide_draw(device)[:3]))
+            assert len(as_on_hopper) == (2 if ours else 6), "the product up is the kernel's or torch's"
     finally:
         config._added.clear()
 
