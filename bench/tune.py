@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ ATTENTIONS = [
 _CHECKED = 64  # rows that are compared with fp64
 _POSITIONS = 16384  # batch times sequence
 
-Tables = dict[str, list[configs.Entry]]
+Named = Iterator[tuple[str, configs.Entry | None]]  # with the name of its table; None if no tile was right
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,49 +44,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(op: str, options) -> int:
-    """Write the op's tables and return the exit code; raise SystemExit without a CUDA device."""
+    """Write the op's tables, anew after each entry, and return the exit code; raise SystemExit without a GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("weft tune: there is no CUDA device here, and only measurements go into a table")
-    device = torch.device("cuda")
-    if op == "attention":
-        tables = attentions(ATTENTIONS, device, torch.bfloat16, _POSITIONS)
-    elif op == "grouped":
-        tables = {"grouped_matmul": experts(grouped_bench.MIXTURES.values(), TOKENS, device, torch.bfloat16)}
-    else:
-        tables = {op: tune(shards(options.model, TENSOR_PARALLEL, TOKENS), device, torch.bfloat16)}
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    named = {
+        "attention": lambda: attentions(ATTENTIONS, device, dtype, _POSITIONS),
+        "grouped": lambda: experts(grouped_bench.MIXTURES.values(), TOKENS, device, dtype),
+        "matmul": lambda: layers(shards(options.model, TENSOR_PARALLEL, TOKENS), device, dtype),
+    }
     folder = Path(options.out or Path(configs.__file__).parent / "configs" / launch.architecture_of(device))
     folder.mkdir(parents=True, exist_ok=True)
     measured_on = {"device": torch.cuda.get_device_name(), **environment()}
+    tables: dict[str, list[configs.Entry]] = {}
+    for name, entry in named[op]():
+        if entry is not None:
+            tables.setdefault(name, []).append(entry)
+            (folder / f"{name}.json").write_text(configs.table_text(tables[name], measured_on))
     for name, entries in tables.items():
-        (folder / f"{name}.json").write_text(configs.table_text(entries, measured_on))
         faster = sum(entry.ours_us <= entry.peer_us for entry in entries)
         print(f"{len(entries)} problems, ours at least as fast as torch's in {faster}: {folder / name}.json")
     return 0
 
 
-def tune(shards, device: torch.device, dtype: torch.dtype) -> list[configs.Entry]:
-    """Return an entry for each product of each layer for which at least one configuration is correct."""
+def layers(shards, device: torch.device, dtype: torch.dtype) -> Named:
+    """Yield an entry for each product of each layer."""
     problems = [product.problem for _, layer, m in shards for product in products(layer, m, device, dtype)]
-    found = [tuning.measured(problem, device) for problem in dict.fromkeys(problems)]
-    return [entry for entry in found if entry is not None]
+    for problem in dict.fromkeys(problems):
+        yield "matmul", tuning.measured(problem, device)
 
 
 def experts(
     mixtures: Iterable[tuple[int, int, int, int]], tokens: Iterable[int], device: torch.device, dtype: torch.dtype
-) -> list[configs.Entry]:
-    """Return an entry for each product of the mixtures' gated experts: two forward, two dgrads, two wgrads.
+) -> Named:
+    """Yield an entry for each product of the mixtures' gated experts: two forward, two dgrads, two wgrads.
 
     Args:
         mixtures: number of experts, chosen for each token, hidden and intermediate size.
         tokens: as many tokens.
     """
-    found = [
-        entry
-        for experts, chosen, hidden, inner in mixtures
-        for count in tokens
-        for entry in _of_mixture(experts, count * chosen, hidden, inner, device, dtype)
-    ]
-    return [entry for entry in found if entry is not None]
+    for (number, chosen, hidden, inner), count in product(mixtures, tokens):
+        for entry in _of_mixture(number, count * chosen, hidden, inner, device, dtype):
+            yield "grouped_matmul", entry
 
 
 def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype) -> Iterator[configs.Entry | None]:
@@ -137,23 +137,19 @@ def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype)
 
 def attentions(
     attention_cases: Iterable[cases.AttentionCase], device: torch.device, dtype: torch.dtype, positions: int
-) -> Tables:
-    """Return the entries of forward, and of backward by the tiles of its two kernels.
+) -> Named:
+    """Yield the entries of forward, and of backward by the tiles of its two kernels.
 
     An entry of backward has the time of the whole backward, with the fastest tile of the other kernel.
 
     Args:
         positions: batch times sequence of each case.
     """
-    tables: Tables = {f"attention_{kind}": [] for kind in attention_tiles.KINDS}
     for case in attention_cases:
-        for kind, entry in _of_attention(case, max(1, positions // case.sequence), device, dtype):
-            if entry is not None:
-                tables[f"attention_{kind}"].append(entry)
-    return tables
+        yield from _of_attention(case, max(1, positions // case.sequence), device, dtype)
 
 
-def _of_attention(case: cases.AttentionCase, batch: int, device, dtype) -> Iterator[tuple[str, configs.Entry | None]]:
+def _of_attention(case: cases.AttentionCase, batch: int, device, dtype) -> Named:
     generator = torch.Generator(device).manual_seed(case.sequence)
     q, k, v, dout = (
         torch.randn(batch, heads, case.sequence, case.head_dim, device=device, generator=generator).to(dtype)
@@ -171,48 +167,64 @@ def _of_attention(case: cases.AttentionCase, batch: int, device, dtype) -> Itera
     )
     out, lse = library_attention.forward(q, k, v, chunk, parts)
     delta = attention_delta(out, dout)
-    exact_out, exact_dq = _first_rows(q, k, v, dout, lse, delta, case)
-
-    def first(result: torch.Tensor) -> torch.Tensor:
-        return result[0, 0]
+    exact = _first_rows(q, k, v, dout, lse, delta, case)
 
     def entry(tiles, ours, library, exact) -> configs.Entry | None:
         return tuning.fastest(key, dtype, tiles, ours, library, exact, device)
 
     yield (
-        "forward",
+        "attention_forward",
         entry(
             listed("forward"),
-            lambda tile: first(attention_forward(q, k, v, rules, config=tile)[0]),
-            lambda: first(library_attention.forward(q, k, v, chunk, parts)[0]),
-            exact_out,
+            lambda tile: attention_forward(q, k, v, rules, config=tile)[0][0, 0],
+            lambda: library_attention.forward(q, k, v, chunk, parts)[0][0, 0],
+            exact["out"],
         ),
     )
 
-    def library() -> torch.Tensor:
+    def library() -> Sequence[torch.Tensor]:
         (part,) = parts
-        return first(library_attention.part_backward((q, dout, out, lse), (k, v), part, chunk)[0])
+        return library_attention.part_backward((q, dout, out, lse), (k, v), part, chunk)
 
-    def ours(**tiles) -> torch.Tensor:
-        return first(attention_backward(q, k, v, dout, lse, delta, rules, **tiles)[0])
+    def ours(**tiles) -> Sequence[torch.Tensor]:
+        return attention_backward(q, k, v, dout, lse, delta, rules, **tiles)
 
-    dkdv = entry(listed("dkdv"), lambda tile: ours(dkdv_config=tile), library, exact_dq)
+    def of_keys(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        _, dk, dv = gradients
+        return torch.cat([dk[0, 0, :_CHECKED], dv[0, 0, :_CHECKED]])
+
+    dkdv = entry(
+        listed("dkdv"), lambda tile: of_keys(ours(dkdv_config=tile)), lambda: of_keys(library()), exact["dk and dv"]
+    )
     best = None if dkdv is None else dkdv.config
-    dq = entry(listed("dq"), lambda tile: ours(dkdv_config=best, dq_config=tile), library, exact_dq)
+    dq = entry(
+        listed("dq"),
+        lambda tile: ours(dkdv_config=best, dq_config=tile)[0][0, 0],
+        lambda: library()[0][0, 0],
+        exact["dq"],
+    )
     if dkdv is not None and dq is not None:
         dkdv = dataclasses.replace(dkdv, ours_us=dq.ours_us, peer_us=dq.peer_us)
-    yield "dkdv", dkdv
-    yield "dq", dq
+    yield "attention_dkdv", dkdv
+    yield "attention_dq", dq
 
 
-def _first_rows(q, k, v, dout, lse, delta, case: cases.AttentionCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and dq of the first rows of the first head, in fp64."""
-    rows = slice(0, _CHECKED)
-    q, dout, lse, delta = (x[0, 0, rows].double() for x in (q, dout, lse, delta))
+def _first_rows(q, k, v, dout, lse, delta, case: cases.AttentionCase) -> dict[str, torch.Tensor]:
+    """Return out and dq of the first rows of the first head, and dk and dv of the first keys, in fp64."""
+    scale, few, group = case.head_dim**-0.5, slice(0, _CHECKED), slice(0, case.heads // case.kv_heads)
+    q, dout, lse, delta = (x[0, group].double() for x in (q, dout, lse, delta))
     k, v = k[0, 0].double(), v[0, 0].double()
-    scale = q.size(1) ** -0.5
-    scores = q @ k.t() * scale
-    if case.causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    p = torch.exp(scores - lse[:, None])
-    return scores.softmax(-1) @ v, (p * (dout @ v.t() - delta[:, None])) @ k * scale
+
+    def probabilities(rows: slice, keys: slice) -> torch.Tensor:
+        """Return those of the group's heads [G, rows, keys], by lse."""
+        scores = q[:, rows] @ k[keys].t() * scale - lse[:, rows, None]
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+        return torch.exp(scores.masked_fill(hidden, -torch.inf) if case.causal else scores)
+
+    every = slice(None)
+    p = probabilities(few, every)[0]
+    dq = (p * (dout[0, few] @ v.t() - delta[0, few, None])) @ k * scale
+    p_keys = probabilities(every, few)
+    ds = p_keys * (dout @ v[few].t() - delta[..., None])
+    dk, dv = (ds.mT @ q).sum(0) * scale, (p_keys.mT @ dout).sum(0)
+    return {"out": p @ v, "dq": dq, "dk and dv": torch.cat([dk, dv])}

@@ -53,7 +53,7 @@ from weft.kernels.attention_scores import (
     whole_tile,
 )
 from weft.kernels.attention_tiles import AttentionProblem, listed, padded
-from weft.kernels.config import AttentionConfig, choose
+from weft.kernels.config import AttentionConfig, choose, chosen
 from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
 from weft.kernels.launch import LOG2E
 from weft.kernels.replay import replayed
@@ -259,7 +259,7 @@ class _Chunk:
         problem = AttentionProblem.of(q, k, v, self.rules).key()
         widest = min(q.size(3), v.size(3)) > 128  # its first tile takes 104 KiB on sm_80
         heuristic = exist[0 if not widest or launch.has_large_shared_memory(q.device) else -1]
-        return choose(f"attention_{kind}", architecture, problem, explicit, exist, heuristic).config
+        return chosen(choose(f"attention_{kind}", architecture, problem, explicit, exist, heuristic), exist, heuristic)
 
     def make_scale_positive(self) -> None:
         """Let a larger product give a larger score. A scale of 0 becomes one that changes no score from 0."""

@@ -14,6 +14,8 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, Generic, Protocol, TypeVar
 
+from weft.kernels.language import VERSION
+
 
 @dataclass(frozen=True)
 class MatmulConfig:
@@ -98,6 +100,16 @@ def choose(
         return Choice(explicit, "explicit")
     entry = measured(op, architecture, problem, type(heuristic))
     return Choice(entry.config, "table", entry) if entry else Choice(heuristic, "heuristic")
+
+
+def chosen(choice: Choice[C], listed: Sequence[C], heuristic: C) -> C:
+    """Return the choice's configuration; the heuristic's where that of a table cannot run.
+
+    It may have been measured for a plainer kernel, which has other tiles; and without Triton only the heuristic's is
+    sure to be compiled.
+    """
+    runs = choice.source != "table" or (choice.config in listed and VERSION is not None)
+    return choice.config if runs else heuristic
 
 
 def measured(op: str, architecture: str, problem: Mapping[str, Any], config_type: type[C]) -> Entry[C] | None:

@@ -26,7 +26,7 @@ import torch
 
 from weft.kernels import launch
 from weft.kernels.activation import check_activation
-from weft.kernels.config import MatmulConfig, choose
+from weft.kernels.config import MatmulConfig, choose, chosen
 from weft.kernels.language import TensorDescriptor, cdiv, next_power_of_2, tl, triton
 from weft.kernels.matmul import PRECISIONS, _emit, _load, _strip
 from weft.kernels.matmul_tiles import listed
@@ -293,8 +293,8 @@ def _choose(
     tiles: Sequence[MatmulConfig],
     guess: MatmulConfig,
 ) -> MatmulConfig:
-    found = choose("grouped_matmul", launch.architecture_of(a.device), problem.key(), explicit, tiles, guess).config
-    return found if found in tiles else guess  # the table's was measured with operands that are aligned otherwise
+    choice = choose("grouped_matmul", launch.architecture_of(a.device), problem.key(), explicit, tiles, guess)
+    return chosen(choice, tiles, guess)
 
 
 @triton.jit(do_not_specialize=["columns", "depth", "groups", "programs"])

@@ -75,8 +75,8 @@ def context_attention(
         method: "ring", "all_gather", "ulysses" or "auto". "auto" takes the method that moves the fewest bytes; `choose`
             in this file gives the reason. A mesh of two dimensions takes "auto" only.
         layout: "zigzag" or "contiguous", as the sequence was sharded.
-        deterministic: every run gives the same bits. If False, cuDNN may run on a GPU, whose backward adds in any
-            order.
+        deterministic: every run gives the same bits. If False, torch's faster functions may run on a GPU: cuDNN
+            forward, and a backward that adds in any order.
         invariant: a number of units of positions that the ranks divide: the result and all gradients have the same
             bits on every such number of ranks, one included (docs/invariance.md). Keys and values are gathered. Needs
             layout="contiguous", and a length for which each rank's part is whole units: a multiple of `invariant` is.

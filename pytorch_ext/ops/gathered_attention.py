@@ -18,7 +18,8 @@ class GatheredAttentionFunction(torch.autograd.Function):
         q [B, H, S_r, D]        k [B, Hkv, S_r, D]        v [B, Hkv, S_r, Dv]        sinks [H]        out as q, with Dv
 
     forward   k, v = all_gather of some KV heads, positions in order; then out, lse of the query heads that use them
-    backward  the same all_gather; dk, dv = reduce_scatter of all S positions, in fp32, in rank order
+    backward  the same all_gather; dk, dv = reduce_scatter of all S positions, in fp32, in rank order; where torch's
+              functions compute a rank's, these are rounded to q's type before
     dsinks    as in RingAttentionFunction
 
     Saves q, k, v, sinks, out and lse [B, H, S_r] fp32. Backward gathers again. Only some heads of k and v are whole in

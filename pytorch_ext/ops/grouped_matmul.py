@@ -17,6 +17,7 @@ from weft.ops.backward import first_order
 from weft.ops.kernel_choice import Algorithm
 from weft.ops.matmul import check_main_grad
 
+_LIBRARY_GROUPS = 1024  # grouped_mm takes fewer
 _LIBRARY_FAMILIES = (9, 10)  # major numbers of the capabilities on which grouped_mm reads the offsets on the device
 
 
@@ -87,6 +88,8 @@ def _why_not_library(problem, device: torch.device, weight: torch.Tensor | None,
         return "torch's grouped_mm adds neither a bias nor to a main_grad"
     if problem.columns % 8 or problem.depth % 8 or (weight is not None and not _lies_at_16_bytes(weight)):
         return "torch's grouped_mm needs rows at multiples of 16 bytes"
+    if problem.groups >= _LIBRARY_GROUPS:
+        return f"torch's grouped_mm takes fewer than {_LIBRARY_GROUPS} experts"
     return None if problem.rows else "there are no rows"
 
 

@@ -20,10 +20,10 @@ from weft.arguments import check_choice
 
 if TYPE_CHECKING:
     from weft.kernels import attention_tiles, grouped_matmul
-    from weft.kernels.attention_rules import Rules
     from weft.kernels.config import Entry
     from weft.kernels.launch import Origin
     from weft.kernels.matmul_tiles import Problem
+    from weft.ops.attention_blocks import AttentionChunk
 
 _PREFERENCES = ("auto", "kernel", "library")
 
@@ -147,7 +147,9 @@ def asked() -> "Iterator[set[tuple[Problem, torch.device]]]":
         _asked = before
 
 
-def attention_algorithm(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: "Rules") -> Algorithm:
+def attention_algorithm(
+    kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: "AttentionChunk"
+) -> Algorithm:
     """Return the implementation of attention that torch has too, on the device of q.
 
     Args:
@@ -158,9 +160,11 @@ def attention_algorithm(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         return excluded(q.device)
     if _preference == "kernel":
         return _WANTED
+    if chunk.library != "deterministic":
+        return Algorithm(False, "tables have the time of torch's deterministic function")
     from weft.kernels.attention_tiles import AttentionProblem
 
-    return _measured_attention(kind, AttentionProblem.of(q, k, v, rules), q.device)
+    return _measured_attention(kind, AttentionProblem.of(q, k, v, chunk.rules), q.device)
 
 
 @lru_cache(maxsize=4096)
@@ -170,7 +174,7 @@ def _measured_attention(kind: str, problem: "attention_tiles.AttentionProblem", 
     architecture = launch.architecture_of(device)
     op = "attention_forward" if kind == "forward" else "attention_dkdv"  # its row has the time of the whole backward
     entry = config.measured(op, architecture, problem.key(), config.AttentionConfig)
-    if entry is None:
+    if entry is None or not _HAS_TRITON:
         return Algorithm(False, _unmeasured(architecture, "attention"))
     sizes = f"{entry.problem['queries']}x{entry.problem['keys']}"
     return _faster(entry, f"{sizes} on {architecture}")
@@ -194,14 +198,15 @@ def _measured_grouped(problem: "grouped_matmul.GroupedProblem", device: torch.de
 
     architecture = launch.architecture_of(device)
     entry = config.measured("grouped_matmul", architecture, problem.key(), config.MatmulConfig)
-    if entry is None:
+    if entry is None or not _HAS_TRITON:
         return Algorithm(False, f"grouped_mm: {_unmeasured(architecture, 'grouped')}")
     sizes = "x".join(str(entry.problem[name]) for name in ("rows", "columns", "depth"))
     return _faster(entry, f"{sizes} on {architecture}")
 
 
 def _unmeasured(architecture: str, op: str) -> str:
-    return f"not measured at this size on {architecture}; `weft tune {op}` measures it"
+    without = "" if _HAS_TRITON else " with Triton"
+    return f"not measured at this size on {architecture}; `weft tune {op}` measures it{without}"
 
 
 def _faster(entry: "Entry", where: str) -> Algorithm:

@@ -1,13 +1,15 @@
-"""Attention of a chunk by torch's own functions on GPUs: flash attention, and cuDNN's where torch prefers it.
+"""Attention of a chunk by torch's own functions on GPUs: flash attention, and forward cuDNN's where torch prefers it.
 
 They take no state, documents, softcap, sinks or dropout, and rows that see all keys, or those up to each row's own
 position (with a window), where the last row has the position of the last key. So each run of positions is one call.
-Both return the logarithm of the sum of exponentials, and take that of all keys in backward.
+Both return the logarithm of the sum of exponentials, and flash attention takes it in backward. cuDNN's backward is not
+called: torch keeps its plan by the strides of q, k and v, and uses it for other strides of dout.
 
 flash attention is Dao 2023, and another that `torch.nn.attention.activate_flash_attention_impl` has put in its place.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +23,8 @@ from weft.ops.attention_blocks import AttentionChunk, runs
 from weft.ops.kernel_choice import Algorithm
 
 _aten = torch.ops.aten
-_LARGEST_HEAD_DIM = 256
+_MOST_SUMS = 4  # of all queries' gradients in fp32 that the deterministic backward may hold
+_changing_mode = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,12 @@ def choose(
     if not _on_gpu(q):
         return (), kernel_choice.excluded(q.device)
     found = _parts(q, k, v, chunk)
-    if not isinstance(found, str) and not can_use_flash_attention(_parameters(q, k, v, False)):
-        found = "torch's flash attention does not run here"
+    if not isinstance(found, str):
+        found = _refusal(kind, q, k, v, chunk) or found
     if isinstance(found, str):
         by_kernel = kernel_choice.on_kernel(q.device)
         return (), Algorithm(by_kernel, found if by_kernel else kernel_choice.excluded(q.device).reason)
-    algorithm = kernel_choice.attention_algorithm(kind, q, k, v, chunk.rules)
+    algorithm = kernel_choice.attention_algorithm(kind, q, k, v, chunk)
     return (() if algorithm.kernel else found), algorithm
 
 
@@ -101,7 +104,7 @@ def _parts(q, k, v, chunk: AttentionChunk) -> tuple[Part, ...] | str:
         return "torch's functions take no documents, no softcap and not this package's dropout"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"torch's functions do not take {q.dtype}"
-    if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > _LARGEST_HEAD_DIM:
+    if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > _largest_head_dim(q.device):
         return f"torch's functions do not take heads of {q.size(3)} and {v.size(3)} features"
     if not q.numel() or not k.numel() or more_keys or (rules.scale is not None and rules.scale <= 0):
         return "torch's functions take one run of keys, and a positive scale"
@@ -118,16 +121,28 @@ def _parts(q, k, v, chunk: AttentionChunk) -> tuple[Part, ...] | str:
     return tuple(found)
 
 
+def _refusal(kind: str, q, k, v, chunk: AttentionChunk) -> str | None:
+    """Return why this GPU's flash attention is not called, or None."""
+    if not can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, q.size(1) != k.size(1))):
+        return "torch's flash attention does not run here"
+    sums = _sums_of(q)
+    if kind == "backward" and chunk.library == "deterministic" and sums > _MOST_SUMS:
+        return f"torch's deterministic backward would hold {sums} sums of dq"
+    return None
+
+
 def _forward(q, k, v, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, torch.Tensor]:
     scale = chunk.rules.scale
+    q, k, v = _by_position(q, k, v)
     if _takes_cudnn(q, k, v, part, chunk):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, part.causal, scale=scale
         )
-        return out, lse.view(q.shape[:3])
+        return out, lse.reshape(q.shape[:3])
     bounds = {"window_size_left": part.left, "window_size_right": 0} if part.left >= 0 else {}
     out, lse, *_ = _aten._flash_attention_forward.default(
-        *_by_position(q, k, v), None, None, q.size(2), k.size(2), 0.0, part.causal, False, scale=scale, **bounds
+        q, k, v, None, None, q.size(1), k.size(1), 0.0, part.causal, False, scale=scale, **bounds
     )
     return out.transpose(1, 2), lse
 
@@ -135,13 +150,7 @@ def _forward(q, k, v, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, 
 def part_backward(of_rows, of_keys, part: Part, chunk: AttentionChunk) -> tuple[torch.Tensor, ...]:
     """Return dq, dk and dv of one part, from q, dout, out and lse, and k and v."""
     (q, dout, out, lse), (k, v) = of_rows, of_keys
-    scale, rows = chunk.rules.scale, (q.size(2), k.size(2), 0.0, part.causal)
     no_numbers = torch.empty(2, dtype=torch.int64, device=q.device)  # nothing is dropped, so they are not read
-    if _takes_cudnn(q, k, v, part, chunk):
-        seed, offset = no_numbers.unbind()
-        return _aten._scaled_dot_product_cudnn_attention_backward.default(
-            dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, offset, None, None, None, *rows, scale=scale
-        )
     bounds = {"window_size_left": part.left, "window_size_right": 0} if part.left >= 0 else {}
     with _same_in_every_run() if chunk.library == "deterministic" else contextlib.nullcontext():
         found = _aten._flash_attention_backward.default(
@@ -149,35 +158,53 @@ def part_backward(of_rows, of_keys, part: Part, chunk: AttentionChunk) -> tuple[
             lse.contiguous(),
             None,
             None,
-            *rows,
+            q.size(2),
+            k.size(2),
+            0.0,
+            part.causal,
             no_numbers,
             no_numbers,
-            scale=scale,
+            scale=chunk.rules.scale,
             **bounds,
         )
     return tuple(gradient.transpose(1, 2) for gradient in found)
 
 
 def _by_position(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors as [B, S, H, D], with contiguous rows."""
+    """Return the tensors as [B, S, H, D], with rows at multiples of 16 bytes."""
+    from weft.kernels.launch import describable
+
     turned = (x.transpose(1, 2) for x in tensors)
-    return [x if x.stride(3) == 1 else x.contiguous() for x in turned]
+    return [x if describable(x) else x.contiguous() for x in turned]
+
+
+def _sums_of(q: torch.Tensor) -> int:
+    """Return the number of sums of dq that the deterministic backward holds: it has one for each multiprocessor."""
+    from weft.kernels.launch import multiprocessors
+
+    return -(-multiprocessors(q.device) // (q.size(0) * q.size(1)))
+
+
+def _largest_head_dim(device: torch.device) -> int:
+    """Return that of flash attention, which torch does not train with more than 192 features on 8.6 to 8.9 and 12.x."""
+    if device.type != "cuda":
+        return 256
+    major, minor = torch.cuda.get_device_capability(device)
+    return 192 if (major == 8 and minor >= 6) or major == 12 else 256
 
 
 def _takes_cudnn(q, k, v, part: Part, chunk: AttentionChunk) -> bool:
-    """Return True if torch would take cuDNN; its backward may differ in bits from run to run.
+    """Return True if torch would take cuDNN, whose causal mask begins with the first row and the first key.
 
-    Its causal mask begins with the first row and the first key.
+    Args:
+        q, k, v: by position.
     """
-    if chunk.library != "any" or part.left >= 0 or (part.causal and q.size(2) != k.size(2)):
+    if chunk.library != "any" or part.left >= 0 or (part.causal and q.size(1) != k.size(1)):
         return False
-    heads = q.size(1) != k.size(1)
-    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, part.causal, scale=chunk.rules.scale, enable_gqa=heads)
+    grouped = q.size(2) != k.size(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, part.causal, scale=chunk.rules.scale, enable_gqa=grouped)
     return choice == SDPBackend.CUDNN_ATTENTION.value
-
-
-def _parameters(q, k, v, causal: bool) -> SDPAParams:
-    return SDPAParams(q, k, v, None, 0.0, causal, q.size(1) != k.size(1))
 
 
 def _on_gpu(q: torch.Tensor) -> bool:
@@ -186,13 +213,17 @@ def _on_gpu(q: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _same_in_every_run() -> Iterator[None]:
-    """Let ATen add in a fixed order. It fills no new memory meanwhile, as it otherwise does in this mode."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    """Let ATen add in a fixed order, one thread at a time: the mode is the process's.
+
+    It fills no new memory meanwhile, as it otherwise does in this mode.
+    """
+    with _changing_mode:
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        torch._C._set_deterministic_algorithms(True, warn_only=False)
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+            torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])

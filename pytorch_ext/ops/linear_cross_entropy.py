@@ -1,6 +1,9 @@
 """A linear layer and the cross entropy of its outputs in one op, which holds the logits of a few tokens at a time."""
 
+import weakref
+
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
@@ -10,6 +13,7 @@ from weft.ops.backward import as_matrix, first_order
 from weft.ops.cross_entropy import check_options, check_targets, gradient_, merged_losses, part_statistics
 
 _CHUNK_BYTES = 1 << 26  # of logits that exist at a time
+_waiting = WeakIdKeyDictionary()  # weights, each with a weak reference to gradients that wait for their backward
 _LEAST_TOKENS = 1024  # of a chunk: a product with fewer would spend its time on reading and adding to dw
 
 
@@ -28,7 +32,8 @@ def parallel_linear_cross_entropy(
 
     The logits are computed for some tokens at a time, at least 1024. Where the loss is reduced, forward computes the
     gradients as well, from the same logits; until backward they take fp32 memory of the sizes of x and of the weight.
-    Otherwise, and in fp16, whose gradients need the loss's scale, backward computes the logits once more.
+    Otherwise backward computes the logits once more: in fp16, whose gradients need the loss's scale, and while an
+    earlier loss of the same weight waits for its backward.
 
     If the weight has an attribute `main_grad` (fp32, of the weight's shape), backward adds the gradient to that in
     fp32. The weight's `.grad` then stays None.
@@ -80,7 +85,7 @@ def fused_linear_cross_entropy(
 
 def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction) -> torch.Tensor:
     check_options(target, smoothing, reduction)
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad, parameter = getattr(weight, "main_grad", None), weight
     x, weight, bias = cast_operands(x, weight, bias)
     if x.dtype != weight.dtype or x.size(-1) != weight.size(1) or x.shape[:-1] != target.shape:
         raise ValueError(
@@ -88,12 +93,25 @@ def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction)
             f"and the target {tuple(target.shape)}; they must be [..., K], [V_r, K] of the same type, and [...]"
         )
     at_once = torch.is_grad_enabled() and reduction != "none" and x.dtype != torch.float16
+    token = None
+    if at_once and weight.requires_grad and not torch.compiler.is_compiling():
+        earlier = _waiting.get(parameter)
+        at_once = earlier is None or earlier() is None
+        if at_once:
+            token = _Waiting()
+            _waiting[parameter] = weakref.ref(token)
     needs = tuple(at_once and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     with without_autocast(x.device.type):
         loss = LinearCrossEntropyFunction.apply(
-            as_matrix(x), weight, bias, target.reshape(-1), ranks, ignore_index, smoothing, reduction, main_grad, needs
+            *(as_matrix(x), weight, bias, target.reshape(-1), ranks, ignore_index, smoothing, reduction, main_grad),
+            needs,
+            token,
         )
     return loss.view(target.shape) if reduction == "none" else loss
+
+
+class _Waiting:
+    """Lives as long as gradients that forward has made wait for backward. One set of a weight's does at a time."""
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -115,8 +133,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, target, ranks: Communicator | None, ignore_index, smoothing, reduction, main_grad, needs
-    ):
+        ctx, x, weight, bias, target, ranks: Communicator | None, ignore_index, smoothing, reduction, main_grad, needs,
+        token,
+    ):  # fmt: skip
         sizes, rank = [weight.size(0)], 0
         if ranks is not None:
             sizes, rank = ranks.all_sizes(weight, 0), ranks.rank
@@ -139,6 +158,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         )
         check_targets(target, ignore_index, arguments[1], valid)
         ctx.ranks, ctx.main_grad, ctx.arguments = ranks, main_grad, arguments
+        ctx.token = token
         ctx.at_once, ctx.dtypes = sums is not None, [None if t is None else t.dtype for t in (x, weight, bias)]
         mean = count if reduction == "mean" else None
         if sums is not None:
@@ -151,6 +171,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @first_order
     def backward(ctx, dloss):
         count, *saved = ctx.saved_tensors
+        ctx.token = None
         scale = dloss if count is None else (dloss / count).masked_fill(count == 0, 0)
         if ctx.at_once:
             dx, dw, db = saved
@@ -164,15 +185,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             dx, dw, db = sums.of_all
         if ctx.main_grad is not None and dw is not None:
             matmul.check_main_grad(ctx.main_grad, tuple(dw.shape))
-            ctx.main_grad.add_(dw if scale is None else dw * scale)
+            ctx.main_grad.add_(dw) if scale is None else ctx.main_grad.addcmul_(dw, scale)
             dw = None
         dx, dw, db = (
-            None if t is None else (t if scale is None else t * scale).to(dtype)
-            for t, dtype in zip((dx, dw, db), ctx.dtypes, strict=True)
+            None if t is None else _scaled(t, scale, dtype) for t, dtype in zip((dx, dw, db), ctx.dtypes, strict=True)
         )
         if dx is not None and ctx.ranks is not None:
             ctx.ranks.all_reduce_(dx)
-        return dx, dw, db, *[None] * 7
+        return dx, dw, db, *[None] * 8
 
 
 class _GradientSums:
@@ -193,6 +213,13 @@ class _GradientSums:
             _accumulate(dz.t(), x[rows], dw)
         if db is not None:
             db += dz.sum(0, dtype=db.dtype)
+
+
+def _scaled(total, scale, dtype) -> torch.Tensor:
+    """Return total * scale, rounded once; scale None is 1."""
+    if scale is None:
+        return total.to(dtype)
+    return torch.mul(total, scale, out=torch.empty_like(total, dtype=dtype))
 
 
 def _accumulate(a, b, total) -> None:

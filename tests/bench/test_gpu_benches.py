@@ -43,6 +43,7 @@ from weft.bench.peer_collectives import Peer
 from weft.bench.table import Row, not_measured, table
 from weft.comm.registry import communicator
 from weft.kernels import config, launch
+from weft.kernels.attention import attention_backward
 from weft.ops import library_attention
 from weft.testing import cases
 from weft.testing.attention import attention
@@ -88,7 +89,7 @@ def test_tuning_keeps_the_fastest_right_configuration_of_each_product(device, mo
         return {name: 10.0 - number for number, name in enumerate(calls)}
 
     monkeypatch.setattr(tuning, "medians_us", medians)
-    entries = tune.tune([("label", LAYERS[0], 33)], device, torch.float32)
+    entries = [entry for _, entry in tune.layers([("label", LAYERS[0], 33)], device, torch.float32)]
     assert [entry.problem["layout"] for entry in entries] == ["nt", "nn", "tn", "tn"]
     assert entries[-1].problem["fused"] == "main_grad"
     for entry, calls in zip(entries, measured, strict=True):
@@ -108,7 +109,7 @@ def test_tuning_measures_experts_and_attention_beside_torchs_functions(device, m
         return {name: 10.0 - number for number, name in enumerate(calls)}
 
     monkeypatch.setattr(tuning, "medians_us", medians)
-    entries = tune.experts([(3, 2, 48, 32)], [40], device, torch.bfloat16)
+    entries = [entry for _, entry in tune.experts([(3, 2, 48, 32)], [40], device, torch.bfloat16)]
     kinds = ["nt", "nt", "nn", "nn", "wgrad", "wgrad"]
     assert [entry.problem["kind"] for entry in entries] == kinds and entries[0].problem["fused"] == "silu_gated"
     assert min(calls_of) >= 2, "a tile and the library"
@@ -117,12 +118,20 @@ def test_tuning_measures_experts_and_attention_beside_torchs_functions(device, m
         monkeypatch.setattr(library_attention, "choose", lambda *_: ((WHOLE,), None))
         monkeypatch.setattr(library_attention, "forward", as_flash)
         monkeypatch.setattr(library_attention, "part_backward", as_flash_backward)
-    tables = tune.attentions([case], device, torch.bfloat16, 80)
+    tables = dict(tune.attentions([case], device, torch.bfloat16, 80))
     assert set(tables) == {"attention_forward", "attention_dkdv", "attention_dq"}
-    for (entry,) in tables.values():
+    for entry in tables.values():
         assert (entry.problem["queries"], entry.problem["head_dim"], entry.problem["bounded"]) == (80, 16, True)
-    (dkdv,), (dq,) = tables["attention_dkdv"], tables["attention_dq"]
+    dkdv, dq = tables["attention_dkdv"], tables["attention_dq"]
     assert (dkdv.ours_us, dkdv.peer_us) == (dq.ours_us, dq.peer_us), "of the whole backward"
+    monkeypatch.setattr(tune, "attention_backward", wrong_dk)
+    tables = dict(tune.attentions([case], device, torch.bfloat16, 80))
+    assert tables["attention_dkdv"] is None and tables["attention_dq"] is not None, "a tile is checked by what it makes"
+
+
+def wrong_dk(*arguments, **options):
+    dq, dk, dv = attention_backward(*arguments, **options)
+    return dq, dk * 1.1, dv
 
 
 WHOLE = library_attention.Part(slice(0, 80), slice(0, 80), True, -1)

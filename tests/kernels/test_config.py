@@ -5,7 +5,7 @@ import json
 import pytest
 
 from weft.kernels import config
-from weft.kernels.config import AttentionConfig, Entry, choose, nearest, table, table_text
+from weft.kernels.config import AttentionConfig, Entry, choose, chosen, nearest, table, table_text
 
 LISTED = (AttentionConfig(64, 64, 4, 2), AttentionConfig(128, 64, 8, 3), AttentionConfig(32, 32, 4, 2))
 PROBLEM = {"m": 4096, "causal": True, "dtype": "bfloat16"}
@@ -36,6 +36,16 @@ def test_the_explicit_one_comes_before_the_table_and_the_table_before_the_heuris
     write(tables, ENTRY)
     assert (choice().config, choice().source, choice().entry) == (LISTED[1], "table", ENTRY)
     assert (choice(LISTED[2]).config, choice(LISTED[2]).source) == (LISTED[2], "explicit")
+
+
+def test_a_row_of_a_plainer_kernel_or_without_triton_leaves_the_heuristics_tile(tables, monkeypatch):
+    """Continued states, documents and caps have smaller tiles, and a table has none of them."""
+    write(tables, ENTRY)
+    assert chosen(choice(), LISTED, LISTED[0]) == LISTED[1]
+    assert chosen(choice(), LISTED[:1], LISTED[0]) == LISTED[0]
+    monkeypatch.setattr(config, "VERSION", None)
+    assert chosen(choice(), LISTED, LISTED[0]) == LISTED[0]
+    assert chosen(choice(LISTED[2]), LISTED, LISTED[0]) == LISTED[2]
 
 
 def test_one_that_does_not_exist_is_an_error_that_lists_those_that_do(tables):

@@ -192,6 +192,8 @@ def test_main_grad_an_old_torch_and_another_gpu_are_named_too(device, as_on_hopp
     found = grouped_matmul.algorithms(layer.weights(), 18)
     assert "main_grad" in found["wgrad"].reason and not found["dgrad"].kernel
     assert "no rows" in grouped_matmul.algorithms(layer.weights(), 0)["forward"].reason
+    many = Experts(1024, 8, 8).to(device, torch.bfloat16)
+    assert "fewer than 1024 experts" in grouped_matmul.algorithms(many.weights(), 18)["dgrad"].reason
     monkeypatch.setattr(grouped_matmul, "_family", lambda device: 8)
     assert "waits for the number of rows" in grouped_matmul.algorithms(layer.weights(), 18)["forward"].reason
     monkeypatch.delattr(F, "grouped_mm")

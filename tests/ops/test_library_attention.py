@@ -6,6 +6,8 @@ all keys (flash attention) or whose first row sees one (cuDNN's).
 
 import contextlib
 import itertools
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +59,7 @@ def flash(
     q, k, v, no_q, no_k, rows, keys, dropout, causal, mask, scale=None, window_size_left=-1, window_size_right=-1
 ):
     assert (no_q, no_k, dropout, mask) == (None, None, 0.0, False) and (window_size_left < 0 or window_size_right == 0)
+    assert all(map(launch.describable, (q, k, v)))
     assert (q.size(1), k.size(1)) == (rows, keys) and all(t.stride(3) == 1 for t in (q, k, v))
     calls.append("flash")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -84,14 +87,6 @@ def cudnn(q, k, v, bias, with_lse, dropout=0.0, causal=False, mask=False, scale=
     return out.to(q.dtype), lse.float().unsqueeze(-1), None, None, q.size(2), k.size(2), nothing, nothing.clone(), None
 
 
-def cudnn_backward(
-    dout, q, k, v, out, lse, seed, offset, bias, no_q, no_k, rows, keys, dropout, causal, scale=None
-):  # fmt: skip
-    assert lse.shape == (*q.shape[:3], 1) and bias is None and (rows, keys) == (q.size(2), k.size(2))
-    calls.append("cudnn backward")
-    return tuple(gradients(dout, q, k, v, lse.squeeze(-1), out, band(rows, keys, causal, -1, 0), scale))
-
-
 @contextlib.contextmanager
 def on_a_gpu(prefers_cudnn=False):
     """Let tensors on the CPU take torch's functions as on a GPU, and record their calls."""
@@ -101,7 +96,6 @@ def on_a_gpu(prefers_cudnn=False):
             "_flash_attention_forward": flash,
             "_flash_attention_backward": flash_backward,
             "_scaled_dot_product_cudnn_attention": cudnn,
-            "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
         }.items():
             library.impl(name, function, "CPU")
         patch.setattr(library_attention, "_on_gpu", lambda q: True)
@@ -139,10 +133,11 @@ def test_a_gpus_functions_keep_their_contract(name, library):
 def test_a_chunk_is_the_attention_of_its_rows_and_keys(name, library):
     with on_a_gpu(prefers_cudnn=True):
         follows_the_contract(name, library, torch.device("cpu"))
-        square = library == "any" and name in ("full", "causal")  # what cuDNN can mask
+        square = library == "any" and name in ("full", "causal")  # what cuDNN can mask; its backward is not called
         runs = 2 if "two runs" in name else 1
-        backward = "cudnn backward" if square else "flash backward" + " deterministic" * (library == "deterministic")
+        backward = "flash backward" + " deterministic" * (library == "deterministic")
         assert calls == ["cudnn" if square else "flash"] * runs + [backward] * runs
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def follows_the_contract(name, library, device):
@@ -199,6 +194,52 @@ def test_what_they_cannot_do_is_named_and_stays_here(what, change):
     assert not parts and algorithm.kernel and what in algorithm.reason
 
 
+def test_the_deterministic_backward_is_left_where_it_would_hold_many_sums(monkeypatch):
+    """It has a sum of dq for each multiprocessor: 132 of them for one head of one sequence."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_choice, "on_kernel", lambda device: True)
+    for heads, library, parts in ((1, "deterministic", False), (33, "deterministic", True), (1, "any", True)):
+        q, k = draw(1, heads, 9, 16), draw(1, 1, 9, 16)
+        chunk = AttentionChunk(Rules(), Positions(0, 9), Positions(0, 9), library=library)
+        with on_a_gpu():
+            assert library_attention.choose("forward", q, k, k, chunk)[0]
+            found, algorithm = library_attention.choose("backward", q, k, k, chunk)
+        assert bool(found) == parts and (parts or "132 sums of dq" in algorithm.reason)
+
+
+def test_rows_that_do_not_lie_at_16_bytes_are_copied():
+    wide = draw(2, 21, 4 * 16 + 1)
+    q, k = wide[..., 1:].unflatten(-1, (4, 16)).transpose(1, 2), draw(2, 4, 21, 16)
+    chunk = AttentionChunk(Rules(right=0), Positions(0, 21), Positions(0, 21), library="any")
+    with on_a_gpu():
+        parts, _ = library_attention.choose("forward", q, k, k, chunk)
+        found, _ = library_attention.forward(q, k, k, chunk, parts)
+        expected, _ = library_attention.forward(q.contiguous(), k, k, chunk, parts)
+    assert torch.equal(found, expected)
+
+
+def test_deterministic_mode_is_the_processs_and_ends_whatever_happens():
+    """Also of the threads of autograd that two GPUs have."""
+    inside, ends = threading.Barrier(2, timeout=20), []
+
+    def one():
+        inside.wait()
+        for _ in range(50):
+            with library_attention._same_in_every_run():
+                assert torch.are_deterministic_algorithms_enabled()
+        ends.append(True)
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == [True, True] and not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ZeroDivisionError), library_attention._same_in_every_run():
+        _ = 1 / 0
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_measurement_on_this_device_decides():
     q, k, v = draw(1, 2, 512, 64), draw(1, 2, 512, 64), draw(1, 2, 512, 64)
     rules = Rules(right=0)
@@ -216,6 +257,8 @@ def test_a_measurement_on_this_device_decides():
             assert not parts and "1.25 times" in algorithm.reason and "512x512" in algorithm.reason
             parts, algorithm = library_attention.choose("backward", q, k, v, chunk)
             assert parts and "0.80 times" in algorithm.reason
+            faster = replace(chunk, library="any")
+            assert library_attention.choose("forward", q, k, v, faster)[0], "the table's peer is another function"
             with kernel_choice.prefer("library"):
                 assert library_attention.choose("forward", q, k, v, chunk)[0]
             with kernel_choice.prefer("kernel"):

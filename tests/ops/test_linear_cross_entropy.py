@@ -194,6 +194,25 @@ def test_a_reduced_loss_takes_three_products(monkeypatch, reduction, dtype, prod
     assert len(counted) == products + 1
 
 
+def test_gradients_of_one_loss_at_a_time_wait_for_backward(monkeypatch):
+    """Those of several micro-batches would each take the memory of the weight in fp32."""
+    counted = []
+    add = linear_cross_entropy._GradientSums.add
+    monkeypatch.setattr(linear_cross_entropy._GradientSums, "add", lambda *a: (counted.append(1), add(*a)))
+    x, weight, _, target = drawn(40, 300, 24, torch.float32)
+    weight.requires_grad_()
+    losses = [fused_linear_cross_entropy(x, weight, target) for _ in range(3)]
+    assert len(counted) == 1, "the first one's, in forward"
+    (expected,) = torch.autograd.grad(F.cross_entropy(F.linear(x, weight), target), weight)
+    for loss in losses:
+        torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], expected)
+    assert len(counted) == 3
+    fused_linear_cross_entropy(x, weight, target)  # dropped without a backward
+    assert len(counted) == 4
+    fused_linear_cross_entropy(x, weight, target).backward()
+    assert len(counted) == 5, "in forward again"
+
+
 def test_a_loss_that_is_scaled_later_and_one_of_ignored_targets_alone():
     x, weight, bias, target = drawn(40, 300, 24, torch.float32)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
