@@ -77,7 +77,7 @@ tables: $(VENV)/built
 docs: $(VENV)/built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# With every Triton kernel compiled: ten minutes of two cores at first, seconds where no kernel has changed. auditwheel
+# With every Triton kernel compiled: eleven minutes of two cores at first, seconds where no kernel has changed. auditwheel
 # refuses a wheel that needs a newer C library than its tag says.
 wheel: $(VENV)/built $(PTXAS)
 	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.aot

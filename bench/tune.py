@@ -14,7 +14,7 @@ from weft import tuning
 from weft.bench import grouped_matmul as grouped_bench
 from weft.bench.environment import environment
 from weft.bench.matmul import products, shards
-from weft.kernels import attention_tiles, launch, matmul_tiles
+from weft.kernels import attention_tiles, launch
 from weft.kernels import config as configs
 from weft.kernels import grouped_matmul as grouped
 from weft.kernels.attention import attention_backward, attention_delta, attention_forward
@@ -103,13 +103,11 @@ def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype)
     def entry(problem, tiles, ours, library, exact) -> configs.Entry | None:
         return tuning.fastest(problem.key(), dtype, tiles, ours, library, exact, device)
 
-    architecture = launch.architecture_of(device)
-    wide, narrow = (matmul_tiles.listed(architecture, dtype, narrow) for narrow in (False, True))
-    wide = wide if launch.has_copy_engine(device) else narrow
+    tiles_of = partial(grouped.tiles_of, launch.architecture_of(device), dtype)
     exact = gated(x[first].double() @ up[0].double().t(), "silu")
     yield entry(
         grouped.problem_of(x, gate_t, up_t, "silu"),
-        narrow,
+        tiles_of(gated=True),
         lambda tile: grouped.grouped_matmul(
             x, gate_t, offsets, b_up=up_t, activation="silu", keep_z=True, config=tile
         )[0],
@@ -119,7 +117,7 @@ def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype)
     for a, b in ((y, down.transpose(1, 2)), (dy, down), (dz, up)):
         yield entry(
             grouped.problem_of(a, b),
-            wide,
+            tiles_of(),
             lambda tile, a=a, b=b: grouped.grouped_matmul(a, b, offsets, config=tile)[0],
             partial(F.grouped_mm, a, b, offs=ends),
             a[first].double() @ b[0].double(),
@@ -128,7 +126,7 @@ def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype)
         whole = slice(0, int(offsets[1]))
         yield entry(
             grouped.wgrad_problem_of(g, h, experts, False),
-            wide,
+            tiles_of(),
             lambda tile, g=g, h=h: grouped.grouped_wgrad(g, h, offsets, config=tile),
             partial(F.grouped_mm, g.t(), h, offs=ends),
             (g[whole].double().t() @ h[whole].double()).unsqueeze(0),
@@ -158,9 +156,9 @@ def _of_attention(case: cases.AttentionCase, batch: int, device, dtype) -> Named
     rules, positions = Rules(right=0 if case.causal else None), Positions(0, case.sequence)
     chunk = AttentionChunk(rules, positions, positions, library="deterministic")
     with kernel_choice.prefer("library"):
-        parts, chosen = library_attention.choose("forward", q, k, v, chunk)
+        parts, reason = library_attention.choose("forward", q, k, v, chunk)
     if not parts:
-        raise RuntimeError(f"weft tune attention: torch's function does not compute {case}: {chosen.reason}")
+        raise RuntimeError(f"weft tune attention: torch's function does not compute {case}: {reason}")
     key = attention_tiles.AttentionProblem.of(q, k, v, rules).key()
     listed = partial(
         attention_tiles.listed, architecture=launch.architecture_of(device), head_dim=case.head_dim, features=()

@@ -132,9 +132,10 @@ def grouped_matmul(
     z = launch.empty((rows, width), a.dtype, a.device) if keep_z else None
     turned = _is_turned(b)
     stored = [w.transpose(1, 2) if turned else w for w in (b, b_up) if w is not None]
-    descriptors = _describes(a, *stored)
-    tiles = _listed(a, gated=b_up is not None, descriptors=descriptors)
-    guess = _guess(tiles, [tile.block_m * 2 <= rows / groups for tile in tiles], columns % 16 or depth % 16)
+    odd = columns % 16 != 0 or depth % 16 != 0
+    descriptors = not odd and _describes(a, *stored)
+    tiles = tiles_of(launch.architecture_of(a.device), a.dtype, gated=b_up is not None, descriptors=descriptors)
+    guess = _guess(tiles, [tile.block_m * 2 <= rows / groups for tile in tiles], odd)
     config = _choose(a, problem_of(a, b, b_up, activation), config, tiles, guess)
     programs = (cdiv(rows, config.block_m) + groups) * cdiv(columns, config.block_n) if rows else 0
     block = [1, config.block_n, config.block_k] if turned else [1, config.block_k, config.block_n]
@@ -205,10 +206,11 @@ def grouped_wgrad(
         if not main_grad.is_contiguous():
             raise ValueError(f"{op}: main_grad has strides {main_grad.stride()}; make it contiguous")
     out = main_grad if main_grad is not None else launch.empty((groups, rows, columns), dz.dtype, dz.device)
-    descriptors = _describes(dz, x)
-    tiles, processors = _listed(dz, gated=False, descriptors=descriptors), launch.multiprocessors(dz.device)
+    odd = rows % 16 != 0 or columns % 16 != 0
+    descriptors, processors = not odd and _describes(dz, x), launch.multiprocessors(dz.device)
+    tiles = tiles_of(launch.architecture_of(dz.device), dz.dtype, descriptors=descriptors)
     units = [groups * cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n) for tile in tiles]
-    guess = _guess(tiles, [each >= processors for each in units], rows % 16 or columns % 16)
+    guess = _guess(tiles, [each >= processors for each in units], odd)
     problem = wgrad_problem_of(dz, x, groups, main_grad is not None)
     config = _choose(dz, problem, config, tiles, guess)
     programs = groups * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
@@ -271,12 +273,21 @@ def _described(operand: torch.Tensor, block: list[int], descriptors: bool):
     return TensorDescriptor.from_tensor(operand, block) if descriptors else operand
 
 
-def _listed(a: torch.Tensor, gated: bool, descriptors: bool) -> tuple[MatmulConfig, ...]:
-    """Return the tile configurations that exist."""
-    return listed(launch.architecture_of(a.device), a.dtype, narrow=gated or not descriptors)
+def tiles_of(
+    architecture: str, dtype: torch.dtype, *, gated: bool = False, descriptors: bool | None = None
+) -> tuple[MatmulConfig, ...]:
+    """Return the tile configurations that exist.
+
+    Args:
+        gated: of products with two sums.
+        descriptors: whether the tensor copy engine loads the operands; None: it does where kernels use it.
+    """
+    if descriptors is None:
+        descriptors = architecture not in launch.WITHOUT_COPY_ENGINE
+    return listed(architecture, dtype, narrow=gated or not descriptors)
 
 
-def _guess(tiles: Sequence[MatmulConfig], enough: Sequence[bool], odd: int) -> MatmulConfig:
+def _guess(tiles: Sequence[MatmulConfig], enough: Sequence[bool], odd: bool) -> MatmulConfig:
     """Return the largest tile that has enough programs, else the smallest one.
 
     Columns that 16 does not divide have an address each, so the registers hold half as many of the smallest.
@@ -486,6 +497,6 @@ def variants(architecture: str) -> None:
         of_experts = ((torch.bfloat16, 0, 8), (torch.bfloat16, 0, 128), (torch.bfloat16, 1, 8), (torch.float32, 0, 8))
         for dtype, odd, experts in of_experts:
             layer(dtype, odd, experts, tokens=128 * experts, gated=gated)
-        layer(torch.bfloat16, 0, 128, tokens=128 * 1024, gated=gated)
-        narrow = gated or not launch.has_copy_engine(torch.device("meta"))
-        layer(torch.bfloat16, 0, 8, each=listed(architecture, torch.bfloat16, narrow=narrow), gated=gated)
+        for rows in (16, 1024):  # of an expert: the smallest and the largest tile
+            layer(torch.bfloat16, 0, 128, tokens=128 * rows, gated=gated)
+        layer(torch.bfloat16, 0, 8, each=tiles_of(architecture, torch.bfloat16, gated=gated), gated=gated)

@@ -37,6 +37,8 @@ TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.fl
 # Bytes of shared memory that one program may have, from the CUDA programming guide's table of compute capabilities.
 SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 ARCHITECTURES = tuple(SHARED_LIMIT_BYTES)
+# sm_120 has a tensor copy engine too, but multiplies from registers as sm_80 does, and takes that one's kernels.
+WITHOUT_COPY_ENGINE = "sm_80", "sm_120"
 
 
 @dataclass(frozen=True)
@@ -237,11 +239,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def has_copy_engine(device: torch.device) -> bool:
-    """Return True if kernels load by the tensor copy engine, which tensor descriptors need: on sm_90 and sm_100.
-
-    sm_120 has one too, but multiplies from registers as sm_80 does, and takes that one's kernels.
-    """
-    return architecture_of(device) not in ("sm_80", "sm_120")
+    """Return True if kernels load by the tensor copy engine, which tensor descriptors need: on sm_90 and sm_100."""
+    return architecture_of(device) not in WITHOUT_COPY_ENGINE
 
 
 def has_large_shared_memory(device: torch.device) -> bool:

@@ -12,7 +12,6 @@ from weft.ops import attention_blocks, kernel_choice, library_attention
 from weft.ops.attention_blocks import AttentionChunk
 from weft.ops.kernel_choice import Algorithm
 
-_CONTINUES = Algorithm(True, "torch's functions continue no state")
 _last: Algorithm | None = None
 
 
@@ -62,12 +61,13 @@ def forward(
         last: no keys follow, so out is rounded to q's type.
     """
     global _last
-    by_kernel = uses_kernel(q)
-    _last = _CONTINUES if by_kernel else kernel_choice.excluded(q.device)
+    by_kernel, parts = uses_kernel(q), ()  # type: tuple[bool, tuple]
+    reason = "torch's functions continue no state"
     if state is None and last:
-        parts, _last = library_attention.choose("forward", q, k, v, chunk)
-        if parts:
-            return library_attention.forward(q, k, v, chunk, parts)
+        parts, reason = library_attention.choose("forward", q, k, v, chunk)
+    _last = Algorithm(by_kernel and not parts, reason)
+    if parts:
+        return library_attention.forward(q, k, v, chunk, parts)
     if by_kernel:
         from weft.kernels.attention import attention_forward
 

@@ -82,8 +82,7 @@ def _why_not_library(problem, device: torch.device, weight: torch.Tensor | None,
     if not hasattr(F, "grouped_mm"):
         return "this torch has no grouped_mm"
     if _family(device) not in _LIBRARY_FAMILIES or problem.dtype != "bfloat16":
-        where = kernel_choice.architecture_of(device)
-        return f"torch's grouped_mm waits for the number of rows of each expert in {problem.dtype} on {where}"
+        return f"torch's grouped_mm waits for the number of rows of each expert in {problem.dtype} on this device"
     if bias is not None or problem.fused == "main_grad":
         return "torch's grouped_mm adds neither a bias nor to a main_grad"
     if problem.columns % 8 or problem.depth % 8 or (weight is not None and not _lies_at_16_bytes(weight)):

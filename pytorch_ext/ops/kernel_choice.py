@@ -19,8 +19,9 @@ import torch
 from weft.arguments import check_choice
 
 if TYPE_CHECKING:
-    from weft.kernels import attention_tiles, grouped_matmul
+    from weft.kernels.attention_tiles import AttentionProblem
     from weft.kernels.config import Entry
+    from weft.kernels.grouped_matmul import GroupedProblem
     from weft.kernels.launch import Origin
     from weft.kernels.matmul_tiles import Problem
     from weft.ops.attention_blocks import AttentionChunk
@@ -93,7 +94,7 @@ def check_kernels(devices: Iterable[torch.device]) -> None:
     for device in devices:
         reason = _why_no_code(device) if device.type == "cuda" and _preference != "library" else None
         if reason is not None:
-            raise ValueError(f"strict, and weft's kernels do not run on {device}: {reason}")
+            raise ValueError(f"parallelize: strict, and weft's kernels do not run on {device}: {reason}")
 
 
 @lru_cache
@@ -164,49 +165,32 @@ def attention_algorithm(
         return Algorithm(False, "tables have the time of torch's deterministic function")
     from weft.kernels.attention_tiles import AttentionProblem
 
-    return _measured_attention(kind, AttentionProblem.of(q, k, v, chunk.rules), q.device)
-
-
-@lru_cache(maxsize=4096)
-def _measured_attention(kind: str, problem: "attention_tiles.AttentionProblem", device: torch.device) -> Algorithm:
-    from weft.kernels import config, launch
-
-    architecture = launch.architecture_of(device)
     op = "attention_forward" if kind == "forward" else "attention_dkdv"  # its row has the time of the whole backward
-    entry = config.measured(op, architecture, problem.key(), config.AttentionConfig)
-    if entry is None or not _HAS_TRITON:
-        return Algorithm(False, _unmeasured(architecture, "attention"))
-    sizes = f"{entry.problem['queries']}x{entry.problem['keys']}"
-    return _faster(entry, f"{sizes} on {architecture}")
+    return _by_table(op, AttentionProblem.of(q, k, v, chunk.rules), q.device)
 
 
-def architecture_of(device: torch.device) -> str:
-    """Return the device's architecture ("sm_90", say), or "interpreter"."""
-    from weft.kernels import launch
-
-    return launch.architecture_of(device)
-
-
-def grouped_algorithm(problem: "grouped_matmul.GroupedProblem", device: torch.device) -> Algorithm:
+def grouped_algorithm(problem: "GroupedProblem", device: torch.device) -> Algorithm:
     """Return the implementation of a grouped product that torch's grouped_mm computes too."""
-    return _WANTED if _preference == "kernel" else _measured_grouped(problem, device)
+    return _WANTED if _preference == "kernel" else _by_table("grouped_matmul", problem, device)
+
+
+_SIZES = {  # of a table's problems: what a reason names
+    "attention_forward": ("queries", "keys"),
+    "attention_dkdv": ("queries", "keys"),
+    "grouped_matmul": ("rows", "columns", "depth"),
+}
 
 
 @lru_cache(maxsize=4096)
-def _measured_grouped(problem: "grouped_matmul.GroupedProblem", device: torch.device) -> Algorithm:
+def _by_table(op: str, problem: "AttentionProblem | GroupedProblem", device: torch.device) -> Algorithm:
     from weft.kernels import config, launch
 
-    architecture = launch.architecture_of(device)
-    entry = config.measured("grouped_matmul", architecture, problem.key(), config.MatmulConfig)
-    if entry is None or not _HAS_TRITON:
-        return Algorithm(False, f"grouped_mm: {_unmeasured(architecture, 'grouped')}")
-    sizes = "x".join(str(entry.problem[name]) for name in ("rows", "columns", "depth"))
-    return _faster(entry, f"{sizes} on {architecture}")
-
-
-def _unmeasured(architecture: str, op: str) -> str:
-    without = "" if _HAS_TRITON else " with Triton"
-    return f"not measured at this size on {architecture}; `weft tune {op}` measures it{without}"
+    architecture, kind = launch.architecture_of(device), op.partition("_")[0]
+    tiles = config.AttentionConfig if kind == "attention" else config.MatmulConfig
+    entry = config.measured(op, architecture, problem.key(), tiles) if _HAS_TRITON else None
+    if entry is None:
+        return Algorithm(False, f"not measured at this size on {architecture}; `weft tune {kind}` measures it")
+    return _faster(entry, f"{'x'.join(str(entry.problem[name]) for name in _SIZES[op])} on {architecture}")
 
 
 def _faster(entry: "Entry", where: str) -> Algorithm:
@@ -217,8 +201,7 @@ def _faster(entry: "Entry", where: str) -> Algorithm:
 def forget_choices() -> None:
     """Choose anew, by measurements that were added."""
     _measured.cache_clear()
-    _measured_attention.cache_clear()
-    _measured_grouped.cache_clear()
+    _by_table.cache_clear()
 
 
 @lru_cache(maxsize=4096)

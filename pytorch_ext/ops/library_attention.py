@@ -20,7 +20,6 @@ from torch.utils import deterministic
 
 from weft.ops import kernel_choice
 from weft.ops.attention_blocks import AttentionChunk, runs
-from weft.ops.kernel_choice import Algorithm
 
 _aten = torch.ops.aten
 _MOST_SUMS = 4  # of all queries' gradients in fp32 that the deterministic backward may hold
@@ -44,7 +43,7 @@ class Part:
 
 def choose(
     kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: AttentionChunk
-) -> tuple[tuple[Part, ...], Algorithm]:
+) -> tuple[tuple[Part, ...], str]:
     """Return the parts that torch's functions compute, none if weft's kernel or `attention_blocks` does; and why.
 
     Args:
@@ -52,15 +51,14 @@ def choose(
         q, k, v: [B, H, Sq, D], [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv], with all keys of the queries.
     """
     if not _on_gpu(q):
-        return (), kernel_choice.excluded(q.device)
+        return (), kernel_choice.excluded(q.device).reason
     found = _parts(q, k, v, chunk)
     if not isinstance(found, str):
         found = _refusal(kind, q, k, v, chunk) or found
     if isinstance(found, str):
-        by_kernel = kernel_choice.on_kernel(q.device)
-        return (), Algorithm(by_kernel, found if by_kernel else kernel_choice.excluded(q.device).reason)
+        return (), found
     algorithm = kernel_choice.attention_algorithm(kind, q, k, v, chunk)
-    return (() if algorithm.kernel else found), algorithm
+    return (() if algorithm.kernel else found), algorithm.reason
 
 
 def forward(

@@ -148,19 +148,18 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             statistics = part_statistics(z, target[rows], arguments[0], ignore_index, smoothing > 0).unsqueeze(0)
             if ranks is not None:
                 statistics = ranks.all_gather(statistics, 0, [1] * ranks.world_size)
-            each.append(statistics)
+            each.append(merged_losses(statistics, target[rows], *arguments[1:], False))
             if sums is not None:
-                _, highest, log_sum, *_ = merged_losses(statistics, target[rows], *arguments[1:], False)
+                _, highest, log_sum, *_ = each[-1]
                 gradient_(z, target[rows], highest, log_sum, torch.ones_like(highest), *arguments)
                 sums.add(rows, z, x, weight)
-        losses, highest, log_sum, loss, count, valid = merged_losses(
-            torch.cat(each, 2), target, *arguments[1:], reduction == "mean"
-        )
+        losses, highest, log_sum, loss, count, valid = each[0] if len(each) == 1 else _joined(each)
         check_targets(target, ignore_index, arguments[1], valid)
         ctx.ranks, ctx.main_grad, ctx.arguments = ranks, main_grad, arguments
         ctx.token = token
         ctx.at_once, ctx.dtypes = sums is not None, [None if t is None else t.dtype for t in (x, weight, bias)]
         mean = count if reduction == "mean" else None
+        loss = loss if mean is None else loss / count
         if sums is not None:
             ctx.save_for_backward(mean, *sums.of_all)
         else:
@@ -193,6 +192,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if dx is not None and ctx.ranks is not None:
             ctx.ranks.all_reduce_(dx)
         return dx, dw, db, *[None] * 8
+
+
+def _joined(each: list) -> list[torch.Tensor]:
+    """Return the losses, h and l of all chunks, the sum of losses, the number of targets, and if all are valid."""
+    *of_rows, sums, counts, valid = zip(*each, strict=True)
+    return [*map(torch.cat, of_rows), torch.stack(sums).sum(), torch.stack(counts).sum(), torch.stack(valid).amin()]
 
 
 class _GradientSums:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from weft import _C
+from weft.bench.grouped_matmul import MIXTURES
 from weft.kernels import attention, dispatch, launch, signal, variants
 from weft.kernels.activation import gated_backward, gated_forward
 from weft.kernels.all_gather_matmul import all_gather_matmul
@@ -16,6 +17,7 @@ from weft.kernels.attention_rules import Positions, Rules
 from weft.kernels.bucket import PackedBucket, Statistics, reduce
 from weft.kernels.chunks import Rows
 from weft.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_losses, cross_entropy_statistics
+from weft.kernels.grouped_matmul import grouped_matmul, grouped_wgrad
 from weft.kernels.matmul import Arrivals, matmul
 from weft.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.sharding.sizes import split_sizes
@@ -130,6 +132,28 @@ def bucket(model: ModelShape, world: int, tokens: int) -> None:
         reduce([flat], None, statistics=statistics)
 
 
+def experts(mixture: tuple[int, int, int, int], world: int, tokens: int) -> None:
+    """The experts of a rank, with as many rows as even loads give them; and their intermediate dimension shared.
+
+    A part of it that 16 does not divide, beside a hidden size that it does, is left to the compiler.
+    """
+    number, chosen, hidden, inner = mixture
+    for count, width in {(number // world, inner), (number, inner // world // 16 * 16)}:
+        rows = max(1, tokens * chosen * count // number)
+        offsets = empty(count + 1, dtype=torch.int32)
+        x, up, down = empty(rows, hidden), empty(count, 2 * width, hidden), empty(count, hidden, width)
+        y, dz = empty(rows, width), empty(rows, 2 * width)
+        gate_t, up_t = up.transpose(1, 2).chunk(2, 2)
+        grouped_matmul(x, gate_t, offsets, b_up=up_t, activation="silu", keep_z=True)
+        grouped_matmul(y, down.transpose(1, 2), offsets)
+        grouped_matmul(x, down, offsets)
+        grouped_matmul(dz, up, offsets)
+        for gradient, operand in ((dz, x), (x, y)):
+            grouped_wgrad(gradient, operand, offsets)
+            main_grad = empty(count, gradient.size(1), operand.size(1), dtype=torch.float32)
+            grouped_wgrad(gradient, operand, offsets, main_grad=main_grad)
+
+
 def main(architecture: str) -> None:
     launch.use(_C.launch)
 
@@ -140,10 +164,13 @@ def main(architecture: str) -> None:
 
     served = {key(recorded) for op in variants.OPS for recorded in variants.record(op, architecture)}
     made = missed = 0
-    for name, world, tokens in itertools.product(MODELS, WORLDS, TOKENS):
-        for calls in (linear, communicating, attention_chunks, loss, bucket):
+    of_models = (linear, communicating, attention_chunks, loss, bucket)
+    sizes = [(name, model, of_models) for name, model in MODELS.items()]
+    sizes += [(name, mixture, (experts,)) for name, mixture in MIXTURES.items()]
+    for (name, size, all_calls), world, tokens in itertools.product(sizes, WORLDS, TOKENS):
+        for calls in all_calls:
             with launch.recording(architecture) as launches:
-                calls(MODELS[name], world, tokens)
+                calls(size, world, tokens)
             made += len(launches)
             for recorded in launches:
                 if key(recorded) not in served:

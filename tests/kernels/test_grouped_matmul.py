@@ -43,7 +43,9 @@ def check(result, function, *inputs, what="result"):
     assert_close(result, plain, exact, what)
 
 
-@pytest.mark.parametrize(("load", "dtype", "shape"), cases.covering(LOADS, DTYPES, [(43, 37), (48, 40)]), ids=str)
+@pytest.mark.parametrize(
+    ("load", "dtype", "shape"), cases.covering(LOADS, DTYPES, [(43, 37), (48, 32), (40, 24)]), ids=str
+)
 def test_forward_dgrad_and_wgrad_of_any_load(device, load, dtype, shape):
     rows, (n, k) = sum(load), shape
     x, w = draw(device, rows, k, dtype=dtype), draw(device, len(load), n, k, dtype=dtype, seed=1)
@@ -68,7 +70,7 @@ def test_forward_dgrad_and_wgrad_of_any_load(device, load, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    ("activation", "dtype", "shape"), cases.covering(ACTIVATIONS, DTYPES, [(21, 40), (24, 40)]), ids=str
+    ("activation", "dtype", "shape"), cases.covering(ACTIVATIONS, DTYPES, [(21, 40), (32, 48)]), ids=str
 )
 def test_the_epilogue_applies_gate_and_activation_to_the_biased_sums(device, activation, dtype, shape):
     load, (n, k) = LOADS[0], shape
@@ -90,12 +92,12 @@ def test_the_epilogue_applies_gate_and_activation_to_the_biased_sums(device, act
     check(y, lambda x, w: ACTIVATIONS[activation].apply(plain_product(x, w, None, load)), x, gate)
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (50, 70)), (torch.bfloat16, (56, 72))], ids=str)
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (50, 70)), (torch.bfloat16, (64, 80))], ids=str)
 def test_every_tile_gives_the_product_and_a_group_has_its_own_bits(device, dtype, shape):
     load, (n, k) = (3, 40, 0, 19), shape
     x, w = draw(device, sum(load), k, dtype=dtype), draw(device, len(load), n, k, dtype=dtype, seed=1)
     offsets = offsets_of(load, device)
-    for config in listed(launch.architecture_of(device), dtype, narrow=bool(k % 8)):
+    for config in listed(launch.architecture_of(device), dtype, narrow=k % 16 != 0):
         y, _ = grouped_matmul(x, w.transpose(1, 2), offsets, config=config)
         check(y, lambda x, w: plain_product(x, w.transpose(1, 2), None, load), x, w, what=str(config))
         for group, rows in groups_of(load):
@@ -104,9 +106,9 @@ def test_every_tile_gives_the_product_and_a_group_has_its_own_bits(device, dtype
             assert torch.equal(own, y[rows]), "other experts' rows change nothing"
 
 
-@pytest.mark.parametrize("columns", [5, 8])
+@pytest.mark.parametrize("columns", [5, 16])
 def test_nothing_is_read_or_written_beyond_the_last_group(device, columns):
-    x, w = draw(device, 20, 8), draw(device, 2, columns, 8, seed=1)
+    x, w = draw(device, 20, 16), draw(device, 2, columns, 16, seed=1)
     offsets = offsets_of((4, 7), device)
     x[11:] = float("nan")
     y, _ = grouped_matmul(x, w.transpose(1, 2), offsets)
@@ -114,6 +116,23 @@ def test_nothing_is_read_or_written_beyond_the_last_group(device, columns):
     w[1] = float("nan")  # another expert's weight
     assert torch.isfinite(grouped_matmul(x, w.transpose(1, 2), offsets)[0][:4]).all()
     assert torch.isfinite(grouped_wgrad(x, x, offsets)).all()
+
+
+@pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
+def test_the_copy_engine_loads_what_lies_at_16_elements_and_large_groups_have_large_tiles(architecture):
+    """Others take the smallest tile, in the variants that serve any size."""
+    has_engine = architecture in ("sm_90", "sm_100")
+    for (n, k), even in (((512, 256), True), ((520, 264), False)):
+        for rows in (16, 1024):
+            x, w = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((8 * rows, k), (8, n, k)))
+            offsets = torch.empty(9, dtype=torch.int32, device="meta")
+            with launch.recording(architecture) as launches:
+                grouped_matmul(x, w.transpose(1, 2), offsets)
+                grouped_wgrad(x.new_empty(8 * rows, n), x, offsets)
+            assert {recorded.constants["DESCRIPTORS"] for recorded in launches} == {has_engine and even}
+            forward = launches[0].constants
+            large = forward["BLOCK_M"] * forward["BLOCK_N"] > 64 * 64
+            assert large == (even and rows == 1024) or architecture == "sm_100", "whose smallest has 128 rows"
 
 
 def test_what_the_kernels_do_not_take_is_refused(device):

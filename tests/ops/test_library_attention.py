@@ -22,6 +22,7 @@ from weft.ops import attention_blocks, attention_chunk, kernel_choice, library_a
 from weft.ops.attention_blocks import AttentionChunk
 from weft.ops.unit_attention import unit_attention
 from weft.testing.attention import attention
+from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close
 
@@ -145,8 +146,8 @@ def follows_the_contract(name, library, device):
     rows = positions.length + positions.second_length
     q, k, v, dout = (
         draw(2, heads, length, 16, seed=seed, device=device)
-        for seed, (heads, length) in enumerate([(4, rows), (2, keys), (2, keys), (4, rows)])
-    )
+        for seed, (heads, length) in enumerate([(24, rows), (12, keys), (12, keys), (24, rows)])
+    )  # many: the deterministic backward holds sums of few
     chunk = AttentionChunk(rules, positions, Positions(0, keys), library=library)
 
     def plain(dtype):
@@ -155,10 +156,10 @@ def follows_the_contract(name, library, device):
         return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
     parts, _ = library_attention.choose("forward", q, k, v, chunk)
-    assert parts
+    assert parts and parts == library_attention.choose("backward", q, k, v, chunk)[0]
     out, lse = library_attention.forward(q, k, v, chunk, parts)
     found = [torch.zeros(t.shape, device=device) for t in (q, k, v)]
-    attention_chunk.backward((q, dout, out, lse, None), (k, v), chunk, found, alone=True)
+    library_attention.backward((q, dout, out, lse), (k, v), chunk, parts, found)
     found = [out, lse, *(t.to(q.dtype) for t in found)]
     for what, *results in zip(
         ("out", "lse", "dq", "dk", "dv"), found, plain(q.dtype), plain(torch.float64), strict=True
@@ -190,8 +191,8 @@ def test_what_they_cannot_do_is_named_and_stays_here(what, change):
     chunk = AttentionChunk(**arguments | {name: value for name, value in change.items() if name not in tensors})
     with on_a_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_choice, "on_kernel", lambda device: True)
-        parts, algorithm = library_attention.choose("forward", q, k, v, chunk)
-    assert not parts and algorithm.kernel and what in algorithm.reason
+        parts, reason = library_attention.choose("forward", q, k, v, chunk)
+    assert not parts and what in reason
 
 
 def test_the_deterministic_backward_is_left_where_it_would_hold_many_sums(monkeypatch):
@@ -203,8 +204,8 @@ def test_the_deterministic_backward_is_left_where_it_would_hold_many_sums(monkey
         chunk = AttentionChunk(Rules(), Positions(0, 9), Positions(0, 9), library=library)
         with on_a_gpu():
             assert library_attention.choose("forward", q, k, k, chunk)[0]
-            found, algorithm = library_attention.choose("backward", q, k, k, chunk)
-        assert bool(found) == parts and (parts or "132 sums of dq" in algorithm.reason)
+            found, reason = library_attention.choose("backward", q, k, k, chunk)
+        assert bool(found) == parts and (parts or "132 sums of dq" in reason)
 
 
 def test_rows_that_do_not_lie_at_16_bytes_are_copied():
@@ -253,10 +254,10 @@ def test_a_measurement_on_this_device_decides():
             config.add_entries("attention_forward", "interpreter", [Entry(key, tile, 10.0, 12.5)])
             config.add_entries("attention_dkdv", "interpreter", [Entry(key, tile, 10.0, 8.0)])
             kernel_choice.forget_choices()
-            parts, algorithm = library_attention.choose("forward", q, k, v, chunk)
-            assert not parts and "1.25 times" in algorithm.reason and "512x512" in algorithm.reason
-            parts, algorithm = library_attention.choose("backward", q, k, v, chunk)
-            assert parts and "0.80 times" in algorithm.reason
+            parts, reason = library_attention.choose("forward", q, k, v, chunk)
+            assert not parts and "1.25 times" in reason and "512x512" in reason
+            parts, reason = library_attention.choose("backward", q, k, v, chunk)
+            assert parts and "0.80 times" in reason
             faster = replace(chunk, library="any")
             assert library_attention.choose("forward", q, k, v, faster)[0], "the table's peer is another function"
             with kernel_choice.prefer("library"):
@@ -288,6 +289,39 @@ def of_every_method(rank, method, layout, causal, deterministic):
     alone = method != "ring" or (layout == "contiguous" and causal and rank == 0)
     backward = "flash backward" + " deterministic" * deterministic
     assert set(calls) == ({"flash", backward} if alone else set()), calls
+
+
+class InHalf(Llama):
+    """Its attention is called with bf16, as under autocast."""
+
+    HEAD = 16
+
+
+def in_a_model(rank):
+    """`weft.explain` says what computed each attention; the option reaches it."""
+    for deterministic in (True, False):
+        context = {"method": "all_gather", "deterministic": deterministic}
+        model = weft.parallelize(InHalf(1), weft.init_mesh(cp=2, device_type="cpu"), context=context)
+        with on_a_gpu(), torch.autocast("cpu", torch.bfloat16):
+            model(torch.arange(24).view(2, 12)).float().sum().backward()
+        assert "flash backward" + " deterministic" * deterministic in calls
+        (row,) = [row for row in weft.explain(model).sequence if row.kind == "attention"]
+        assert row.text.endswith("ATen: the kernels run on CUDA devices, the tensors are on the CPU")
+
+
+def test_a_models_option_chooses_between_the_two_backwards():
+    run_ranks(in_a_model, 2)
+
+
+def test_of_a_type_that_neither_takes_explain_says_that_the_blocks_computed_it(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "on_kernel", lambda device: True)
+    monkeypatch.setattr(attention_chunk, "uses_kernel", lambda q: False)
+    q = draw(1, 2, 9, 16, dtype=torch.float32)
+    with on_a_gpu():
+        attention_chunk.forward(
+            q, q, q, AttentionChunk(Rules(), Positions(0, 9), Positions(0, 9), library="any"), None, True
+        )
+    assert str(attention_chunk.last_algorithm()) == "ATen: torch's functions do not take torch.float32"
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
