@@ -45,6 +45,7 @@ SUITES = {
     ),
     "sharded_optimizer": Suite("training steps with a sharded AdamW beside ZeroRedundancyOptimizer over gloo"),
     "paradigms": Suite("one model's training step on two and four CPU ranks, split in every way, beside one process"),
+    "host_calls": Suite("calls of Python functions in a training step, split in every way, beside the plain model's"),
     "invariance": Suite("a training step with the same bits on any number of ranks beside the ordinary one"),
     "collectives": Suite("the collectives beside gloo, with nccl-tests' flags and columns"),
     "experts": Suite("a layer of experts over CPU ranks beside one process, and the way of its tokens beside gloo"),
