@@ -8,6 +8,7 @@ KEYS = {
     "shard": "Shard: the place of a parameter or buffer in the whole one",
     "owners": "Owners: the ranks of a pipeline that hold a parameter",
     "piece": "Piece: the place of a sharded optimizer's parameter in the model's parameter",
+    "place": "GradientPlace: of its gradients; kept until other metadata is set",
     "watched": "True: gradients of this parameter become ShardedGradients",
     "summed_over": "Communicator: the ranks over which the gradient of a whole parameter is summed",
     "part": "(dimension, every rank's size, the ranks): of a module's output that is split over ranks",
@@ -36,4 +37,5 @@ def set_metadata(x: object, key: str, value: object) -> None:
     """Set metadata of x under one of KEYS. Shallow copies of x made before keep the old metadata."""
     if key not in KEYS:
         raise KeyError(key)
-    vars(x)[ATTRIBUTE] = {**vars(x).get(ATTRIBUTE, {}), key: value}
+    kept = {name: known for name, known in vars(x).get(ATTRIBUTE, {}).items() if name != "place"}
+    vars(x)[ATTRIBUTE] = {**kept, key: value}

@@ -318,7 +318,7 @@ def put(gradient: torch.Tensor, slot: Slot) -> None:
     """Copy a gradient to its slot's place."""
     view, bucket = slot.view, slot.bucket
     assert view is not None and bucket is not None
-    if alike(gradient, view) and gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES:
+    if gradient.is_cpu and bucket.flat.nbytes >= _PAST_CACHE_FROM_BYTES and alike(gradient, view):
         _C.copy_past_cache(gradient.data_ptr(), slot.address, gradient.nbytes)
     else:
         view.copy_(gradient)

@@ -70,24 +70,29 @@ class OfWrapper:
 
 
 class Trained:
-    """Record of the wrapped parameters, with a cheap check that the module still has exactly those."""
+    """Record of the wrapped parameters, with a check in few calls that the module still has exactly those."""
 
     def __init__(self, module: nn.Module):
         self._module = module
-        modules = list(module.modules())
-        self._sizes = [(each, len(each._parameters), len(each._modules)) for each in modules]
-        self._layers = [(each._modules, name, layer) for each in modules for name, layer in each.named_children()]
-        self._places = [
-            (each._parameters, name, parameter)
-            for each in modules
-            for name, parameter in each._parameters.items()
-            if parameter is not None
-        ]
+        self._parameters = list(module.parameters())
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._kinds = self._kinds_now()
+        self._record_members()
+
+    def _record_members(self) -> None:
+        self._modules = list(self._module.modules())  # kept, so that no other member gets the number of one
+        self._members = [members for each in self._modules for members in (each._parameters, each._modules)]
+        self._buffers = [each._buffers for each in self._modules]
+        self._had = self._members_now()
+
+    def _members_now(self) -> list[int]:
+        return [id(member) for members in self._members for member in members.values()]
 
     def _kinds_now(self) -> list[tuple[bool, torch.dtype]]:
-        return [(parameter.requires_grad, parameter.dtype) for _, _, parameter in self._places]
+        return [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters]
+
+    def has_buffers(self) -> bool:
+        return any(self._buffers) and next(self._module.buffers(), None) is not None
 
     def check(self) -> bool:
         """Return whether parameters were frozen or unfrozen since the last check.
@@ -95,14 +100,13 @@ class Trained:
         Raises:
             ValueError: a parameter was added, taken away, replaced or converted since the module was wrapped.
         """
-        same = all(parameters.get(name) is parameter for parameters, name, parameter in self._places)
-        same = same and all(layers.get(name) is layer for layers, name, layer in self._layers)
-        if not same or any(len(each._parameters) != p or len(each._modules) != m for each, p, m in self._sizes):
-            self._refuse()
+        if self._members_now() != self._had:
+            self._refuse_other_parameters()
+            self._record_members()
         kinds = self._kinds_now()
         if kinds == self._kinds:
             return False
-        for (_, _, parameter), (_, before), (_, now) in zip(self._places, self._kinds, kinds, strict=True):
+        for parameter, (_, before), (_, now) in zip(self._parameters, self._kinds, kinds, strict=True):
             if before != now:
                 raise ValueError(
                     f"DataParallel: the parameter {self._names[id(parameter)]!r} is {now}, and was {before} when it "
@@ -111,7 +115,7 @@ class Trained:
         self._kinds = kinds
         return True
 
-    def _refuse(self) -> None:
+    def _refuse_other_parameters(self) -> None:
         now = dict(self._module.named_parameters())
         new = [name for name, parameter in now.items() if id(parameter) not in self._names]
         held = {id(parameter) for parameter in now.values()}

@@ -202,25 +202,29 @@ class Reducer:
 
     def _coming(self, slot: Slot, gradient: torch.Tensor | None):
         """Return the tuple that autograd accumulates instead of the gradient, or None to keep the gradient."""
+        # In few calls of Python functions: this runs for each parameter in each backward.
         slot.given = False
-        if isinstance(slot.parameter.grad, GradientElsewhere):
+        if type(slot.parameter.grad) is GradientElsewhere:
             slot.parameter.grad = None
         if gradient is None:
             return None
-        if problem := self._problem_with(slot, gradient):
-            self._problems.append(problem)
+        again = self._reduces and not self._learning and slot.arrivals >= slot.due
+        if again or torch.is_grad_enabled() or gradient.layout is not torch.strided:
+            self._problems.append(self._problem_with(slot, gradient))
             return (None,)
         slot.given = True
         if self._check_gradients and not gradient.isfinite().all():
             self._nonfinite.append(slot.name)
-        if slot.view is None:
+        if slot.view is None or slot.bucket is None:
             return None
         if slot.reduced:
-            self._before_writing(slot)
+            slot.reduced = False
+            if not self.transport.average:
+                self._count_once(slot)
         if slot.into_main_grad:
             slot.view.add_(gradient)
             return (None,)
-        if slot.parameter.grad is None and not self._stays(slot, gradient):
+        if slot.parameter.grad is None and (slot.bucket.packing is None or not self._stays(slot, gradient)):
             put(gradient, slot)
             return (slot.view.detach(),)
         return None
@@ -245,20 +249,17 @@ class Reducer:
                 f"the gradient of {slot.name!r} is to be differentiated (create_graph=True); sums over ranks cannot be "
                 "differentiated"
             )
-        if self._reduces and not self._learning and slot.arrivals >= slot.due:
-            return (
-                f"{slot.name!r} got another gradient after the {slot.due} that it got in the first backward; run the "
-                "same graph in every step, or checkpoint with use_reentrant=False"
-            )
-        return ""
+        return (
+            f"{slot.name!r} got another gradient after the {slot.due} that it got in the first backward; run the "
+            "same graph in every step, or checkpoint with use_reentrant=False"
+        )
 
-    def _before_writing(self, slot: Slot) -> None:
-        """Drop the result of the last reduction on all ranks but rank 0 if gradients are summed, not averaged.
+    def _count_once(self, slot: Slot) -> None:
+        """Drop the result of the last reduction on all ranks but rank 0, before a first gradient is added to it.
 
-        Call before the first gradient is added to that result. The next sum then counts the result once, not W times.
+        For gradients that are summed, not averaged. The next sum then counts that result once, not W times.
         """
-        slot.reduced = False
-        if not self.transport.average and ranks_that_reduce(slot.parameter, self.ranks).rank > 0:
+        if ranks_that_reduce(slot.parameter, self.ranks).rank > 0:
             slot.parameter.grad = None
 
     def _has_arrived(self, slot: Slot) -> None:
@@ -283,15 +284,13 @@ class Reducer:
         if self._learning:
             self._arrived.append(slot)
         elif slot.arrivals == slot.due:
-            assert slot.bucket is not None
-            self._is_ready(slot.bucket)
-
-    def _is_ready(self, bucket: Bucket) -> None:
-        """Count one more gradient of the bucket; with overlap, start the full buckets that are next in order."""
-        bucket.missing -= 1
-        bucket.is_written()
-        if self._overlap:
-            self._launch_full()
+            bucket = slot.bucket
+            assert bucket is not None
+            bucket.missing -= 1
+            if bucket.flat.is_cuda:
+                bucket.is_written()
+            if self._overlap and bucket.missing <= 0:
+                self._launch_full()
 
     def _move_in(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Move a `.grad` from outside the bucket to the slot's place, now or when the bucket is packed.
@@ -342,7 +341,12 @@ class Reducer:
         if self._learning:
             self._learn()
         trained = [slot for bucket in self.buckets for slot in bucket.slots]
-        unused = [slot for slot in trained if not self._has_gradient(slot)]
+        # Those without a gradient of this backward, or one of an earlier no_sync() backward.
+        unused = [
+            slot
+            for slot in trained
+            if not slot.touched or not (slot.arrivals or slot.into_main_grad or slot.parameter.grad is not None)
+        ]
         for slot in trained:
             if slot.arrivals and slot.touched and slot.parameter.grad is None and not slot.into_main_grad:
                 self._problems.append(_TAKEN.format(slot.name))
@@ -379,14 +383,11 @@ class Reducer:
             self.lay_out(consensus.agreed_order(self.ranks, order))
         self._learning = False
 
-    def _has_gradient(self, slot: Slot) -> bool:
-        """Return whether the slot has a gradient of this backward, or one of an earlier no_sync() backward."""
-        return slot.touched and (bool(slot.arrivals) or slot.into_main_grad or slot.parameter.grad is not None)
-
     def _fill_in(self, slot: Slot) -> None:
         """Prepare the place of a parameter that got no gradient in this backward: an earlier gradient, or zeros."""
-        if slot.reduced:
-            self._before_writing(slot)
+        if slot.reduced and not self.transport.average:
+            self._count_once(slot)
+        slot.reduced = False
         if slot.into_main_grad:
             return
         if slot.parameter.grad is None:

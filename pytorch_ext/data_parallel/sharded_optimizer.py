@@ -22,7 +22,7 @@ from weft.comm.communicator import Communicator
 from weft.data_parallel.bucket_comm import Transport, Wait, measure
 from weft.data_parallel.buckets import Bucket, Slot, place_in, shared_memory
 from weft.metadata import metadata, set_metadata
-from weft.sharding.optimizer_check import ELEMENTWISE, is_elementwise
+from weft.sharding.optimizer_check import ELEMENTWISE, check_every_optimizer, is_elementwise
 from weft.sharding.sharded_grad import gradient_elsewhere, gradient_like
 
 
@@ -111,6 +111,7 @@ class Shards:
     """
 
     def __init__(self, buckets: list[Bucket], transport_of: Callable[[Bucket], Transport], gathers_late: bool):
+        check_every_optimizer()
         self._transport_of, self._gathers_late = transport_of, gathers_late
         self._parts = {bucket: self._share(bucket) for bucket in buckets}
         self._part_of = {id(slot.parameter): part for part in self._parts.values() for slot in part.places}

@@ -163,12 +163,12 @@ class ParallelLinear(ShardedModule):
             addend: row only; this rank's term of one more sum over the ranks, added to the layer's own before it
                 travels.
         """
-        if not in_parts:
+        if self.split_input and not in_parts:
             x = self.part_of_input(x)
-        more = () if addend is None else (addend,)
         place = self.place if region is None else self.place._replace(sequence_dim=region)
+        more = () if addend is None else (addend,)
         y = self._op(x, self.held("weight"), self.held("bias"), place, *more)
-        return y if in_parts else self.whole_output(y)
+        return self.whole_output(y) if self.gather_output and not in_parts else y
 
     def part_of_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole x with split_input; otherwise x."""

@@ -8,7 +8,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
-import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer from now on
 from weft.metadata import ATTRIBUTE
 from weft.ops.sharded_param import held
 from weft.sharding.part_of_state import PartOfState, part_of_state
@@ -49,9 +48,12 @@ def checked_forward(forward: Callable) -> Callable:
 
     @wraps(forward)
     def called(self, *inputs, **options):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return eager(self, *inputs, **options)
-        self._mark_new()
+        for name in self.shards:
+            tensor = self._parameters.get(name)
+            if type(tensor) is nn.Parameter and ATTRIBUTE not in tensor.__dict__:  # it was replaced
+                self._mark()
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"{type(self).__name__} inside of a transform of torch.func (grad, vmap, jvp): these have no rule for "
@@ -105,12 +107,14 @@ class ShardHolder(nn.Module):
         Args:
             whole_use: one product of ours takes the whole parameter, not pieces of it.
         """
-        parameter = self._parameters[name]
-        if parameter is None or name not in self.shards:
+        parameter, shard = self._parameters[name], self.shards.get(name)
+        if parameter is None or shard is None:
             return parameter
+        if whole_use and not self.transposed and not shard.cut.replicated and type(parameter) is nn.Parameter:
+            return parameter  # in few calls: each layer asks in each forward
         if is_quantized(parameter):
             return values_of(parameter)
-        return held(parameter, self.shards[name], self.transposed and parameter.dim() == 2, whole_use=whole_use)
+        return held(parameter, shard, self.transposed and parameter.dim() == 2, whole_use=whole_use)
 
     def reset_parameters(self) -> None:
         """Draw the whole layer's parameters as its constructor does and keep this rank's part."""
@@ -128,17 +132,9 @@ class ShardHolder(nn.Module):
     def _mark(self) -> None:
         for name, shard in self.shards.items():
             parameter = self._parameters.get(name)
-            tensor = self._buffers[name] if parameter is None else parameter
-            assert tensor is not None  # `adopt` keeps shards of existing tensors only
-            shard.mark(tensor)
-
-    def _mark_new(self) -> None:
-        """Mark the parameters if one of them was replaced."""
-        for name in self.shards:
-            tensor = self._parameters.get(name)
-            if type(tensor) is nn.Parameter and ATTRIBUTE not in tensor.__dict__:  # each call of a layer looks
-                self._mark()
-                break
+            tensor = self._buffers.get(name) if parameter is None else parameter
+            if tensor is not None:
+                shard.mark(tensor)
 
     # Copies, moves between devices, loads with assign=True and users replace a Parameter, and the new one has no marks.
 
@@ -163,7 +159,7 @@ class ShardHolder(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        self._mark_new()
+        self._mark()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, shard in () if keep_vars else self.shards.items():
             value = destination.get(prefix + name)

@@ -1,8 +1,25 @@
-"""Helpers for the backward of autograd functions."""
+"""Base class of autograd functions that communicate, and helpers for their backward."""
 
 import functools
 
 import torch
+
+
+class RankFunction(torch.autograd.Function):
+    """An autograd function with collectives.
+
+    Torch's `apply` goes through the arguments for torch.func, whose transforms have no rule for a collective: they are
+    refused here instead.
+    """
+
+    @classmethod
+    def apply(cls, *args):
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{cls.__name__} inside of a transform of torch.func (grad, vmap, jvp): these have no rule for what "
+                "ranks send to each other. Use loss.backward() or torch.autograd.grad"
+            )
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 def first_order(backward):

@@ -12,7 +12,7 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.fusion import Fusion
 from weft.comm.registry import Group, communicator
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.sharding.sizes import split_sizes
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -226,7 +226,7 @@ def barrier(*, group: Group = None) -> None:
     communicator(group).barrier()
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(RankFunction):
     """y = scale * sum over ranks of x (or their average).
 
     forward   y = scale * all_reduce(x)
@@ -245,7 +245,7 @@ class _AllReduce(torch.autograd.Function):
         return ctx.ranks.all_reduce_(dy.clone(), *ctx.arguments), None, None, None, None
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(RankFunction):
     """y = all_gather(x_shard); backward  dx_shard = reduce_scatter(dy)."""
 
     @staticmethod
@@ -260,7 +260,7 @@ class _AllGather(torch.autograd.Function):
         return ranks.reduce_scatter(dy, dim, sizes), None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(RankFunction):
     """y_shard = reduce_scatter(x); backward  dx = all_gather(dy_shard)."""
 
     @staticmethod
@@ -275,7 +275,7 @@ class _ReduceScatter(torch.autograd.Function):
         return ranks.all_gather(dy, dim, sizes), None, None, None
 
 
-class _Broadcast(torch.autograd.Function):
+class _Broadcast(RankFunction):
     """y = the root's x; backward  dx = sum over ranks of dy at the root, 0 elsewhere."""
 
     @staticmethod
@@ -290,7 +290,7 @@ class _Broadcast(torch.autograd.Function):
         return dx if ctx.ranks.rank == ctx.root else torch.zeros_like(dx), None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(RankFunction):
     """y_r = rank r's x_rank; backward  dx_r = rank r's dy_rank."""
 
     @staticmethod

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.sharding.shard import Shard
 
 
@@ -40,7 +40,7 @@ def parallel_embedding(
     return ParallelEmbeddingFunction.apply(tokens, weight, shard, padding_idx)
 
 
-class ParallelEmbeddingFunction(torch.autograd.Function):
+class ParallelEmbeddingFunction(RankFunction):
     """y = table[tokens], with the table's rows split over the ranks.
 
     Per rank: tokens [M] whole        w_shard_v [V_r, E]        y [M, E] whole

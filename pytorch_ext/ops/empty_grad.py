@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 
 
 def with_absent(y: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -13,7 +13,7 @@ def with_absent(y: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Te
     return _WithAbsent.apply(y, *trained) if trained and torch.is_grad_enabled() else y
 
 
-class _WithAbsent(torch.autograd.Function):
+class _WithAbsent(RankFunction):
     """forward  y; backward  dy, and zeros of the parameters' (empty) shapes."""
 
     @staticmethod
@@ -35,7 +35,7 @@ def added_once(parameter: torch.Tensor, here: bool) -> torch.Tensor:
     return _AddedOnce.apply(parameter, here)
 
 
-class _AddedOnce(torch.autograd.Function):
+class _AddedOnce(RankFunction):
     """forward  p or zeros; backward  dp = dy."""
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops import kernel_choice
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.ops.mappings import total
 from weft.sharding.sizes import Cut, split_sizes
 
@@ -225,7 +225,7 @@ def _copy_to(tokens: torch.Tensor, weights: torch.Tensor, ranks: Communicator) -
     return _CopyTo.apply(tokens, weights, ranks) if tokens.requires_grad or weights.requires_grad else (tokens, weights)
 
 
-class _CopyTo(torch.autograd.Function):
+class _CopyTo(RankFunction):
     """tokens and routing weights, the same on every rank, for this rank's experts.
 
     forward   nothing travels
@@ -248,7 +248,7 @@ class _CopyTo(torch.autograd.Function):
         )
 
 
-class _TokenRows(torch.autograd.Function):
+class _TokenRows(RankFunction):
     """rows [R, H] = x[token]; backward  dx = sums of the rows of each token."""
 
     @staticmethod
@@ -264,7 +264,7 @@ class _TokenRows(torch.autograd.Function):
         return sum_rows(d_rows, token, places, ctx.count, d_rows.dtype), None, None
 
 
-class _SumRows(torch.autograd.Function):
+class _SumRows(RankFunction):
     """y [T, H] = sums of the rows of each token, each times its scale if there is one.
 
     backward  d_rows = scale * dy[token],  d_scale = sum over H of rows * dy[token]
@@ -293,7 +293,7 @@ class _SumRows(torch.autograd.Function):
         return (of_rows * scale.to(wide).unsqueeze(1)).to(rows.dtype), d_scale, None, None, None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(RankFunction):
     """rows and weights of the tokens that come to this rank's experts, in the order of ranks.
 
     forward   all_to_all of both
@@ -313,7 +313,7 @@ class _Exchange(torch.autograd.Function):
         return *back, None, None, None
 
 
-class _RowsAllToAll(torch.autograd.Function):
+class _RowsAllToAll(RankFunction):
     """rows of the tokens that come to this rank's experts, or y of its own tokens; forward and backward  all_to_all."""
 
     @staticmethod
@@ -332,7 +332,7 @@ def _reached(y: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None) ->
     return _Reached.apply(y, rows) if scale is None else _Reached.apply(y, rows, scale)
 
 
-class _Reached(torch.autograd.Function):
+class _Reached(RankFunction):
     """y, connected with the tensors from which it is computed, also where a rank has no rows or ignores some.
 
     Their backwards communicate, so they must run on every rank or on none.

@@ -5,13 +5,13 @@ import torch
 from weft.kernels.attention_rules import Positions
 from weft.ops import attention_chunk
 from weft.ops.attention_blocks import AttentionChunk
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.ops.head_groups import head_groups, joined
 from weft.ops.ring_attention import RingSchedule, sinks_gradient
 from weft.ops.sequence_layout import SequenceLayout, gather_parts
 
 
-class GatheredAttentionFunction(torch.autograd.Function):
+class GatheredAttentionFunction(RankFunction):
     """out = softmax(scale q k.T, masked) v over all ranks' keys and values, for this rank's queries.
 
     Per rank, with S_r of S positions:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm.communicator import Communicator
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.ops.sequence_layout import SequenceLayout
 
 
@@ -37,7 +37,7 @@ def to_sequence(
     return _ToSequence.apply(x, tuple(tuple(range(first, first + count)) for first, count in heads), ranks, layout)
 
 
-class _ToHeads(torch.autograd.Function):
+class _ToHeads(RankFunction):
     @staticmethod
     def forward(ctx, x, heads, ranks, layout):
         ctx.arguments = heads, ranks, layout
@@ -50,7 +50,7 @@ class _ToHeads(torch.autograd.Function):
         return _gather_heads(dy, ctx.heads, *ctx.arguments), None, None, None
 
 
-class _ToSequence(torch.autograd.Function):
+class _ToSequence(RankFunction):
     @staticmethod
     def forward(ctx, x, heads, ranks, layout):
         ctx.arguments = heads, ranks, layout

@@ -6,11 +6,15 @@ They include the sequence-parallel region of Korthikanti et al. 2022, section 4.
 import torch
 
 from weft.ops import invariant, matmul
-from weft.ops.autocast import autocasts, cast_operands
-from weft.ops.backward import first_order
+from weft.ops.autocast import cast_operands
+from weft.ops.backward import RankFunction, first_order
 from weft.ops.overlap import products
 from weft.ops.overlap.products import ParallelContext
 from weft.sharding.sizes import split_sizes
+
+_unsafe_view = torch.ops.aten._unsafe_view.default  # the same memory as a tensor that is no view
+# The modules of the products within a rank and of those with communication.
+_ORDINARY, _IN_UNITS = (matmul, products), (invariant, invariant)
 
 
 def column_parallel_linear(
@@ -53,7 +57,7 @@ def row_parallel_linear(
     return _apply(RowParallelLinearFunction, x, weight, bias, place, addend)
 
 
-class ColumnParallelLinearFunction(torch.autograd.Function):
+class ColumnParallelLinearFunction(RankFunction):
     """y_shard_n = act(z_shard_n), z_shard_n = x @ w_shard_n.T + b_shard_n: one shard of the output features per rank.
 
     Per rank, with M tokens, K inputs, N outputs, W ranks:
@@ -74,40 +78,40 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, place, main_grad):
-        ctx.main_grad = main_grad
-        ctx.place = place
-        activation = place.activation
+        ctx.place, ctx.main_grad, activation = place, main_grad, place.activation
+        local, split = _ORDINARY if place.units is None else _IN_UNITS
         if place.sequence_dim is None:
-            y, z = _local(place).forward(x, weight, bias, activation)
+            y, z = local.forward(x, weight, bias, activation)
         else:
             ctx.sizes = place.ranks.all_sizes(x, place.sequence_dim)
-            y, z, _ = _split(place).all_gather_matmul(place, x, ctx.sizes, weight.t(), bias, activation)
+            y, z, _ = split.all_gather_matmul(place, x, ctx.sizes, weight.t(), bias, activation)
         ctx.save_for_backward(x, weight, z if activation else None)
-        return _writable(y)
+        return _unsafe_view(y, y.shape) if y._is_view() else y  # autograd forbids writing to a function's view
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         place: ParallelContext = ctx.place
-        split = place.sequence_dim is not None
+        local, split = _ORDINARY if place.units is None else _IN_UNITS
+        in_region = place.sequence_dim is not None
         x, weight, z = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         dz = dy if place.activation is None else place.activation.backward(dy, z)
-        if needs_weight and split:
-            gather_x = _split(place).start_all_gather(place, x, ctx.sizes, weight)
-        if needs_x and split:
-            dx = _split(place).matmul_reduce_scatter(place, dz, weight, ctx.sizes)
+        if needs_weight and in_region:
+            gather_x = split.start_all_gather(place, x, ctx.sizes, weight)
+        if needs_x and in_region:
+            dx = split.matmul_reduce_scatter(place, dz, weight, ctx.sizes)
         elif needs_x:
-            dx = _split(place).matmul_all_reduce(place, dz, weight)
+            dx = split.matmul_all_reduce(place, dz, weight)
         if needs_weight:
-            dw = _local(place).wgrad(dz, gather_x() if split else x, ctx.main_grad)
+            dw = local.wgrad(dz, gather_x() if in_region else x, ctx.main_grad)
         if needs_bias:
-            db = _local(place).column_sums(dz)
+            db = local.column_sums(dz)
         return dx, dw, db, None, None
 
 
-class RowParallelLinearFunction(torch.autograd.Function):
+class RowParallelLinearFunction(RankFunction):
     """y = act(z), z = (sum over ranks of x_shard_k @ w_shard_k.T) + b: one shard of the input features per rank.
 
     Per rank, with M tokens, K inputs, N outputs, W ranks:
@@ -126,8 +130,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, place, main_grad, addend):
-        ctx.main_grad = main_grad
-        ctx.place = place
+        ctx.place, ctx.main_grad = place, main_grad
         world, dim = place.ranks.world_size, place.sequence_dim
         if dim is not None:
             ctx.sizes = split_sizes(x.size(dim), world)
@@ -148,7 +151,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
                 z.add_(bias)
         if place.activation is None:
             ctx.save_for_backward(x, weight)
-            return _writable(z)
+            return _unsafe_view(z, z.shape) if z._is_view() else z
         ctx.save_for_backward(x, weight, z)
         return place.activation.apply(z)
 
@@ -157,65 +160,52 @@ class RowParallelLinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         place: ParallelContext = ctx.place
         x, weight, *z = ctx.saved_tensors
+        local, split = _ORDINARY if place.units is None else _IN_UNITS
         dz = dy if place.activation is None else place.activation.backward(dy, *z)
         needs_x, needs_weight, needs_bias, _, _, needs_addend = ctx.needs_input_grad
         dx = dw = db = None
         dim = place.sequence_dim
-        split = dim is not None
-        bias_of_whole = needs_bias and split and place.units is not None  # sums of shards would depend on their number
+        in_region = dim is not None
+        # The sums of shards would depend on their number.
+        bias_of_whole = needs_bias and in_region and place.units is not None
         if needs_bias and not bias_of_whole:
-            db = _local(place).column_sums(dz)
-            if split:
+            db = local.column_sums(dz)
+            if in_region:
                 place.ranks.all_reduce_(db)
         if dim is None:
-            dx = _local(place).multiply(dz, weight) if needs_x else None
+            dx = local.multiply(dz, weight) if needs_x else None
         elif needs_x:
-            dx, _, dz = _split(place).all_gather_matmul(place, dz, ctx.sizes, weight)
+            dx, _, dz = split.all_gather_matmul(place, dz, ctx.sizes, weight)
         elif needs_weight or bias_of_whole or needs_addend:
             dz = place.ranks.all_gather(dz, dim, ctx.sizes)
         if bias_of_whole:
             db = invariant.column_sums(dz)
         if needs_weight:
-            dw = _local(place).wgrad(dz, x, ctx.main_grad)
+            dw = local.wgrad(dz, x, ctx.main_grad)
         return dx, dw, db, None, None, dz if needs_addend else None
-
-
-def _local(place: ParallelContext):
-    """Return the module of the products within a rank."""
-    return matmul if place.units is None else invariant
-
-
-def _split(place: ParallelContext):
-    """Return the module of the products with communication."""
-    return products if place.units is None else invariant
 
 
 def _apply(function, x, weight, bias, place, *addend):
     """Apply the function after autocast's casts and after every check that must precede communication."""
-    main_grad = getattr(weight, "main_grad", None)
-    device = weight.device.type
-    if not autocasts(device):
-        _check(x, weight)
+    main_grad, device = getattr(weight, "main_grad", None), weight.device.type
+    casts = device != "meta" and torch.is_autocast_enabled(device)
+    if casts:
+        x, weight, bias = cast_operands(x, weight, bias)
+    if x.dtype != weight.dtype or x.device != weight.device or not x.dim() or x.size(-1) != weight.size(1):
+        _refuse(x, weight)
+    if not casts:
         return function.apply(x, weight, bias, place, main_grad, *addend)
-    x, weight, bias = cast_operands(x, weight, bias)
-    _check(x, weight)
     with torch.autocast(device, enabled=False):
         return function.apply(x, weight, bias, place, main_grad, *addend)
 
 
-def _writable(y: torch.Tensor) -> torch.Tensor:
-    """Return y's memory as a tensor that is no view: autograd forbids writing to a view from a custom function."""
-    return torch.ops.aten._unsafe_view(y, y.shape)
-
-
-def _check(x, weight):
+def _refuse(x, weight):
     if x.dtype != weight.dtype or x.device != weight.device:
         raise TypeError(
             f"linear: the input is {x.dtype} on {x.device}, the weight {weight.dtype} on {weight.device}; "
             "convert one of them, or run under torch.autocast"
         )
-    if x.dim() == 0 or x.size(-1) != weight.size(1):
-        raise ValueError(
-            f"linear: the input has shape {tuple(x.shape)}; its last dimension must be {weight.size(1)}, the input "
-            f"features of this rank's weight {tuple(weight.shape)}"
-        )
+    raise ValueError(
+        f"linear: the input has shape {tuple(x.shape)}; its last dimension must be {weight.size(1)}, the input "
+        f"features of this rank's weight {tuple(weight.shape)}"
+    )

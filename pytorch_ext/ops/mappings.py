@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm.communicator import Communicator
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.sharding.shard import in_order_of_the_whole, pick
 from weft.sharding.sizes import Cut
 
@@ -40,7 +40,7 @@ def _cut(cut: Cut | Sequence[int]) -> Cut:
     return cut if isinstance(cut, Cut) else Cut.one_after_another(cut)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(RankFunction):
     """y = all_gather(x_shard), in the order of the whole.
 
     forward   y = all_gather(x_shard)
@@ -66,7 +66,7 @@ class _Gather(torch.autograd.Function):
         return dx, None, None, None
 
 
-class _Split(torch.autograd.Function):
+class _Split(RankFunction):
     """y_shard = this rank's shard of x; no two shards overlap.
 
     forward   nothing travels
@@ -100,7 +100,7 @@ def total(x: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     return _Total.apply(x, ranks)
 
 
-class _UsedByParts(torch.autograd.Function):
+class _UsedByParts(RankFunction):
     """y = x; backward  dx = all_reduce(dy): each rank's dy covers its own part."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _UsedByParts(torch.autograd.Function):
         return ctx.ranks.all_reduce_(dy.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Total(torch.autograd.Function):
+class _Total(RankFunction):
     """y = all_reduce(x); backward  dx = dy: every rank has the same y and so the same dy; nothing travels."""
 
     @staticmethod

@@ -18,21 +18,14 @@ def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y = act(z) and z = x @ weight.T + bias; without an activation both are one tensor."""
-    return product(x, weight.t(), bias, activation)
-
-
-def product(
-    x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y = act(z) and z = x @ b + bias, with b [K, N]; without an activation both are one tensor."""
     if kernel_choice.on_kernel(x.device):
         name = activation.name if activation else None
-        a = as_matrix(x)
+        a, b = as_matrix(x), weight.t()
         if _takes_kernel(a, b, activation=name):
             y, z = _kernel().matmul(a, b, bias=bias, activation=name, keep_z=activation is not None)
             y = y.view(*x.shape[:-1], b.size(1))
             return y, (y if z is None else z.view(y.shape))
-    z = F.linear(x, b.t(), bias)
+    z = F.linear(x, weight, bias)
     return (z, z) if activation is None else (activation.apply(z), z)
 
 
@@ -57,10 +50,11 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = No
         TypeError: main_grad is not fp32.
         ValueError: main_grad does not have the weight's shape.
     """
+    a, b = dz.reshape(-1, dz.size(-1)).t(), x.reshape(-1, x.size(-1))
     if main_grad is None:
-        return new_wgrad(dz, x)
-    check_main_grad(main_grad, (dz.size(-1), x.size(-1)))
-    accumulate(as_matrix(dz).t(), as_matrix(x), main_grad)
+        return _kernel().matmul(a, b)[0] if kernel_choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
+    check_main_grad(main_grad, (a.size(0), b.size(1)))
+    accumulate(a, b, main_grad)
     return None
 
 
@@ -86,7 +80,7 @@ def check_main_grad(main_grad: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 def column_sums(dz: torch.Tensor) -> torch.Tensor:
     """Return dz.sum over all dimensions but the last."""
-    return as_matrix(dz).sum(0)
+    return dz.reshape(-1, dz.size(-1)).sum(0)
 
 
 def fused_linear(
@@ -211,12 +205,6 @@ def _linear_fake(x, weight, bias, activation):
     return y, (torch.empty_like(y) if activation else y.new_empty(0))
 
 
-def new_wgrad(dz: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return dw = dz.T @ x."""
-    a, b = as_matrix(dz).t(), as_matrix(x)
-    return _kernel().matmul(a, b)[0] if kernel_choice.on_kernel(dz.device) and _takes_kernel(a, b) else a @ b
-
-
 def _gated_operator(x, gate, up, bias, activation):
     if kernel_choice.on_kernel(x.device):
         a, b, b_up = as_matrix(x), gate.t(), up.t()
@@ -277,7 +265,7 @@ _linear_dgrad = register(
 )
 linear_wgrad_operator = register(
     "linear_wgrad(Tensor dz, Tensor x) -> Tensor",
-    new_wgrad,
+    wgrad,
     lambda dz, x: dz.new_empty((dz.size(-1), x.size(-1))),
 )
 # With out= of another type than a's, which torch.compile does not trace.

@@ -10,7 +10,7 @@ from weft.comm.p2p import PendingTransfer, send_recv
 from weft.kernels.attention_rules import Positions, Rules
 from weft.ops import attention_chunk
 from weft.ops.attention_blocks import AttentionChunk
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.ops.head_groups import head_groups, joined
 
 
@@ -63,7 +63,7 @@ def last_step(sees: tuple[tuple[bool, ...], ...], source: int) -> int:
     return max((t for t in range(world) if sees[(source + t) % world][source]), default=0)
 
 
-class RingAttentionFunction(torch.autograd.Function):
+class RingAttentionFunction(RankFunction):
     """out = softmax(scale q k.T, masked) v over all ranks' keys and values, for this rank's queries.
 
     Per rank, with S_r of S positions:

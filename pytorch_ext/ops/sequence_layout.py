@@ -17,7 +17,7 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.kernels.attention_rules import Positions
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -174,7 +174,7 @@ def gather_parts(x: torch.Tensor, dim: int, ranks: Communicator, layout: Sequenc
     return layout.join(whole.split(layout.sizes, dim), dim)
 
 
-class _ShardSequence(torch.autograd.Function):
+class _ShardSequence(RankFunction):
     """x_r = this rank's positions of x; backward  dx = all_gather(dx_r), positions in order."""
 
     @staticmethod
@@ -188,7 +188,7 @@ class _ShardSequence(torch.autograd.Function):
         return gather_parts(dy, *ctx.arguments), None, None, None
 
 
-class _Unshard(torch.autograd.Function):
+class _Unshard(RankFunction):
     """x = all_gather(x_r), positions in order; backward  dx_r = this rank's positions of dx."""
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 import torch
 
-from weft.ops.backward import first_order
+from weft.ops.backward import RankFunction, first_order
 from weft.ops.matmul import check_main_grad
 from weft.sharding.shard import Shard, pick
 
@@ -24,7 +24,7 @@ def held(parameter: torch.Tensor, shard: Shard, transposed: bool = False, *, who
     return parameter if as_it_is and main_grad is None else _ShardedParam.apply(parameter, shard, transposed, main_grad)
 
 
-class _ShardedParam(torch.autograd.Function):
+class _ShardedParam(RankFunction):
     """w = p or p.T.
 
     forward   nothing travels

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from weft.sharding import sharded_grad
 from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import GradientElsewhere, ShardedGradient, place_for
@@ -25,8 +26,9 @@ ELEMENTWISE = {
 }
 SAVED_BY = "weft_saved_by"  # in a parameter group: the rank whose shards its state belongs to
 _STEPS = 3
-# Optimizer to its number of parameters and, for each group, this rank's place among the ranks that share it.
-_checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, list[str]]]" = weakref.WeakKeyDictionary()
+# Optimizer to its numbers of parameters by group, to the number of watched parameters at the check, and to this rank's
+# place, by group, among the ranks that share the parameters.
+_checked: "weakref.WeakKeyDictionary[Optimizer, tuple[list[int], int, list[str]]]" = weakref.WeakKeyDictionary()
 # Optimizer to the gradients that are plain tensors while it steps.
 _stepping: "weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]]" = weakref.WeakKeyDictionary()
 _probing = False
@@ -35,6 +37,15 @@ _probing = False
 def is_elementwise(kind: type) -> bool:
     """Return whether this is a torch optimizer that is known to update each element by itself."""
     return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+
+
+_hooks: list = []
+
+
+def check_every_optimizer() -> None:
+    """Check every optimizer from now on, by torch's hook for all of them."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(check_optimizer))
 
 
 def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
@@ -48,15 +59,14 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     if _probing:
         return
     groups = optimizer.param_groups
-    count = sum(len(group["params"]) for group in groups)
+    sizes = [len(group["params"]) for group in groups]
     known = _checked.get(optimizer)
-    if known is not None and not any(known[1]) and any(shard_of(x) for group in groups for x in group["params"]):
-        known = None  # the parameters were split after the last check
-    if known is None or known[0] != count:
+    if known is None or known[:2] != (sizes, sharded_grad.watched):  # or parameters were split after the last check
         for group in groups:
             _check_group(optimizer, group)
-        _checked[optimizer] = known = count, [_holder(group["params"]) for group in groups]
-    for group, holder in zip(groups, known[1], strict=True):
+        known = sizes, sharded_grad.watched, [_holder(group["params"]) for group in groups]
+        _checked[optimizer] = known
+    for group, holder in zip(groups, known[2], strict=True):
         if holder and group.get(SAVED_BY) != holder:
             _check_state(optimizer, group, holder)
     # Torch's optimizers need only each element, and are twice as fast on plain tensors. A user's hook may take a norm.
@@ -206,6 +216,3 @@ def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]]
             parameter.grad = gradient.clone().to(device)
         twin.step()
     return [parameter.detach().cpu() for parameter in parameters]
-
-
-register_optimizer_step_pre_hook(check_optimizer)

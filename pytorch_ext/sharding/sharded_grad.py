@@ -17,13 +17,15 @@ from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
-from weft.metadata import metadata, set_metadata
+from weft.metadata import ATTRIBUTE, metadata, set_metadata
 
 _WAY_OUT = (
     "use gradient.as_subclass(torch.Tensor) for this rank's part, or weft.shard_of(parameter).gather(gradient) for the "
     "whole"
 )
 
+watched = 0  # parameters so far that are watched
+_NONE: dict[str, Any] = {}
 _marked: dict[int, list[torch.Tensor]] = {}  # autograd's number of a backward to the parameters that it has reached
 _OVER_RANKS = (
     "the {} of a split gradient, which is over all its ranks: take it on each of them, or of "
@@ -46,12 +48,18 @@ def watch_gradient(parameter: torch.Tensor) -> None:
         parameter.register_post_accumulate_grad_hook(mark_gradient)
     parameter.requires_grad_(trains)
     set_metadata(parameter, "watched", True)
+    from weft.sharding.optimizer_check import check_every_optimizer  # it needs shards, which need this module
+
+    check_every_optimizer()
+    global watched
+    watched += 1
 
 
 def mark_gradient(parameter: torch.Tensor) -> None:
     """Make `.grad` a ShardedGradient. This is the hook that runs when backward has accumulated into `.grad`."""
-    if type(parameter.grad) is torch.Tensor:
-        parameter.grad = gradient_like(parameter, parameter.grad)
+    gradient = parameter.grad
+    if type(gradient) is torch.Tensor:
+        parameter.grad = gradient_like(parameter, gradient)
     task = torch._C._current_graph_task_id()
     if task not in _marked:
         for ended in list(_marked)[:-8]:  # by an error
@@ -70,8 +78,13 @@ def _mark_again(task: int) -> None:
 
 def gradient_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient as a ShardedGradient on the same memory; unchanged if every rank has the whole parameter."""
-    place = place_for(parameter)
-    return gradient if place.is_whole or gradient.layout is not torch.strided else _sharded(gradient, place)
+    marks = parameter.__dict__.get(ATTRIBUTE, _NONE)
+    place = marks.get("place") or place_for(parameter)
+    if place is WHOLE or gradient.layout is not torch.strided:
+        return gradient
+    made = gradient.as_subclass(ShardedGradient)
+    made.place = place
+    return made
 
 
 def gradient_elsewhere(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
@@ -97,10 +110,6 @@ class GradientPlace(NamedTuple):
     shard: Any
     piece: Any
     owners: Any
-
-    @property
-    def is_whole(self) -> bool:
-        return self.shard is None and self.piece is None and self.owners is None
 
     @property
     def ranks(self) -> tuple[Communicator, ...]:
@@ -131,10 +140,16 @@ WHOLE = GradientPlace(None, None, None)
 
 
 def place_for(parameter: torch.Tensor) -> GradientPlace:
-    """Return the place of the gradient of a parameter, or of a sharded optimizer's piece."""
+    """Return the place of the gradient of a parameter, or of a sharded optimizer's piece; WHOLE for a whole one."""
     piece = metadata(parameter, "piece")
     whole = parameter if piece is None else piece.parameter
-    return GradientPlace(metadata(whole, "shard"), piece, metadata(whole, "owners"))
+    shard, owners = metadata(whole, "shard"), metadata(whole, "owners")
+    if shard is None and piece is None and owners is None:
+        return WHOLE
+    place = GradientPlace(shard, piece, owners)
+    if piece is None:
+        set_metadata(parameter, "place", place)
+    return place
 
 
 def place_of(gradient: torch.Tensor) -> GradientPlace:

@@ -76,7 +76,7 @@ def all_gather_matmul(
     rows = _rows(x, dim, sizes)
     if not _fuses(place, x, rows, b, "all_gather", activation):
         whole = ranks.all_gather(x, dim, sizes)
-        return *matmul.product(whole, b, bias, activation), whole
+        return *matmul.forward(whole, b.t(), bias, activation), whole
     from weft.kernels.all_gather_matmul import all_gather_matmul
 
     gathering = _start(place, x, sizes)
