@@ -18,6 +18,7 @@ from weft.bench.memory import peak_mb
 from weft.bench.suites import RefusedError
 from weft.bench.table import Row
 from weft.bench.traffic import counted
+from weft.pipeline.timeline import Timeline
 from weft.testing.models import Llama, loss_of
 from weft.testing.ranks import run_ranks
 
@@ -153,7 +154,7 @@ def _peak(rank: int, paradigm: Paradigm) -> float:
 
 
 def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
-    """Return a training step, which returns the whole batch's loss, and the timeline function of a pipeline."""
+    """Return a training step, which returns the whole batch's loss, and for a pipeline a function for its timeline."""
     torch.manual_seed(0)
     model: nn.Module = SmallModel(BLOCKS)
     generator = torch.Generator().manual_seed(1)
@@ -175,7 +176,11 @@ def _step_of(paradigm: Paradigm) -> tuple[Callable[[], float], Callable | None]:
             optimizer.step()
             return loss.item()
 
-        return step, pipe.timeline
+        def timeline() -> Timeline:
+            pipe.step(tokens, targets, record_timeline=True)
+            return pipe.timeline()
+
+        return step, timeline
     if paradigm.sharded:
         sharded = weft.DataParallel(model, group=replicas, shard_optimizer=True)
         return _plain_step(sharded, sharded.optimizer(torch.optim.AdamW), tokens, targets, replicas), None

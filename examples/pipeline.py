@@ -32,7 +32,8 @@ def main():
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=5e-4)
     for step, (inputs, targets) in enumerate(batches(options.steps, 8, 64)):
         optimizer.zero_grad()
-        loss = pipe.step(inputs, targets)  # forward and backward of all micro-batches
+        last = step == options.steps - 1
+        loss = pipe.step(inputs, targets, record_timeline=last)  # forward and backward of all micro-batches
         weft.clip_grad_norm_(pipe, 1.0)  # of the whole model's gradient
         optimizer.step()
         if dist.get_rank() == 0:

@@ -193,7 +193,7 @@ class DataParallel(nn.Module, Joinable):
                 )
             self._gradients.watch()
         sync = self._sync
-        shares = self._broadcasts and self.module.training and sync and self._trained.has_buffers()
+        shares = self._broadcasts and self.module.training and sync and self._trained.members.has_buffers()
         root: int | None = 0 if shares else None
         if self._batch is None:
             self.reducer.check_earlier()  # before any collective call that a rank with an error would not join

@@ -69,6 +69,32 @@ class OfWrapper:
         return OfWrapper, ()
 
 
+class Members:
+    """Record of what is in a module, with a check in one pass that it is still the same."""
+
+    def __init__(self, module: nn.Module, buffers: bool = True):
+        """Record the modules and parameters inside of a module, with `buffers` these too."""
+        self._module, self._kinds = module, ("_modules", "_parameters", "_buffers")[: 2 + buffers]
+        self.record()
+
+    def record(self) -> None:
+        """Take what is there now as the same."""
+        modules = list(self._module.modules())
+        self._dicts = [vars(each)[kind] for each in modules for kind in self._kinds]
+        self._buffers = [each._buffers for each in modules]
+        self._kept = [list(members.values()) for members in self._dicts]  # so that no other one gets the id of one
+        self._ids = self._now()
+
+    def changed(self) -> bool:
+        return self._now() != self._ids
+
+    def has_buffers(self) -> bool:
+        return any(self._buffers) and next(self._module.buffers(), None) is not None
+
+    def _now(self) -> list[int]:
+        return [id(member) for members in self._dicts for member in members.values()]
+
+
 class Trained:
     """Record of the wrapped parameters, with a check in few calls that the module still has exactly those."""
 
@@ -76,23 +102,10 @@ class Trained:
         self._module = module
         self._parameters = list(module.parameters())
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._kinds = self._kinds_now()
-        self._record_members()
-
-    def _record_members(self) -> None:
-        self._modules = list(self._module.modules())  # kept, so that no other member gets the number of one
-        self._members = [members for each in self._modules for members in (each._parameters, each._modules)]
-        self._buffers = [each._buffers for each in self._modules]
-        self._had = self._members_now()
-
-    def _members_now(self) -> list[int]:
-        return [id(member) for members in self._members for member in members.values()]
+        self._kinds, self.members = self._kinds_now(), Members(module, buffers=False)
 
     def _kinds_now(self) -> list[tuple[bool, torch.dtype]]:
         return [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters]
-
-    def has_buffers(self) -> bool:
-        return any(self._buffers) and next(self._module.buffers(), None) is not None
 
     def check(self) -> bool:
         """Return whether parameters were frozen or unfrozen since the last check.
@@ -100,9 +113,9 @@ class Trained:
         Raises:
             ValueError: a parameter was added, taken away, replaced or converted since the module was wrapped.
         """
-        if self._members_now() != self._had:
+        if self.members.changed():
             self._refuse_other_parameters()
-            self._record_members()
+            self.members.record()
         kinds = self._kinds_now()
         if kinds == self._kinds:
             return False

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
@@ -70,7 +71,16 @@ class Reducer:
         overlap: bool,
         unused: str,
         check_gradients: bool,
+        by_hand: bool = False,
     ):
+        """Make a reducer of these parameters.
+
+        Args:
+            unused: "error", "zero", or "others": a parameter that no rank has used keeps no gradient, and where some
+                have, those of the others are zeros.
+            by_hand: one reduction covers all backwards from `begin`, before which no parameter has a gradient, to
+                `finish`. `sync` is set in the last backward of a parameter, and its bucket may travel from then on.
+        """
         self.slots, self.transport, self.ranks = list(slots), transport, transport.ranks
         self.sync, self.among = True, self.ranks.world_size
         self._of_fewer: dict[Communicator, Transport] = {}
@@ -80,7 +90,7 @@ class Reducer:
         self.owner: Shards | None = None
         self.nonfinite_here: list[str] = []
         self._bucket_bytes, self._overlap, self._unused = bucket_bytes, overlap, unused
-        self._check_gradients = check_gradients
+        self._check_gradients, self._by_hand = check_gradients, by_hand
         self._consensus = ErrorConsensus(self.ranks, self.slots[0].parameter.device)
         self._reduces = True  # the backward under way
         self._ends = False  # at its end `_end` runs, because it has reached an output of a forward
@@ -161,6 +171,21 @@ class Reducer:
         self._outputs_begin = bool(outputs)
         for output in outputs:
             output.register_hook(begin)
+
+    def begin(self) -> None:
+        """Begin a reduction that ends with `finish`. What a step that raised has left is given up."""
+        if self._task is not None:
+            self._abandon()
+        self.check_earlier()
+        self.set_sync(False)
+        for slot in self.slots:
+            slot.reduced = False
+        self._task = -1  # of no backward
+
+    def finish(self) -> None:
+        """Reduce what has not been reduced yet, and wait for all of it. A collective call."""
+        self._reduces = True
+        self._finish()
 
     def _begin(self) -> None:
         if self._task is not None:
@@ -273,7 +298,9 @@ class Reducer:
                 self._move_in(slot, gradient)
         if not self._reduces:
             return
-        if self._task is None or (not self._outputs_begin and self._task != torch._C._current_graph_task_id()):
+        if not self._by_hand and (
+            self._task is None or (not self._outputs_begin and self._task != torch._C._current_graph_task_id())
+        ):
             self._begin()
         if gradient is None and not slot.into_main_grad:
             if slot.given:
@@ -345,7 +372,8 @@ class Reducer:
         unused = [
             slot
             for slot in trained
-            if not slot.touched or not (slot.arrivals or slot.into_main_grad or slot.parameter.grad is not None)
+            if (not slot.touched and not self._by_hand)  # torch's pipelines add some gradients past the hooks
+            or not (slot.arrivals or slot.into_main_grad or slot.parameter.grad is not None)
         ]
         for slot in trained:
             if slot.arrivals and slot.touched and slot.parameter.grad is None and not slot.into_main_grad:
@@ -361,11 +389,14 @@ class Reducer:
         unused_names = [slot.name for slot in unused] if self._unused == "error" else []
         errors = BackwardErrors(unused_names, self._problems)
         own_error = self._consensus.check(self.backwards, errors)
+        if self._unused == "others":
+            self._drop_unused(trained, unused)
         for slot in trained:
             slot.reduced = True
         if self.owner is not None:
             self.owner.deliver()
-        self.norm_squared = self._norm_squared()
+        if not self._by_hand:
+            self.norm_squared = self._norm_squared()
         if own_error:
             raise RuntimeError(own_error)
 
@@ -392,10 +423,20 @@ class Reducer:
             return
         if slot.parameter.grad is None:
             slot.place.zero_()
-            if self._unused == "zero":
+            if self._unused != "error":
                 slot.parameter.grad = gradient_like(slot.parameter, slot.place.detach())
         elif slot.parameter.grad.data_ptr() != slot.address:
             self._move_in(slot, slot.parameter.grad)
+
+    def _drop_unused(self, trained: Sequence[Slot], unused: Sequence[Slot]) -> None:
+        """Remove the gradients of parameters that no rank has used."""
+        where = self.ranks.device_of_numbers(trained[0].parameter.device)
+        used = torch.ones(len(trained), dtype=torch.int32, device=where)
+        numbers = {slot: number for number, slot in enumerate(trained)}
+        used[[numbers[slot] for slot in unused]] = 0
+        for slot, by_some in zip(trained, self.ranks.all_reduce_(used, dist.ReduceOp.MAX).tolist(), strict=True):
+            if not by_some:
+                slot.parameter.grad = None
 
     def _norm_squared(self) -> torch.Tensor:
         """Return the squared norm of all gradients, with each element counted once.

@@ -6,6 +6,7 @@ measures the time of each action.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,11 +21,14 @@ from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import share_in_stages
 from weft.data_parallel.batch_units import mean_of_units
+from weft.data_parallel.bucket_comm import transport_to
+from weft.data_parallel.buckets import Slot
 from weft.data_parallel.grad_norm import mark_invariant
+from weft.data_parallel.reducer import Reducer
 from weft.ops.invariant import Units
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
-from weft.pipeline.forward_cut import Made, leave_out, refuse_layerdrop
+from weft.pipeline.forward_cut import ForwardPlan, Made, leave_out, refuse_layerdrop
 from weft.pipeline.layer_split_broadcast import refuse_records
 from weft.pipeline.microbatches import check_batch, check_means, microbatches_of
 from weft.pipeline.schedules import SCHEDULES
@@ -38,11 +42,33 @@ from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatche
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
-from weft.sharding.sharded_grad import gradient_like, local
 from weft.tensor_parallel.local_sizes import Forward
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, Any]
+
+
+@dataclass
+class _Schedule:
+    """What a step of inputs of certain shapes needs.
+
+    Attributes:
+        of_torch: torch's schedule.
+        running: this rank's stages in it, by number.
+        entering: by stage, the values that it takes, on the meta device.
+        arriving: by stage, marks of these values; for a model that was traced.
+        plan: the values that cross stages, for a model that was not.
+    """
+
+    of_torch: Any
+    running: dict[int, ClockedStage]
+    entering: dict[int, tuple]
+    arriving: dict[int, Marks]
+    plan: ForwardPlan | None
+
+
+_MOST_SCHEDULES = 8  # for as many shapes of batches; a schedule keeps buffers of what stages send
+_BUCKET_BYTES = 25 << 20  # as weft.DataParallel and DDP
 
 
 class Pipeline(nn.Module):
@@ -166,9 +192,9 @@ class Pipeline(nn.Module):
         self._loss_type = torch.float64 if fp64 else torch.float32
         self._keep_own_stages(model, cut.stages)
         self._clock = StageClock(self._device)
-        self._schedule = None
-        self._built_for: tuple | None = None
-        self._arriving: dict[int, Marks] = {}  # for the shapes in _built_for
+        self._schedules: dict[str, _Schedule] = {}  # by the shapes of a batch, the last used one at the end
+        self._reducer: Reducer | None = None  # over "dp", made with the first step
+        self._trained: list[bool] = []  # whether each parameter required a gradient then
         if self._units is not None:
             self._shared_by = self._ranks, communicator(along["dp"])  # ranks that the units lie on
             mark_invariant(self, self._units.total)
@@ -179,7 +205,9 @@ class Pipeline(nn.Module):
         splitters = {shard.communicator for shard in shards if shard.replicas is None}  # ranks of "ep" have own batches
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
 
-    def step(self, inputs: Inputs, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def step(
+        self, inputs: Inputs, targets: torch.Tensor | None = None, *, record_timeline: bool = False
+    ) -> torch.Tensor:
         """Run forward and backward of a batch. A collective call.
 
         Args:
@@ -187,6 +215,8 @@ class Pipeline(nn.Module):
                 pipeline. For a model that cannot be traced also a dict of arguments by name; numbers and flags in it go
                 to every micro-batch.
             targets: [batch, ...], read by the rank of the last stage. None if the model computes its loss.
+            record_timeline: measure the actions of this step, for `timeline`. The ranks then wait for one another at
+                its start, and all pass the same.
 
         Returns:
             The batch's loss, a detached fp32 scalar (fp64 for an fp64 model), the same on every rank. The gradients are
@@ -198,14 +228,21 @@ class Pipeline(nn.Module):
                 on every rank before activations are sent.
             RankLostError: a rank is lost.
         """
-        self._ties.renew(self._held.renew(self))
+        self._renew()
         given = self._checked(inputs, targets)
         self._same_calls.look(self, "Pipeline", (given, targets))
         schedule = self._schedule_for(given, self._begun(given, targets))
-        gradients = None if self._units is None else self._gradients_of_units(self._units)
-        dist.barrier(self._ranks.group)  # the clocks of all ranks start here
-        self._clock.reset()
+        gradients = None if self._units is None else self._gradients_of_units(schedule, self._units)
+        self._clock.runs = record_timeline
+        if record_timeline:
+            dist.barrier(self._ranks.group)  # the clocks of all ranks start here
+            self._clock.start()
         earlier = self._put_aside()
+        reducer = self._reducer_over_replicas()
+        for running in schedule.running.values():
+            running.reducer, running.backwards_left = reducer, self._microbatches
+        if reducer is not None:
+            reducer.begin()
         losses: list[torch.Tensor] = []
         self._of_units: list[torch.Tensor] = []
         if self._forward is not None:  # its stages have their micro-batches; torch gives the first one numbers
@@ -213,7 +250,9 @@ class Pipeline(nn.Module):
         batch = given if 0 in self._stages else ()
         ends = {"target": targets, "losses": losses} if self._ends_here else {}
         try:
-            schedule.step(*batch, return_outputs=False, **ends)
+            schedule.of_torch.step(*batch, return_outputs=False, **ends)
+            if reducer is not None:
+                reducer.finish()
             if gradients is not None:
                 gradients.finish(self._shared_by, self._device)
         except RuntimeError as error:
@@ -222,10 +261,8 @@ class Pipeline(nn.Module):
             _raise_cause(error)
         if gradients is None:
             self._ties.sum()
-        if gradients is None and self._replicas is not None:
-            self._sum_gradients_over_replicas(self._replicas)
         for parameter, gradient in earlier.items():
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self._loss_everywhere(losses)
 
     @torch.no_grad()
@@ -234,9 +271,9 @@ class Pipeline(nn.Module):
 
         Micro-batches follow one another through the stages, so that all ranks compute.
         """
-        self._ties.renew(self._held.renew(self))
+        self._renew()
         given = self._checked(inputs, targets)
-        self._schedule_for(given, self._begun(given, targets))
+        schedule = self._schedule_for(given, self._begun(given, targets))
         parts = (
             [] if self._forward is not None else list(zip(*(x.chunk(self._microbatches) for x in given), strict=True))
         )
@@ -250,7 +287,7 @@ class Pipeline(nn.Module):
             stage = self._stages[number]
             values = ready.pop((number, part), None) or (parts[part] if number == 0 and parts else ())
             if number > 0 and self._owner(number - 1) != self._ranks.rank:
-                values = tuple(torch.empty_like(x, device=self._device) for x in self._entering[number])
+                values = tuple(torch.empty_like(x, device=self._device) for x in schedule.entering[number])
                 for value in values:
                     dist.recv(value, group=group, group_src=self._owner(number - 1))
             stage.microbatch = part
@@ -269,14 +306,14 @@ class Pipeline(nn.Module):
         return self._loss_everywhere(losses)
 
     def timeline(self) -> Timeline:
-        """Return the last step as it ran on all ranks. A collective call.
+        """Return the last step with record_timeline=True as it ran on all ranks. A collective call.
 
         Raises:
-            ValueError: no step has run.
+            ValueError: no such step has run.
         """
         actions = self._ranks.all_gather_object(self._clock.actions(self._ranks.rank))
         if not all(actions):
-            raise ValueError("Pipeline.timeline: no step has run yet; call step() first")
+            raise ValueError("Pipeline.timeline: no step was recorded; call step(..., record_timeline=True) first")
         return timeline_of(self._name, self._total, self._microbatches, actions)
 
     def __deepcopy__(self, memo):
@@ -301,6 +338,7 @@ class Pipeline(nn.Module):
         self._ranks.p2p_group(self._device)  # with all ranks: a tie has messages of a few
         self._ties = Ties(users, self._ranks)
         self._ties.align()
+        self._parameters_here = list(self.parameters())
         self._held = StageParams(self, [stage.stage for stage in self._stages.values()] if forward is None else [model])
         if forward is None:
             own = vars(model).get("forward")
@@ -347,26 +385,53 @@ class Pipeline(nn.Module):
         given = self._by_name(inputs, targets) if self._forward is not None else self._by_place(inputs, targets)
         if self._units is not None:
             self._check_units(self._units.total, given)
-        tied = {tie.parameter for tie in self._ties.ties}
-        for name, parameter in self.named_parameters():
-            if hasattr(parameter, "main_grad") and (
-                self._units is not None or self._replicas is not None or parameter in tied
-            ):
-                raise ValueError(
-                    f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
-                    'and "dp": remove main_grad, or use dp=1 and no ties'
-                )
+        alone = self._units is None and self._replicas is None
+        summed = [tie.parameter for tie in self._ties.ties] if alone else self._parameters_here
+        if elsewhere := [parameter for parameter in summed if hasattr(parameter, "main_grad")]:
+            name = next(name for name, parameter in self.named_parameters() if parameter is elsewhere[0])
+            raise ValueError(
+                f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
+                'and "dp": remove main_grad, or use dp=1 and no ties'
+            )
         return given
+
+    def _renew(self) -> None:
+        """Take the parameters as they are now: users replace them, by values for a model on the meta device."""
+        changed = self._held.renew(self)
+        self._ties.renew(changed)
+        if changed:
+            self._reducer, self._parameters_here = None, list(self.parameters())
+
+    def _reducer_over_replicas(self) -> Reducer | None:
+        """Return what sums gradients over "dp" as they become ready; None without "dp" and in units."""
+        trained = [parameter.requires_grad for parameter in self._parameters_here]
+        if self._replicas is None or self._units is not None or not any(trained):
+            return None
+        if self._reducer is None:
+            named = enumerate(self.named_parameters())
+            self._reducer = Reducer(
+                [Slot(number, name, parameter) for number, (name, parameter) in named],
+                transport_to(self._device, self._replicas)(self._replicas, None, self._reduction == "mean", False),
+                bucket_bytes=_BUCKET_BYTES,
+                overlap=True,
+                unused="others",
+                check_gradients=False,
+                by_hand=True,
+            )
+        elif trained != self._trained:
+            self._reducer.watch()
+        self._trained = trained
+        return self._reducer
 
     def _check_units(self, total: int, given: tuple) -> None:
         batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
         check_alike(total, batch, self._shared_by, self._device)
 
-    def _gradients_of_units(self, units: Units) -> UnitGradients:
+    def _gradients_of_units(self, schedule: "_Schedule", units: Units) -> UnitGradients:
         """Return where this step's stages leave their gradients."""
-        own = {number: stage.submod for number, stage in self._running.items()}
+        own = {number: stage.submod for number, stage in schedule.running.items()}
         gradients = UnitGradients(units, self._shared_by[1], own, dict(self.named_parameters()), self._ties)
-        for stage in self._running.values():
+        for stage in schedule.running.values():
             stage.gradients = gradients
         for watching in self._stages.values() if self._forward is None else [self._forward]:
             watching.watched = gradients.without_draws
@@ -409,8 +474,10 @@ class Pipeline(nn.Module):
         Applies to parameters whose gradients this step sums over ranks; the earlier sum must not be summed again.
         """
         alone = self._replicas is None and self._units is None
-        summed = (tie.parameter for tie in self._ties.ties) if alone else self.parameters()
+        summed = [tie.parameter for tie in self._ties.ties] if alone else self._parameters_here
         earlier = {parameter: parameter.grad for parameter in summed if parameter.grad is not None}
+        if self._reducer is not None:  # the next gradients go to the memory of these
+            earlier = {parameter: gradient.clone() for parameter, gradient in earlier.items()}
         for parameter in earlier:
             parameter.grad = None
         return earlier
@@ -440,31 +507,33 @@ class Pipeline(nn.Module):
         alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # read on this rank
         return begin("Pipeline", self._sharing, given, alike)
 
-    def _schedule_for(self, given: tuple, begun: tuple):
-        """Return torch's schedule for inputs of these shapes.
+    def _schedule_for(self, given: tuple, begun: tuple) -> "_Schedule":
+        """Return the schedule for inputs of these shapes, and let the stages begin a batch.
 
-        A new schedule is built if the shapes change, or the dtypes of the values that stages send.
+        A new schedule is built for other shapes, and for other dtypes of the values that stages send.
         """
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         leaves, structure = tree_flatten(given)
-        shapes = [
-            (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves
-        ], str(structure), autocast  # fmt: skip
-        key = *shapes, [parameter.dtype for parameter in self.parameters()], self._forward is not None and self.training
-        if self._built_for != key:
+        shapes = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        dtypes = [parameter.dtype for parameter in self._parameters_here]
+        key = repr((shapes, structure, autocast, dtypes, self._forward is not None and self.training))
+        for stage in self._stages.values():
+            stage.begin(*begun)
+        schedule = self._schedules.pop(key, None)
+        if schedule is None:
+            schedule = self._built(*self._crossing(given))
             for stage in self._stages.values():
                 stage.begin(*begun)
-            entering, leaving = self._crossing(given)
-            self._entering = entering
-            self._schedule = self._built(entering, leaving)
-            self._built_for = key
-            self._arriving = {} if self._forward else {number: stage.arriving for number, stage in self._stages.items()}
+        self._schedules[key] = schedule
+        for old in list(self._schedules)[:-_MOST_SCHEDULES]:
+            del self._schedules[old]
         for number, stage in self._stages.items():
-            stage.begin(*begun)
             if self._forward is None:
-                stage.arriving = self._arriving[number]
-        return self._schedule
+                stage.arriving = schedule.arriving[number]
+            else:
+                stage.plan = schedule.plan
+        return schedule
 
     def _crossing(self, given: tuple) -> tuple[dict[int, tuple], dict[int, tuple]]:
         """Return the tensors that this rank's stages take and give for a micro-batch, on the meta device.
@@ -495,11 +564,11 @@ class Pipeline(nn.Module):
         chain = [ends[0], *sent, ends[1]]
         return {number: (chain[number], chain[number + 1]) for number in self._stages}
 
-    def _built(self, entering: dict[int, tuple], leaving: dict[int, tuple]):
+    def _built(self, entering: dict[int, tuple], leaving: dict[int, tuple]) -> "_Schedule":
         """Build torch's schedule for stages that take and give tensors of these shapes."""
-        self._running: dict[int, ClockedStage] = {}
+        running: dict[int, ClockedStage] = {}
         for number, module in self._stages.items():
-            stage = ClockedStage(
+            running[number] = stage = ClockedStage(
                 module,
                 number,
                 self._total,
@@ -509,14 +578,16 @@ class Pipeline(nn.Module):
                 group=self._ranks.p2p_group(self._device),
             )
             stage.clock = self._clock
-            self._running[number] = stage
-        built = list(self._running.values())
-        return self._plan.kind(
+        built = list(running.values())
+        of_torch = self._plan.kind(
             built[0] if self._plan.single else built,
             self._microbatches,
             loss_fn=self._timed_loss,
             scale_grads=False,
         )
+        arriving = {} if self._forward else {number: stage.arriving for number, stage in self._stages.items()}
+        plan = next(iter(self._stages.values())).plan if self._forward else None
+        return _Schedule(of_torch, running, entering, arriving, plan)
 
     def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
         """Run one micro-batch through all stages, without a schedule.
@@ -567,24 +638,9 @@ class Pipeline(nn.Module):
             loss = self._sharing.ranks.all_reduce_(loss)
         return loss if self._replicas is None or self._units is not None else self._over_replicas(loss)
 
-    def _sum_gradients_over_replicas(self, replicas: Communicator) -> None:
-        """Sum every gradient that any replica has.
-
-        Which layers a batch uses may depend on its values: a parameter may have a gradient on some replicas only.
-        Experts over "ep" are summed over the replicas with the same experts; the others' tokens are in them already.
-        """
-        parameters = list(self.parameters())
-        have_grad = replicas.all_gather_object([parameter.grad is not None for parameter in parameters])
-        for parameter, *used in zip(parameters, *have_grad, strict=True):
-            if any(used):
-                if parameter.grad is None:
-                    parameter.grad = gradient_like(parameter, torch.zeros_like(parameter.detach()))
-                shard = shard_of(parameter)
-                self._over_replicas(local(parameter.grad), None if shard is None else shard.replicas)
-
-    def _over_replicas(self, x: torch.Tensor, ranks: Communicator | None = None) -> torch.Tensor:
+    def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
         assert self._replicas is not None
-        (ranks or self._replicas).all_reduce_(x)
+        self._replicas.all_reduce_(x)
         return x.div_(self._replicas.world_size) if self._reduction == "mean" else x
 
 

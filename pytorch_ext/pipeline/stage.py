@@ -78,7 +78,14 @@ class Stage(nn.Module):
         own = random_numbers_of((seed + _PRIME * self.number + self.microbatch) % 2**63, device)
         named = f"a layer of stage {self.number}"
         draws = nullcontext() if self.first_unit is None else UnitDraws(seed + self.first_unit + self.microbatch)
-        with own if self._trains else nullcontext(), followed(self.stage), draws, self.around(), self.watched(named):
+        follows = call is not None or self.first_unit is not None  # notes and draws go by the running module
+        with (
+            own if self._trains else nullcontext(),
+            followed(self.stage) if follows else nullcontext(),
+            draws,
+            self.around(),
+            self.watched(named),
+        ):
             if call is None:
                 return self.stage(*values)
             output = self.stage(*(call.enter(values) if self.number == 0 else self._shared(values, call)))

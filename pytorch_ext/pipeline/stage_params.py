@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from weft.data_parallel.module_state import Members
 from weft.metadata import set_metadata
 from weft.sharding.owners import owners_of
 
@@ -64,10 +65,13 @@ class StageParams:
 
     def __init__(self, into: nn.Module, roots: Iterable[nn.Module]):
         self._roots = tuple(roots)
-        self._tensors = _tensors_of(into)
+        self._tensors, self._members = _tensors_of(into), Members(into)
 
     def renew(self, into: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
         """Rebind the tensors of the roots to those in `into`; return {old: new} for those that changed."""
+        if not self._members.changed():
+            return {}
+        self._members.record()
         now, changed = _tensors_of(into), {}
         for name, old in self._tensors.items():
             new = now.get(name)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weft.comm.communicator import Communicator
@@ -35,7 +36,7 @@ class Ties:
     def __init__(self, users: dict[nn.Parameter, dict[int, int]], ranks: Communicator):
         self.ranks = ranks
         shared = [(parameter, stages) for parameter, stages in users.items() if len(set(stages.values())) > 1]
-        self._exist = bool(shared)  # on any rank
+        self._number = len(shared)  # on all ranks
         self.ties = [
             Tie(number, parameter, stages)
             for number, (parameter, stages) in enumerate(shared)
@@ -62,11 +63,14 @@ class Ties:
 
         A parameter that no holder used keeps no gradient, so that an optimizer passes over it.
         """
-        if not self._exist:
+        if not self._number:
             return
-        used = self.ranks.all_gather_object({tie.number for tie in self.ties if tie.parameter.grad is not None})
+        where = torch.device("cpu") if not self.ties else self.ties[0].parameter.device
+        used = torch.zeros(self._number, dtype=torch.int32, device=self.ranks.device_of_numbers(where))
+        used[[tie.number for tie in self.ties if tie.parameter.grad is not None]] = 1
+        by_some = self.ranks.all_reduce_(used, dist.ReduceOp.MAX).tolist()
         for tie in self.ties:
-            if not tie.parameter.requires_grad or not any(tie.number in numbers for numbers in used):
+            if not tie.parameter.requires_grad or not by_some[tie.number]:
                 continue
             own = None if tie.parameter.grad is None else local(tie.parameter.grad)
             wide = torch.float64 if tie.parameter.dtype == torch.float64 else torch.float32

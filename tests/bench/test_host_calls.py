@@ -12,8 +12,8 @@ from weft.testing.ranks import run_ranks
 CEILINGS = {
     "one rank": 2290,
     "tp=2": 2430,
-    "dp=2": 2030,
-    "pp=2": 5460,
+    "dp=2": 2040,
+    "pp=2": 2780,
     "cp=2": 17600,
     "invariant=4": 47600,
     "invariant=4, tp=2": 47900,

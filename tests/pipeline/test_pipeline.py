@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import weft
+from weft.comm.communicator import Communicator
+from weft.data_parallel.reducer import Reducer
 from weft.pipeline.balance import LayerCost, balanced, undisturbed
 from weft.pipeline.layer_graph import chain_of
 from weft.pipeline.schedules import SCHEDULES
@@ -64,7 +66,7 @@ def run_schedule(rank, schedule, microbatches):
     loss = pipe.step(*batch_of())
     names = assert_same_step(pipe, loss, model)
     assert_close(pipe.evaluate(*batch_of()), loss, loss.double(), "evaluate")
-    loss = pipe.step(*batch_of(step=1))  # gradients of both steps add up
+    loss = pipe.step(*batch_of(step=1), record_timeline=True)  # gradients of both steps add up
     assert_same_step(pipe, loss, model, steps=2)
     return names, loss, [action.name for action in pipe.timeline().actions]
 
@@ -216,6 +218,49 @@ def run_sum(rank):
 
 def test_a_sum_divided_by_its_own_count_is_the_mean_over_what_counts():
     run_ranks(run_sum, 4)
+
+
+def all_travel(reducer):
+    return len(reducer._waits) == len(reducer.buckets) > 0
+
+
+def run_in_buckets(rank, schedule):
+    """After the first step no objects travel, no rank waits at a barrier, and buckets travel before the step's end."""
+    model, mesh = model_of(), weft.init_mesh(pp=2, dp=2, device_type="cpu")
+    pipe = pipeline_of(model_of(), mesh=mesh, schedule=schedule, check_calls=1)
+    part = batch_of(mesh["dp"].get_local_rank(), 2)
+    pipe.step(*part)
+    pipe.zero_grad()
+    early = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "all_gather_object", None)
+        patch.setattr(torch.distributed, "barrier", None)
+        finish = Reducer.finish
+        patch.setattr(Reducer, "finish", lambda reducer: early.append(all_travel(reducer)) or finish(reducer))
+        loss = pipe.step(*part)
+    assert_same_step(pipe, loss, model)
+    return early
+
+
+def test_gradients_over_dp_travel_in_buckets_from_the_last_backward_on():
+    assert run_ranks(run_in_buckets, 4, "1f1b") == [[True]] * 4
+
+
+def run_two_shapes(rank):
+    pipe = pipeline_of(model_of(), microbatches=2)
+    tokens, targets = batch_of()
+    for size in (8, 4, 8, 4):
+        pipe.step(tokens[:size], targets[:size])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weft.Pipeline, "_built", None)
+        for size in (8, 4):
+            pipe.zero_grad()
+            loss = pipe.step(tokens[:size], targets[:size])
+            torch.testing.assert_close(loss, loss_of(model_of()(tokens[:size]), targets[:size]).detach())
+
+
+def test_a_schedule_is_kept_for_each_shape():
+    run_ranks(run_two_shapes, 2)
 
 
 def run_frozen(rank):
@@ -480,7 +525,7 @@ def peak_activations(rank, schedule):
     x = torch.randn(32, 16)
     saved = SavedBytes(pipe)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
-        pipe.step(x, x)
+        pipe.step(x, x, record_timeline=True)
     timeline = pipe.timeline()
     return saved.most, [timeline.in_flight(each) for each in range(timeline.ranks)]
 
@@ -517,9 +562,9 @@ def test_stages_together_save_what_the_plain_model_saves():
 
 def draw(rank, folder):
     pipe = pipeline_of(model_of(), schedule="zero-bubble", microbatches=4)
-    with pytest.raises(ValueError, match="no step has run yet"):
+    with pytest.raises(ValueError, match="no step was recorded"):
         pipe.timeline()
-    pipe.step(*batch_of())
+    pipe.step(*batch_of(), record_timeline=True)
     timeline = pipe.timeline()
     if rank == 0:
         timeline.save_png(folder / "step.png")
@@ -755,11 +800,11 @@ class Taking(nn.Linear):
 
 
 class Choosing(nn.Module):
-    """Which of its two matrices it uses depends on the batch."""
+    """Which of its two matrices it uses depends on the batch; it uses the third for none."""
 
     def __init__(self):
         super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.left, self.right, self.never = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x):
         return self.left(x) if x[0, 0] > 0 else self.right(x)
@@ -770,17 +815,18 @@ def step_apart(rank):
     torch.manual_seed(0)
     model, parts = nn.Sequential(Choosing(), nn.Linear(4, 4)), [torch.ones(2, 4), -torch.ones(2, 4)]
     pipe = pipeline_of(copy.deepcopy(model), mesh=mesh, microbatches=2, loss=F.mse_loss)
-    for part in parts:
-        F.mse_loss(model(part), part).div(2).backward()
-    part = parts[mesh["dp"].get_local_rank()]
-    pipe.step(part, part)
-    expected = dict(model.named_parameters())
-    for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad)
+    part, expected = parts[mesh["dp"].get_local_rank()], dict(model.named_parameters())
+    for _ in range(2):  # gradients add up
+        for each in parts:
+            F.mse_loss(model(each), each).div(2).backward()
+        pipe.step(part, part)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad)
+    return {name for name, parameter in pipe.named_parameters() if parameter.grad is None}
 
 
 def test_replicas_may_use_other_layers():
-    run_ranks(step_apart, 4)
+    assert set().union(*run_ranks(step_apart, 4)) == {"0.never.weight", "0.never.bias"}
 
 
 def step_in_other_types(rank):
