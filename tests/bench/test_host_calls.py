@@ -13,7 +13,7 @@ CEILINGS = {
     "one rank": 2290,
     "tp=2": 2430,
     "dp=2": 2040,
-    "pp=2": 2780,
+    "pp=2": 2910,
     "cp=2": 17600,
     "invariant=4": 47600,
     "invariant=4, tp=2": 47900,
