@@ -12,6 +12,7 @@ from weft.context_parallel.notes import note
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
+    Sharing,
     note_gathering,
     rule_for,
     rule_for_all_units,
@@ -22,9 +23,10 @@ from weft.context_parallel.units import Unit
 from weft.kernels.attention_rules import Rules
 from weft.ops.attention_chunk import last_algorithm
 from weft.ops.autocast import cast_operands, without_autocast
-from weft.ops.context_attention import AttentionCall, choose, context_attention
+from weft.ops.context_attention import AttentionCall, choose, context_attention, planned_attention
 from weft.ops.sequence_layout import SequenceLayout
 from weft.ops.unit_attention import unit_attention
+from weft.running import running
 
 _IN_UNITS = "unit by unit, over gathered keys and values"
 
@@ -112,17 +114,24 @@ def attend(query: SharedSequence, key, value, *, dropout: float = 0.0, **mask) -
         x.local if isinstance(x, SharedSequence) else SequenceCut(sharing, key_layout).pick(x, 2)
         for x in (query, key, value)
     ]
+    options: dict[str, Any] = {"method": sharing.method, "deterministic": sharing.deterministic, **mask}
+    if dropout:
+        out = context_attention(*parts, group=sharing.ranks, dropout=dropout, layout=sharing.layout, **options)
+    else:
+        out = planned_attention(*parts, ranks=sharing.ranks, queries=cut.layout, keys=key_layout, **options)
+    if running() is not None:
+        _note_method(parts, cut.layout, key_layout, sharing, mask)
+    return query.like(out)
+
+
+def _note_method(parts, queries: SequenceLayout, keys: SequenceLayout, sharing: Sharing, mask) -> None:
     q, k, v = cast_operands(*parts)
     assert q is not None and k is not None and v is not None
     sizes = (q.size(0), q.size(1), k.size(1), q.size(3), v.size(3), q.element_size())
-    call = AttentionCall(cut.layout, key_layout, *sizes, sharing.ranks.world_size, 1)
+    call = AttentionCall(queries, keys, *sizes, sharing.ranks.world_size, 1)
     window = mask.get("window")
     rules = Rules(left=None if window is None else window - 1, right=0 if mask.get("causal") else None)
-    options: dict[str, Any] = {"method": sharing.method, "layout": sharing.layout, **mask}
-    options["deterministic"] = sharing.deterministic
-    out = context_attention(q, k, v, group=sharing.ranks, dropout=dropout, **options)
     note("attention", f"{sharing.layout}, {choose(call, rules, False, sharing.method)}; {last_algorithm()}")
-    return query.like(out)
 
 
 def _attend_in_unit(

@@ -6,7 +6,7 @@ a global lse in backward. Other blocks are computed here from their scores, some
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -15,7 +15,8 @@ from weft.kernels.attention_rules import Positions, Rules
 from weft.ops.dropout import dropout_mask
 
 _ROWS = 256  # rows of queries with their scores in memory at a time
-_aten = torch.ops.aten
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,22 @@ class ScoreBlock:
     query_start: int
     key_start: int
     kind: str  # "full", "causal" or "masked"
+    first: bool = False  # no earlier block of the chunk has one of these rows
 
 
-def blocks_of(chunk: AttentionChunk, device: torch.device) -> Iterator[ScoreBlock]:
-    """Yield the blocks of a chunk that are not hidden, ordered by the keys' runs and then by the queries'."""
+def blocks_of(chunk: AttentionChunk, device: torch.device) -> list[ScoreBlock]:
+    """Return the blocks of a chunk that are not hidden, ordered by the keys' runs and then by the queries'."""
+    known = vars(chunk).setdefault("_blocks", {})  # the same in each forward and backward of a schedule
+    if device.type not in known:
+        blocks: list[ScoreBlock] = []
+        for block in _blocks(chunk, device):
+            seen = any(block.rows.start < b.rows.stop and b.rows.start < block.rows.stop for b in blocks)
+            blocks.append(replace(block, first=not seen))
+        known[device.type] = blocks
+    return known[device.type]
+
+
+def _blocks(chunk: AttentionChunk, device: torch.device) -> Iterator[ScoreBlock]:
     rules = chunk.rules
     plain = chunk.query_documents is None and rules.softcap is None and not rules.dropout and device.type == "cpu"
     for key_start, key_count, first_key in runs(chunk.key_positions):
@@ -93,14 +106,10 @@ def forward_block(q, k, v, chunk: AttentionChunk, block: ScoreBlock):
         scores, weights, lse = _scores(q, k, chunk, block)
         weights = weights * _kept(scores, q, chunk, block)
         return _by_kv_head(torch.matmul, weights, v), lse
-    outs, lses, width = [], [], v.size(-1)
-    q_wide, k, v = _as_wide(q, k, v)
-    for part in _grouped(q_wide, k):
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            part, k, v, 0.0, block.kind == "causal", scale=_scale(q, chunk)
-        )
-        outs.append(out)
-        lses.append(lse)
+    scale, causal, width = _scale(q, chunk), block.kind == "causal", v.size(-1)
+    q, k, v = _as_wide(q, k, v)
+    results = [_flash(part, k, v, 0.0, causal, scale=scale) for part in _grouped(q, k)]
+    outs, lses = zip(*results, strict=True)
     return _ungrouped(outs)[..., :width], _ungrouped(lses)
 
 
@@ -125,15 +134,13 @@ def backward_block(
         dscores = dscores * _scale(q, chunk)
         dq = _by_kv_head(torch.matmul, dscores, k)
         return dq, _over_group(torch.matmul(dscores.transpose(-1, -2), q), k), dv
-    widths = q.size(-1), v.size(-1)
-    q_wide, k, v, dout, out = _as_wide(q, k, v, dout, out)
+    widths, scale, causal = (q.size(-1), v.size(-1)), _scale(q, chunk), block.kind == "causal"
+    q, k, v, dout, out = _as_wide(q, k, v, dout, out)
     dqs: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
-    parts = zip(*(_grouped(t, k) for t in (q_wide, dout, out, lse)), strict=True)
+    parts = zip(*[_grouped(t, k) for t in (q, dout, out, lse)], strict=True)
     for part, dout_part, out_part, lse_part in parts:
-        dq, *more = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout_part, part, k, v, out_part, lse_part, 0.0, block.kind == "causal", scale=_scale(q, chunk)
-        )
+        dq, *more = _flash_backward(dout_part, part, k, v, out_part, lse_part, 0.0, causal, scale=scale)
         dqs.append(dq)
         sums = [a.add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
     return _ungrouped(dqs)[..., : widths[0]], sums[0][..., : widths[0]], sums[1][..., : widths[1]]
@@ -141,7 +148,7 @@ def backward_block(
 
 def _as_wide(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Pad all tensors with zeros to their largest head dimension: ATen's flash attention needs the same for all."""
-    width = max(t.size(-1) for t in tensors)
+    width = max([t.size(-1) for t in tensors])
     return [torch.nn.functional.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in tensors]
 
 
@@ -152,11 +159,11 @@ def _scale(q, chunk: AttentionChunk) -> float:
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
     """Return one part for each query head of a KV head: part g has the g-th query head of every KV head."""
     heads = k.size(1)
-    return list(x.unflatten(1, (heads, x.size(1) // heads)).unbind(2))
+    return [x] if heads == x.size(1) else list(x.unflatten(1, (heads, x.size(1) // heads)).unbind(2))
 
 
-def _ungrouped(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(parts, 2).flatten(1, 2)
+def _ungrouped(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts), 2).flatten(1, 2)
 
 
 def _by_kv_head(function, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,9 @@ def forward(
         part = attention_blocks.forward_block(
             q[:, :, rows].float(), k[:, :, keys].float(), v[:, :, keys].float(), chunk, block
         )
-        out[:, :, rows], lse[:, :, rows] = merge_attention(out[:, :, rows], lse[:, :, rows], *part)
+        if state is not None or not block.first:
+            part = merge_attention(out[:, :, rows], lse[:, :, rows], *part)
+        out[:, :, rows], lse[:, :, rows] = part
     return (out.to(q.dtype) if last else out), lse
 
 

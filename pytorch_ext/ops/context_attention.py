@@ -9,7 +9,9 @@ All are schedules of one chunk primitive (ops/attention_chunk.py), with the stat
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +20,7 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.kernels.attention_rules import Rules
-from weft.ops.autocast import cast_operands, without_autocast
+from weft.ops.autocast import autocasts, cast_operands, without_autocast
 from weft.ops.gathered_attention import GatheredAttentionFunction
 from weft.ops.head_exchange import to_heads, to_sequence
 from weft.ops.invariant import Units, used_by_units
@@ -112,14 +114,60 @@ def context_attention(
     with without_autocast(q.device.type):
         if invariant is not None:
             return _in_units(q, k, v, sinks, call, rules, outer, documents, Units(invariant))
-        decision = choose(call, rules, documents is not None, method)
-        library = "deterministic" if deterministic else "any"
-        if decision.method == "all_gather":
-            schedule = _schedule(call, rules, outer, documents, library)
-            return GatheredAttentionFunction.apply(q, k, v, sinks, schedule, call.keys)
-        if decision.method == "ring" and inner is None:
-            return RingAttentionFunction.apply(q, k, v, sinks, _schedule(call, rules, outer, documents, library))
-        return _by_heads(q, k, v, sinks, call, rules, outer, inner, documents, library)
+        return _plan(call, rules, outer, inner, documents, method, deterministic)(q, k, v, sinks)
+
+
+def planned_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    ranks: Communicator,
+    queries: SequenceLayout,
+    keys: SequenceLayout,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    method: str = "auto",
+    deterministic: bool = True,
+) -> torch.Tensor:
+    """As `context_attention`, for sequences whose layouts all ranks know.
+
+    Only the first call of a kind is compared over the ranks. Later ones send nothing but keys and values.
+    """
+    q, k, v = cast_operands(q, k, v)  # type: ignore[assignment]
+    options = causal, scale, window, softcap, method, deterministic
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape
+    key = *tensors, queries.length, keys.length, queries.kind, options
+    plan = ranks.plans.get(key)
+    if plan is None:
+        _check(q, k, v, causal, window, softcap, None, sinks, 0.0, method, queries.kind, None)
+        call = _agree(q, k, v, ranks, None, (*options[:4], 0.0, method, queries.kind, False, None), None)
+        rules = Rules(None if window is None else window - 1, 0 if causal else None, scale=scale, softcap=softcap)
+        if len(ranks.plans) >= _MOST_PLANS:
+            ranks.plans.clear()
+        plan = ranks.plans[key] = _plan(call, rules, ranks, None, None, method, deterministic)
+    if not autocasts(q.device.type):
+        return plan(q, k, v, sinks)
+    with torch.autocast(q.device.type, enabled=False):
+        return plan(q, k, v, sinks)
+
+
+_MOST_PLANS = 256  # of calls by a group: a sequence that grows has new ones all the time
+
+
+def _plan(call: "AttentionCall", rules: Rules, outer, inner, documents, method: str, deterministic: bool) -> Callable:
+    """Return attention(q, k, v, sinks) for a call that the ranks agreed on."""
+    decision = choose(call, rules, documents is not None, method)
+    library = "deterministic" if deterministic else "any"
+    if decision.method == "ulysses" or inner is not None:
+        return partial(_by_heads, call, rules, outer, inner, documents, library)
+    schedule = _schedule(call, rules, outer, documents, library)
+    if decision.method == "all_gather":
+        return lambda q, k, v, sinks: GatheredAttentionFunction.apply(q, k, v, sinks, schedule, call.keys)
+    return lambda q, k, v, sinks: RingAttentionFunction.apply(q, k, v, sinks, schedule)
 
 
 @dataclass(frozen=True)
@@ -187,7 +235,7 @@ def choose(call: AttentionCall, rules: Rules, packed: bool, method: str = "auto"
     return Method(best, f"MiB that a rank sends forward: {text}" + (" (packed documents: no ring)" if packed else ""))
 
 
-def _by_heads(q, k, v, sinks, call: AttentionCall, rules: Rules, outer, inner, documents, library) -> torch.Tensor:
+def _by_heads(call: AttentionCall, rules: Rules, outer, inner, documents, library, q, k, v, sinks) -> torch.Tensor:
     """Run Ulysses, alone or inside a ring."""
     sharing, ring = (inner, outer) if inner is not None else (outer, None)
     heads = Heads.over(call.heads, call.kv_heads, sharing.world_size)

@@ -1,7 +1,9 @@
 """Ring attention: keys and values travel round the ranks while each computes its current chunk (Liu et al. 2023)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +14,25 @@ from weft.ops import attention_chunk
 from weft.ops.attention_blocks import AttentionChunk
 from weft.ops.backward import RankFunction, first_order
 from weft.ops.head_groups import head_groups, joined
+
+_ALIGNED = 8  # elements; values begin at a multiple of 16 bytes, which a GPU's copy engine needs
+
+
+class RingStep(NamedTuple):
+    """One rank's part of one step of the ring, in which it has the keys and values of rank `source`.
+
+    Attributes:
+        chunk: its queries against these keys; None if no query sees one of them.
+        ends: no later step has a chunk for this rank.
+        last: the last step in which any rank uses these keys.
+        coming: number of positions of the keys that arrive for the next step; None if none do.
+    """
+
+    source: int
+    chunk: AttentionChunk | None
+    ends: bool
+    last: int
+    coming: int | None
 
 
 @dataclass(frozen=True)
@@ -43,24 +64,60 @@ class RingSchedule:
         positions = self.query_positions[rank], self.key_positions[source]
         return AttentionChunk(self.rules, *positions, *documents, library=self.library)
 
-    @property
-    def longest(self) -> int:
-        """Largest number of key positions on one rank."""
-        return max(positions.length + positions.second_length for positions in self.key_positions)
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Number of key positions of each rank."""
+        return [positions.length + positions.second_length for positions in self.key_positions]
 
     def from_head(self, first: int) -> "RingSchedule":
         """Return the schedule for the heads from number `first` on."""
+        if first == 0:
+            return self
         return replace(self, rules=replace(self.rules, head_start=self.rules.head_start + first))
 
-    def last_step(self, source: int) -> int:
-        """Return the last step at which a rank uses the keys of `source`; rank source + t has them at step t."""
-        return last_step(self.sees, source)
+    @cached_property
+    def steps(self) -> list[RingStep]:
+        """This rank's steps; in step t it has the keys of rank - t."""
+        rank, world = self.ranks.rank, self.ranks.world_size
+        sources = [(rank - step) % world for step in range(world)]
+        used = [step for step, source in enumerate(sources) if self.sees[rank][source]]
+        steps = []
+        for step, source in enumerate(sources):
+            following = sources[(step + 1) % world]
+            comes = step + 1 < world and last_step(self.sees, following) > step
+            chunk = self.chunk(source) if step in used else None
+            coming = self.lengths[following] if comes else None
+            steps.append(RingStep(source, chunk, step == max(used, default=0), last_step(self.sees, source), coming))
+        return steps
 
 
 def last_step(sees: tuple[tuple[bool, ...], ...], source: int) -> int:
-    """Return the number of steps that the keys of rank `source` go round the ring."""
+    """Return the last step in which a rank uses the keys of `source`; rank source + t has them in step t."""
     world = len(sees)
     return max((t for t in range(world) if sees[(source + t) % world][source]), default=0)
+
+
+class Pair(NamedTuple):
+    """Keys and values, or their gradients, of one rank; `both` is their memory where they travel as one message."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    both: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, k: torch.Tensor, v: torch.Tensor, positions: int, dtype: torch.dtype) -> "Pair":
+        """Return memory for a pair with the batch, heads and head dimensions of k and v."""
+        of_k, of_v = ((*x.shape[:2], positions, x.size(3)) for x in (k, v))
+        size, start = prod(of_k), -(-prod(of_k) // _ALIGNED) * _ALIGNED
+        both = k.new_empty(start + prod(of_v), dtype=dtype)
+        return cls(both[:size].view(of_k), both[start:].view(of_v), both)
+
+    @classmethod
+    def copied(cls, k: torch.Tensor, v: torch.Tensor) -> "Pair":
+        pair = cls.empty(k, v, k.size(2), k.dtype)
+        pair.k.copy_(k)
+        pair.v.copy_(v)
+        return pair
 
 
 class RingAttentionFunction(RankFunction):
@@ -87,7 +144,7 @@ class RingAttentionFunction(RankFunction):
         if schedule.ranks.world_size > 1:
             schedule.ranks.p2p_group(q.device)  # with all ranks: some may have no message
         outs, lses = [], []
-        for queries, keys in head_groups(q, k, v, schedule.longest):
+        for queries, keys in head_groups(q, k, v, max(schedule.lengths)):
             state = attention_chunk.beginning(q, None if sinks is None else sinks[queries])
             out, lse = _round(q[:, queries], k[:, keys], v[:, keys], state, schedule.from_head(queries.start))
             outs.append(out)
@@ -105,7 +162,7 @@ class RingAttentionFunction(RankFunction):
         dout = dout.contiguous()
         delta = attention_chunk.row_sums(out, dout)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for queries, keys in head_groups(q, k, v, schedule.longest):
+        for queries, keys in head_groups(q, k, v, max(schedule.lengths)):
             gradients = _round_back(
                 [x[:, queries] for x in (q, dout, out, lse, delta)],
                 [x[:, keys] for x in (k, v)],
@@ -120,17 +177,15 @@ class RingAttentionFunction(RankFunction):
 
 def _round(q, k, v, state, schedule: RingSchedule) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out, in q's type, and lse of some heads."""
-    ranks = schedule.ranks
-    used = [t for t in range(ranks.world_size) if schedule.sees[ranks.rank][(ranks.rank - t) % ranks.world_size]]
-    held = [k.contiguous(), v.contiguous()]
-    for step in range(ranks.world_size):
-        source = (ranks.rank - step) % ranks.world_size
-        coming, passing = _pass_on(schedule, step, held, (k, v))
-        if step in used:
-            state = attention_chunk.forward(q, held[0], held[1], schedule.chunk(source), state, step == used[-1])
+    held = _of_this_rank(k, v, schedule)
+    seen = False
+    for number, step in enumerate(schedule.steps):
+        coming, passing = _pass_on(schedule, number, held)
+        if step.chunk is not None:
+            state, seen = attention_chunk.forward(q, held.k, held.v, step.chunk, state, step.ends), True
         passing.wait()
         held = coming
-    if used:
+    if seen:
         return state
     lse = state[1].contiguous() if state else q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     return q.new_zeros((*q.shape[:3], v.size(3))), lse
@@ -146,44 +201,40 @@ def _round_back(
         of_keys: k and v of the heads.
     """
     q, (k, v) = of_queries[0], of_keys
-    ranks = schedule.ranks
+    ranks, steps = schedule.ranks, schedule.steps
     alone = not has_sinks and sum(schedule.sees[ranks.rank]) == 1
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    held, sums = [k.contiguous(), v.contiguous()], [_zeros(k), _zeros(v)]
-    leaving: list[torch.Tensor] = []  # gradients of the chunk before, for the next rank
+    held = _of_this_rank(k, v, schedule)
+    home = sums = _zeros(held)
+    leaving: Pair | None = None  # gradients of the chunk before, for the next rank
     going_home: list[tuple[torch.Tensor, int]] = []  # sent after the round, with what comes home
-    for step in range(ranks.world_size):
-        source = (ranks.rank - step) % ranks.world_size
-        last, sees = schedule.last_step(source), schedule.sees[ranks.rank][source]
+    for number, step in enumerate(steps):
         # 1. Start to pass on the gradients of the chunk before and this chunk, and to receive this chunk's gradients so
         #    far and the next chunk: one batch, the same on both sides.
-        arrives = 0 < step <= last
+        arrives = 0 < number <= step.last
         if arrives:
-            sums = [_zeros(part) for part in held]
-        coming, passing = _pass_on(schedule, step, held, (k, v), leaving, sums if arrives else [])
+            sums = Pair.empty(held.k, held.v, held.k.size(2), torch.float32)
+        coming, passing = _pass_on(schedule, number, held, leaving, sums if arrives else None)
         # 2. Compute this rank's part.
-        if sees:
-            own = [_zeros(part) for part in held] if step else sums
-            attention_chunk.backward(of_queries, held, schedule.chunk(source), [dq, *own], alone)
+        own = _zeros(held) if number and step.chunk is not None else sums
+        if step.chunk is not None:
+            attention_chunk.backward(of_queries, held[:2], step.chunk, [dq, own.k, own.v], alone)
         # 3. Add it, in the order of the ring.
         passing.wait()
-        if arrives and sees:
-            for total, part in zip(sums, own, strict=True):
-                total += part
-            del own
+        if own is not sums:
+            sums.both.add_(own.both)  # type: ignore[union-attr, arg-type]
         # 4. The gradients go to the next rank, or to the owner.
-        leaving = sums if step < last else []
-        if 0 < step == last:
-            going_home += [(part, source) for part in sums]
-        elif step == 0:
-            home = sums
+        leaving = sums if number < step.last else None
+        if 0 < number == step.last:
+            going_home.append((sums.both, step.source))  # type: ignore[arg-type]
         held = coming
-    travelled = schedule.last_step(ranks.rank)
-    if travelled:
-        home = [_zeros(k), _zeros(v)]
-    coming_home = [(part, (ranks.rank + travelled) % ranks.world_size) for part in home] if travelled else []
-    send_recv(ranks, going_home, coming_home).wait()
-    return [dq, *home]
+    coming_home: list[tuple[torch.Tensor, int]] = []
+    if travelled := steps[0].last:
+        home = Pair.empty(k, v, k.size(2), torch.float32)
+        coming_home = [(home.both, (ranks.rank + travelled) % ranks.world_size)]  # type: ignore[list-item]
+    if going_home or coming_home:
+        send_recv(ranks, going_home, coming_home).wait()
+    return [dq, home.k, home.v]
 
 
 def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
@@ -192,39 +243,38 @@ def sinks_gradient(sinks, lse, delta, ranks: Communicator) -> torch.Tensor:
     return ranks.all_reduce_(gradient).to(sinks.dtype)
 
 
+def _of_this_rank(k: torch.Tensor, v: torch.Tensor, schedule: RingSchedule) -> Pair:
+    """Return this rank's keys and values, as one message where they travel."""
+    return Pair.copied(k, v) if schedule.steps[0].last else Pair(k.contiguous(), v.contiguous())
+
+
 def _pass_on(
-    schedule: RingSchedule, step: int, held, like, leaving: Sequence[torch.Tensor] = (), arriving: Sequence = ()
-) -> tuple[list[torch.Tensor], PendingTransfer]:
+    schedule: RingSchedule, number: int, held: Pair, leaving: Pair | None = None, arriving: Pair | None = None
+) -> tuple[Pair, PendingTransfer]:
     """Start to send the current chunk and to receive the next, each only if a later rank uses it.
 
     Args:
         schedule: the schedule of the ring.
-        step: number of the step.
+        number: number of the step.
         held: the current chunk.
-        like: tensors of the types of a chunk.
-        leaving: tensors to send before the chunk.
-        arriving: tensors to receive before the chunk.
+        leaving: gradients to send before the chunk.
+        arriving: memory for gradients to receive before the chunk.
 
     Returns:
-        The buffers of the next chunk ([] if it does not come), and the transfer under way.
+        Memory of the next chunk (`held` if none comes), and the transfer under way.
     """
-    ranks = schedule.ranks
-    source, following = (ranks.rank - step) % ranks.world_size, (ranks.rank - step - 1) % ranks.world_size
-    sends = schedule.last_step(source) > step
-    receives = step + 1 < ranks.world_size and schedule.last_step(following) > step
-    coming: list[torch.Tensor] = []
-    if receives:
-        positions = schedule.key_positions[following]
-        rows = positions.length + positions.second_length
-        coming = [x.new_empty((*x.shape[:2], rows, x.size(3))) for x in like]
+    ranks, step = schedule.ranks, schedule.steps[number]
+    sent = [pair.both for pair in (leaving, held if step.last > number else None) if pair is not None]
+    received, coming = [] if arriving is None else [arriving.both], held
+    if step.coming is not None:
+        coming = Pair.empty(held.k, held.v, step.coming, held.k.dtype)
+        received.append(coming.both)
     to, origin = (ranks.rank + 1) % ranks.world_size, (ranks.rank - 1) % ranks.world_size
-    passing = send_recv(
-        ranks,
-        [(x, to) for x in (*leaving, *(held if sends else ()))],
-        [(x, origin) for x in (*arriving, *coming)],
-    )
-    return coming, passing
+    return coming, send_recv(ranks, [(x, to) for x in sent], [(x, origin) for x in received])  # type: ignore[misc]
 
 
-def _zeros(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+def _zeros(held: Pair) -> Pair:
+    pair = Pair.empty(held.k, held.v, held.k.size(2), torch.float32)
+    assert pair.both is not None
+    pair.both.zero_()
+    return pair
