@@ -99,30 +99,27 @@ def pointwise(func, *args, **kwargs):
     A plain tensor as long as the sequence (positions, rotary angles) is cut. A plain tensor that is not along the
     sequence is used by all parts.
     """
-    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     lead, target = shared_in(tensors)[0], args[0] if args else None
     if func is torch.where and len(tensors) == 1:
         return NotImplemented  # with one argument it returns indices
-    if works_in_place(func.__name__) and plain(target):
+    if type(target) is not SharedSequence and works_in_place(func.__name__):
         return NotImplemented
+    cut, back = lead.cut, lead.back
+    parts: dict[int, torch.Tensor] = {}
     for x in tensors:
-        if isinstance(x, SharedSequence):
-            if x.cut != lead.cut or x.back != lead.back:
+        if type(x) is SharedSequence:
+            if (x.cut is not cut and x.cut != cut) or x.back != back:
                 return NotImplemented
-        elif x.ndim >= -lead.back and x.size(lead.back) not in (1, lead.size(lead.axis)):
+            parts[id(x)] = x.local
+        elif x.ndim < -back or x.size(back) == 1:
+            parts[id(x)] = used(x, cut.sharing.ranks) if x.requires_grad else x
+        elif x.size(back) == cut.blocks * cut.length:
+            parts[id(x)] = cut.pick(x, x.ndim + back)
+        else:
             return NotImplemented
-
-    def part(x):
-        if isinstance(x, SharedSequence):
-            return x.local
-        if not isinstance(x, torch.Tensor):
-            return x
-        if x.ndim >= -lead.back and x.size(lead.back) != 1:
-            return lead.cut.pick(x, x.ndim + lead.back)
-        return used(x, lead.cut.sharing.ranks)
-
-    out = func(*mapped(part, args), **mapped(part, kwargs))
-    if isinstance(target, SharedSequence) and out is target.local:
+    out = func(*[parts.get(id(x), x) for x in args], **{name: parts.get(id(x), x) for name, x in kwargs.items()})
+    if type(target) is SharedSequence and out is target.local:
         return target.written()
     return lead.like(out, out.ndim + lead.back)
 
@@ -287,7 +284,8 @@ def carried(func, *args, **kwargs):
     lead = shared_in((args, kwargs))[0]
     if func in _TWO_OR_ALONG and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, *args, **kwargs)
-    axes = _axes_after(lead, func, args, kwargs)
+    alone = bool(args) and args[0] is lead
+    axes = _known(_axes_of_one, func, lead, args[1:], kwargs) if alone else _axes_after(func, lead, args, kwargs)
     if axes is None:
         return NotImplemented
     if func in _SQUEEZES:
@@ -317,7 +315,35 @@ _TWO_OR_ALONG = set(_named("max min"))
 _VIEWING = {*_named(VIEW_METHODS), *_properties(VIEW_PROPERTIES)}
 
 
-def _axes_after(lead: SharedSequence, func, args, kwargs) -> list[int] | None:
+_trials: dict[tuple, Any] = {}
+_MOST_TRIALS = 4096
+
+
+def _known(trial: Callable, func, x: SharedSequence, args: tuple, kwargs: dict):
+    """Return trial(func, x, args, kwargs), from memory if x and the other arguments, no tensors, are as before."""
+    rest = (*args, *kwargs.items())
+    for part in (*args, *kwargs.values()):
+        of_others = type(part) is tuple and any(type(each) is not int for each in part)
+        if of_others or isinstance(part, torch.Tensor | list):
+            return trial(func, x, args, kwargs)
+    key = trial, func, x.shape, x.axis, x.dtype, x.cut.blocks, rest
+    try:
+        known = _trials.get(key, _trials)
+    except TypeError:  # a slice
+        return trial(func, x, args, kwargs)
+    if known is not _trials:
+        return known
+    if len(_trials) >= _MOST_TRIALS:
+        _trials.clear()
+    found = _trials[key] = trial(func, x, args, kwargs)
+    return found
+
+
+def _axes_of_one(func, x: SharedSequence, args, kwargs) -> list[int] | None:
+    return _axes_after(func, x, (x, *args), kwargs)
+
+
+def _axes_after(func, lead: SharedSequence, args, kwargs) -> list[int] | None:
     """Return the sequence's dimension in each tensor that the function returns; None if it is missing or not whole.
 
     For functions that leave all positions in place, or else change the length of every sequence.
@@ -437,12 +463,13 @@ def reshaped(func, x, *args, **kwargs):
     """Reshape: the sequence stays a dimension, joins the dimension before it, or leaves that again."""
     if plain(x):
         return NotImplemented
-    target = _shape_after(func, x, args, kwargs)
+    target = _known(_shape_after, func, x, args, kwargs)
     before = math.prod([x.cut.blocks, *x.shape[: x.axis]])
     found = _place_of(x.cut.length, before, target, x.axis) if target else None
     if target is None or found is None:
         return NotImplemented
     axis, blocks = found
+    target = list(target)
     target[axis] = blocks * x.cut.mine
     return x.like(x.local.reshape(target), axis, x, blocks=blocks)
 
@@ -464,9 +491,10 @@ def _place_of(length: int, before: int, shape: list[int], axis: int) -> tuple[in
 
 @rule_for(*_named("expand expand_as broadcast_to"))
 def expanded(func, x, *args, **kwargs):
-    target = None if plain(x) else _shape_after(func, x, args, kwargs)
+    target = None if plain(x) else _known(_shape_after, func, x, args, kwargs)
     if not target:
         return NotImplemented
+    target = list(target)
     axis = len(target) + x.back
     if target[axis] != x.size(x.axis):
         return NotImplemented

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-_ATOMS = {int, float, bool, complex, str, bytes, type(None), type(...), slice, torch.dtype, torch.device, torch.layout}
+ATOMS = {int, float, bool, complex, str, bytes, type(None), type(...), slice, torch.dtype, torch.device, torch.layout}
 
 
 def leaves(tree) -> list:
     """Return the leaves of the tree in order."""
     kind = type(tree)
-    if kind in _ATOMS or isinstance(tree, torch.Tensor):
+    if kind in ATOMS or isinstance(tree, torch.Tensor):
         return [tree]
     if kind is tuple or kind is list:
         return [leaf for part in tree for leaf in leaves(part)]
@@ -28,7 +28,7 @@ def leaves(tree) -> list:
 def mapped(function: Callable[[Any], Any], tree):
     """Return the same tree with function(leaf) in place of every leaf."""
     kind = type(tree)
-    if kind in _ATOMS or isinstance(tree, torch.Tensor):
+    if kind in ATOMS or isinstance(tree, torch.Tensor):
         return function(tree)
     if kind is tuple or kind is list:
         return kind([mapped(function, part) for part in tree])

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
 from weft.context_parallel.notes import note
-from weft.context_parallel.pytree import leaves, mapped
+from weft.context_parallel.pytree import ATOMS, leaves, mapped
 from weft.context_parallel.units import Unit, UnitCall
 from weft.ops.invariant import Units
 from weft.ops.mappings import gather
@@ -96,7 +96,7 @@ class SequenceCut:
         """Length of the whole, in one block."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def mine(self) -> int:
         return sum(self.sizes[number] for number in self.sharing.here)
 
@@ -218,7 +218,9 @@ class SharedSequence(torch.Tensor):
         Args:
             source: the sequence that it may be a view of.
         """
-        cut = replace(self.cut, **changes) if changes else self.cut
+        cut = self.cut
+        if changes and any(getattr(cut, name) != value for name, value in changes.items()):
+            cut = replace(cut, **changes)
         made = SharedSequence(local, self.axis if axis is None else axis, cut)
         return made.view_of(source) if source is not None and local._is_view() else made
 
@@ -247,11 +249,12 @@ class SharedSequence(torch.Tensor):
                 return func(*args, **kwargs)
         if not args and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-        refuse_results_of_custom_functions((args, kwargs))
+        lead = refuse_results_of_custom_functions((args, kwargs))
+        assert lead is not None
         rule = RULES.get(func) if kwargs.get("out") is None else None
         if rule is None:
             result = NotImplemented
-        elif rule in _OF_ALL_UNITS:
+        elif rule in _OF_ALL_UNITS or lead.cut.sharing.units is None:
             result = rule(func, *args, **kwargs)
         else:
             result = by_part(partial(rule, func), *args, **kwargs)
@@ -360,7 +363,21 @@ def shared_like(x: SharedSequence, whole: torch.Tensor) -> SharedSequence:
 
 
 def shared_in(tree) -> list[SharedSequence]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, SharedSequence)]
+    """Return the shared sequences in a tree, in order."""
+    found: list = []
+    trees = [tree]
+    while trees:  # in one call of Python for the usual arguments of functions
+        part = trees.pop()
+        kind = type(part)
+        if kind is SharedSequence:
+            found.append(part)
+        elif kind is tuple or kind is list:
+            trees += reversed(part)
+        elif kind is dict:
+            trees += reversed(part.values())
+        elif kind not in ATOMS and not isinstance(part, torch.Tensor):
+            trees += reversed([leaf for leaf in leaves(part) if type(leaf) is SharedSequence])
+    return found
 
 
 def parts_here(x: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
@@ -503,12 +520,14 @@ _CUSTOM = (
 )
 
 
-def refuse_results_of_custom_functions(tree) -> None:
-    for x in shared_in(tree):
-        with torch._C.DisableTorchFunctionSubclass():
-            function = x.grad_fn
-        if function is not None:
-            raise ValueError(f"{type(function).__name__}: {_CUSTOM}")
+def refuse_results_of_custom_functions(tree) -> "SharedSequence | None":
+    """Raise ValueError if a shared sequence in the tree has a graph; return the first one in it."""
+    shared = shared_in(tree)
+    with torch._C.DisableTorchFunctionSubclass():
+        for x in shared:
+            if x.grad_fn is not None:
+                raise ValueError(f"{type(x.grad_fn).__name__}: {_CUSTOM}")
+    return shared[0] if shared else None
 
 
 def _refuse_gradient(gradient):

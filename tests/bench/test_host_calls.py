@@ -14,7 +14,7 @@ CEILINGS = {
     "tp=2": 2430,
     "dp=2": 2040,
     "pp=2": 2910,
-    "cp=2": 13050,
+    "cp=2": 8020,
     "invariant=4": 47600,
     "invariant=4, tp=2": 47900,
     "invariant=4, dp=2": 26300,
