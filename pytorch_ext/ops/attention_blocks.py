@@ -68,6 +68,11 @@ def blocks_of(chunk: AttentionChunk, device: torch.device) -> list[ScoreBlock]:
 def _blocks(chunk: AttentionChunk, device: torch.device) -> Iterator[ScoreBlock]:
     rules = chunk.rules
     plain = chunk.query_documents is None and rules.softcap is None and not rules.dropout and device.type == "cpu"
+    if plain and rules.right == 0 and rules.left is None and chunk.query_positions == chunk.key_positions:
+        # Rows lie in the order of positions, so a query sees exactly the keys up to its own row.
+        whole = slice(0, chunk.query_positions.length + chunk.query_positions.second_length)
+        yield ScoreBlock(whole, whole, 0, 0, "causal")
+        return
     for key_start, key_count, first_key in runs(chunk.key_positions):
         for query_start, query_count, first_row in runs(chunk.query_positions):
             # Cut keys where the queries begin and end: blocks before can be full, the block beside can be causal.

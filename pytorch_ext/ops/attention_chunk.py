@@ -85,6 +85,9 @@ def forward(
         part = attention_blocks.forward_block(
             q[:, :, rows].float(), k[:, :, keys].float(), v[:, :, keys].float(), chunk, block
         )
+        if state is None and block.first and rows == slice(0, q.size(2)):
+            out, lse = part
+            continue
         if state is not None or not block.first:
             part = merge_attention(out[:, :, rows], lse[:, :, rows], *part)
         out[:, :, rows], lse[:, :, rows] = part

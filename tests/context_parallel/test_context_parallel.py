@@ -696,14 +696,12 @@ def measures(rank, cp, tp, sequence_parallel):
 def test_a_layer_keeps_the_formulas_activations(cp, tp, sequence_parallel):
     """Korthikanti et al. 2022, equation 4, without the terms of the scores (flash attention) and of dropout, is
     s b h 32 / t in 2-byte types: 16 activations of h. Ours are these, with s / cp; 4 bytes a row and head (lse), and 8 a
-    row of each norm; and of a shared sequence the attention's output once more, which leaves the attention by heads
-    and goes into the projection by positions."""
+    row of each norm."""
     for found, (b, s, h, a, e) in run_ranks(measures, cp * tp, cp, tp, sequence_parallel):
         rows = b * s // cp
         in_region = tp if sequence_parallel else 1
         kept_by_norms = rows / in_region * (4 * h * e + 2 * 8)  # two inputs, two outputs, two means and deviations
-        outputs = 1 if cp == 1 else 2
-        kept_by_heads = rows / tp * ((3 + outputs + 8) * h * e + 4 * a)  # q, k, v; output; 4h before and behind gelu
+        kept_by_heads = rows / tp * ((3 + 1 + 8) * h * e + 4 * a)  # q, k, v; output; 4h before and behind gelu
         assert found == kept_by_norms + kept_by_heads
 
 
