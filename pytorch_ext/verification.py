@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from weft.comm.purpose import calls_for
+from weft.context_parallel.region import sharing_in
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import Piece, piece_of
@@ -140,7 +141,10 @@ def verify(
     probes: Sequence[Probe] = (),
     bitwise: bool = False,
 ) -> Report:
-    """Run one step of both models, compare outputs and gradients, then run the probes. A collective call.
+    """Run a step of both models, compare outputs and gradients, then run the probes. A collective call.
+
+    A model that shares its sequence runs a second step, since it learns from the first call of a kind. The larger error
+    of the two is reported.
 
     Both models keep the gradients and buffers that they had before.
 
@@ -188,10 +192,9 @@ def verify(
         gradients.append({name: _gradient(parameter).clone() for name, parameter in plain_model.named_parameters()})
     scale = _RoundingScale.of(whole, gradients)
     pieces = _pieces(model)
-    with _left_as_it_was(model, [piece for piece, _ in pieces.values()]):
-        output = step(model, batch)
-        found = [_difference("output", output, outputs, exact)]
-        seen = set()
+
+    def compared(output: torch.Tensor) -> tuple[list[Difference], set[str]]:
+        found, seen = [_difference("output", output, outputs, exact)], set()
         for name, parameter in model.named_parameters():
             plain_name = name.removeprefix("module.") if name not in whole else name
             if plain_name not in whole:
@@ -209,7 +212,16 @@ def verify(
             result = torch.zeros_like(in_type[0]) if result is None else result
             found.append(_difference(f"gradient of {name}", result, in_type, exactly, scale))
             seen.add(plain_name)
+        return found, seen
+
+    kept = [piece for piece, _ in pieces.values()]
+    with _left_as_it_was(model, kept):
+        output = step(model, batch)
+        found, seen = compared(output)
         leaks = [leak for probe in probes if (leak := _leak(model, batch, step, probe, output))]
+    if sharing_in(model):  # such a model learns from its first call what the next ones can leave out
+        with _left_as_it_was(model, kept):
+            found += compared(step(model, batch))[0]
     return _over_ranks(found, leaks, set(whole) - seen)
 
 

@@ -9,13 +9,14 @@ whole, gathered.
 Per column or row layer the bytes are those of the two all_reduces that the reduce_scatter and the all_gather replace.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from weft.comm.communicator import Communicator
-from weft.context_parallel.region import _OfWhole, leave
+from weft.context_parallel.region import leave, of_whole
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
@@ -24,6 +25,7 @@ from weft.context_parallel.shared_sequence import (
     refuse_results_of_custom_functions,
 )
 from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
+from weft.forward.chain import Chain
 from weft.nn import LoRA, ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops.sequence_layout import SequenceLayout
@@ -41,9 +43,9 @@ def share_between_layers(model: nn.Module, ranks: Communicator, strict: bool = F
     sharing = Sharing(ranks, layout="contiguous", strict=strict)
     for module in model.modules():
         if isinstance(module, ParallelLinear):
-            module.forward = _LinearAtRegion(module, sharing)  # type: ignore[method-assign,assignment]
+            Chain.of(module).add("sequence", _LinearAtRegion(sharing))
         elif isinstance(module, ShardHolder):
-            module.forward = _OfWhole(module)  # type: ignore[method-assign]
+            Chain.of(module).add("sequence", of_whole)
     leave_out_of_graphs(model)
     edge = _ModelEdge(sharing)
     model.register_forward_pre_hook(edge, with_kwargs=True, prepend=True)
@@ -65,20 +67,20 @@ class _LinearAtRegion:
     Dimension -2 of a row layer's output is shared if it has at least one position for each rank.
     """
 
-    def __init__(self, layer: ParallelLinear, sharing: Sharing):
-        self.layer, self.sharing, self.forward = layer, sharing, layer.forward
+    def __init__(self, sharing: Sharing):
+        self.sharing = sharing
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        layer, ranks = self.layer, self.sharing.ranks
+    def __call__(self, forward: Callable, layer: ParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        ranks = self.sharing.ranks
         if isinstance(x, SharedSequence):
             refuse_results_of_custom_functions(x)
             if layer.style == "column" and x.back == -2 and x.cut.blocks == 1:
-                return self.forward(x.local, region=-2)
+                return forward(x.local, region=-2)
             note_gathering(f"{layer.style} layer", x)
-            return self.forward(x.whole())
+            return forward(x.whole())
         if layer.style != "row" or layer.split_input or x.dim() < 3 or x.size(-2) < ranks.world_size:
-            return self.forward(x)
-        part = self.forward(x, region=-2)
+            return forward(x)
+        part = forward(x, region=-2)
         layout = SequenceLayout(x.size(-2), ranks.world_size, self.sharing.layout)
         return SharedSequence(part, x.dim() - 2, SequenceCut(self.sharing, layout))
 

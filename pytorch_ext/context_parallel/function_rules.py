@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm.communicator import Communicator
+from weft.context_parallel.learning import is_given_out
 from weft.context_parallel.pytree import leaves, mapped
 from weft.context_parallel.shared_sequence import (
     NATIVE,
@@ -24,6 +25,8 @@ from weft.context_parallel.shared_sequence import (
     SharedSequence,
     Sharing,
     by_part,
+    crossed,
+    each_position_alone,
     in_each_part,
     localized,
     note_gathering,
@@ -69,7 +72,9 @@ def used(x, ranks: Communicator):
     """Return x for use with a part of the sequence: a tensor's gradient is summed over the ranks."""
     if not isinstance(x, torch.Tensor):
         return x
-    return ranks.used(x) if isinstance(ranks, Unit) else used_by_parts(x, ranks)
+    if isinstance(ranks, Unit):
+        return ranks.used(x)
+    return x if not x.requires_grad or is_given_out(x) else used_by_parts(x, ranks)
 
 
 # Position by position
@@ -92,6 +97,7 @@ _POINTWISE = """
 """
 
 
+@each_position_alone
 @rule_for(*_named(_POINTWISE))
 def pointwise(func, *args, **kwargs):
     """Apply a function of each position, with broadcasting.
@@ -120,6 +126,7 @@ def pointwise(func, *args, **kwargs):
             return NotImplemented
     out = func(*[parts.get(id(x), x) for x in args], **{name: parts.get(id(x), x) for name, x in kwargs.items()})
     if type(target) is SharedSequence and out is target.local:
+        crossed()
         return target.written()
     return lead.like(out, out.ndim + lead.back)
 
@@ -130,6 +137,7 @@ _OF_ONE = """
 """
 
 
+@each_position_alone
 @rule_for(*_named(_OF_ONE), *_properties("data"))
 def of_one(func, x, *args, **kwargs):
     """Apply a function of one tensor; another argument only gives its type or device."""
@@ -182,6 +190,7 @@ def written(func, x, *_, **__):
 # The last dimensions
 
 
+@each_position_alone
 @rule_for(*_named("linear"))
 def linear(func, input, weight, bias=None):
     if plain(input) or input.back == -1 or not plain(weight) or not plain(bias):
@@ -190,6 +199,7 @@ def linear(func, input, weight, bias=None):
     return input.like(func(input.local, used(weight, ranks), used(bias, ranks)))
 
 
+@each_position_alone
 @rule_for(*_named("matmul mm bmm __matmul__"))
 def matmul(func, a, b=None, **named):
     """Multiply a and b, with the rows of a along the sequence. A shared b is gathered."""
@@ -211,6 +221,7 @@ def matmul(func, a, b=None, **named):
     return a.like(out, out.ndim + a.back)
 
 
+@each_position_alone
 @rule_for(*_named("addmm"))
 def addmm(func, input, a=None, b=None, *, mat1=None, mat2=None, **kwargs):
     a, b = mat1 if a is None else a, mat2 if b is None else b
@@ -220,6 +231,7 @@ def addmm(func, input, a=None, b=None, *, mat1=None, mat2=None, **kwargs):
     return a.like(func(used(input, ranks), a.local, used(b, ranks), **kwargs))
 
 
+@each_position_alone
 @rule_for(*_named("layer_norm rms_norm"))
 def norm(func, input, normalized_shape, *weights, **kwargs):
     if plain(input) or input.axis >= input.ndim - len(normalized_shape):
@@ -229,6 +241,7 @@ def norm(func, input, normalized_shape, *weights, **kwargs):
     return input.like(func(input.local, normalized_shape, *(used(x, ranks) for x in weights), **named))
 
 
+@each_position_alone
 @rule_for(F.embedding)
 def embedding(func, input, weight, padding_idx=None, max_norm=None, norm_type=2.0, **options):
     if plain(input) or not plain(weight) or max_norm is not None or any(options.values()):
@@ -236,6 +249,7 @@ def embedding(func, input, weight, padding_idx=None, max_norm=None, norm_type=2.
     return input.like(func(input.local, used(weight, input.cut.sharing.ranks), padding_idx))
 
 
+@each_position_alone
 @rule_for(*_named("softmax log_softmax cumsum cumprod logcumsumexp"))
 def along(func, x, dim=None, *args, **kwargs):
     """Apply a function along a dimension other than the sequence."""
@@ -244,6 +258,7 @@ def along(func, x, dim=None, *args, **kwargs):
     return x.like(func(x.local, dim, *args, **kwargs))
 
 
+@each_position_alone
 @rule_for(F.normalize)
 def normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None):
     if out is not None or not isinstance(dim, int) or dim % input.ndim == input.axis:
@@ -251,8 +266,11 @@ def normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None):
     return input.like(func(input.local, p, dim, eps))
 
 
+@each_position_alone
 @rule_for(F.dropout)
 def dropout(func, input, p=0.5, training=True, inplace=False):
+    if training and p:
+        crossed()
     with draws_of(input) if training and p else nullcontext():
         return input.like(func(input.local, p, training, inplace))
 
@@ -275,6 +293,7 @@ _CARRIED = """
 """
 
 
+@each_position_alone
 @rule_for(*_named(_CARRIED), *_properties("T mT H mH"), torch.linalg.vector_norm)
 def carried(func, *args, **kwargs):
     """Apply a function that moves, cuts, joins or reduces other dimensions.
@@ -289,6 +308,7 @@ def carried(func, *args, **kwargs):
     if axes is None:
         return NotImplemented
     if func in _SQUEEZES:
+        crossed()
         if lead.size(lead.axis) == 1:
             return NotImplemented
         given = args[1] if len(args) > 1 else kwargs.get("dim", range(lead.ndim))
@@ -302,6 +322,7 @@ def carried(func, *args, **kwargs):
 
     out = func(*mapped(part, args), **mapped(part, kwargs))
     if out is lead.local:  # scatter_
+        crossed()
         return lead.written()
     coming, source = iter(axes), lead if func in _VIEWING else None
 
@@ -378,6 +399,7 @@ class _NotTheSameError(Exception):
 _SQUEEZES = set(_named("squeeze"))
 
 
+@each_position_alone
 @rule_for(*_named("chunk split tensor_split split_with_sizes unbind"))
 def in_pieces(func, x, *args, **kwargs):
     """Cut along a dimension other than the sequence.
@@ -402,11 +424,13 @@ def by_index(func, x, dim, *args, **kwargs):
     return carried(func, x, dim, *args, **kwargs)
 
 
+@each_position_alone
 @rule_for(F.one_hot)
 def one_hot(func, x, num_classes=-1):
     return NotImplemented if num_classes < 0 else x.like(func(x.local, num_classes))
 
 
+@each_position_alone
 @rule_for(F.pad)
 def padded(func, input, pad, mode="constant", value=None):
     """Pad along other dimensions.
@@ -458,6 +482,7 @@ def assigned(func, x, index, value):
     return pointwise(torch.Tensor.copy_, target, value)
 
 
+@each_position_alone
 @rule_for(*_named("view reshape flatten unflatten view_as reshape_as"))
 def reshaped(func, x, *args, **kwargs):
     """Reshape: the sequence stays a dimension, joins the dimension before it, or leaves that again."""
@@ -469,9 +494,14 @@ def reshaped(func, x, *args, **kwargs):
     if target is None or found is None:
         return NotImplemented
     axis, blocks = found
+    if func not in _OF_SOME_DIMENSIONS or blocks != x.cut.blocks:
+        crossed()  # sizes in the arguments may be the sequence's
     target = list(target)
     target[axis] = blocks * x.cut.mine
     return x.like(x.local.reshape(target), axis, x, blocks=blocks)
+
+
+_OF_SOME_DIMENSIONS = set(_named("flatten unflatten"))
 
 
 def _place_of(length: int, before: int, shape: list[int], axis: int) -> tuple[int, int] | None:
@@ -529,6 +559,7 @@ def masked_scatter(func, x, mask, source):
 # Sums over the sequence
 
 
+@each_position_alone
 @rule_for_all_units(*_named("sum mean"))
 def summed(func, x, *args, **kwargs):
     carried_on = by_part(_over_others, func, x, *args, **kwargs)
@@ -569,6 +600,7 @@ _MEANS = set(_named("mean"))
 
 def _total(parts: Sequence[torch.Tensor], sharing: Sharing) -> torch.Tensor:
     """Return the sum of this rank's parts and all others'."""
+    crossed()
     if sharing.units is None:
         return total(parts[0], sharing.ranks)
     return total_of_units(sharing.ranks, Units(sharing.units), parts)

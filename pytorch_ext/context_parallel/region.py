@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,12 +15,15 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
 from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
+from weft.context_parallel.learning import Kind, Kinds, Recorder, state
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
     Sharing,
     by_part,
+    crossed,
     in_units,
+    left_alone,
     localized,
     note_gathering,
     refuse_results_of_custom_functions,
@@ -29,6 +33,7 @@ from weft.context_parallel.shared_sequence import (
     without_guards,
 )
 from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
+from weft.forward.chain import Chain, step_of
 from weft.metadata import metadata, set_metadata
 from weft.nn import Branches, ParallelConv, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.expert_form import form_of
@@ -89,18 +94,15 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
     """
     named = [model.get_submodule(name) for name in tokenwise]
     for module in model.modules():
-        if isinstance(module, ShardedModule) or any(module is other for other in named):
-            kind: Callable | None = Tokenwise
-        else:
-            kind = None if isinstance(form_of(module), str) else _OfTokens
-        if kind is not None:
-            module.forward = kind(module)  # type: ignore[method-assign]
-    for module in model.modules():
         if isinstance(module, ParallelMultiheadAttention):
             for name in ("_linear", "_over_heads"):
                 setattr(module, name, _OfPart(getattr(module, name)))
         elif isinstance(module, Branches | ParallelConv):
-            module.forward = _OfWhole(module)  # type: ignore[method-assign]
+            Chain.of(module).add("sequence", of_whole)
+        elif isinstance(module, ShardedModule) or any(module is other for other in named):
+            Chain.of(module).add("sequence", of_positions)
+        elif not isinstance(form_of(module), str):
+            Chain.of(module).add("sequence", of_tokens)
     use_context_attention(model)
     leave_out_of_graphs(model)
     entry = _RegionEntry(sharing)
@@ -132,10 +134,13 @@ class _SharedForward:
     Attributes:
         frame: closed at the end of the forward.
         within: the module is a part of a model that shares its sequence already.
+        learnt: what is kept of this call, if it is the first of its kind: the key and the kind.
     """
 
     frame: ExitStack
     within: bool
+    learnt: tuple[tuple, Kind] | None = None
+    recorder: Recorder | None = None
 
 
 class _RegionEntry:
@@ -146,6 +151,7 @@ class _RegionEntry:
     def __init__(self, sharing: Sharing):
         self.sharing = sharing
         self.under_way: list[_SharedForward] = []
+        self.kinds: Kinds | None = None
 
     def __deepcopy__(self, memo):
         return _RegionEntry(self.sharing)
@@ -156,12 +162,38 @@ class _RegionEntry:
         self.under_way.append(forward)
         if forward.within:
             return args, kwargs
+        uncompile(module)
+        key, kind, seed = self._agreed_kind(module, args, kwargs)
+        if kind is not None:
+            if kind.draws:
+                forward.frame.enter_context(random_numbers_of(seed, kind.call.device))
+            forward.frame.enter_context(kind.running())
+            return kind.call.enter((args, kwargs))
         call = agreed(type(module).__name__, self.sharing, (args, kwargs))
         forward.frame.enter_context(followed(module))
-        uncompile(module)
         if any(part.training for part in module.modules()):
             forward.frame.enter_context(random_numbers_of(call.seed, call.device))
+        if key is not None and self.sharing.units is None:
+            forward.learnt, forward.recorder = (key, Kind(call)), Recorder(module, _is_shared)
+            forward.frame.enter_context(_noting_draws(forward.learnt[1]))
+            forward.frame.enter_context(forward.recorder.recording())
         return call.enter((args, kwargs))
+
+    def _agreed_kind(self, module: nn.Module, args, kwargs) -> tuple[tuple | None, Kind | None, int]:
+        """Return a call's key, its kind if all ranks have learnt it, and a seed. A collective call."""
+        if self.kinds is None:
+            self.kinds = Kinds(module)
+        key = self.kinds.key(args, kwargs)
+        kind = self.kinds.find(key)
+        ranks, length = self.sharing.ranks, -1 if kind is None else kind.call.layout.length
+        if ranks.world_size == 1 and kind is None:
+            return key, None, 0
+        seed = int(torch.randint(2**62, (1,))) if kind is not None and kind.draws else 0
+        where = ranks.device_of_numbers(next((x.device for x in tree_leaves((args, kwargs)) if _is_tensor(x)), _CPU))
+        rows = ranks.all_gather(torch.tensor([[length, seed]], device=where), 0, [1] * ranks.world_size).tolist()
+        if any(other != length for other, _ in rows) or length < 0:
+            return key, None, 0
+        return key, kind, rows[0][1]
 
     @outside_of_graphs
     def leave(self, module: nn.Module, args, output):
@@ -172,7 +204,38 @@ class _RegionEntry:
             refuse_results_of_custom_functions(output)
             return output
         refuse_missing_weights(module, output)
+        if forward.learnt is not None and forward.recorder is not None and output is not None:
+            assert self.kinds is not None
+            self.kinds.add(*forward.learnt, forward.recorder)
+            for part in forward.learnt[1].left_alone:
+                if step_of(part, "sequence") is None:
+                    Chain.of(part).add("sequence", alone_in_known_calls)
         return leave(output, self.sharing)
+
+
+@contextmanager
+def _noting_draws(kind: Kind) -> Iterator[None]:
+    """Note whether random numbers are drawn inside the context."""
+    gpu = kind.call.device if kind.call.device.type == "cuda" else None
+
+    def states() -> list:
+        found = [torch.default_generator.get_state()]
+        return found if gpu is None else [*found, torch.cuda.get_rng_state(gpu)]
+
+    before = states()
+    yield
+    kind.draws = not all(map(torch.equal, before, states()))
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _is_shared(x: object) -> bool:
+    return type(x) is SharedSequence
 
 
 def leave(output, sharing: Sharing):
@@ -312,63 +375,83 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 _WITHOUT_DRAWS = ParallelLinear.forward, ParallelEmbedding.forward
 
 
-class Tokenwise:
-    """Forward of a module that treats every position alone: it gets this rank's part."""
+def alone_in_known_calls(forward: Callable, module: nn.Module, *args, **kwargs):
+    """Run a forward with this rank's part in calls of a kind that was learnt; see learning.py."""
+    axes = state.left_alone.get(module)
+    out = NotImplemented if axes is None else left_alone(forward, axes, args, kwargs)
+    return forward(*args, **kwargs) if out is NotImplemented else out
 
-    def __init__(self, module: nn.Module):
-        self.module, self.forward = module, module.forward
 
-    def __call__(self, *args, **kwargs):
-        module, shared = self.module, shared_in((args, kwargs))
-        if not shared:
-            return self.forward(*args, **kwargs)
-        refuse_results_of_custom_functions(shared)
+def of_positions(forward: Callable, module: nn.Module, *args, **kwargs):
+    """Run a forward that treats every position alone with this rank's part."""
+    axes = state.left_alone.get(module)
+    out = NotImplemented if axes is None else left_alone(forward, axes, args, kwargs)
+    if out is not NotImplemented:
+        return out
+    shared = shared_in((args, kwargs))
+    if not shared:
+        return forward(*args, **kwargs)
+    refuse_results_of_custom_functions(shared)
+    lead = shared[0]
+    within = isinstance(module, ParallelLinear) and lead.back == -1
+    if within or any(x.cut != lead.cut or x.axis != lead.axis for x in shared):
+        note_gathering("the module works along the sequence", *shared)
+        return forward(*wholes(args), **wholes(kwargs))
+    return by_part(partial(_of_part, forward, module), *args, **kwargs)
+
+
+def _of_part(forward: Callable, module: nn.Module, *args, **kwargs):
+    lead = shared_in((args, kwargs))[0]
+    ranks, cut = lead.cut.sharing.ranks, _cut_after(module, lead)
+    draws = module.training and type(module).forward not in _WITHOUT_DRAWS
+    with ExitStack() as frame:
+        frame.enter_context(_parameters_used(module, ranks))
+        if draws:
+            frame.enter_context(own_random_numbers(ranks, lead.device))
+        args, kwargs = _parts((args, kwargs), ranks)
+        out = forward(*args, **kwargs)
+        if not cut.mine:  # without tokens the module may use nothing, and backward sums over the ranks
+            parameters = (p for part in module.modules() for p in part._parameters.values())
+            total = 0 * sum(x.sum() for x in (*parameters, *tree_leaves((args, kwargs))) if _has_gradient(x))
+            out = tree_map_only(torch.Tensor, lambda y: y + total if y.is_floating_point() else y, out)
+    if draws or not cut.mine or cut is not lead.cut:
+        crossed()
+    elif state.recorder is not None:
+        state.recorder.function(lead, (), {})
+
+    def share_again(y: torch.Tensor) -> SharedSequence:
+        if y.ndim <= lead.axis or y.size(lead.axis) != cut.blocks * cut.mine:
+            raise ValueError(
+                f"{type(module).__name__} is named tokenwise, got this rank's {cut.mine} positions as dimension "
+                f"{lead.axis}, and returned {tuple(y.shape)}"
+            )
+        return SharedSequence(y, lead.axis, cut)
+
+    return tree_map_only(torch.Tensor, share_again, out)
+
+
+def of_tokens(forward: Callable, module: nn.Module, *args, **kwargs):
+    """Run fused experts. Every tensor has a row for each token, so what every rank has whole is cut."""
+    if shared := shared_in((args, kwargs)):
         lead = shared[0]
-        within = isinstance(module, ParallelLinear) and lead.back == -1
-        if within or any(x.cut != lead.cut or x.axis != lead.axis for x in shared):
-            note_gathering("the module works along the sequence", *shared)
-            return self.forward(*wholes(args), **wholes(kwargs))
-        return by_part(self._of_part, *args, **kwargs)
 
-    def _of_part(self, *args, **kwargs):
-        module, lead = self.module, shared_in((args, kwargs))[0]
-        ranks, cut = lead.cut.sharing.ranks, _cut_after(module, lead)
-        with ExitStack() as frame:
-            frame.enter_context(_parameters_used(module, ranks))
-            if module.training and type(module).forward not in _WITHOUT_DRAWS:
-                frame.enter_context(own_random_numbers(ranks, lead.device))
-            args, kwargs = _parts((args, kwargs), ranks)
-            out = self.forward(*args, **kwargs)
-            if not cut.mine:  # without tokens the module may use nothing, and backward sums over the ranks
-                parameters = (p for part in module.modules() for p in part._parameters.values())
-                total = 0 * sum(x.sum() for x in (*parameters, *tree_leaves((args, kwargs))) if _has_gradient(x))
-                out = tree_map_only(torch.Tensor, lambda y: y + total if y.is_floating_point() else y, out)
+        def along(x: torch.Tensor) -> torch.Tensor:
+            if isinstance(x, SharedSequence) or x.shape[: lead.axis + 1] != lead.shape[: lead.axis + 1]:
+                return x
+            return shared_like(lead, x)
 
-        def share_again(y: torch.Tensor) -> SharedSequence:
-            if y.ndim <= lead.axis or y.size(lead.axis) != cut.blocks * cut.mine:
-                raise ValueError(
-                    f"{type(module).__name__} is named tokenwise, got this rank's {cut.mine} positions as dimension "
-                    f"{lead.axis}, and returned {tuple(y.shape)}"
-                )
-            return SharedSequence(y, lead.axis, cut)
-
-        return tree_map_only(torch.Tensor, share_again, out)
+        args, kwargs = tree_map_only(torch.Tensor, along, (args, kwargs))
+    return of_positions(forward, module, *args, **kwargs)
 
 
-class _OfTokens(Tokenwise):
-    """Forward of fused experts. Every tensor has a row for each token, so what every rank has whole is cut."""
-
-    def __call__(self, *args, **kwargs):
-        if shared := shared_in((args, kwargs)):
-            lead = shared[0]
-
-            def along(x: torch.Tensor) -> torch.Tensor:
-                if isinstance(x, SharedSequence) or x.shape[: lead.axis + 1] != lead.shape[: lead.axis + 1]:
-                    return x
-                return shared_like(lead, x)
-
-            args, kwargs = tree_map_only(torch.Tensor, along, (args, kwargs))
-        return super().__call__(*args, **kwargs)
+def of_whole(forward: Callable, module: nn.Module, *args, **kwargs):
+    """Run a forward with an unknown use of the sequence on the whole, gathered."""
+    shared = shared_in((args, kwargs))
+    if not shared:
+        return forward(*args, **kwargs)
+    refuse_results_of_custom_functions(shared)
+    note_gathering(f"{type(module).__name__} takes the whole", *shared)
+    return forward(*wholes(args), **wholes(kwargs))
 
 
 class _OfPart:
@@ -386,21 +469,6 @@ class _OfPart:
     def _of_one(self, x: SharedSequence, *others) -> SharedSequence:
         out = self.function(x.local, *(used(other, x.cut.sharing.ranks) for other in others))
         return x.like(out, out.ndim + x.back)
-
-
-class _OfWhole:
-    """Forward of a module with an unknown use of the sequence: it gets the sequence gathered."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.forward = module, module.forward
-
-    def __call__(self, *args, **kwargs):
-        shared = shared_in((args, kwargs))
-        if not shared:
-            return self.forward(*args, **kwargs)
-        refuse_results_of_custom_functions(shared)
-        note_gathering(f"{type(self.module).__name__} takes the whole", *shared)
-        return self.forward(*wholes(args), **wholes(kwargs))
 
 
 def _parts(tree, ranks: Communicator):

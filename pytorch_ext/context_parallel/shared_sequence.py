@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
+from weft.context_parallel.learning import state
 from weft.context_parallel.notes import note
 from weft.context_parallel.pytree import ATOMS, leaves, mapped
 from weft.context_parallel.units import Unit, UnitCall
@@ -120,6 +121,7 @@ class SequenceCut:
         Args:
             parts: this rank's parts: one, or its units.
         """
+        crossed()
         if self.sharing.units is None:
             return self._cross(unshard_sequence, parts[0], dim, self.mine)
         blocks = [part.unflatten(dim, (self.blocks, -1)) for part in parts]
@@ -128,6 +130,7 @@ class SequenceCut:
         return gather(torch.cat(blocks, dim + 1), dim + 1, self.sharing.ranks, sizes).flatten(dim, dim + 1)
 
     def _cross(self, way: Callable, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        crossed()
         if self.region is not None:
             raise ValueError(
                 "a tensor of a sequence-parallel region can be used position by position alone; let a column layer "
@@ -243,8 +246,10 @@ class SharedSequence(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, recorder = kwargs or {}, state.recorder
         if func in NATIVE:
+            if recorder is not None and func in _OF_LENGTH and not _is_of_other_dim(func, args, kwargs):
+                recorder.crossed()
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if not args and "input" in kwargs:
@@ -258,7 +263,14 @@ class SharedSequence(torch.Tensor):
             result = rule(func, *args, **kwargs)
         else:
             result = by_part(partial(rule, func), *args, **kwargs)
-        return gathered(func, args, kwargs) if result is NotImplemented else result
+        if result is NotImplemented:
+            return gathered(func, args, kwargs)
+        if recorder is not None:
+            if rule in _EACH_POSITION_ALONE and not kwargs.get("inplace"):
+                recorder.function(lead, args, kwargs)
+            else:
+                recorder.crossed()
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -272,6 +284,32 @@ _WAY_OUT = (
 RULES: dict[Callable, Callable] = {}  # function to rule(func, *args, **kwargs); NotImplemented: gather
 _OF_ALL_UNITS: set[Callable] = set()  # rules that get a sequence with all of its units
 NATIVE: set[Callable] = set()  # functions that only read the shape, the type or the device
+_EACH_POSITION_ALONE: set[Callable] = set()  # rules for functions that do the same with a part as with the whole
+_OF_LENGTH = {
+    *(torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__, torch.numel),
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+}
+
+
+def _is_of_other_dim(func: Callable, args, kwargs) -> bool:
+    """Return whether a function reads one size, and not that of the sequence."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return func is torch.Tensor.size and dim is not None and dim not in (args[0].axis, args[0].back)
+
+
+def each_position_alone(rule):
+    """Decorate a rule for functions that do the same with a part as with the whole, unless it says `crossed`."""
+    _EACH_POSITION_ALONE.add(rule)
+    return rule
+
+
+def crossed() -> None:
+    """Say that the function under way does more than treat each position alone."""
+    if state.recorder is not None:
+        state.recorder.crossed()
+
+
 _REFUSED = {
     *("data_ptr", "untyped_storage", "storage", "set_", "resize_", "share_memory_", "backward"),
     *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__deepcopy__", "__reduce_ex__", "__set__"),
@@ -296,6 +334,29 @@ def rule_for_all_units(*functions: Callable):
         return rule_for(*functions)(rule)
 
     return register
+
+
+def left_alone(forward: Callable, axes: tuple[int, ...], args: tuple, kwargs: dict):
+    """Return forward's result with this rank's part in place of each shared sequence; NotImplemented if they differ.
+
+    Args:
+        axes: the dimension of the sequence in each output.
+    """
+    lead = None
+    for x in (*args, *kwargs.values()):
+        if type(x) is SharedSequence:
+            lead = x if lead is None else lead
+            if (x.cut is not lead.cut and x.cut != lead.cut) or x.back != lead.back:
+                return NotImplemented
+        elif type(x) in (tuple, list, dict) and shared_in(x):
+            return NotImplemented
+    if lead is None:
+        return forward(*args, **kwargs)
+    args = tuple([x.local if type(x) is SharedSequence else x for x in args])
+    out = forward(*args, **{name: x.local if type(x) is SharedSequence else x for name, x in kwargs.items()})
+    if type(out) is tuple:
+        return tuple([SharedSequence(y, axis, lead.cut) for y, axis in zip(out, axes, strict=True)])
+    return SharedSequence(out, axes[0], lead.cut)
 
 
 def by_part(function: Callable, *args, **kwargs):

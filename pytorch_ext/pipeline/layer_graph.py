@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from weft.context_parallel.region import Tokenwise, is_edge
+from weft.context_parallel.region import is_edge, of_positions
+from weft.forward.chain import step_of
 from weft.layer_lists import opened_in
 from weft.pipeline.stage_boundary import cross
 from weft.sharding.shard import shard_of
@@ -319,7 +320,7 @@ def _traced(caller: str, model: nn.Module, arguments: Sequence[str] | None, sett
                 f"{caller}: {name or 'the model'} has hooks, which would not run in a part of it: remove them, or move "
                 "them to its layers"
             )
-        if isinstance(module.forward, Tokenwise):
+        if step_of(module, "sequence") is of_positions:
             raise UncuttableError(
                 f"{caller}: {name or 'the model'} is named tokenwise, and is cut: name its layers instead"
             )

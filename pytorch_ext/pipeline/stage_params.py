@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from weft.data_parallel.module_state import Members
+from weft.forward.members import Members
 from weft.metadata import set_metadata
 from weft.sharding.owners import owners_of
 

@@ -1,0 +1,29 @@
+"""What is in a module, and whether it is still the same."""
+
+from torch import nn
+
+
+class Members:
+    """Record of what is in a module, with a check in one pass that it is still the same."""
+
+    def __init__(self, module: nn.Module, buffers: bool = True):
+        """Record the modules and parameters inside of a module, with `buffers` these too."""
+        self._module, self._kinds = module, ("_modules", "_parameters", "_buffers")[: 2 + buffers]
+        self.record()
+
+    def record(self) -> None:
+        """Take what is there now as the same."""
+        modules = list(self._module.modules())
+        self._dicts = [vars(each)[kind] for each in modules for kind in self._kinds]
+        self._buffers = [each._buffers for each in modules]
+        self._kept = [list(members.values()) for members in self._dicts]  # so that no other one gets the id of one
+        self._ids = self._now()
+
+    def changed(self) -> bool:
+        return self._now() != self._ids
+
+    def has_buffers(self) -> bool:
+        return any(self._buffers) and next(self._module.buffers(), None) is not None
+
+    def _now(self) -> list[int]:
+        return [id(member) for members in self._dicts for member in members.values()]
