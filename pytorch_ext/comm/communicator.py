@@ -245,9 +245,15 @@ class Communicator:
             whole = x.new_empty(shape)
             self.all_gather_into(x, list(whole.split(list(sizes), dim)))
             return whole
-        parts = [x.new_empty([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
+        return torch.cat(self.all_gather_parts(x, dim, sizes), dim)
+
+    def all_gather_parts(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the x of each rank; sizes[r] is the size of rank r's x along `dim`."""
+        if self.world_size == 1:
+            return [x]
+        parts = [x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]]) for size in sizes]
         self.all_gather_into(x, parts)
-        return torch.cat(parts, dim)
+        return parts
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """Return this rank's shard of the sum of x over ranks; sizes[r] is the size of rank r's shard along `dim`."""

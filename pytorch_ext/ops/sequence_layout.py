@@ -170,8 +170,7 @@ def layout_of(ranks: Communicator, size: int, kind: str) -> SequenceLayout:
 
 def gather_parts(x: torch.Tensor, dim: int, ranks: Communicator, layout: SequenceLayout) -> torch.Tensor:
     """Gather every rank's part, with positions in order; not differentiable."""
-    whole = ranks.all_gather(x, dim, layout.sizes)
-    return layout.join(whole.split(layout.sizes, dim), dim)
+    return layout.join(ranks.all_gather_parts(x, dim, layout.sizes), dim)
 
 
 class _ShardSequence(RankFunction):
