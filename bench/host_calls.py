@@ -28,7 +28,7 @@ MICROBATCHES, WARM_UP = 4, 6
 PLAIN = "one process"
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -51,7 +51,7 @@ class GPT(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(GPTBlock(WIDTH) for _ in range(BLOCKS))
         self.norm, self.logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens):  # [batch, sequence] -> [batch, sequence, WORDS]
@@ -72,7 +72,7 @@ PLAN = {
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """One way to use one or two ranks.
 
     Attributes:
@@ -92,16 +92,16 @@ class Case:
 _PIPELINE = {"microbatches": MICROBATCHES, "loss": loss_of}
 _UNITS = {"invariant": 4}
 CASES = [
-    Case(PLAIN, None),
-    Case("one rank", {"tp": 1}, {"plan": PLAN}),
-    Case("tp=2", {"tp": 2}, {"plan": PLAN}),
-    Case("dp=2", {"dp": 2}),
-    Case("pp=2", {"pp": 2}, {"pipeline": _PIPELINE}),
-    Case("cp=2", {"cp": 2}),
-    Case("invariant=4", {}, _UNITS),
-    Case("invariant=4, tp=2", {"tp": 2}, _UNITS),
-    Case("invariant=4, dp=2", {"dp": 2}, _UNITS),
-    Case("invariant=4, cp=2 in two units", {"cp": 2}, {**_UNITS, "context": {"units": 2}}),
+    StepCase(PLAIN, None),
+    StepCase("one rank", {"tp": 1}, {"plan": PLAN}),
+    StepCase("tp=2", {"tp": 2}, {"plan": PLAN}),
+    StepCase("dp=2", {"dp": 2}),
+    StepCase("pp=2", {"pp": 2}, {"pipeline": _PIPELINE}),
+    StepCase("cp=2", {"cp": 2}),
+    StepCase("invariant=4", {}, _UNITS),
+    StepCase("invariant=4, tp=2", {"tp": 2}, _UNITS),
+    StepCase("invariant=4, dp=2", {"dp": 2}, _UNITS),
+    StepCase("invariant=4, cp=2 in two units", {"cp": 2}, {**_UNITS, "context": {"units": 2}}),
 ]
 
 
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             yield Row(of, {"ours": times[case.name], PLAIN: times[PLAIN]}, PLAIN, facts)
 
 
-def _measure(rank: int, cases: list[Case], rounds: int) -> tuple[dict[str, int], dict[str, list[float]]]:
+def _measure(rank: int, cases: list[StepCase], rounds: int) -> tuple[dict[str, int], dict[str, list[float]]]:
     counts, contenders = {}, {}
     for case in cases:
         step = step_of(case)
@@ -157,7 +157,7 @@ def calls_of(step: Callable[[], object]) -> int:
     return count
 
 
-def step_of(case: Case) -> Callable[[], object]:
+def step_of(case: StepCase) -> Callable[[], object]:
     """Return a training step on this rank's part of the batch."""
     torch.manual_seed(0)
     model: Any = GPT()

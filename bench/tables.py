@@ -57,6 +57,18 @@ def _linear(rows: list[Row]) -> list[list[str]]:
     ]
 
 
+def _host_calls(rows: list[Row]) -> list[list[str]]:
+    return [["", "Python calls a step", "to the plain model", "tokens a second"]] + [
+        [
+            row["name"],
+            f"{row['calls']:,}",
+            f"{row['calls'] / row['plain_calls']:.1f}x",
+            f"{row['tokens_per_s']:,.0f}",
+        ]
+        for row in rows
+    ]
+
+
 def _collectives(rows: list[Row]) -> list[list[str]]:
     found = [["size", "in place", "ordinary", "gloo", "in place / ordinary to gloo", "limit", "of limit"]]
     for row in rows:
@@ -279,6 +291,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "sharded_optimizer": (f"{_CPU}/sharded_optimizer", _sharded_optimizer),
     "beside mpi": ("intel-xeon-2-cores/collectives_beside_mpi", _beside_mpi),
     "invariance": ("intel-xeon-2-cores/invariance", _invariance),
+    "host_calls": (f"{_CPU}/host_calls", _host_calls),
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
     "static figures": ("static_figures", _static_figures),

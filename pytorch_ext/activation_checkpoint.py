@@ -4,7 +4,7 @@ torch.utils.checkpoint without reentrance does the work. It restores the random 
 elements. Backward reaches the blocks in the same order on every rank, so their collectives match.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.arguments import check_choice
 from weft.context_parallel.shared_sequence import SharedSequence
+from weft.forward import ForwardChain, chains_in
 from weft.layer_lists import lists_in, opened_in, refuse_caches
 
 KINDS = ("none", "full", "selective")
@@ -54,38 +55,32 @@ def recomputed_in(model: nn.Module, kind: str) -> dict[str, nn.Module]:
 def recompute(modules: Mapping[str, nn.Module]) -> None:
     """Recompute the forwards of these modules in backward. A module with several names is wrapped once."""
     for module in modules.values():
-        if not isinstance(module.forward, Recomputed):
-            module.forward = Recomputed(module)  # type: ignore[method-assign]
+        ForwardChain.of(module).add("recompute", recomputed)
 
 
 def recomputes(model: nn.Module) -> bool:
-    return any(isinstance(module.forward, Recomputed) for module in model.modules())
+    return any("recompute" in chain.steps for _, chain in chains_in(model))
 
 
-class Recomputed:
-    """A module's forward that keeps no activations and runs again in backward."""
+def recomputed(forward: Callable, module: nn.Module, *args, **kwargs):
+    """Run a forward that keeps no activations and runs again in backward."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    refuse_caches(module, args, kwargs, "to which recomputation would add a second time")
+    leaves, structure = tree_flatten((args, kwargs))
+    apart = [x.apart() if isinstance(x, SharedSequence) else ((x,), _itself) for x in leaves]
+    makers = [(len(parts), together) for parts, together in apart]
+    runs = count()
 
-    def __init__(self, module: nn.Module):
-        self.module, self.forward = module, module.forward
+    def again(*values):
+        coming = iter(values)
+        given = [together(*islice(coming, size)) for size, together in makers]
+        args, kwargs = tree_unflatten(given, structure)
+        with _buffers_of_its_own(module) if next(runs) else nullcontext():
+            return forward(*args, **kwargs)
 
-    def __call__(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        refuse_caches(self.module, args, kwargs, "to which recomputation would add a second time")
-        leaves, structure = tree_flatten((args, kwargs))
-        apart = [x.apart() if isinstance(x, SharedSequence) else ((x,), _itself) for x in leaves]
-        makers = [(len(parts), together) for parts, together in apart]
-        runs = count()
-
-        def again(*values):
-            coming = iter(values)
-            given = [together(*islice(coming, size)) for size, together in makers]
-            args, kwargs = tree_unflatten(given, structure)
-            with _buffers_of_its_own(self.module) if next(runs) else nullcontext():
-                return self.forward(*args, **kwargs)
-
-        # Plain tensors are kept, because any saved-tensor hook takes them.
-        return checkpoint(again, *(x for parts, _ in apart for x in parts), use_reentrant=False)
+    # Plain tensors are kept, because any saved-tensor hook takes them.
+    return checkpoint(again, *(x for parts, _ in apart for x in parts), use_reentrant=False)
 
 
 def _itself(x):

@@ -22,6 +22,7 @@ from weft.data_parallel.batch_units import check_units
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.explanation.summary import log_summary
+from weft.forward import ForwardChain
 from weft.mesh import expert_mesh, ranks_of_experts
 from weft.metadata import set_metadata
 from weft.nn import sum_gradients
@@ -34,8 +35,8 @@ from weft.sharding.shard import shard_of
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
-from weft.tensor_parallel.invariant_plan import check_same_layers, in_units, same_bits
-from weft.tensor_parallel.local_sizes import Forward, is_summed
+from weft.tensor_parallel.invariant_plan import check_same_layers, in_units, with_same_bits
+from weft.tensor_parallel.local_sizes import is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
 from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrappers, without_peft, wrappers_in
@@ -249,7 +250,7 @@ def parallelize(
     if sharing is not None and (sharing.ranks.world_size > 1 or sharing.units is not None):
         share(model, sharing, tokenwise)
     if invariant is not None:
-        Forward.of(model).around = same_bits
+        ForwardChain.of(model).add("bits", with_same_bits)
         name_modules(model)
     if automatic is not None and automatic.plan and automatic.parts != ("",):
         PartUses(automatic.parts).install(model)

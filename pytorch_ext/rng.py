@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._device import DeviceContext
 
 from weft.comm.communicator import Communicator
+from weft.forward.functions import FunctionMode, Handler
+from weft.forward.running import followed, running
 from weft.metadata import metadata, set_metadata
-from weft.running import followed, running
 
 
 @contextmanager
@@ -81,8 +82,8 @@ def name_modules(model: nn.Module) -> None:
         set_metadata(module, "name", name)
 
 
-class UnitDraws(TorchFunctionMode):
-    """Mode in which functions drop the same elements on any number of ranks, for models with `invariant`.
+class UnitDraws:
+    """Context in which functions drop the same elements on any number of ranks, for models with `invariant`.
 
     The random numbers follow from the seed, the name of the running module, the unit of split features and of positions
     that a function gets, and how often this combination has dropped before. So they do not depend on what ran before,
@@ -90,45 +91,56 @@ class UnitDraws(TorchFunctionMode):
 
     Args:
         seed: None for a number of torch's generator, drawn when the first function drops.
+        handlers: handlers(draws) returns those of further functions.
+        inside: as for FunctionMode.
     """
 
-    def __init__(self, seed: int | None = None):
-        super().__init__()
+    def __init__(
+        self,
+        seed: int | None = None,
+        handlers: "Callable[[UnitDraws], dict[Callable, Handler]] | None" = None,
+        inside: type[torch.Tensor] | None = None,
+    ):
+        self._handlers, self._inside = handlers, inside
+        more = {} if handlers is None else handlers(self)
+        self.mode = FunctionMode({**dict.fromkeys(_DROPS, self.drop), **more}, inside=inside, owner=self)
         self._seeds = [] if seed is None else [seed]
         self._before: Counter[tuple] = Counter()
-        self._drew_seed = False  # at the first drop, in the run that this mode repeats
+        self._drew_seed = False  # at the first drop, in the run that this one repeats
         self._checkpoints = ExitStack()
 
     def copy(self) -> "UnitDraws":
-        """Return a mode that drops from here on what this one drops."""
-        other = type(self)()
+        """Return a context that drops from here on what this one drops."""
+        other = UnitDraws(None, self._handlers, self._inside)
         other._seeds, other._before = self._seeds, self._before.copy()
         other._drew_seed = self._drew_seed or not self._seeds
         return other
 
     @contextmanager
     def in_its_place(self) -> Iterator[None]:
-        """Enter this mode; it goes on as the innermost one and stands in its place, if that is a UnitDraws."""
+        """Enter this context; it goes on as the innermost one and stands in its place, if that is a UnitDraws."""
         modes = _get_current_function_mode_stack()
-        if not modes or not isinstance(modes[-1], UnitDraws):
+        before = modes[-1].owner if modes and isinstance(modes[-1], FunctionMode) else None
+        if not isinstance(before, UnitDraws):
             with self:
                 yield
             return
-        self._seeds, self._before = modes[-1]._seeds, modes[-1]._before
+        self._seeds, self._before = before._seeds, before._before
         with _pop_mode_temporarily(), self:
             yield
 
-    def __enter__(self):
+    def __enter__(self) -> "UnitDraws":
         self._checkpoints.enter_context(_checkpoints_drop_alike())
-        return super().__enter__()
+        self.mode.__enter__()
+        return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error) -> None:
         self._checkpoints.close()
-        return super().__exit__(*error)
+        self.mode.__exit__(*error)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = metadata(running(), "name") if func in _DROPS and drops(func, args, kwargs) else None
+    def drop(self, func: Callable, args: tuple, kwargs: dict):
+        """Call a function with the random numbers of its place, if it drops."""
+        name = metadata(running(), "name") if drops(func, args, kwargs) else None
         if name is None:  # code between layers that a stage of a pipeline has copied from a module has no name
             return func(*args, **kwargs)
         with random_numbers_of(self._next_seed(name), device_of(args, kwargs)):
@@ -204,7 +216,8 @@ class _Resumed:
 
 
 def _copy_of(mode: TorchFunctionMode) -> TorchFunctionMode:
-    return mode.copy() if isinstance(mode, UnitDraws) else mode
+    owner = mode.owner if isinstance(mode, FunctionMode) else None
+    return owner.copy().mode if isinstance(owner, UnitDraws) else mode
 
 
 def rng_states(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up: a part imports those of lines above its own, and itself. Imports inside of functions count.
 LAYERS = [
     {"weft._C", "weft.kernels", "weft.planner"},
-    {"weft.build", "weft.arguments", "weft.metadata", "weft.running", "weft.comm"},
+    {"weft.build", "weft.arguments", "weft.metadata", "weft.forward", "weft.comm"},
     {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists"},
     {"weft.ops"},
     {"weft.nn", "weft.tuning"},

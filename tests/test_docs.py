@@ -160,6 +160,7 @@ fsdp_module = fully_shard(model)
     ("first_hour.md", 0): (2, "", {}),
     ("first_hour.md", 1): (2, "", {}),
     ("first_hour.md", 2): (2, "first_hour.md", {}),
+    ("forward.md", 0): (4, LLAMA, {}),
     ("invariance.md", 0): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
     ("invariance.md", 1): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
     ("invariance.md", 2): (

@@ -12,7 +12,7 @@ from torch import nn
 
 import weft
 from weft import clip_grad
-from weft.activation_checkpoint import Recomputed
+from weft.activation_checkpoint import recomputes
 from weft.context_parallel import function_rules
 from weft.metadata import metadata
 from weft.pipeline import pipeline
@@ -372,7 +372,7 @@ def refuse(rank):
         with pytest.raises(ValueError, match=message):
             weft.parallelize(model, on["pp", "cp"] if on is mesh else on, **options)
         assert [type(module) for module in model.modules()] == before, "the model is as it was"
-        assert not model._forward_hooks and not any(isinstance(m.forward, Recomputed) for m in model.modules())
+        assert not model._forward_hooks and not recomputes(model)
     assert torch.distributed.group.WORLD.engine.group.calls == calls
     with pytest.raises(ValueError, match='the mesh has "cp" of 2, and the model does not share its sequence'):
         weft.Pipeline(linears, weft.init_mesh(cp=2, device_type="cpu"), microbatches=2, loss=F.mse_loss)

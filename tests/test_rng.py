@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from weft.forward.running import followed
 from weft.rng import UnitDraws, drops, name_modules, part_of
-from weft.running import followed
 
 
 class Two(nn.Module):

@@ -20,13 +20,13 @@ from weft.context_parallel.shared_sequence import (
     wholes,
 )
 from weft.context_parallel.units import Unit
+from weft.forward.running import running
 from weft.kernels.attention_rules import Rules
 from weft.ops.attention_chunk import last_algorithm
 from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.context_attention import AttentionCall, choose, context_attention, planned_attention
 from weft.ops.sequence_layout import SequenceLayout
 from weft.ops.unit_attention import unit_attention
-from weft.running import running
 
 _IN_UNITS = "unit by unit, over gathered keys and values"
 

@@ -25,11 +25,11 @@ from weft.context_parallel.shared_sequence import (
     refuse_results_of_custom_functions,
 )
 from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
-from weft.forward.chain import Chain
+from weft.forward.chain import ForwardChain
+from weft.forward.running import followed
 from weft.nn import LoRA, ParallelLinear
 from weft.nn.sharded import ShardHolder
 from weft.ops.sequence_layout import SequenceLayout
-from weft.running import followed
 
 
 def share_between_layers(model: nn.Module, ranks: Communicator, strict: bool = False) -> None:
@@ -43,9 +43,9 @@ def share_between_layers(model: nn.Module, ranks: Communicator, strict: bool = F
     sharing = Sharing(ranks, layout="contiguous", strict=strict)
     for module in model.modules():
         if isinstance(module, ParallelLinear):
-            Chain.of(module).add("sequence", _LinearAtRegion(sharing))
+            ForwardChain.of(module).add("sequence", _LinearAtRegion(sharing))
         elif isinstance(module, ShardHolder):
-            Chain.of(module).add("sequence", of_whole)
+            ForwardChain.of(module).add("sequence", of_whole)
     leave_out_of_graphs(model)
     edge = _ModelEdge(sharing)
     model.register_forward_pre_hook(edge, with_kwargs=True, prepend=True)

@@ -12,10 +12,9 @@ has a hook inside, or changes an attribute of its own from call to call.
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,19 +38,19 @@ _READS = {
 }
 
 
-class _State(threading.local):
+class _ThreadState(threading.local):
     """The forward under way in this thread.
 
     Attributes:
         recorder: learns from it.
-        left_alone: modules that get parts as plain tensors, each with the dimension of the sequence in its outputs.
+        kind: the kind of call that it is, if that was learnt.
     """
 
-    recorder: "Recorder | None" = None
-    left_alone: "Mapping[nn.Module, tuple[int, ...]]" = MappingProxyType({})
+    recorder: "ForwardRecord | None" = None
+    kind: "Kind | None" = None
 
 
-state = _State()
+state = _ThreadState()
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Kind:
     Attributes:
         call: the ranks' agreement on the sequence (`region.SharedCall`).
         draws: the forward drew random numbers.
-        left_alone: as in `_State`.
+        left_alone: modules that get parts as plain tensors, each with the dimension of the sequence in its outputs.
         places: (a module's parameters, name, index in `parameters`) of all that the edge gives out.
         parameters: these, each once.
     """
@@ -79,7 +78,7 @@ class Kind:
         given: list[torch.Tensor] = []
         for bucket in _buckets(self.parameters):
             given += _GivenOut.apply(ranks, *bucket) if torch.is_grad_enabled() else bucket
-        before, state.left_alone = state.left_alone, self.left_alone
+        before, state.kind = state.kind, self
         for parameter, made in zip(self.parameters, given, strict=True):
             if ATTRIBUTE in vars(parameter):  # its place, and the ranks that its gradient is summed over already
                 vars(made)[ATTRIBUTE] = vars(parameter)[ATTRIBUTE]
@@ -88,9 +87,22 @@ class Kind:
         try:
             yield
         finally:
-            state.left_alone = before
+            state.kind = before
             for members, name, index in self.places:
                 members[name] = self.parameters[index]
+
+    @contextmanager
+    def parameters_themselves(self, module: nn.Module) -> Iterator[None]:
+        """Run a module on whole tensors: its parameters' gradients are then the same on every rank, and not summed."""
+        own = {id(part._parameters) for part in module.modules()}
+        given = [(members, name, members[name], index) for members, name, index in self.places if id(members) in own]
+        for members, name, _, index in given:
+            members[name] = self.parameters[index]
+        try:
+            yield
+        finally:
+            for members, name, made, _ in given:
+                members[name] = made
 
 
 class _GivenOut(RankFunction):
@@ -165,7 +177,7 @@ class Kinds:
         return [members.get(name) for _, members, name in self._places]
 
     def key(self, args: tuple, kwargs: dict) -> tuple | None:
-        """Return the kind of a call; None if it has arguments whose kind cannot be told."""
+        """Return the kind of a call; None if it has arguments of unknown kinds."""
         kinds: list = [tuple(kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Tensor):
@@ -207,7 +219,7 @@ class Kinds:
         self._values = self._read()
         self._known.clear()
 
-    def add(self, key: tuple, kind: Kind, recorder: "Recorder") -> None:
+    def add(self, key: tuple, kind: Kind, recorder: "ForwardRecord") -> None:
         """Keep what a recorder has learnt. A collective call."""
         self._forget_changes()
         self._record()
@@ -266,7 +278,7 @@ class _Frame:
     cut: Any = None
 
 
-class Recorder:
+class ForwardRecord:
     """Record of one forward.
 
     Attributes:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from weft.forward.running import running
 from weft.metadata import metadata, set_metadata
-from weft.running import running
 
 
 def note(kind: str, text: str) -> None:

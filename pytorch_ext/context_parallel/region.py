@@ -15,7 +15,7 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
 from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
-from weft.context_parallel.learning import Kind, Kinds, Recorder, state
+from weft.context_parallel.learning import ForwardRecord, Kind, Kinds, state
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
@@ -33,7 +33,8 @@ from weft.context_parallel.shared_sequence import (
     without_guards,
 )
 from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
-from weft.forward.chain import Chain, step_of
+from weft.forward.chain import ForwardChain, step_of
+from weft.forward.running import followed
 from weft.metadata import metadata, set_metadata
 from weft.nn import Branches, ParallelConv, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.expert_form import form_of
@@ -41,7 +42,6 @@ from weft.nn.sharded import ShardedModule
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 from weft.rng import random_numbers_of
-from weft.running import followed
 from weft.sharding.quantized import is_quantized, numbers_in
 from weft.sharding.shard import split_over
 
@@ -98,11 +98,11 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
             for name in ("_linear", "_over_heads"):
                 setattr(module, name, _OfPart(getattr(module, name)))
         elif isinstance(module, Branches | ParallelConv):
-            Chain.of(module).add("sequence", of_whole)
+            ForwardChain.of(module).add("sequence", of_whole)
         elif isinstance(module, ShardedModule) or any(module is other for other in named):
-            Chain.of(module).add("sequence", of_positions)
+            ForwardChain.of(module).add("sequence", of_positions)
         elif not isinstance(form_of(module), str):
-            Chain.of(module).add("sequence", of_tokens)
+            ForwardChain.of(module).add("sequence", of_tokens)
     use_context_attention(model)
     leave_out_of_graphs(model)
     entry = _RegionEntry(sharing)
@@ -140,7 +140,7 @@ class _SharedForward:
     frame: ExitStack
     within: bool
     learnt: tuple[tuple, Kind] | None = None
-    recorder: Recorder | None = None
+    recorder: ForwardRecord | None = None
 
 
 class _RegionEntry:
@@ -174,7 +174,7 @@ class _RegionEntry:
         if any(part.training for part in module.modules()):
             forward.frame.enter_context(random_numbers_of(call.seed, call.device))
         if key is not None and self.sharing.units is None:
-            forward.learnt, forward.recorder = (key, Kind(call)), Recorder(module, _is_shared)
+            forward.learnt, forward.recorder = (key, Kind(call)), ForwardRecord(module, _is_shared)
             forward.frame.enter_context(_noting_draws(forward.learnt[1]))
             forward.frame.enter_context(forward.recorder.recording())
         return call.enter((args, kwargs))
@@ -209,7 +209,7 @@ class _RegionEntry:
             self.kinds.add(*forward.learnt, forward.recorder)
             for part in forward.learnt[1].left_alone:
                 if step_of(part, "sequence") is None:
-                    Chain.of(part).add("sequence", alone_in_known_calls)
+                    ForwardChain.of(part).add("sequence", alone_in_known_calls)
         return leave(output, self.sharing)
 
 
@@ -377,15 +377,13 @@ _WITHOUT_DRAWS = ParallelLinear.forward, ParallelEmbedding.forward
 
 def alone_in_known_calls(forward: Callable, module: nn.Module, *args, **kwargs):
     """Run a forward with this rank's part in calls of a kind that was learnt; see learning.py."""
-    axes = state.left_alone.get(module)
-    out = NotImplemented if axes is None else left_alone(forward, axes, args, kwargs)
+    out = left_alone(forward, module, args, kwargs)
     return forward(*args, **kwargs) if out is NotImplemented else out
 
 
 def of_positions(forward: Callable, module: nn.Module, *args, **kwargs):
     """Run a forward that treats every position alone with this rank's part."""
-    axes = state.left_alone.get(module)
-    out = NotImplemented if axes is None else left_alone(forward, axes, args, kwargs)
+    out = left_alone(forward, module, args, kwargs)
     if out is not NotImplemented:
         return out
     shared = shared_in((args, kwargs))

@@ -336,13 +336,16 @@ def rule_for_all_units(*functions: Callable):
     return register
 
 
-def left_alone(forward: Callable, axes: tuple[int, ...], args: tuple, kwargs: dict):
-    """Return forward's result with this rank's part in place of each shared sequence; NotImplemented if they differ.
+def left_alone(forward: Callable, module: torch.nn.Module, args: tuple, kwargs: dict):
+    """Return forward's result with this rank's part in place of each shared sequence, in a call that was learnt.
 
-    Args:
-        axes: the dimension of the sequence in each output.
+    Returns:
+        NotImplemented if the call was not learnt, if the module is not left alone in it, or if the sequences differ.
     """
-    lead = None
+    kind, lead = state.kind, None
+    axes = None if kind is None else kind.left_alone.get(module)
+    if kind is None or axes is None:
+        return NotImplemented
     for x in (*args, *kwargs.values()):
         if type(x) is SharedSequence:
             lead = x if lead is None else lead
@@ -350,8 +353,9 @@ def left_alone(forward: Callable, axes: tuple[int, ...], args: tuple, kwargs: di
                 return NotImplemented
         elif type(x) in (tuple, list, dict) and shared_in(x):
             return NotImplemented
-    if lead is None:
-        return forward(*args, **kwargs)
+    if lead is None:  # a branch that was not taken in the first call
+        with kind.parameters_themselves(module):
+            return forward(*args, **kwargs)
     args = tuple([x.local if type(x) is SharedSequence else x for x in args])
     out = forward(*args, **{name: x.local if type(x) is SharedSequence else x for name, x in kwargs.items()})
     if type(out) is tuple:

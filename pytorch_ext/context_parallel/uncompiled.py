@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, which would import Dynamo here: two seconds
 
+from weft.forward import ForwardChain
+
 
 def outside_of_graphs(function: Callable) -> Callable:
     """Return a function that torch.compile leaves out of its graphs, with all that it calls."""
@@ -23,21 +25,16 @@ def outside_of_graphs(function: Callable) -> Callable:
 
 def leave_out_of_graphs(model: nn.Module) -> None:
     """Let torch.compile have no effect on the model's forward and inside of it."""
-    model.forward = _Uncompiled(model)  # type: ignore[method-assign]
+    ForwardChain.of(model).add("uncompiled", _uncompiled)
 
 
-class _Uncompiled:
-    """Forward of a model; a compiled function inside it runs as it is written."""
-
-    def __init__(self, module: nn.Module):
-        self.__wrapped__ = module.forward  # whose signature others read: a Trainer, generate
-
-    @outside_of_graphs
-    def __call__(self, *args, **kwargs):
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled yet
-            return self.__wrapped__(*args, **kwargs)
-        with torch.compiler.set_stance("force_eager"):
-            return self.__wrapped__(*args, **kwargs)
+@outside_of_graphs
+def _uncompiled(forward: Callable, module: nn.Module, *args, **kwargs):
+    """Run a model's forward; a compiled function inside it runs as it is written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet
+        return forward(*args, **kwargs)
+    with torch.compiler.set_stance("force_eager"):
+        return forward(*args, **kwargs)
 
 
 def uncompile(model: nn.Module) -> None:

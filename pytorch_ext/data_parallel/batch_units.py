@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.comm.communicator import Communicator
 from weft.data_parallel.grad_norm import gradient_of, norm_of
+from weft.forward.running import followed
 from weft.metadata import metadata
 from weft.ops import kernel_choice
 from weft.ops.backward import first_order
 from weft.ops.invariant import Tree, Units, in_own_memory, sum_over_nodes
 from weft.rng import UnitDraws, name_modules, random_numbers_of
-from weft.running import followed
 from weft.sharding.shard import shard_of
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)

@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from weft.data_parallel.module_state import OfWrapper
 from weft.data_parallel.sharded_optimizer import Shards
+from weft.forward import FunctionMode
 from weft.sharding.owners import owners_of
 
 _COMPILED = (
@@ -69,19 +69,12 @@ class FirstUse:
     def _watch(self) -> Iterator[None]:
         self._watches = True
         try:
-            with _FirstUses(self._shards):
+            with FunctionMode(every=self._before_function):
                 yield
         finally:
             self._watches = False
 
-
-class _FirstUses(TorchFunctionMode):
-    def __init__(self, shards: Shards):
-        super().__init__()
-        self._shards = shards
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def _before_function(self, function, args: tuple, kwargs: dict):
         if self._shards.under_way:
             self._shards.wait(tree_leaves((args, kwargs)))
         return function(*args, **kwargs)

@@ -20,6 +20,7 @@ from weft.explanation.reports import (
     Traffic,
 )
 from weft.explanation.summary import share_held
+from weft.forward import ORDER, steps_of
 from weft.metadata import metadata
 from weft.nn import ParallelEmbedding, ParallelExpertList, ParallelExperts, ParallelLinear
 from weft.nn.sharded import ShardHolder
@@ -28,7 +29,7 @@ from weft.ops.overlap import products
 from weft.tensor_parallel.auto.trace import tensors_in
 
 
-def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -> Explanation:
+def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None, calls: bool = False) -> Explanation:
     """Explain how each parallel layer of a model runs.
 
     For each product of a layer the result names the algorithm, the data that the layer sends, and the reason why no
@@ -42,6 +43,7 @@ def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -
         batch: arguments of a call of the model, to count their tokens: a tensor, or a tuple, list or dict of them.
         tokens: instead of a batch, the number of tokens that all ranks of a layer's group work on together, 4096 by
             default. The faster path and the traffic depend on it.
+        calls: also list what stands around each module's forward, from the outermost to the innermost.
 
     Raises:
         ValueError: tokens is not a whole number of at least 1.
@@ -67,7 +69,12 @@ def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None) -
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"explain: tokens={tokens!r} must be a whole number of at least 1")
     return Explanation(
-        tokens, tuple(_of_layers(model, tokens)), _of_sequences(model), _whole(model), tuple(_ranks(model))
+        tokens,
+        tuple(_of_layers(model, tokens)),
+        _of_sequences(model),
+        _whole(model),
+        tuple(_ranks(model)),
+        calls=_calls(model) if calls else {},
     )
 
 
@@ -95,6 +102,19 @@ def _ranks(model: nn.Module) -> Iterator[str]:
             yield f"{name}: {size} ranks, {_DOES[name]}"
     if any(size > 1 for size in sizes.values()):
         yield f"this rank holds {share_held(model)}"
+
+
+def _calls(model: nn.Module) -> dict[str, str]:
+    """Return what stands around the forward of each module: weft's hooks, then the steps of its chain."""
+    found = {}
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        owners = [type(getattr(hook, "__self__", hook)) for hook in hooks]
+        names = [kind.__name__.lstrip("_") for kind in dict.fromkeys(owners) if kind.__module__.startswith("weft.")]
+        parts = [f"hook {kind}" for kind in names] + [f"{step}: {ORDER[step]}" for step in steps_of(module)]
+        if parts:
+            found[name] = "; ".join(parts)
+    return found
 
 
 def _of_layers(model: nn.Module, tokens: int) -> Iterator[LayerReport]:

@@ -178,6 +178,7 @@ class Explanation:
         whole: name -> reason, for each module that an automatic plan left whole on every rank.
         ranks: lines about each dimension of the mesh, and about this rank's share.
         planned: name -> entry of the automatic plan, for a model that is not split yet.
+        calls: name -> hooks and steps around a module's forward; {} unless they were asked for.
     """
 
     tokens: int | None
@@ -186,11 +187,13 @@ class Explanation:
     whole: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[str, ...] = ()
     planned: Mapping[str, str] = field(default_factory=dict)
+    calls: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         whole = [f"{name}: whole on every rank: {why}" for name, why in self.whole.items()]
         planned = [f"{name}: {entry}" for name, entry in self.planned.items()]
-        found = [*self.ranks, *planned, *map(str, self.layers), *map(str, self.sequence), *whole]
+        calls = [f"{name or 'the model'} is called through {text}" for name, text in self.calls.items()]
+        found = [*self.ranks, *planned, *map(str, self.layers), *map(str, self.sequence), *whole, *calls]
         heading = [] if self.tokens is None else [f"at {self.tokens} tokens:"]
         return "\n".join([*heading, *(found or [NOTHING])])
 
@@ -205,7 +208,7 @@ class Explanation:
         }
 
     def _of_mesh(self) -> dict:
-        return {"ranks": list(self.ranks), "planned": dict(self.planned)}
+        return {"ranks": list(self.ranks), "planned": dict(self.planned), "calls": dict(self.calls)}
 
     def json(self, indent: int | None = 2) -> str:
         """Return `as_dict()` as JSON."""
@@ -246,6 +249,8 @@ def _tables(found: Explanation) -> Group:
         parts.append(_of_sequences(found))
     if found.whole:
         parts.append(_of_names(found.whole, "whole on every rank", "why"))
+    if found.calls:
+        parts.append(_of_names(found.calls, "module", "called through"))
     return Group(*parts)
 
 

@@ -1,5 +1,7 @@
-"""The way into a module's forward and into the functions that it calls."""
+"""The way into a module's forward, and into the functions that it calls (docs/forward.md)."""
 
-from weft.forward.functions import FunctionMode
+from weft.forward.chain import ORDER, ForwardChain, chains_in, step_of, steps_of
+from weft.forward.functions import FunctionMode, Handler
+from weft.forward.members import Members
 
-__all__ = ["FunctionMode"]
+__all__ = ["ORDER", "ForwardChain", "FunctionMode", "Handler", "Members", "chains_in", "step_of", "steps_of"]

@@ -13,29 +13,37 @@ from typing import Any
 from torch import nn
 
 ORDER = {
+    "trace": "records the module for a plan",
+    "generate": "sends calls of a model's generate through its stages",
+    "stage": "runs a layer on the stage or rank that has it",
+    "bits": "gives functions the same bits on any number of ranks (invariant)",
+    "uncompiled": "leaves the module out of torch.compile's graphs",
     "sequence": "gets parts of a sequence that ranks share, and returns parts",
+    "recompute": "keeps no activations and runs again in backward",
+    "numbers": "sees this rank's widths, and drops this rank's parts",
 }
 Step = Callable[..., Any]  # step(forward, module, *args, **kwargs) -> the module's result; forward is the rest
 
 
-class Chain:
+class ForwardChain:
     """The forward of one module. It is copied with the module."""
 
     def __init__(self, module: nn.Module):
         own = vars(module).get("forward")
         self.module, self.own = module, own
         self.steps: dict[str, Step] = {}
-        self._kind, self._composed = type(module), None
+        self._kind: type[nn.Module] = type(module)
+        self._composed: Callable | None = None
         self.__signature__ = inspect.signature(module.forward)
 
     @classmethod
-    def of(cls, module: nn.Module) -> "Chain":
+    def of(cls, module: nn.Module) -> "ForwardChain":
         """Return the module's chain; begin one if there is none."""
         found = vars(module).get("forward")
-        if isinstance(found, Chain) and found.module is module:
+        if isinstance(found, ForwardChain) and found.module is module:
             return found
         made = cls(module)
-        if isinstance(found, Chain):  # of a module that this one is a shallow copy of
+        if isinstance(found, ForwardChain):  # of a module that this one is a shallow copy of
             made.steps, made.own = dict(found.steps), found.own
             if isinstance(found.own, MethodType) and found.own.__self__ is found.module:
                 made.own = MethodType(found.own.__func__, module)
@@ -80,12 +88,18 @@ class Chain:
 def step_of(module: nn.Module, name: str) -> Step | None:
     """Return a step of a module's forward by its name; None if there is none."""
     found = vars(module).get("forward")
-    return found.steps.get(name) if isinstance(found, Chain) else None
+    return found.steps.get(name) if isinstance(found, ForwardChain) else None
 
 
-def chains_in(model: nn.Module) -> Iterator[tuple[str, Chain]]:
+def steps_of(module: nn.Module) -> list[str]:
+    """Return the names of the steps in a module's forward, from the outermost to the innermost."""
+    found = vars(module).get("forward")
+    return [name for name in ORDER if name in found.steps] if isinstance(found, ForwardChain) else []
+
+
+def chains_in(model: nn.Module) -> Iterator[tuple[str, ForwardChain]]:
     """Yield (module name, chain) for each module of a model with steps in its forward."""
     for name, module in model.named_modules():
         found = vars(module).get("forward")
-        if isinstance(found, Chain):
+        if isinstance(found, ForwardChain):
             yield name, found

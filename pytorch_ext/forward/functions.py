@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]  # (function, args, kwargs) -> its result
@@ -14,12 +15,24 @@ class FunctionMode(TorchFunctionMode):
     Args:
         table: function to its handler.
         every: handler of all other functions; None leaves them as they are.
+        inside: a tensor class with rules of its own; the mode also gets the functions that these rules call.
+        owner: the object that the mode works for.
     """
 
-    def __init__(self, table: Mapping[Callable, Handler] = {}, every: Handler | None = None):
+    def __init__(
+        self,
+        table: Mapping[Callable, Handler] | None = None,
+        every: Handler | None = None,
+        inside: type[torch.Tensor] | None = None,
+        owner: object = None,
+    ):
         super().__init__()
-        self.table, self.every = table, every
+        self.table, self.every, self.inside, self.owner = table or {}, every, inside, owner
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.inside is not None and self.inside in types and torch._C._is_torch_function_enabled():
+            with self:
+                return self.inside.__torch_function__(func, types, args, kwargs)
         handler = self.table.get(func, self.every)
-        return func(*args, **(kwargs or {})) if handler is None else handler(func, args, kwargs or {})
+        return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)

@@ -8,6 +8,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.utils.parametrize import is_parametrized
 
+import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer once there are split parameters
 from weft.metadata import ATTRIBUTE
 from weft.ops.sharded_param import held
 from weft.sharding.part_of_state import PartOfState, part_of_state

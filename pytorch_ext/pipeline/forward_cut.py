@@ -13,26 +13,25 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from weft._C import CommError
 from weft.comm.communicator import Communicator
 from weft.context_parallel.hugging_face import models_of_transformers
 from weft.context_parallel.shared_sequence import NATIVE
+from weft.forward import ForwardChain, FunctionMode, step_of
+from weft.forward.running import followed
 from weft.layer_lists import layers_of, opened_in, refuse_caches, tensors_outside
 from weft.pipeline.absent import Absent, AbsentValueError, absent_in, like
 from weft.pipeline.balance import LayerCost, measured, undisturbed
 from weft.pipeline.layer_graph import numbers_in
 from weft.pipeline.stage_boundary import cross
 from weft.rng import UnitDraws, random_numbers_of
-from weft.running import followed
 
 Root = tuple[int, int]  # a result of a layer: the number of the call, and of the tensor in its result
 Call = tuple[tuple, dict]  # arguments of the model
@@ -101,13 +100,15 @@ class _StageEnd(BaseException):
 
 
 class CutLayer:
-    """Forward of a layer of a model that is cut."""
+    """Step of the forward of a layer of a model that is cut."""
+
+    forward: Callable  # the rest of the layer's own
 
     def __init__(self, name: str, layer: nn.Module, cut: "ForwardCut"):
-        self.name, self.layer, self.forward, self.cut = name, layer, layer.forward, cut
+        self.name, self.layer, self.cut = name, layer, cut
 
-    def __call__(self, *args, **kwargs):
-        run = self.cut.run
+    def __call__(self, forward: Callable, layer: nn.Module, *args, **kwargs):
+        self.forward, run = forward, self.cut.run
         if run is None:  # recomputation in backward, which draws the numbers of the forward again
             return self.seeded(args, kwargs)
         if run.inside is not None:
@@ -139,16 +140,13 @@ class ForwardCut:
         self.run: StageForward | CallRecording | None = None
         for name, layer in layers_of(model).items():
             if any(True for _ in layer.parameters()) or any(map(_has_means, layer.modules())):
-                layer.forward = CutLayer(name, layer, self)  # type: ignore[method-assign]
+                ForwardChain.of(layer).add("stage", CutLayer(name, layer, self))
 
     def undo(self) -> None:
         """Give the layers back their own forward."""
         for layer in layers_of(self.model).values():
-            if isinstance(cut := vars(layer).get("forward"), CutLayer):
-                if cut.forward == MethodType(type(layer).forward, layer):
-                    del layer.forward
-                else:
-                    layer.forward = cut.forward  # type: ignore[method-assign]
+            if isinstance(step_of(layer, "stage"), CutLayer):
+                ForwardChain.of(layer).remove("stage")
 
     @property
     def total(self) -> int:
@@ -477,26 +475,30 @@ class CallRecording:
             self.inside = None
 
 
-class _Uses(TorchFunctionMode):
-    """Mode that notes the first use of a parameter or buffer by the code outside of layers."""
+class _Uses:
+    """Handler of functions that notes the first use of a parameter or buffer by the code outside of layers."""
 
     def __init__(self, run: CallRecording, model: nn.Module):
-        super().__init__()
         self.run, self.held = run, {id(x) for x in [*model.parameters(), *model.buffers()]}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __call__(self, func, args: tuple, kwargs: dict):
         if self.run.inside is None and func not in NATIVE:
             for x in tree_leaves((args, kwargs)):
                 if id(x) in self.held:
                     self.run.first_use.setdefault(id(x), len(self.run.names))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def recorded(cut: ForwardCut, inputs: Call, measure: bool = False) -> CallRecording:
     """Run the whole model once, without gradients and without a trace, and note the order of its layers."""
     run, opened = CallRecording(measure), opened_in(cut.model)
     before = numbers_in(cut.model, opened)
-    with undisturbed(cut.model), torch.no_grad(), _absent_for_meta(cut.model), _Uses(run, cut.model):
+    with (
+        undisturbed(cut.model),
+        torch.no_grad(),
+        _absent_for_meta(cut.model),
+        FunctionMode(every=_Uses(run, cut.model)),
+    ):
         cut.forward(run, inputs)
     for name, value in numbers_in(cut.model, opened).items():
         if value != before.get(name, value):

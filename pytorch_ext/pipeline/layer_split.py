@@ -5,7 +5,6 @@ no loss and no change to the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_map
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import share_in_stages, sharing_in
+from weft.forward import ForwardChain
 from weft.layer_lists import layers_of, tensors_outside
 from weft.pipeline.layer_graph import Chain, UncuttableError, chain_of
 from weft.pipeline.layer_split_broadcast import Relay
@@ -132,10 +132,9 @@ class _Uncopied:
 
 def _generate(split: LayerSplit, model: nn.Module, inputs: Sequence, options: Mapping) -> Any:
     """Run the model's `generate` with calls of the split for its own calls."""
-    own, runs = model.forward, False
+    runs = False
 
-    @wraps(own)  # `generate` reads its arguments
-    def forward(*inputs, **named):
+    def through_stages(own: Callable, model: nn.Module, *inputs, **named):
         nonlocal runs
         if runs:  # by the split
             return own(*inputs, **named)
@@ -146,15 +145,12 @@ def _generate(split: LayerSplit, model: nn.Module, inputs: Sequence, options: Ma
         finally:
             runs = False
 
-    before = vars(model).get("forward")
-    model.forward = forward  # type: ignore[method-assign]
+    chain = ForwardChain.of(model)
+    chain.add("generate", through_stages)
     try:
         return model.generate(*inputs, **options)  # type: ignore[operator]
     finally:
-        if before is None:
-            del model.forward
-        else:
-            model.forward = before  # type: ignore[method-assign]
+        chain.remove("generate")
 
 
 def _over_devices(model: nn.Module, devices: list[torch.device]) -> None:

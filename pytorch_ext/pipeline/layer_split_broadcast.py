@@ -10,14 +10,13 @@ layer takes it.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft._C import CommError
@@ -32,6 +31,7 @@ from weft.context_parallel.shared_sequence import (
     refuse_results_of_custom_functions,
     shared_in,
 )
+from weft.forward import ForwardChain, FunctionMode
 from weft.layer_lists import refuse_caches
 from weft.pipeline.stage import Mark
 from weft.pipeline.stage_boundary import differentiable
@@ -57,7 +57,7 @@ class Relay:
         """
         for name, owner in owners.items():
             layer = self.layers[name] = model.get_submodule(name)
-            layer.forward = Relayed(layer, owner, self)  # type: ignore[method-assign]
+            ForwardChain.of(layer).add("stage", Relayed(owner, self))
             if owner != self.ranks.rank:
                 layer.to("meta")
 
@@ -76,15 +76,14 @@ class Relay:
         self.token = torch.zeros((), requires_grad=True)
         where = self.ranks.device_of_numbers(self.device)
         seed = self.ranks.broadcast_(torch.randint(2**62, (1,)).to(where), 0)
-        with random_numbers_of(int(seed), self.device), _Outside(self):
+        with random_numbers_of(int(seed), self.device), FunctionMode(every=_Outside(self)):
             return model(*inputs, **named)
 
 
-class _Outside(TorchFunctionMode):
-    """Mode that refuses computation with a layer's parameter outside of the layer: one rank alone has it."""
+class _Outside:
+    """Handler of functions that refuses a layer's parameter outside of the layer: one rank alone has it."""
 
     def __init__(self, relay: Relay):
-        super().__init__()
         self.relay = relay
         self.owned = {
             id(parameter): f"{name}.{own}"
@@ -92,8 +91,7 @@ class _Outside(TorchFunctionMode):
             for own, parameter in layer.named_parameters()
         }
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def __call__(self, func, args: tuple, kwargs: dict):
         if not self.relay.inside and func not in NATIVE:
             for x in leaves_of((args, kwargs)):
                 if id(x) in self.owned:
@@ -114,13 +112,13 @@ class _OutputKind:
 
 
 class Relayed:
-    """Forward of a layer that is on one rank."""
+    """Step of the forward of a layer that is on one rank."""
 
-    def __init__(self, layer: nn.Module, owner: int, relay: Relay):
-        self.layer, self.forward, self.owner, self.relay = layer, layer.forward, owner, relay
+    def __init__(self, owner: int, relay: Relay):
+        self.owner, self.relay = owner, relay
 
-    def __call__(self, *args, **kwargs):
-        refuse_caches(self.layer, args, kwargs, "and every rank would fill the part of its own layers alone")
+    def __call__(self, forward: Callable, layer: nn.Module, *args, **kwargs):
+        refuse_caches(layer, args, kwargs, "and every rank would fill the part of its own layers alone")
         leaves, structure = tree_flatten((args, kwargs))
         refuse_results_of_custom_functions(leaves)
         seed = int(torch.randint(2**62, (1,)))  # on every rank, so that all ranks draw alike
@@ -132,10 +130,10 @@ class Relayed:
         self.relay.inside = True
         try:
             with random_numbers_of(seed, self.relay.device):
-                result = self.forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
             if _versions(given) != before:
                 raise ValueError(
-                    f"LayerSplit: a {type(self.layer).__name__} changes its input in place, which only the rank that "
+                    f"LayerSplit: a {type(layer).__name__} changes its input in place, which only the rank that "
                     "has the layer would see: let it work on a new tensor (inplace=False)"
                 )
             leaves, structure = tree_flatten(result)
@@ -145,7 +143,7 @@ class Relayed:
         except CommError:  # the other ranks have it already, or cannot be reached
             raise
         except Exception as error:
-            failure = None, self._peer_error(error)
+            failure = None, self._peer_error(layer, error)
             dist.broadcast_object_list([failure], group=self.relay.ranks.group, group_src=self.owner)
             raise
         finally:
@@ -153,12 +151,12 @@ class Relayed:
         dist.broadcast_object_list([(kinds, structure)], group=self.relay.ranks.group, group_src=self.owner)
         return self._sent(token, leaves, structure)
 
-    def _peer_error(self, error: Exception) -> Exception:
+    def _peer_error(self, layer: nn.Module, error: Exception) -> Exception:
         """Return the error that the waiting ranks raise, of a type that each of them knows."""
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         if str(error).startswith("LayerSplit: "):
             return kind(str(error))
-        name = type(self.layer).__name__
+        name = type(layer).__name__
         return kind(f"LayerSplit: a {name} raised on rank {self.owner}, which has it: {type(error).__name__}: {error}")
 
     def _sent(self, token: torch.Tensor, leaves: list, structure):

@@ -25,6 +25,7 @@ from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.reducer import Reducer
+from weft.forward import step_of
 from weft.ops.invariant import Units
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
@@ -42,14 +43,14 @@ from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatche
 from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
-from weft.tensor_parallel.local_sizes import Forward
+from weft.tensor_parallel.invariant_plan import same_bits
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, Any]
 
 
 @dataclass
-class _Schedule:
+class _BuiltSchedule:
     """What a step of inputs of certain shapes needs.
 
     Attributes:
@@ -192,7 +193,7 @@ class Pipeline(nn.Module):
         self._loss_type = torch.float64 if fp64 else torch.float32
         self._keep_own_stages(model, cut.stages)
         self._clock = StageClock(self._device)
-        self._schedules: dict[str, _Schedule] = {}  # by the shapes of a batch, the last used one at the end
+        self._schedules: dict[str, _BuiltSchedule] = {}  # by the shapes of a batch, the last used one at the end
         self._reducer: Reducer | None = None  # over "dp", made with the first step
         self._trained: list[bool] = []  # whether each parameter required a gradient then
         if self._units is not None:
@@ -341,9 +342,9 @@ class Pipeline(nn.Module):
         self._parameters_here = list(self.parameters())
         self._held = StageParams(self, [stage.stage for stage in self._stages.values()] if forward is None else [model])
         if forward is None:
-            own = vars(model).get("forward")
+            around = nullcontext if step_of(model, "bits") is None else same_bits
             for stage in self._stages.values():
-                stage.around = own.around if isinstance(own, Forward) else nullcontext
+                stage.around = around
         else:
             leave_out(forward, list(self._stages.values()))
 
@@ -427,7 +428,7 @@ class Pipeline(nn.Module):
         batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
         check_alike(total, batch, self._shared_by, self._device)
 
-    def _gradients_of_units(self, schedule: "_Schedule", units: Units) -> UnitGradients:
+    def _gradients_of_units(self, schedule: "_BuiltSchedule", units: Units) -> UnitGradients:
         """Return where this step's stages leave their gradients."""
         own = {number: stage.submod for number, stage in schedule.running.items()}
         gradients = UnitGradients(units, self._shared_by[1], own, dict(self.named_parameters()), self._ties)
@@ -507,7 +508,7 @@ class Pipeline(nn.Module):
         alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # read on this rank
         return begin("Pipeline", self._sharing, given, alike)
 
-    def _schedule_for(self, given: tuple, begun: tuple) -> "_Schedule":
+    def _schedule_for(self, given: tuple, begun: tuple) -> "_BuiltSchedule":
         """Return the schedule for inputs of these shapes, and let the stages begin a batch.
 
         A new schedule is built for other shapes, and for other dtypes of the values that stages send.
@@ -564,7 +565,7 @@ class Pipeline(nn.Module):
         chain = [ends[0], *sent, ends[1]]
         return {number: (chain[number], chain[number + 1]) for number in self._stages}
 
-    def _built(self, entering: dict[int, tuple], leaving: dict[int, tuple]) -> "_Schedule":
+    def _built(self, entering: dict[int, tuple], leaving: dict[int, tuple]) -> "_BuiltSchedule":
         """Build torch's schedule for stages that take and give tensors of these shapes."""
         running: dict[int, ClockedStage] = {}
         for number, module in self._stages.items():
@@ -587,7 +588,7 @@ class Pipeline(nn.Module):
         )
         arriving = {} if self._forward else {number: stage.arriving for number, stage in self._stages.items()}
         plan = next(iter(self._stages.values())).plan if self._forward else None
-        return _Schedule(of_torch, running, entering, arriving, plan)
+        return _BuiltSchedule(of_torch, running, entering, arriving, plan)
 
     def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
         """Run one micro-batch through all stages, without a schedule.

@@ -19,9 +19,9 @@ from weft.context_parallel.shared_sequence import (
     refuse_results_of_custom_functions,
     without_guards,
 )
+from weft.forward.running import followed
 from weft.pipeline.stage_boundary import received, to_send
 from weft.rng import UnitDraws, random_numbers_of
-from weft.running import followed
 
 _PRIME = 1_000_003  # keeps the seeds of stages and of calls apart
 

@@ -48,6 +48,9 @@ def check_every_optimizer() -> None:
         _hooks.append(register_optimizer_step_pre_hook(check_optimizer))
 
 
+sharded_grad.when_watched.append(check_every_optimizer)
+
+
 def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """Check an optimizer before each of its steps. Without shards the check does nothing.
 

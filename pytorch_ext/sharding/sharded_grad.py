@@ -25,6 +25,7 @@ _WAY_OUT = (
 )
 
 watched = 0  # parameters so far that are watched
+when_watched: list[Callable[[], object]] = []  # called for each of them
 _NONE: dict[str, Any] = {}
 _marked: dict[int, list[torch.Tensor]] = {}  # autograd's number of a backward to the parameters that it has reached
 _OVER_RANKS = (
@@ -48,9 +49,8 @@ def watch_gradient(parameter: torch.Tensor) -> None:
         parameter.register_post_accumulate_grad_hook(mark_gradient)
     parameter.requires_grad_(trains)
     set_metadata(parameter, "watched", True)
-    from weft.sharding.optimizer_check import check_every_optimizer  # it needs shards, which need this module
-
-    check_every_optimizer()
+    for call in when_watched:
+        call()
     global watched
     watched += 1
 

@@ -6,23 +6,23 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from weft.comm.communicator import Communicator
+from weft.forward import ForwardChain, FunctionMode, step_of
+from weft.forward.running import followed, running
 from weft.metadata import metadata, set_metadata
 from weft.nn import ShardedDropout
 from weft.nn.dropout import attend_in_units, drop_in_units
 from weft.ops.invariant import Units
 from weft.rng import device_of, drops
 from weft.rng import own_random_numbers as random_numbers_of
-from weft.running import followed, running
 
 _WIDTH = re.compile(r"(\w+)\.shape\[-1\]")
 SIZES = (torch.Tensor.size, torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def with_numbers(
     own: Any = vars(module).get("forward")
     if getattr(own, "__self__", None) is module:
         vars(twin)["forward"] = MethodType(own.__func__, twin)
-    elif own is not None and not isinstance(own, Forward):
+    elif own is not None and not isinstance(own, ForwardChain):
         raise ValueError(
             f"{type(module).__name__} has a forward of its own, which may know the module with the numbers of the "
             "whole: set it as types.MethodType(function, module), or after weft.parallelize"
@@ -86,7 +86,7 @@ def with_numbers(
     set_metadata(twin, "numbers", {name: tuple(of_ranks) for name, of_ranks in numbers.items()})
     set_metadata(twin, "summed", summed)
     if own_random_numbers and (invariant is not None or group.world_size > 1):
-        Forward.of(twin).drops = _OwnDrops(group, None if invariant is None else Units(invariant), drops)
+        OwnNumbers.of(twin).drops = OwnDrops(group, None if invariant is None else Units(invariant), drops)
     if results and group.world_size > 1:
         twin._forward_hooks = OrderedDict(module._forward_hooks)
         twin.register_forward_hook(InParts(results, group), prepend=True)
@@ -99,8 +99,8 @@ def has_numbers(module: nn.Module | None) -> bool:
 
 def draws_for_parts(module: nn.Module) -> bool:
     """Return whether a module draws random numbers of their own for parts."""
-    own = vars(module).get("forward")
-    return isinstance(module, ShardedDropout) or (isinstance(own, Forward) and own.drops is not None)
+    step = step_of(module, "numbers")
+    return isinstance(module, ShardedDropout) or (isinstance(step, OwnNumbers) and step.drops is not None)
 
 
 def is_summed(module: nn.Module) -> bool:
@@ -141,7 +141,7 @@ def set_number(module: nn.Module, name: str, number: int) -> None:
     """Set a number of this module only. A configuration that it shares with other modules is copied first."""
     argument = argument_of(name)
     if argument:
-        Forward.of(module).widths[argument] = number
+        OwnNumbers.of(module).widths[argument] = number
         return
     holder, attribute = holder_of(module, name)
     if holder is not module:
@@ -162,88 +162,68 @@ class InParts:
                 set_metadata(part, "part", (dim, sizes, self.ranks))
 
 
-class Forward:
-    """Forward of a module in which the module's own code sees this rank's numbers.
+class OwnNumbers:
+    """Step of a forward in which the module's own code sees this rank's numbers.
 
     Attributes:
-        own: the forward that the module had of its own; None if it has that of its class.
-        drops: mode in which the module's own dropout draws different random numbers for each part.
+        arguments: names of the arguments of the module's forward, in their order.
+        drops: the module's own dropout draws different random numbers for each part, as these say.
         widths: argument to the last size that the module's own code reads from it.
-        around: returns a context for the whole call, of the modules inside too.
     """
 
     def __init__(self, module: nn.Module):
-        own: Any = vars(module).get("forward")
-        own = own.own if isinstance(own, Forward) else own
-        if getattr(own, "__self__", module) is not module:  # of what the module is a copy of
-            own = MethodType(own.__func__, module)
-        self.own: Callable | None = own
-        self.module, self.arguments = module, arguments_of(module)
-        self.__signature__ = inspect.signature(module.forward)
-        self.around: Callable[[], AbstractContextManager] = nullcontext
-        self.drops: _OwnDrops | None = None
+        self.arguments = arguments_of(module)
+        self.drops: OwnDrops | None = None
         self.widths: dict[str, int] = {}
 
     @classmethod
-    def of(cls, module: nn.Module) -> "Forward":
-        """Return the module's Forward. Install one if it has none."""
-        own = vars(module).get("forward")
-        if not isinstance(own, Forward) or own.module is not module:
-            own = vars(module)["forward"] = cls(module)
-        return own
+    def of(cls, module: nn.Module) -> "OwnNumbers":
+        """Return the module's step; add it if there is none."""
+        chain = ForwardChain.of(module)
+        if "numbers" not in chain.steps:
+            chain.add("numbers", cls(module))
+        return chain.steps["numbers"]  # type: ignore[return-value]
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, forward: Callable, module: nn.Module, *args, **kwargs):
+        drops = self.drops if module.training else None
+        if drops is None and not self.widths:
+            return forward(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(followed(self.module))
-            stack.enter_context(self.around())
-            if self.drops is not None and self.module.training:
-                stack.enter_context(self.drops)
+            stack.enter_context(followed(module))
+            if drops is not None:
+                stack.enter_context(FunctionMode(dict.fromkeys((F.dropout, F.scaled_dot_product_attention), drops)))
             if self.widths:
                 given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
                 widths = [(given[name], width) for name, width in self.widths.items() if name in given]
-                stack.enter_context(_OwnWidths(self.module, widths))
-            if self.own is not None:
-                return self.own(*args, **kwargs)
-            return type(self.module).forward(self.module, *args, **kwargs)
+                stack.enter_context(FunctionMode(dict.fromkeys(SIZES, partial(_own_width, module, widths))))
+            return forward(*args, **kwargs)
 
 
-class _OwnWidths(TorchFunctionMode):
-    """Mode in which a module's own code reads given last sizes of tensors. Modules that it calls read true sizes."""
-
-    def __init__(self, module: nn.Module, widths: Sequence[tuple[torch.Tensor, int]]):
-        super().__init__()
-        self.module, self.widths = module, widths
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func not in SIZES or not args:
-            return result
-        width = next((width for tensor, width in self.widths if tensor is args[0]), None)
-        if width is None or running() is not self.module:
-            return result
-        if isinstance(result, tuple):
-            return torch.Size((*result[:-1], width))
-        dim = args[1] if len(args) > 1 else (kwargs or {})["dim"]
-        return width if dim in (-1, args[0].dim() - 1) else result
+def _own_width(module: nn.Module, widths: Sequence[tuple[torch.Tensor, int]], func: Callable, args, kwargs):
+    """Read a size of a tensor: the module's own code gets a given last size, modules that it calls the true one."""
+    result = func(*args, **kwargs)
+    width = next((width for tensor, width in widths if args and tensor is args[0]), None)
+    if width is None or running() is not module:
+        return result
+    if isinstance(result, tuple):
+        return torch.Size((*result[:-1], width))
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    return width if dim in (-1, args[0].dim() - 1) else result
 
 
-class _OwnDrops(TorchFunctionMode):
-    """Mode in which a module's own dropouts and attentions draw different random numbers for each part."""
+class OwnDrops:
+    """Handler of a module's own dropouts and attentions, in which each part draws random numbers of its own."""
 
     def __init__(self, ranks: Communicator, units: Units | None, drops: tuple[int, int] | None):
-        super().__init__()
         self.ranks, self.units, self.drops = ranks, units, drops
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def __call__(self, func: Callable, args: tuple, kwargs: dict):
         attends = func is F.scaled_dot_product_attention
-        own = attends or (func is F.dropout and not _drops_a_part(running()))
-        if not own or not drops(func, args, kwargs):
+        if not drops(func, args, kwargs) or (not attends and _drops_a_part(running())):
             return func(*args, **kwargs)
         if self.units is not None:
-            if attends:
-                return attend_in_units(self.ranks, self.units, self.drops, *args, **kwargs)
-            return drop_in_units(self.ranks, self.units, self.drops, *args, **kwargs)
+            in_units = attend_in_units if attends else drop_in_units
+            return in_units(self.ranks, self.units, self.drops, *args, **kwargs)
         with random_numbers_of(self.ranks, device_of(args, kwargs)):
             return func(*args, **kwargs)
 

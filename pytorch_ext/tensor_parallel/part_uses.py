@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
+from weft.forward import FunctionMode
+from weft.forward.running import followed, is_running
 from weft.nn.sharded import ShardHolder
-from weft.running import followed, is_running
 from weft.tensor_parallel.auto.trace import tensors_in
 from weft.tensor_parallel.call_check import MOST_NUMBERS, kind_of_call
 from weft.tensor_parallel.local_sizes import SIZES
@@ -50,16 +50,17 @@ class PartUses:
             return
         self.known.add(kind)
         uses.enter_context(followed(model))
-        uses.enter_context(_UseCheck(model, self.parts))
+        uses.enter_context(FunctionMode(every=_UseCheck(model, self.parts)))
 
     def leave(self, model: nn.Module, args, output) -> None:
         if self.under_way:  # empty if another pre-hook has refused the call
             self.under_way.pop().close()
 
 
-class _UseCheck(TorchFunctionMode):
+class _UseCheck:
+    """Handler of all functions."""
+
     def __init__(self, model: nn.Module, parts: Sequence[str]):
-        super().__init__()
         self.kind = type(model).__name__
         self.weights: dict[int, tuple[str, nn.Module]] = {}  # tensor id to (name, the part that has it)
         for name in parts:
@@ -68,8 +69,7 @@ class _UseCheck(TorchFunctionMode):
                 if isinstance(layer, ShardHolder):
                     self.weights |= {id(getattr(layer, own)): (f"{inner}.{own}", part) for own in layer.shards}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def __call__(self, func, args: tuple, kwargs: dict):
         for tensor in tensors_in((args, kwargs)):
             name, part = self.weights.get(id(tensor), ("", None))
             if part is not None and not is_running(part) and not _asks_for_a_property(func):

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import used
 from weft.context_parallel.shared_sequence import SharedSequence, by_part
+from weft.forward import FunctionMode
 from weft.nn.sharded import ShardHolder
 from weft.ops import parallel_embedding
 from weft.sharding.shard import Shard
@@ -49,26 +49,16 @@ _DERIVED: dict[type, type] = {}
 
 class _SplitLookup(ShardHolder):
     def forward(self, *args, **kwargs):
-        with _LookupMode(self):
+        with FunctionMode({F.embedding: self._look_up}):
             return super().forward(*args, **kwargs)
 
-
-class _LookupMode(TorchFunctionMode):
-    """Mode in which a lookup of the module's own weight looks up the rows of all ranks."""
-
-    def __init__(self, module: _SplitLookup):
-        super().__init__()
-        self.module = module
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is not F.embedding:
-            return func(*args, **kwargs)
+    def _look_up(self, func, args, kwargs):
+        """Look up the rows of all ranks, if it is the module's own weight."""
         named = dict(zip(("input", "weight", "padding_idx"), args, strict=False), **kwargs)
-        weight = self.module._parameters["weight"]  # not always a Parameter: a unit of the batch has weights of its own
+        weight = self._parameters["weight"]  # not always a Parameter: a unit of the batch has weights of its own
         if weight is None or named["weight"] is not weight:
             return func(*args, **kwargs)
-        tokens, of_shard = named["input"], (self.module.shards["weight"], named.get("padding_idx"))
+        tokens, of_shard = named["input"], (self.shards["weight"], named.get("padding_idx"))
         if isinstance(tokens, SharedSequence):
             return by_part(_of_part, tokens, weight, *of_shard)
         return parallel_embedding(tokens, weight, *of_shard)

@@ -16,7 +16,7 @@ from weft.comm.registry import communicator
 from weft.kernels import launch
 from weft.ops import invariant
 from weft.ops.activation import ACTIVATIONS
-from weft.tensor_parallel.invariant_plan import InAnyShape
+from weft.tensor_parallel.invariant_plan import same_bits
 from weft.testing.ranks import run_ranks, try_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -381,7 +381,7 @@ def attend(query, key, value, dy, heads, together, mask=None):
     """Return output and gradients of the attention of some KV heads, each with so many query heads."""
     queries = slice(heads.start * together, heads.stop * together)
     own = [x[:, part].clone().requires_grad_() for x, part in ((query, queries), (key, heads), (value, heads))]
-    with InAnyShape():
+    with same_bits():
         y = F.scaled_dot_product_attention(*own, mask, is_causal=mask is None, enable_gqa=together > 1)
     y.backward(dy[:, queries])
     grads = [x.grad.unflatten(1, (len(range(heads.start, heads.stop)), -1)) for x in own]
@@ -434,7 +434,7 @@ def test_attention_that_the_kernel_does_not_take_is_atens(device):
         ((4, 5, 8), (4, 5, 8)),
     ):
         query, key = (torch.randn(shape, device=device) for shape in shapes)
-        with by_kernels(), InAnyShape():
+        with by_kernels(), same_bits():
             y = F.scaled_dot_product_attention(query, key, key, is_causal=True)
         exact = F.scaled_dot_product_attention(query.double(), key.double(), key.double(), is_causal=True)
         torch.testing.assert_close(y.double(), exact, atol=1e-5, rtol=1e-5)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.forward import ForwardChain, FunctionMode, Handler
 from weft.metadata import metadata, set_metadata
 from weft.sharding.quantized import groups_of, is_quantized
 from weft.tensor_parallel.auto.layer_specs import known
@@ -173,7 +173,7 @@ def trace(
         stack.callback(random.setstate, random.getstate())
         torch.default_generator.manual_seed(0)  # a model that skips random layers skips the same ones each time
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_FunctionMode(run))
+        stack.enter_context(_functions(run))
         stack.enter_context(_Recorder(run))
         try:
             outputs = call(twin)
@@ -430,41 +430,48 @@ def _same_objects(result, given, args):
     return result
 
 
-class _FunctionMode(TorchFunctionMode):
-    """Mode that records an attention, and a dropout that drops, as one operation, and notes reads of sizes."""
+def _functions(run: TraceRun) -> FunctionMode:
+    """Return a mode that records an attention, and a dropout that drops, as one operation, and notes reads of sizes."""
 
-    def __init__(self, run: TraceRun):
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in SIZES and args:
-            self.run.note_sizes(args[0])
-        if func is torch.Tensor.__getitem__:
-            args = (args[0], _with_slices(args[1]))
-        if func is F.scaled_dot_product_attention:
-            return self._attention(**dict(zip(_ATTENTION, args, strict=False), **kwargs))
-        if func is F.dropout:
-            return self._dropout(**dict(zip(_DROPOUT, args, strict=False), **kwargs))
+    def size(func, args: tuple, kwargs: dict):
+        if args:
+            run.note_sizes(args[0])
         return func(*args, **kwargs)
 
-    def _attention(self, query, key, value, **options):
-        whole = self.run.value(key).twin or self.run.value(key)
-        if query.shape[-3:-2] != key.shape[-3:-2] and not options.get("enable_gqa") and whole.shape[-3:-2] != (1,):
-            raise ValueError(f"attention of {query.shape[-3]} query heads and {key.shape[-3]} KV heads")
-        with _unrecorded():
-            result = query.new_empty((*query.shape[:-1], value.shape[-1]), device="meta")
-        self.run.record("attention", (), {"query": query, "key": key, "value": value, **options}, result)
-        return result
+    def item(func, args: tuple, kwargs: dict):
+        return func(args[0], _with_slices(args[1]))
 
-    def _dropout(self, input, p=0.5, training=True, inplace=False):
-        if not training or p == 0.0:
-            return input
-        with _unrecorded():
-            result = torch.empty_like(input)
-        self.run.record("dropout", (input, p), {}, result, pointwise=True)
-        return result
+    def attention(func, args: tuple, kwargs: dict):
+        return _attention(run, **dict(zip(_ATTENTION, args, strict=False), **kwargs))
+
+    def dropout(func, args: tuple, kwargs: dict):
+        return _dropout(run, **dict(zip(_DROPOUT, args, strict=False), **kwargs))
+
+    table: dict[Callable, Handler] = {
+        torch.Tensor.__getitem__: item,
+        F.scaled_dot_product_attention: attention,
+        F.dropout: dropout,
+    }
+    return FunctionMode({**dict.fromkeys(SIZES, size), **table})
+
+
+def _attention(run: TraceRun, query, key, value, **options):
+    whole = run.value(key).twin or run.value(key)
+    if query.shape[-3:-2] != key.shape[-3:-2] and not options.get("enable_gqa") and whole.shape[-3:-2] != (1,):
+        raise ValueError(f"attention of {query.shape[-3]} query heads and {key.shape[-3]} KV heads")
+    with _unrecorded():
+        result = query.new_empty((*query.shape[:-1], value.shape[-1]), device="meta")
+    run.record("attention", (), {"query": query, "key": key, "value": value, **options}, result)
+    return result
+
+
+def _dropout(run: TraceRun, input, p=0.5, training=True, inplace=False):
+    if not training or p == 0.0:
+        return input
+    with _unrecorded():
+        result = torch.empty_like(input)
+    run.record("dropout", (input, p), {}, result, pointwise=True)
+    return result
 
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -480,17 +487,15 @@ def _unrecorded():
 @contextlib.contextmanager
 def _watched(module: nn.Module, name: str, closed: dict[str, str], run: TraceRun):
     """Inside the context, put the running module on the run's stack and record a layer as one operation."""
-    own = module.__dict__.get("forward")
-    plain = module.forward
+    arguments = arguments_of(module) if "forward" not in vars(module) else ()
     kind = known(module)
-    arguments = arguments_of(module) if own is None else ()
     shaped = _like_the_first_input if name in closed else kind.output if kind else None
 
-    def forward(*args, **kwargs):
+    def traced(forward: Callable, module: nn.Module, *args, **kwargs):
         run.stack.append(name)
         if shaped is None:
             run.note_arguments(name, [*zip(arguments, args, strict=False), *kwargs.items()])
-            result = plain(*args, **kwargs)
+            result = forward(*args, **kwargs)
             run.note_results(name, result)
         else:
             if kind is not None:
@@ -501,14 +506,12 @@ def _watched(module: nn.Module, name: str, closed: dict[str, str], run: TraceRun
         run.stack.pop()
         return result
 
-    module.forward = forward
+    chain = ForwardChain.of(module)
+    chain.add("trace", traced)
     try:
         yield
     finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        chain.remove("trace")
 
 
 def _like_the_first_input(module, width, *args, **kwargs):

@@ -1,0 +1,210 @@
+"""What is left alone from the second call of a kind on, what never is, and what makes a call a first one again."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+from weft.comm.engine_communicator import EngineCommunicator
+from weft.context_parallel import learning
+from weft.testing.models import Llama, loss_of
+from weft.testing.ranks import run_ranks
+
+
+class Own(nn.Module):
+    """A module around a function of its own and of x [batch, sequence, 6]."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.scale, self.function, self.count = nn.Parameter(torch.rand(6) + 0.5), function, 0
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Around(nn.Module):
+    """A model whose own code is done position by position, around a module, beside a norm that is left alone."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.norm, self.own, self.last = nn.LayerNorm(6), Own(function), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.last(self.own(self.norm(x)))
+
+
+def counts(module, x):
+    module.count += 1
+    return module.scale * x
+
+
+def counts_and_turns(module, x):
+    module.count += 1
+    return module.scale * (x if module.count % 3 else x.flip(1))
+
+
+def keeps(module, x):
+    module.kept = x
+    return module.scale * x
+
+
+def chooses(module, x):
+    return module.scale * (x if random.random() < 2 else -x)
+
+
+NEVER = {
+    "length": lambda module, x: module.scale * x / x.size(1),
+    "values": lambda module, x: module.scale * (x if (module.scale > 0).all() else -x),
+    "along": lambda module, x: module.scale * (x - x.mean(1, keepdim=True)),
+    "dropout": lambda module, x: module.scale * F.dropout(x, 0.0 if not module.training else 1e-9),
+    "in place": lambda module, x: (module.scale * x).mul_(2),
+    "positions": lambda module, x: module.scale * x + torch.arange(x.size(1)).view(-1, 1),
+    "counts": counts,
+    "counts and turns": counts_and_turns,
+    "keeps": keeps,
+    "python": chooses,
+}
+
+
+def alone_in(model) -> set[str]:
+    """Names of the modules that are left alone in some kind of call."""
+    names = {module: name for name, module in model.named_modules()}
+    (edge,) = [hook for hook in model._forward_pre_hooks.values() if hasattr(hook, "kinds")]
+    return {names[module] for kind in edge.kinds._known.values() for module in kind.left_alone}
+
+
+def steps_as_unsplit(rank, name, count=7):
+    torch.manual_seed(0)
+    random.seed(0)
+    function = NEVER[name]
+    reference, model = Around(function), Around(function)
+    model.load_state_dict(reference.state_dict())
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"), plan=None)
+    for step in range(count):
+        x = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(step))
+        outputs = []
+        for each in (reference, model):
+            each.zero_grad()
+            outputs.append(each(x))
+            outputs[-1].square().sum().backward()
+        torch.testing.assert_close(*outputs)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    return alone_in(model)
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_what_is_more_than_position_by_position_is_never_left_alone(name):
+    for alone in run_ranks(steps_as_unsplit, 2, name):
+        if name == "python":
+            assert not alone
+        else:
+            assert "own" not in alone
+        if name not in ("python", "counts", "counts and turns"):
+            assert {"norm", "last"} <= alone
+
+
+def learns(rank):
+    """Kinds: a length, no gradients, another mode; then changes of the model. Returns the first calls so far, by step."""
+    torch.manual_seed(0)
+    model, first = Llama(2, tied=True), []
+    reference = Llama(2, tied=True)
+    reference.load_state_dict(model.state_dict())
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"), plan=None)
+    add = learning.Kinds.add
+
+    def run(length=9, grad=True):
+        tokens = torch.randint(Llama.WORDS, (2, length), generator=torch.Generator().manual_seed(length))
+        with torch.set_grad_enabled(grad):
+            ours, theirs = model(tokens), reference(tokens)
+        torch.testing.assert_close(ours, theirs)
+        if grad:
+            for each, output in ((model, ours), (reference, theirs)):
+                each.zero_grad()
+                loss_of(output, tokens).backward()
+            for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, whole.grad, msg=name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning.Kinds, "add", lambda kinds, *more: first.append(1) or add(kinds, *more))
+        found = []
+        for change in (
+            run,
+            run,
+            lambda: run(12),
+            lambda: run(grad=False),
+            lambda: (run(12), run(), run(grad=False)),
+            lambda: (model.eval(), reference.eval(), run()),
+            lambda: (model.train(), reference.train(), run()),
+            lambda: (setattr(model.blocks[0], "flag", True), run(), run()),  # new: it was not there to be watched
+            lambda: (setattr(model.blocks[0], "flag", False), run(), run()),
+            lambda: (replaced(model, reference), run(), run()),
+            lambda: (model.norm.register_forward_hook(lambda *_: None), run(), run()),
+        ):
+            change()
+            found.append(len(first))
+    return found
+
+
+def replaced(model, reference):
+    for each in (model, reference):
+        each.norm.weight = nn.Parameter(torch.full_like(each.norm.weight, 0.5))
+
+
+def test_calls_of_a_new_kind_and_changes_are_learnt_anew():
+    per_rank = run_ranks(learns, 2)
+    assert per_rank[0] == per_rank[1]
+    once, again, length, no_grad, known, evaluates, trains, new, changed, other, hooked = per_rank[0]
+    assert (once, again, length, no_grad, known, evaluates, trains) == (1, 1, 2, 3, 3, 4, 4)
+    assert changed - new <= 1 and other == changed + 1 and hooked == other + 1
+
+
+def frozen_and_unused(rank):
+    torch.manual_seed(0)
+    model = Llama(2)
+    model.unused = nn.Linear(3, 3)
+    model.embedding.weight.requires_grad_(False)
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"), plan=None)
+    tokens = torch.randint(Llama.WORDS, (2, 9), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model(tokens), tokens).backward()
+        without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        assert without == {"embedding.weight", "unused.weight", "unused.bias"}
+    model.embedding.weight.requires_grad_()
+    for _ in range(2):
+        loss_of(model(tokens), tokens).backward()
+        assert model.embedding.weight.grad is not None
+
+
+def test_a_parameter_without_a_gradient_keeps_none():
+    run_ranks(frozen_and_unused, 2)
+
+
+def collectives(rank):
+    """All-reduces of each backward."""
+    torch.manual_seed(0)
+    model = weft.parallelize(Llama(3), weft.init_mesh(cp=2, device_type="cpu"), plan=None)
+    tokens = torch.randint(Llama.WORDS, (2, 8), generator=torch.Generator().manual_seed(0))
+    counted, calls, reduce = [], [], EngineCommunicator.all_reduce_
+
+    def noted(ranks, x, *more):
+        calls.append(x)
+        return reduce(ranks, x, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCommunicator, "all_reduce_", noted)
+        for _ in range(3):
+            loss = loss_of(model(tokens), tokens)
+            calls.clear()
+            loss.backward()
+            counted.append(len(calls))
+    return counted
+
+
+def test_gradients_of_what_is_left_alone_travel_together():
+    for first, *later in run_ranks(collectives, 2):
+        assert first > 20 and later == [1, 1]
