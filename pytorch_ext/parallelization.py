@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.activation_checkpoint import recompute as recompute_modules
 from weft.activation_checkpoint import recomputed_in
 from weft.adapters.peft_import import register_with_peft
+from weft.arguments import check_choice
 from weft.checkpoint.pretrained import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
@@ -29,7 +30,7 @@ from weft.nn import sum_gradients
 from weft.ops.kernel_choice import check_kernels
 from weft.pipeline.layer_split import LayerSplit, check_layers
 from weft.pipeline.pipeline import Pipeline
-from weft.replicas import FIRST_CALLS, SameCalls, check_replicas, check_same_model
+from weft.replicas import CHECKS, SameCalls, check_replicas, check_same_model
 from weft.rng import name_modules, restore_rng_state, rng_states
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
@@ -54,8 +55,7 @@ def parallelize(
     context: str | Mapping = "auto",
     recompute: str = "none",
     strict: bool = False,
-    check_calls: int = FIRST_CALLS,
-    check_replicas_every: int = 0,
+    checks: str = "first",
     tune: bool = False,
     invariant: int | None = None,
     pipeline: Mapping | None = None,
@@ -115,12 +115,14 @@ def parallelize(
             are modules.
         strict: raise if plan="auto" leaves a layer whole, if the mesh has pp, because its ranks wait for one another,
             or if weft's kernels do not run on the model's GPU.
-        check_calls: number of calls to compare over the ranks that compute one model together ("tp", "pp"). A check
-            compares arguments, mode, and random numbers if the model draws some. The first check also compares the
-            split weights. 0 turns it off, for ranks that call with different tensors on purpose. It is also off for a
-            plan of your own with sequence_parallel, because a rank may then call with its part of the sequence.
-        check_replicas_every: run `weft.check_replicas` once in so many training calls; 0 is never. To run it at any
-            time, call `model.check_replicas()`.
+        checks: "first": in the first three calls, the ranks that compute one model together ("tp", "pp", "cp") compare
+            arguments, mode, and random numbers if the model draws some. In the first one they compare the split weights
+            too. The first call of each kind (shapes, types, modes) shows whether the plan is right for it, and over
+            "cp" what later calls can leave out.
+            "always": every call is compared and runs in full, and `weft.check_replicas` runs in every training call.
+            "off": no call is compared, for ranks that call with different tensors on purpose.
+            With a plan of your own and sequence_parallel no arguments are compared over "tp", because a rank may then
+            call with its part of the sequence. `model.check_replicas()` compares replicas at any time.
         tune: start the first call with a `weft.warm_up` on its arguments: it measures each product of the model on this
             GPU, unless an earlier run has. WEFT_TUNE=1 in the environment means the same for every model, WEFT_TUNE=0
             turns it off.
@@ -151,6 +153,7 @@ def parallelize(
         >>> model[0].weight.shape, model(torch.ones(4, 16)).shape
         (torch.Size([32, 16]), torch.Size([4, 16]))
     """
+    check_choice("parallelize: checks", checks, CHECKS)
     ranks = _ranks_of(mesh, invariant is not None)
     if invariant is not None:
         _check_invariant(model, ranks, invariant, pipeline is not None)
@@ -158,7 +161,7 @@ def parallelize(
         if sequence_parallel or getattr(plan, "sequence_parallel", False):
             _check_sequence_parallel(ranks, invariant)
         within = _within_stages(mesh, ranks, invariant is not None)
-        options = {"check_calls": check_calls, "check_replicas_every": check_replicas_every, **pipeline}
+        options = {"checks": checks, **pipeline}
         if within is not None:
             model = parallelize(
                 model,
@@ -168,14 +171,14 @@ def parallelize(
                 context=context,
                 recompute=recompute,
                 strict=strict,
-                check_calls=check_calls,
+                checks=checks,
                 tune=tune,
                 invariant=invariant,
             )
         elif recompute != "none":
             recompute_modules(recomputed_in(model, recompute))
         return Pipeline(model, mesh, invariant=invariant, **options)  # type: ignore[arg-type]
-    sharing = None if ranks.cp is None else sharing_of(ranks.cp, context)
+    sharing = None if ranks.cp is None else sharing_of(ranks.cp, context, checks)
     if sharing is not None and "" in sharing_in(model):
         raise ValueError("parallelize: the model shares its sequence already")
     if sharing is None and context != "auto":
@@ -230,7 +233,7 @@ def parallelize(
     if ranks.cp is not None and invariant is not None:
         _draw_alike(ranks.cp, model)
 
-    checks = call_checks(model, automatic or own, ranks.tp)
+    of_plans = {} if checks == "off" else call_checks(model, automatic or own, ranks.tp)
     replaced: dict[nn.Module, nn.Module] = {}
     for name, layer in replacements.items():
         parent, _, child = name.rpartition(".")
@@ -252,17 +255,17 @@ def parallelize(
     if invariant is not None:
         ForwardChain.of(model).add("bits", with_same_bits)
         name_modules(model)
-    if automatic is not None and automatic.plan and automatic.parts != ("",):
+    if automatic is not None and automatic.plan and automatic.parts != ("",) and checks != "off":
         PartUses(automatic.parts).install(model)
-    called = {name: model.get_submodule(name) for name in checks}
+    called = {name: model.get_submodule(name) for name in of_plans}
     if ranks.stages is not None:
-        model = LayerSplit(model, ranks.stages, check_calls=check_calls)
+        model = LayerSplit(model, ranks.stages, checks=checks)
     else:
         model.check_replicas = partial(check_replicas, model)  # type: ignore[assignment]
         of_parts = without_peft(model) is model and any(map(shard_of, model.parameters()))
         if hasattr(type(model), "save_pretrained") and of_parts:
             model.save_pretrained = partial(save_pretrained, model, model)  # type: ignore[assignment]
-    for name, check in checks.items():
+    for name, check in of_plans.items():
         watched = called[name] if name else model
         check.watch(watched)
         watched.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
@@ -272,7 +275,7 @@ def parallelize(
     # With a user's plan and sequence_parallel, a caller may pass this rank's part of the sequence.
     by_parts = automatic is None and any(getattr(layer, "sequence_parallel", False) for layer in replacements.values())
     alike = {} if ranks.tp is None or by_parts else {ranks.tp: True}
-    SameCalls(alike, check_calls, check_replicas_every).install(wrapped, model)
+    SameCalls(alike, checks).install(wrapped, model)
     if tune or os.environ.get("WEFT_TUNE") == "1":
         from weft.tuning import before_first_call  # imports Triton, which takes a second
 

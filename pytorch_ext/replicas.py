@@ -5,6 +5,7 @@ shape right and make the model wrong: a sampler that gives each of these ranks i
 again after the split, or all ranks loading rank 0's file.
 """
 
+import weakref
 import zlib
 from collections.abc import Mapping
 from itertools import combinations
@@ -16,14 +17,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
 from weft.context_parallel.region import mark_of_bits, sharing_in, sum_of_bits
+from weft.forward import remove_hooks
 from weft.sharding.owners import owners_of
 from weft.sharding.quantized import values_of
 from weft.sharding.shard import shard_of, split_over
 
 FIRST_CALLS = 3
+CHECKS = ("first", "always", "off")
 _SAME_EXPERTS = "have the same experts"
 _DIFFERENCES = "with arguments of different kinds", "one to train and one not", "with different batches"
 
@@ -209,47 +213,59 @@ def _mark_of_varied(x: torch.Tensor) -> int | None:
 
 
 class SameCalls:
-    """Check of the first calls: the ranks that compute one model must get equal calls.
+    """Check of calls: the ranks that compute one model must get equal ones.
 
-    The object is a forward pre-hook, and its `leave` is a forward hook.
+    The object is a forward pre-hook, and its `leave` is a forward hook. With checks="first" both are removed after
+    FIRST_CALLS calls. The split weights are checked in the first call, and in one call after each load_state_dict.
 
     Args:
         groups: the ranks that must get equal calls, to whether they must also draw the same random numbers.
-        calls: number of calls to check. The split weights are checked in the first call and in one call after each
-            load_state_dict.
-        every: check replicas once in so many training calls; 0 is never.
+        checks: as in `weft.parallelize`.
     """
 
     at_edge = True  # a model in stages has its own check
 
-    def __init__(self, groups: Mapping[Communicator, bool], calls: int = FIRST_CALLS, every: int = 0):
+    def __init__(self, groups: Mapping[Communicator, bool], checks: str = "first"):
+        check_choice("checks", checks, CHECKS)
         self.groups = {ranks: draw_alike for ranks, draw_alike in groups.items() if ranks.world_size > 1}
-        self.left, self.every = calls if self.groups else 0, every
-        self._calls, self._weights_checked, self._trained = calls, False, 0
+        self.checks, self._weights_checked = checks, False
+        self.left = FIRST_CALLS if self.groups and checks != "off" else 0
         # of calls under way: whether the ranks' random states differ, and this rank's
         self._random: list[tuple[bool, int]] = []
+        self._called: weakref.ref[nn.Module] | None = None
 
     def install(self, called: nn.Module, loaded: nn.Module) -> None:
         """Check the calls of `called`, and check weights again after loads into `loaded`, which it may wrap."""
-        called.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
-        called.register_forward_hook(self.leave, always_call=True)
-        loaded.register_load_state_dict_post_hook(self._loaded)
+        if self.checks != "off":
+            self._hook(called)
+            loaded.register_load_state_dict_post_hook(self._loaded)
+
+    def _hook(self, called: nn.Module) -> None:
+        if self.left or self.checks == "always":
+            called.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+            called.register_forward_hook(self.leave, always_call=True)
 
     def __deepcopy__(self, memo):
-        return SameCalls(self.groups, self._calls, self.every)
+        return SameCalls(self.groups, self.checks)
 
     def _loaded(self, *_) -> None:
+        called = None if self._called is None or self.left else self._called()
         self._weights_checked = False
-        self.left = max(self.left, min(1, self._calls)) if self.groups else 0
+        self.left = max(self.left, 1) if self.groups else 0
+        if called is not None and self not in called._forward_pre_hooks.values():
+            self._hook(called)
 
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         if not torch.compiler.is_compiling():
+            self._called = weakref.ref(module)
             self._random.append(self.look(module, type(module).__name__, (args, kwargs)))
 
     def leave(self, module: nn.Module, args, output) -> None:
         """Check the random numbers that the call drew. Torch runs this hook also after an error."""
         if not self._random:
             return
+        if self.left <= 0 and self.checks == "first":
+            remove_hooks(module, self, self.leave)
         differ, before = self._random.pop()
         if differ and output is not None and _random_numbers() != before:
             raise ValueError(
@@ -263,11 +279,9 @@ class SameCalls:
         Returns:
             Whether the ranks' random states differ, and the checksum of this rank's.
         """
-        if self.every and module.training and torch.is_grad_enabled():
-            self._trained += 1
-            if self._trained % self.every == 0:
-                check_replicas(module)
-        if self.left <= 0:
+        if self.checks == "always" and module.training and torch.is_grad_enabled():
+            check_replicas(module)
+        if self.left <= 0 and not (self.checks == "always" and self.groups):
             return False, 0
         self.left -= 1
         self._refuse_ddp()

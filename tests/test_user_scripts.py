@@ -589,9 +589,13 @@ def other_batches(rank, sizes):
     model = split(mesh)
     for _ in range(3):
         model(own)
-    if "cp" not in sizes:  # which looks at every call
-        model(wrong)
-        split(mesh, check_calls=0)(wrong)
+    model(wrong)
+    split(mesh, checks="off")(wrong)
+    always = split(mesh, checks="always")
+    for _ in range(4):
+        always(own)
+    with pytest.raises(ValueError, match="different batches"):
+        always(wrong)
     model = split(mesh).train(mode=rank % 2 == 0)
     if "tp" in sizes:
         with pytest.raises(ValueError, match="one to train and one not"):
@@ -660,7 +664,7 @@ def test_ranks_that_drop_different_elements_of_what_is_whole_are_refused():
 def replicas_that_differ(rank, sizes):
     """A parameter that ranks have alike is written on the last one alone."""
     mesh = weft.init_mesh(**sizes, device_type="cpu")
-    every = split(mesh, check_replicas_every=2)
+    every = split(mesh, checks="always")
     for number in (1, 2):
         model = split(mesh) if number == 1 else every
         model.check_replicas()
@@ -674,7 +678,6 @@ def replicas_that_differ(rank, sizes):
                 model.check_replicas()
         else:
             batch = mine_of(batches_of(1)[0], mesh)
-            model(batch[0])
             with differs:
                 model(batch[0])
 
@@ -700,7 +703,7 @@ class Tied(nn.Module):
 def copies_that_differ(rank):
     torch.manual_seed(0)
     mesh = weft.init_mesh(pp=2, device_type="cpu")
-    pipe = weft.Pipeline(Tied(), mesh, microbatches=2, loss=lambda y, t: F.cross_entropy(y, t), check_replicas_every=2)
+    pipe = weft.Pipeline(Tied(), mesh, microbatches=2, loss=lambda y, t: F.cross_entropy(y, t), checks="always")
     tokens = torch.arange(4) % 8
     pipe.step(tokens, tokens)
     pipe.check_replicas()
@@ -742,7 +745,7 @@ def views_and_transforms(rank):
     model.blocks[0].compile(backend="eager")
     model(tokens).sum().backward()
 
-    model = weft.parallelize(model_of(), mesh, check_calls=0)
+    model = weft.parallelize(model_of(), mesh, checks="off")
     parameters = dict(model.named_parameters())
     expected = model(tokens)
     assert torch.equal(torch.func.functional_call(model, parameters, (tokens,)), expected)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.context_parallel.function_rules import draws_of, plain, used
+from weft.context_parallel.learning import state
 from weft.context_parallel.notes import note
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
@@ -70,6 +71,18 @@ def recognized(mask: torch.Tensor | None, query, key, is_causal: bool) -> tuple[
     """Return (mask, is_causal), with None for a mask that hides nothing or is the causal one."""
     if mask is None or mask.requires_grad or not plain(mask):
         return mask, is_causal
+    if state.masks is None or mask.is_inference():
+        found = _recognized(mask, query, key, is_causal)
+    else:  # layers pass the same mask, or views of it
+        rows, columns, place = query.size(-2), key.size(-2), (mask.data_ptr(), mask.storage_offset(), mask._version)
+        known = (*place, mask.shape, mask.stride(), mask.dtype, rows, columns, is_causal)
+        if known not in state.masks:
+            state.masks[known] = mask, _recognized(mask, query, key, is_causal)
+        found = state.masks[known][1]
+    return (None, found[1]) if found[0] is None else (mask, found[1])
+
+
+def _recognized(mask: torch.Tensor, query, key, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
     seen = mask if mask.dtype == torch.bool else mask == 0
     if seen.all():
         return None, is_causal

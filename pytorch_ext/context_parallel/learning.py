@@ -44,13 +44,25 @@ class _ThreadState(threading.local):
     Attributes:
         recorder: learns from it.
         kind: the kind of call that it is, if that was learnt.
+        masks: of attentions, each with what was recognised in it; they are kept, so that no other has their memory.
     """
 
     recorder: "ForwardRecord | None" = None
     kind: "Kind | None" = None
+    masks: dict[tuple, tuple] | None = None
 
 
 state = _ThreadState()
+
+
+@contextmanager
+def knowing_masks() -> Iterator[None]:
+    """Look at each mask of an attention once inside the context."""
+    before, state.masks = state.masks, {}
+    try:
+        yield
+    finally:
+        state.masks = before
 
 
 @dataclass

@@ -15,7 +15,7 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
 from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
-from weft.context_parallel.learning import ForwardRecord, Kind, Kinds, state
+from weft.context_parallel.learning import ForwardRecord, Kind, Kinds, knowing_masks, state
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
@@ -56,7 +56,7 @@ _OPTIONS = {
 }
 
 
-def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
+def sharing_of(ranks: Communicator, context: str | Mapping, checks: str = "first") -> Sharing:
     """Check the context options of weft.parallelize and return them. Raise ValueError for an unknown option."""
     options = {"method": context} if isinstance(context, str) else dict(context)
     for name, value in options.items():
@@ -71,7 +71,7 @@ def sharing_of(ranks: Communicator, context: str | Mapping) -> Sharing:
     if options.get("units") is not None:
         _check_units(ranks, options)
         options["layout"] = "contiguous"
-    return Sharing(ranks, **options)
+    return Sharing(ranks, checks=checks, **options)
 
 
 def _check_units(ranks: Communicator, options: Mapping) -> None:
@@ -163,7 +163,9 @@ class _RegionEntry:
         if forward.within:
             return args, kwargs
         uncompile(module)
-        key, kind, seed = self._agreed_kind(module, args, kwargs)
+        forward.frame.enter_context(knowing_masks())
+        always = self.sharing.checks == "always" or self.sharing.units is not None
+        key, kind, seed = (None, None, 0) if always else self._agreed_kind(module, args, kwargs)
         if kind is not None:
             if kind.draws:
                 forward.frame.enter_context(random_numbers_of(seed, kind.call.device))
@@ -173,7 +175,7 @@ class _RegionEntry:
         forward.frame.enter_context(followed(module))
         if any(part.training for part in module.modules()):
             forward.frame.enter_context(random_numbers_of(call.seed, call.device))
-        if key is not None and self.sharing.units is None:
+        if key is not None:
             forward.learnt, forward.recorder = (key, Kind(call)), ForwardRecord(module, _is_shared)
             forward.frame.enter_context(_noting_draws(forward.learnt[1]))
             forward.frame.enter_context(forward.recorder.recording())
@@ -309,7 +311,8 @@ def agreed(caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | 
         signature: list[tuple] = [(*x.shape[:dim], *x.shape[dim + 1 :], x.dtype) for x in along]
     else:
         signature = [(x.shape, x.dtype) for x in along]
-        signature += [(int(mark_of_bits(x)),) for x in (along if alike is None else alike)]
+        compared = () if sharing.checks == "off" else along if alike is None else alike
+        signature += [(int(mark_of_bits(x)),) for x in compared]
     odd = [tuple(x.shape) for x in along if x.size(dim) != length]
     own = [length, zlib.crc32(repr(signature).encode()), int(torch.randint(2**62, (1,))), len(odd)]
     where = ranks.device_of_numbers(along[0].device)

@@ -32,6 +32,7 @@ class Sharing:
         strict: nothing is gathered for a function without a rule.
         deterministic: as in weft.context_attention.
         units: number of units of the sequence, for a model with `invariant`; None: each rank has one part.
+        checks: as in `weft.parallelize`.
     """
 
     ranks: Communicator
@@ -42,6 +43,7 @@ class Sharing:
     strict: bool = False
     deterministic: bool = True
     units: int | None = None
+    checks: str = "first"
 
     @property
     def pieces(self) -> int:

@@ -31,6 +31,7 @@ from weft.rng import UnitDraws, name_modules, random_numbers_of
 from weft.sharding.shard import shard_of
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)
+_FIRST_GRAPHS = 3  # after a change of what trains; the hooks on parameters look at every gradient
 _running: list[int] = []  # numbers of the units whose forward runs, the innermost last
 
 
@@ -89,6 +90,7 @@ class BatchUnits:
 
     def watch(self) -> None:
         """Raise from now on where a gradient comes to a parameter that requires one, but not from its units."""
+        self._unchecked = _FIRST_GRAPHS
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
@@ -120,7 +122,8 @@ class BatchUnits:
             own = nullcontext() if batch is None else batch.parameters_of(unit)
             with self._in_a_unit(unit, seed), own:
                 outputs.append(function(*unit_args, **unit_kwargs))
-        if batch is not None:
+        if batch is not None and self._unchecked:
+            self._unchecked -= 1
             self._check_graph(outputs[0], named)
         if changed := [name for name, b in self.module.named_buffers() if versions.get(name) not in (None, b._version)]:
             raise RuntimeError(

@@ -2,6 +2,16 @@
 
 from weft.forward.chain import ORDER, ForwardChain, chains_in, step_of, steps_of
 from weft.forward.functions import FunctionMode, Handler
-from weft.forward.members import Members
+from weft.forward.members import Members, remove_hooks
 
-__all__ = ["ORDER", "ForwardChain", "FunctionMode", "Handler", "Members", "chains_in", "step_of", "steps_of"]
+__all__ = [
+    "ORDER",
+    "ForwardChain",
+    "FunctionMode",
+    "Handler",
+    "Members",
+    "chains_in",
+    "remove_hooks",
+    "step_of",
+    "steps_of",
+]

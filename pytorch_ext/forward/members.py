@@ -27,3 +27,17 @@ class Members:
 
     def _now(self) -> list[int]:
         return [id(member) for members in self._dicts for member in members.values()]
+
+
+def remove_hooks(module: nn.Module, *hooks: object) -> None:
+    """Remove forward hooks and pre-hooks of a module, which may be a copy of the one that they were registered on."""
+    for registered in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(registered.items()):
+            if hook in hooks:
+                del registered[key]
+                for flags in (
+                    module._forward_pre_hooks_with_kwargs,
+                    module._forward_hooks_with_kwargs,
+                    module._forward_hooks_always_called,
+                ):
+                    flags.pop(key, None)

@@ -24,7 +24,7 @@ from weft.pipeline.layer_split_p2p import run
 from weft.pipeline.placement import placed
 from weft.pipeline.stage import Stage, begin
 from weft.pipeline.stage_params import StageParams, hold
-from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
+from weft.replicas import SameCalls, check_replicas
 from weft.sharding.owners import mark
 
 
@@ -50,7 +50,7 @@ class LayerSplit(nn.Module):
     Args:
         model: the same on every rank.
         devices_or_mesh: devices, which may repeat; or a mesh with "pp", or of one dimension.
-        layers, arguments, check_calls: across ranks, as in `weft.Pipeline`.
+        layers, arguments, checks: across ranks, as in `weft.Pipeline`.
 
     Raises:
         ValueError: more devices or ranks than layers; across ranks, a forward that cannot be cut, if layers or
@@ -70,13 +70,13 @@ class LayerSplit(nn.Module):
         *,
         layers: Sequence[str] | None = None,
         arguments: Sequence[str] | None = None,
-        check_calls: int = FIRST_CALLS,
+        checks: str = "first",
     ):
         super().__init__()
         self._whole: tuple[nn.Module, ...] = ()  # not registered: its children are
         if isinstance(devices_or_mesh, DeviceMesh):
             self._call: Callable = _Uncopied(_across_ranks(self, model, devices_or_mesh, layers, arguments))
-            SameCalls({_along(devices_or_mesh): False}, check_calls).install(self, self)
+            SameCalls({_along(devices_or_mesh): False}, checks).install(self, self)
         else:
             if layers is not None or arguments is not None:
                 raise ValueError(

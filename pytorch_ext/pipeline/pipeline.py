@@ -40,7 +40,7 @@ from weft.pipeline.tied_params import Ties, users_of
 from weft.pipeline.timeline import Timeline, timeline_of
 from weft.pipeline.timing import ClockedStage, StageClock
 from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatches_in_units, name_modules_in_stages
-from weft.replicas import FIRST_CALLS, SameCalls, check_replicas
+from weft.replicas import SameCalls, check_replicas
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.invariant_plan import same_bits
@@ -120,8 +120,8 @@ class Pipeline(nn.Module):
         arguments: names of the arguments of forward that a step gives, for a model that can be traced. The default is
             those without a default value.
         stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
-        check_calls, check_replicas_every: as in `weft.parallelize`. Each step counts as a call; its inputs and targets
-            are compared over "pp" and "tp".
+        checks: as in `weft.parallelize`. Each step counts as a call; its inputs and targets are compared over "pp" and
+            "tp".
         invariant: a number V of units of the batch, which the size of "dp" must divide. Each micro-batch is a unit, and
             losses and gradients have the bits of `weft.DataParallel(model, invariant=V)` on any number of ranks
             (docs/invariance.md). On CPUs.
@@ -154,8 +154,7 @@ class Pipeline(nn.Module):
         layers: Sequence[str] | None = None,
         arguments: Sequence[str] | None = None,
         stages_per_rank: int | None = None,
-        check_calls: int = FIRST_CALLS,
-        check_replicas_every: int = 0,
+        checks: str = "first",
         invariant: int | None = None,
     ):
         super().__init__()
@@ -204,7 +203,7 @@ class Pipeline(nn.Module):
                 stage.first_unit = self._units.here(self._shared_by[1]).start
         shards = [shard for shard in map(shard_of, self.parameters()) if shard is not None]
         splitters = {shard.communicator for shard in shards if shard.replicas is None}  # ranks of "ep" have own batches
-        self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), check_calls, check_replicas_every)
+        self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), checks)
 
     def step(
         self, inputs: Inputs, targets: torch.Tensor | None = None, *, record_timeline: bool = False

@@ -327,7 +327,7 @@ def test_dropout_is_alike_where_the_input_is_whole_and_own_where_it_is_split():
 def check_no_communication_forward(rank):
     make = partial(of_transformers, "Llama", **SIZES)
     torch.manual_seed(3)
-    model = weft.parallelize(make().eval(), check_calls=0)
+    model = weft.parallelize(make().eval(), checks="off")
     with torch.no_grad():
         model(**batch_of())
         base = _collectives(model)
