@@ -32,6 +32,7 @@ from weft.sharding.shard import split_over
 _MOST_KINDS = 16
 _BUCKET_BYTES = 25 << 20
 _SIMPLE = (bool, int, float, str, type(None))
+_LISTS = (list, tuple, set, frozenset)
 _READS = {
     *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"),
     *("equal", "allclose", "is_nonzero", "nonzero", "unique"),
@@ -181,15 +182,25 @@ class Kinds:
         self._record()
 
     def _record(self) -> None:
-        self._modules = list(self._model.modules())
+        self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
         self._places = [place for module in self._modules for place in _attributes(module)]
         self._values = self._read()
 
     def _read(self) -> list:
-        return [members.get(name) for _, members, name in self._places]
+        found: list[Any] = [members.get(name) for _, members, name in self._places]
+        return [tuple(value) if type(value) in _LISTS else value for value in found]
 
-    def key(self, args: tuple, kwargs: dict) -> tuple | None:
-        """Return the kind of a call; None if it has arguments of unknown kinds."""
+    def find(self, args: tuple, kwargs: dict) -> tuple[tuple | None, Kind | None]:
+        """Return the key of a call, None if it has arguments of unknown kinds, and its kind, if that was learnt."""
+        if self._members.changed():
+            self._members.record()
+            self._known.clear()
+            self._record()
+        self._forget_changes()
+        key = self._key(args, kwargs)
+        return key, None if key is None else self._known.get(key)
+
+    def _key(self, args: tuple, kwargs: dict) -> tuple | None:
         kinds: list = [tuple(kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Tensor):
@@ -201,20 +212,13 @@ class Kinds:
                 if any(not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS for leaf in found):
                     return None
                 kinds.append((str(structure), *(_kind(leaf) for leaf in found)))
-        of_modules = [
-            (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks or ()))
-            for m in self._modules
+        hooks = [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks or ())) for m in self._modules
         ]
-        return (*kinds, *of_modules)
-
-    def find(self, key: tuple | None) -> Kind | None:
-        """Return a kind that is still as it was learnt."""
-        if self._members.changed():
-            self._members.record()
-            self._known.clear()
-            self._record()
-        self._forget_changes()
-        return None if key is None else self._known.get(key)
+        own = [
+            (m.training, len(m.__dict__) - ("forward" in m.__dict__) - (ATTRIBUTE in m.__dict__)) for m in self._modules
+        ]
+        return (*kinds, *hooks, *own, *[parameter.requires_grad for parameter in self._parameters])
 
     def _forget_changes(self) -> None:
         """Forget all kinds if an attribute of a module has changed, and what this module did for good."""
@@ -267,16 +271,23 @@ def _kind(leaf) -> Any:
 def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, dict, str]]:
     """Yield numbers, texts and flags of a module, and of plain objects and dicts that it holds (a configuration)."""
     for name, value in vars(module).items():
-        if type(value) in _SIMPLE:
+        if _is_setting(value):
             if name != "training":
                 yield module, vars(module), name
             continue
         held = value if type(value) is dict else getattr(value, "__dict__", None)
-        if name.startswith("_") or isinstance(value, type | nn.Module | torch.Tensor) or type(held) is not dict:
+        of_weft = type(value).__module__.startswith("weft.")  # the chain of the module's forward
+        if name.startswith("_") or of_weft or isinstance(value, type | nn.Module | torch.Tensor):
+            continue
+        if type(held) is not dict:
             continue
         for inner, found in held.items():
-            if type(found) in _SIMPLE:
+            if _is_setting(found):
                 yield module, held, inner
+
+
+def _is_setting(value) -> bool:
+    return type(value) in _SIMPLE or (type(value) in _LISTS and all(type(each) in _SIMPLE for each in value))
 
 
 @dataclass

@@ -185,8 +185,7 @@ class _RegionEntry:
         """Return a call's key, its kind if all ranks have learnt it, and a seed. A collective call."""
         if self.kinds is None:
             self.kinds = Kinds(module)
-        key = self.kinds.key(args, kwargs)
-        kind = self.kinds.find(key)
+        key, kind = self.kinds.find(args, kwargs)
         ranks, length = self.sharing.ranks, -1 if kind is None else kind.call.layout.length
         if ranks.world_size == 1 and kind is None:
             return key, None, 0
