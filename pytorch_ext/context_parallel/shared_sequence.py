@@ -187,7 +187,7 @@ class SharedSequence(torch.Tensor):
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=requires_grad
         )
         self.axis, self.cut, self.back = axis, cut, axis - len(shape)
-        if requires_grad:
+        if requires_grad and state.kind is None:  # a call that was learnt had no custom function
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)
         return self
