@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.comm.communicator import Communicator
 from weft.data_parallel.grad_norm import gradient_of, norm_of
+from weft.forward import Members
 from weft.forward.running import followed
 from weft.metadata import metadata
 from weft.ops import kernel_choice
@@ -78,6 +78,10 @@ class BatchUnits:
         self.module, self.ranks, self.units = module, ranks, Units(units)
         self._average, self._unused, self._chunk_bytes = average, unused, chunk_bytes
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._members, self._flags = Members(module, buffers=False), list[bool]()
+        self._trained: dict[str, torch.Tensor] = {}
+        self.places: list[tuple[dict, str, int]] = []  # of what trains: a module's parameters, name, number
+        self._buffers: list[dict] = [part._buffers for part in self._members.modules]
         self.inside = False
         self._expected: set[torch.Tensor] = set()  # parameters that the batch's node has given a gradient
         self._watched: set[torch.Tensor] = set()
@@ -112,11 +116,13 @@ class BatchUnits:
 
     def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function with each unit of its arguments; see `DataParallel.in_units`."""
+        self._renew()
         arguments, seed = self._cut((args, kwargs))
-        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        named = self._trained
         trains = torch.is_grad_enabled() and bool(named)
         batch = _Batch(self, named) if trains else None
-        versions = {name: buffer._version for name, buffer in self.module.named_buffers()}
+        buffers = [buffer for of in self._buffers for buffer in of.values() if buffer is not None]
+        versions = [buffer._version for buffer in buffers]
         outputs = []
         for unit, (unit_args, unit_kwargs) in zip(self.here, arguments, strict=True):
             own = nullcontext() if batch is None else batch.parameters_of(unit)
@@ -125,12 +131,33 @@ class BatchUnits:
         if batch is not None and self._unchecked:
             self._unchecked -= 1
             self._check_graph(outputs[0], named)
-        if changed := [name for name, b in self.module.named_buffers() if versions.get(name) not in (None, b._version)]:
+        if [buffer._version for buffer in buffers] != versions:
+            before = {id(buffer): version for buffer, version in zip(buffers, versions, strict=True)}
+            named_buffers = self.module.named_buffers()
+            changed = [name for name, x in named_buffers if before.get(id(x), x._version) != x._version]
             raise RuntimeError(
                 f"invariant={self.units.total}: forward changed the buffers {', '.join(changed)}, which would depend "
                 "on the units that a rank has"
             )
         return self._joined(outputs)
+
+    def _renew(self) -> None:
+        """Record what trains, and where it is, if that has changed."""
+        if self._members.changed():
+            self._members.record()
+            self._flags = []
+        if [parameter.requires_grad for parameter in self._members.parameters] == self._flags:
+            return
+        self._flags = [parameter.requires_grad for parameter in self._members.parameters]
+        self._trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        indices = {id(parameter): index for index, parameter in enumerate(self._trained.values())}
+        self.places = [
+            (part._parameters, name, indices[id(parameter)])
+            for part in self._members.modules
+            for name, parameter in part._parameters.items()
+            if id(parameter) in indices
+        ]
+        self._buffers = [part._buffers for part in self._members.modules]
 
     @contextmanager
     def _in_a_unit(self, unit: int, seed: int | None) -> Iterator[None]:
@@ -172,7 +199,7 @@ class BatchUnits:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         size = next((tensor.size(0) for tensor in tensors if tensor.size(0) != 1), 1 if tensors else 0)
         wrong = [tensor for tensor in tensors if tensor.size(0) not in (1, size)]
-        draws = any(part.training for part in self.module.modules())
+        draws = True in [part.training for part in self._members.modules]
         seed = int(torch.randint(2**62, (1,))) if draws else 0
         where = self.ranks.device_of_numbers(self._device)
         own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]], device=where)
@@ -394,9 +421,14 @@ class _Batch(UnitSums):
     @contextmanager
     def parameters_of(self, unit: int) -> Iterator[None]:
         """Give the module the parameters of a unit, while the context lasts."""
-        own = _UnitFunction.apply(self, unit, self._token, *(p.detach() for p in self.trained))
-        with _reparametrize_module(self.of.module, dict(zip(self.names, own, strict=True)), tie_weights=True):
+        own = _UnitFunction.apply(self, unit, self._token, *[p.detach() for p in self.trained])
+        for members, name, index in self.of.places:
+            members[name] = own[index]
+        try:
             yield
+        finally:
+            for members, name, index in self.of.places:
+                members[name] = self.trained[index]
 
     def total(self) -> list[torch.Tensor]:
         absences = self.absences()

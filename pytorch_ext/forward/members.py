@@ -4,7 +4,11 @@ from torch import nn
 
 
 class Members:
-    """Record of what is in a module, with a check in one pass that it is still the same."""
+    """Record of what is in a module, with a check in one pass that it is still the same.
+
+    Attributes:
+        modules, parameters: all of them, each once, as they were recorded.
+    """
 
     def __init__(self, module: nn.Module, buffers: bool = True):
         """Record the modules and parameters inside of a module, with `buffers` these too."""
@@ -13,7 +17,8 @@ class Members:
 
     def record(self) -> None:
         """Take what is there now as the same."""
-        modules = list(self._module.modules())
+        modules = self.modules = list(self._module.modules())
+        self.parameters = list(self._module.parameters())
         self._dicts = [vars(each)[kind] for each in modules for kind in self._kinds]
         self._buffers = [each._buffers for each in modules]
         self._kept = [list(members.values()) for members in self._dicts]  # so that no other one gets the id of one

@@ -193,6 +193,9 @@ def _apply(function, x, weight, bias, place, *addend):
         x, weight, bias = cast_operands(x, weight, bias)
     if x.dtype != weight.dtype or x.device != weight.device or not x.dim() or x.size(-1) != weight.size(1):
         _refuse(x, weight)
+    if place.units is not None and torch._C._len_torch_function_stack():  # its functions have the same bits without it
+        with torch._C.DisableTorchFunction():
+            return function.apply(x, weight, bias, place, main_grad, *addend)
     if not casts:
         return function.apply(x, weight, bias, place, main_grad, *addend)
     with torch.autocast(device, enabled=False):
