@@ -256,16 +256,18 @@ class SameCalls:
             self._hook(called)
 
     def __call__(self, module: nn.Module, args, kwargs) -> None:
-        if not torch.compiler.is_compiling():
-            self._called = weakref.ref(module)
-            self._random.append(self.look(module, type(module).__name__, (args, kwargs)))
+        if torch.compiler.is_compiling():
+            return
+        if self.left <= 0 and self.checks == "first":
+            remove_hooks(module, self, self.leave)
+            return
+        self._called = weakref.ref(module)
+        self._random.append(self.look(module, type(module).__name__, (args, kwargs)))
 
     def leave(self, module: nn.Module, args, output) -> None:
         """Check the random numbers that the call drew. Torch runs this hook also after an error."""
         if not self._random:
             return
-        if self.left <= 0 and self.checks == "first":
-            remove_hooks(module, self, self.leave)
         differ, before = self._random.pop()
         if differ and output is not None and _random_numbers() != before:
             raise ValueError(

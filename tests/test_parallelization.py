@@ -342,3 +342,19 @@ def check_first_calls(rank):
 
 def test_a_plan_is_checked_by_the_first_call_of_each_kind():
     run_ranks(check_first_calls, 2)
+
+
+def errors_in_calls(rank):
+    """In each call an error in the model, and what the user's own hook, which is called always, has seen."""
+    plan, seen = {"up": "column", "down": "row"}, []
+    model = weft.parallelize(Block(), weft.init_mesh(tp=2, device_type="cpu"), plan=plan)
+    model.norm.forward = lambda x: x[..., :5]
+    model.register_forward_hook(lambda *call: seen.append(1), always_call=True)
+    for call in range(6):
+        with pytest.raises(ValueError, match="must be 12, the input features"):
+            model(torch.zeros(1, 2, 12))
+        assert len(seen) == call + 1
+
+
+def test_checks_of_the_first_calls_leave_a_model_that_raises_its_other_hooks():
+    run_ranks(errors_in_calls, 2)

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm.communicator import Communicator
-from weft.context_parallel.learning import is_given_out
 from weft.context_parallel.pytree import leaves, mapped
 from weft.context_parallel.shared_sequence import (
     NATIVE,
@@ -74,7 +73,7 @@ def used(x, ranks: Communicator):
         return x
     if isinstance(ranks, Unit):
         return ranks.used(x)
-    return x if not x.requires_grad or is_given_out(x) else used_by_parts(x, ranks)
+    return used_by_parts(x, ranks)
 
 
 # Position by position

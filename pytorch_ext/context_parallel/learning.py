@@ -12,6 +12,7 @@ has a hook inside, or changes an attribute of its own from call to call.
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,8 +32,10 @@ from weft.sharding.shard import split_over
 
 _MOST_KINDS = 16
 _BUCKET_BYTES = 25 << 20
-_SIMPLE = (bool, int, float, str, type(None))
+_SIMPLE = frozenset((bool, int, float, str, type(None)))
 _LISTS = (list, tuple, set, frozenset)
+_DEPTH = 4  # of objects in objects that a module holds
+_NOT_SETTINGS = {*vars(nn.Module()), "forward", ATTRIBUTE}
 _READS = {
     *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"),
     *("equal", "allclose", "is_nonzero", "nonzero", "unique"),
@@ -67,55 +70,53 @@ def knowing_masks() -> Iterator[None]:
 
 
 @dataclass
+class LeftAlone:
+    """A module that is left alone.
+
+    Attributes:
+        given: (dimension of the sequence, number of dimensions, blocks of its cut) of the first sequence that it gets.
+        axes: the dimension of the sequence in each of its outputs.
+        places: (a module's parameters, name, index in `Kind.parameters`) of the parameters inside of it.
+    """
+
+    given: tuple[int, int, int]
+    axes: tuple[int, ...]
+    places: list[tuple[dict, str, int]] = field(default_factory=list)
+
+
+@dataclass
 class Kind:
     """A kind of call that was learnt.
 
     Attributes:
         call: the ranks' agreement on the sequence (`region.SharedCall`).
-        draws: the forward drew random numbers.
-        left_alone: modules that get parts as plain tensors, each with the dimension of the sequence in its outputs.
-        places: (a module's parameters, name, index in `parameters`) of all that the edge gives out.
-        parameters: these, each once.
+        trains: some module is in training.
+        alone: the modules that get parts as plain tensors.
+        parameters: of all of these, each once.
+        given_out: the parameters of the call under way, whose gradients are summed over the ranks.
     """
 
     call: Any
-    draws: bool = True
-    left_alone: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
-    places: list[tuple[dict, str, int]] = field(default_factory=list)
+    trains: bool = False
+    alone: dict[nn.Module, LeftAlone] = field(default_factory=dict)
     parameters: list[torch.Tensor] = field(default_factory=list)
+    given_out: list[torch.Tensor] = field(default_factory=list)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Leave the modules alone, with parameters whose gradients are summed over the ranks."""
-        ranks = self.call.sharing.ranks
-        given: list[torch.Tensor] = []
-        for bucket in _buckets(self.parameters):
-            given += _GivenOut.apply(ranks, *bucket) if torch.is_grad_enabled() else bucket
-        before, state.kind = state.kind, self
-        for parameter, made in zip(self.parameters, given, strict=True):
-            if ATTRIBUTE in vars(parameter):  # its place, and the ranks that its gradient is summed over already
-                vars(made)[ATTRIBUTE] = vars(parameter)[ATTRIBUTE]
-        for members, name, index in self.places:
-            members[name] = given[index]
+        """Leave the modules alone inside the context."""
+        before = state.kind, self.given_out
+        state.kind, self.given_out = self, []
+        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):  # the forward may turn gradients on
+            for bucket in _buckets(self.parameters):
+                self.given_out += _GivenOut.apply(self.call.sharing.ranks, *bucket)
+        for parameter, made in zip(self.parameters, self.given_out, strict=True):
+            vars(made).update(vars(parameter))
+            made._is_param = True  # for isinstance
         try:
             yield
         finally:
-            state.kind = before
-            for members, name, index in self.places:
-                members[name] = self.parameters[index]
-
-    @contextmanager
-    def parameters_themselves(self, module: nn.Module) -> Iterator[None]:
-        """Run a module on whole tensors: its parameters' gradients are then the same on every rank, and not summed."""
-        own = {id(part._parameters) for part in module.modules()}
-        given = [(members, name, members[name], index) for members, name, index in self.places if id(members) in own]
-        for members, name, _, index in given:
-            members[name] = self.parameters[index]
-        try:
-            yield
-        finally:
-            for members, name, made, _ in given:
-                members[name] = made
+            state.kind, self.given_out = before
 
 
 class _GivenOut(RankFunction):
@@ -152,11 +153,6 @@ class _GivenOut(RankFunction):
         return None, *sums
 
 
-def is_given_out(x: torch.Tensor) -> bool:
-    """Return whether x is a parameter whose gradient the model's edge sums."""
-    return isinstance(x.grad_fn, _GivenOut._backward_cls)  # type: ignore[attr-defined]
-
-
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the parameters in groups, so that the gradients of one are summed while those of the next are computed."""
     bucket: list[torch.Tensor] = []
@@ -176,27 +172,18 @@ class Kinds:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._restless: set[nn.Module] = set()  # they change an attribute of their own from call to call
+        self._restless: set[nn.Module] = set()  # they change what they hold from call to call
         self._known: dict[tuple, Kind] = {}
         self._members = Members(model)
-        self._record()
-
-    def _record(self) -> None:
-        self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
-        self._places = [place for module in self._modules for place in _attributes(module)]
-        self._values = self._read()
-
-    def _read(self) -> list:
-        found: list[Any] = [members.get(name) for _, members, name in self._places]
-        return [tuple(value) if type(value) in _LISTS else value for value in found]
+        self._settings = _settings(self._members.modules)
 
     def find(self, args: tuple, kwargs: dict) -> tuple[tuple | None, Kind | None]:
         """Return the key of a call, None if it has arguments of unknown kinds, and its kind, if that was learnt."""
         if self._members.changed():
             self._members.record()
             self._known.clear()
-            self._record()
-        self._forget_changes()
+            self._settings = _settings(self._members.modules)
+        self._look_at_settings()
         key = self._key(args, kwargs)
         return key, None if key is None else self._known.get(key)
 
@@ -212,53 +199,42 @@ class Kinds:
                 if any(not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS for leaf in found):
                     return None
                 kinds.append((str(structure), *(_kind(leaf) for leaf in found)))
-        hooks = [
-            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks or ())) for m in self._modules
-        ]
-        own = [
-            (m.training, len(m.__dict__) - ("forward" in m.__dict__) - (ATTRIBUTE in m.__dict__)) for m in self._modules
-        ]
-        return (*kinds, *hooks, *own, *[parameter.requires_grad for parameter in self._parameters])
+        modules = self._members.modules
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks or ())) for m in modules]
+        trains = [m.training for m in modules]
+        return (*kinds, *hooks, *trains, *[parameter.requires_grad for parameter in self._members.parameters])
 
-    def _forget_changes(self) -> None:
-        """Forget all kinds if an attribute of a module has changed, and what this module did for good."""
-        now = self._read()
-        if now == self._values:
+    def _look_at_settings(self) -> None:
+        """Forget all kinds if a module holds something else than before; such a module is not left alone any more."""
+        now, before = _settings(self._members.modules), self._settings[0]
+        if now[0] == before:
             return
-        changed = {
-            index
-            for index, (old, new) in enumerate(zip(self._values, now, strict=True))
-            if old is not new and old != new
-        }
-        self._restless |= {self._places[index][0] for index in changed}
-        self._places = [place for index, place in enumerate(self._places) if index not in changed]
-        self._values = self._read()
-        self._known.clear()
+        changed = {module for module, held in now[0].items() if held != before.get(module)} - self._restless
+        self._settings = now
+        if changed:
+            self._restless |= changed
+            self._known.clear()
 
-    def add(self, key: tuple, kind: Kind, recorder: "ForwardRecord") -> None:
-        """Keep what a recorder has learnt. A collective call."""
-        self._forget_changes()
-        self._record()
+    def add(self, key: tuple, kind: Kind, record: "ForwardRecord") -> None:
+        """Keep what a record has shown. A collective call."""
+        self._look_at_settings()
         ranks = kind.call.sharing.ranks
         names = {module: name for name, module in self._model.named_modules()}
-        found = {} if recorder.unsure else recorder.left_alone(self._restless)
-        own = {names[module]: axes for module, axes in found.items()}, kind.draws
-        everywhere: list[tuple] = ranks.all_gather_object(own)
-        kind.draws = any(draws for _, draws in everywhere)
-        kind.left_alone = {
-            module: axes
-            for module, axes in found.items()
-            if all(others.get(names[module]) == axes for others, _ in everywhere)
-        }
+        found = {} if record.unsure else record.left_alone(self._restless)
+        own = {names[module]: (alone.given, alone.axes) for module, alone in found.items()}
+        everywhere: list[dict] = ranks.all_gather_object(own)
         indices: dict[torch.Tensor, int] = {}
-        for module in kind.left_alone:
+        for module, alone in found.items():
+            if any(others.get(names[module]) != (alone.given, alone.axes) for others in everywhere):
+                continue
+            kind.alone[module] = alone
             for part in module.modules():
                 for name, parameter in part._parameters.items():
                     if parameter is None or not parameter.requires_grad or split_over(parameter, ranks):
                         continue
                     index = indices.setdefault(parameter, len(indices))
-                    kind.places.append((part._parameters, name, index))
-        kind.parameters = list(indices)
+                    alone.places.append((part._parameters, name, index))
+        kind.parameters, kind.trains = list(indices), any(module.training for module in names)
         self._known[key] = kind
         for old in list(self._known)[:-_MOST_KINDS]:
             del self._known[old]
@@ -268,37 +244,57 @@ def _kind(leaf) -> Any:
     return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, dict, str]]:
-    """Yield numbers, texts and flags of a module, and of plain objects and dicts that it holds (a configuration)."""
-    for name, value in vars(module).items():
-        if _is_setting(value):
-            if name != "training":
-                yield module, vars(module), name
-            continue
-        held = value if type(value) is dict else getattr(value, "__dict__", None)
-        of_weft = type(value).__module__.startswith("weft.")  # the chain of the module's forward
-        if name.startswith("_") or of_weft or isinstance(value, type | nn.Module | torch.Tensor):
-            continue
-        if type(held) is not dict:
-            continue
-        for inner, found in held.items():
-            if _is_setting(found):
-                yield module, held, inner
+def _settings(modules: Sequence[nn.Module]) -> tuple[dict[nn.Module, list], list]:
+    """Return what each module holds, in a form to compare, and the objects in it, which must live as long as that form.
+
+    Parameters, buffers, modules and hooks are left out. Numbers, texts, flags and lists of them are compared by value,
+    other objects by identity and by what they hold.
+    """
+    found: dict[nn.Module, list] = {}
+    objects: list = []
+    for module in modules:
+        held = found[module] = []
+        inside: list[tuple[Any, int]] = [(module.__dict__, 0)]
+        for owner in type(module).__mro__:
+            if owner is nn.Module:
+                break
+            inside.append((owner.__dict__, _DEPTH))
+        seen: set[int] = set()
+        while inside:
+            members, depth = inside.pop()
+            for name, value in members.items():
+                kind = type(value)
+                if kind in _SIMPLE:
+                    if name not in _NOT_SETTINGS:
+                        held.append((name, value))
+                    continue
+                if depth == _DEPTH or name in _NOT_SETTINGS:
+                    continue
+                if kind in _LISTS and _SIMPLE.issuperset(map(type, value)):
+                    held.append((name, tuple(value)))
+                    continue
+                held.append(id(value))
+                objects.append(value)
+                more = value if kind is dict else getattr(value, "__dict__", None)
+                if type(more) is not dict or isinstance(value, type | nn.Module | torch.Tensor):
+                    continue
+                if id(more) not in seen:
+                    seen.add(id(more))
+                    inside.append((more, depth + 1))
+    return found, objects
 
 
-def _is_setting(value) -> bool:
-    return type(value) in _SIMPLE or (type(value) in _LISTS and all(type(each) in _SIMPLE for each in value))
-
-
-@dataclass
+@dataclass(eq=False)
 class _Frame:
     """A call of a module under way."""
 
     module: nn.Module
     parameters: set[int]
+    given: tuple[int, int, int] | None
     alone: bool = True
     functions: int = 0
     cut: Any = None
+    returned: set[int] = field(default_factory=set)
 
 
 class ForwardRecord:
@@ -311,9 +307,9 @@ class ForwardRecord:
     def __init__(self, model: nn.Module, is_shared: Callable[[Any], bool]):
         self._model, self._is_shared = model, is_shared
         self._frames: list[_Frame] = []
-        self._outputs: dict[nn.Module, tuple[int, ...] | None] = {}  # None: not to be left alone
+        self._found: dict[nn.Module, LeftAlone | None] = {}  # None: not to be left alone
         self._parents: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}  # of each call
-        self._uses: dict[int, list[tuple[nn.Module, ...]]] = {}  # of leaves, by id
+        self._made: list[tuple[weakref.ref, tuple[_Frame, ...]]] = []  # sequences, with the calls that made them
         self.unsure = False
 
     @contextmanager
@@ -337,25 +333,27 @@ class ForwardRecord:
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             self.crossed()  # hooks see the sequence
         self._parents.setdefault(module, []).append(tuple([frame.module for frame in self._frames]))
-        self._frames.append(_Frame(module, {id(p) for p in module.parameters()}))
+        first = next(filter(self._is_shared, args), None)
+        given = None if first is None else (first.axis, first.ndim, first.cut.blocks)
+        self._frames.append(_Frame(module, {id(p) for p in module.parameters()}, given))
 
     def _leave(self, module: nn.Module, args, output) -> None:
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
-        axes = self._axes(frame, output)
-        known = self._outputs.setdefault(module, axes)
-        if known != axes:
-            self._outputs[module] = None
+        frame.returned = {id(x) for x in leaves(output)}
+        alone = self._alone(frame, output)
+        if module in self._found and self._found[module] != alone:
+            alone = None
+        self._found[module] = alone
 
-    def _axes(self, frame: _Frame, output) -> tuple[int, ...] | None:
-        given = output if type(output) is tuple else (output,)
-        if not frame.alone or not frame.functions or not all(map(self._is_shared, given)):
+    def _alone(self, frame: _Frame, output) -> LeftAlone | None:
+        outputs = output if type(output) is tuple else (output,)
+        if not frame.alone or not frame.functions or frame.given is None or not all(map(self._is_shared, outputs)):
             return None
-        kept = leaves(list(vars(frame.module).values()))
-        if any(x.cut != frame.cut for x in given) or any(map(self._is_shared, kept)):
+        if any(x.cut != frame.cut for x in outputs):
             return None
-        return tuple([x.axis for x in given])
+        return LeftAlone(frame.given, tuple([x.axis for x in outputs]))
 
     def crossed(self) -> None:
         """Note that the modules under way do more than treat each position alone."""
@@ -375,36 +373,29 @@ class ForwardRecord:
             if frame.cut != lead.cut or any(id(x) not in frame.parameters for x in plain):
                 frame.alone = False
 
+    def made(self, sequence: torch.Tensor) -> None:
+        """Note a new sequence."""
+        self._made.append((weakref.ref(sequence), tuple(self._frames)))
+
     def _watch(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Note the leaves that a function uses, and reads of values, which may decide what the code does."""
-        result = func(*args, **kwargs)
+        """Note reads of values, which may decide what the code does."""
         if getattr(func, "__name__", "") in _READS:
             self.crossed()
-        elif any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves(result)):
-            for x in leaves((args, kwargs)):
-                if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf:
-                    self._uses.setdefault(id(x), []).append(tuple([frame.module for frame in self._frames]))
-        return result
+        return func(*args, **kwargs)
 
-    def left_alone(self, restless: set[nn.Module]) -> dict[nn.Module, tuple[int, ...]]:
-        """Return the outermost modules that can be left alone, with the sequence's dimension in their outputs."""
+    def left_alone(self, restless: set[nn.Module]) -> dict[nn.Module, LeftAlone]:
+        """Return the outermost modules that can be left alone, once the forward's own tensors are gone."""
+        kept = [(x, frames) for reference, frames in self._made if (x := reference()) is not None]
+        keeping = {frame.module for x, frames in kept for frame in frames if id(x) not in frame.returned}
         found = {
-            module: axes
-            for module, axes in self._outputs.items()
-            if axes is not None and module is not self._model and restless.isdisjoint(module.modules())
+            module: alone
+            for module, alone in self._found.items()
+            if alone is not None and module is not self._model and module not in keeping
+            if restless.isdisjoint(module.modules())
         }
-        while True:
-            outside = {
-                number for number, uses in self._uses.items() if any(found.keys().isdisjoint(stack) for stack in uses)
-            }
-            taken = [m for m in found if not outside.isdisjoint({id(p) for p in m.parameters()})]
-            if not taken:
-                break
-            for module in taken:
-                del found[module]
         return {
-            module: axes
-            for module, axes in found.items()
+            module: alone
+            for module, alone in found.items()
             if any(found.keys().isdisjoint(parents) for parents in self._parents[module])
         }
 

@@ -127,6 +127,9 @@ def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
         set_metadata(module, "sharing", sharing)
 
 
+_FIRST_CALLS = 3  # as for ranks of "tp" and "pp"
+
+
 @dataclass
 class _SharedForward:
     """A forward in progress.
@@ -140,7 +143,7 @@ class _SharedForward:
     frame: ExitStack
     within: bool
     learnt: tuple[tuple, Kind] | None = None
-    recorder: ForwardRecord | None = None
+    record: ForwardRecord | None = None
 
 
 class _RegionEntry:
@@ -152,6 +155,7 @@ class _RegionEntry:
         self.sharing = sharing
         self.under_way: list[_SharedForward] = []
         self.kinds: Kinds | None = None
+        self.left = _FIRST_CALLS  # calls whose arguments the ranks compare, besides the first one of each kind
 
     def __deepcopy__(self, memo):
         return _RegionEntry(self.sharing)
@@ -166,19 +170,16 @@ class _RegionEntry:
         forward.frame.enter_context(knowing_masks())
         always = self.sharing.checks == "always" or self.sharing.units is not None
         key, kind, seed = (None, None, 0) if always else self._agreed_kind(module, args, kwargs)
+        call = agreed(type(module).__name__, self.sharing, (args, kwargs)) if kind is None else kind.call
+        if any(part.training for part in module.modules()) if kind is None else kind.trains:
+            forward.frame.enter_context(random_numbers_of(call.seed if kind is None else seed, call.device))
         if kind is not None:
-            if kind.draws:
-                forward.frame.enter_context(random_numbers_of(seed, kind.call.device))
             forward.frame.enter_context(kind.running())
-            return kind.call.enter((args, kwargs))
-        call = agreed(type(module).__name__, self.sharing, (args, kwargs))
+            return call.enter((args, kwargs))
         forward.frame.enter_context(followed(module))
-        if any(part.training for part in module.modules()):
-            forward.frame.enter_context(random_numbers_of(call.seed, call.device))
         if key is not None:
-            forward.learnt, forward.recorder = (key, Kind(call)), ForwardRecord(module, _is_shared)
-            forward.frame.enter_context(_noting_draws(forward.learnt[1]))
-            forward.frame.enter_context(forward.recorder.recording())
+            forward.learnt, forward.record = (key, Kind(call)), ForwardRecord(module, _is_shared)
+            forward.frame.enter_context(forward.record.recording())
         return call.enter((args, kwargs))
 
     def _agreed_kind(self, module: nn.Module, args, kwargs) -> tuple[tuple | None, Kind | None, int]:
@@ -186,15 +187,18 @@ class _RegionEntry:
         if self.kinds is None:
             self.kinds = Kinds(module)
         key, kind = self.kinds.find(args, kwargs)
-        ranks, length = self.sharing.ranks, -1 if kind is None else kind.call.layout.length
-        if ranks.world_size == 1 and kind is None:
-            return key, None, 0
-        seed = int(torch.randint(2**62, (1,))) if kind is not None and kind.draws else 0
-        where = ranks.device_of_numbers(next((x.device for x in tree_leaves((args, kwargs)) if _is_tensor(x)), _CPU))
-        rows = ranks.all_gather(torch.tensor([[length, seed]], device=where), 0, [1] * ranks.world_size).tolist()
-        if any(other != length for other, _ in rows) or length < 0:
-            return key, None, 0
-        return key, kind, rows[0][1]
+        sharing, ranks = self.sharing, self.sharing.ranks
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        forms = repr([(() if sharing.parts else x.shape, x.dtype) for x in tensors])
+        compared = tensors if self.left > 0 and not sharing.parts and sharing.checks != "off" else ()
+        self.left -= 1
+        mark = zlib.crc32(repr((forms, [int(mark_of_bits(x)) for x in compared if x.ndim > sharing.dim])).encode())
+        length, seed = -1 if kind is None else kind.call.layout.length, int(torch.randint(2**62, (1,)))
+        where = ranks.device_of_numbers(tensors[0].device if tensors else torch.device("cpu"))
+        own = torch.tensor([[length, mark, seed]], device=where)
+        rows = ranks.all_gather(own, 0, [1] * ranks.world_size).tolist()
+        alike = all(row[:2] == rows[0][:2] for row in rows)  # if they are not, `agreed` says how
+        return key, kind if alike and length >= 0 else None, rows[0][2]
 
     @outside_of_graphs
     def leave(self, module: nn.Module, args, output):
@@ -205,34 +209,13 @@ class _RegionEntry:
             refuse_results_of_custom_functions(output)
             return output
         refuse_missing_weights(module, output)
-        if forward.learnt is not None and forward.recorder is not None and output is not None:
+        if forward.learnt is not None and forward.record is not None and output is not None:
             assert self.kinds is not None
-            self.kinds.add(*forward.learnt, forward.recorder)
-            for part in forward.learnt[1].left_alone:
+            self.kinds.add(*forward.learnt, forward.record)
+            for part in forward.learnt[1].alone:
                 if step_of(part, "sequence") is None:
                     ForwardChain.of(part).add("sequence", alone_in_known_calls)
         return leave(output, self.sharing)
-
-
-@contextmanager
-def _noting_draws(kind: Kind) -> Iterator[None]:
-    """Note whether random numbers are drawn inside the context."""
-    gpu = kind.call.device if kind.call.device.type == "cuda" else None
-
-    def states() -> list:
-        found = [torch.default_generator.get_state()]
-        return found if gpu is None else [*found, torch.cuda.get_rng_state(gpu)]
-
-    before = states()
-    yield
-    kind.draws = not all(map(torch.equal, before, states()))
-
-
-_CPU = torch.device("cpu")
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor)
 
 
 def _is_shared(x: object) -> bool:

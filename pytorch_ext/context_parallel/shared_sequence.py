@@ -187,6 +187,8 @@ class SharedSequence(torch.Tensor):
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=requires_grad
         )
         self.axis, self.cut, self.back = axis, cut, axis - len(shape)
+        if state.recorder is not None:
+            state.recorder.made(self)
         if requires_grad and state.kind is None:  # a call that was learnt had no custom function
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)
@@ -345,8 +347,8 @@ def left_alone(forward: Callable, module: torch.nn.Module, args: tuple, kwargs: 
         NotImplemented if the call was not learnt, if the module is not left alone in it, or if the sequences differ.
     """
     kind, lead = state.kind, None
-    axes = None if kind is None else kind.left_alone.get(module)
-    if kind is None or axes is None:
+    alone = None if kind is None else kind.alone.get(module)
+    if kind is None or alone is None:
         return NotImplemented
     for x in (*args, *kwargs.values()):
         if type(x) is SharedSequence:
@@ -355,14 +357,20 @@ def left_alone(forward: Callable, module: torch.nn.Module, args: tuple, kwargs: 
                 return NotImplemented
         elif type(x) in (tuple, list, dict) and shared_in(x):
             return NotImplemented
-    if lead is None:  # a branch that was not taken in the first call
-        with kind.parameters_themselves(module):
-            return forward(*args, **kwargs)
+    if lead is None or (lead.axis, lead.ndim, lead.cut.blocks) != alone.given:
+        return NotImplemented  # a branch that was not taken in the first call
     args = tuple([x.local if type(x) is SharedSequence else x for x in args])
-    out = forward(*args, **{name: x.local if type(x) is SharedSequence else x for name, x in kwargs.items()})
+    kwargs = {name: x.local if type(x) is SharedSequence else x for name, x in kwargs.items()}
+    for members, name, index in alone.places:
+        members[name] = kind.given_out[index]
+    try:
+        out = forward(*args, **kwargs)
+    finally:
+        for members, name, index in alone.places:
+            members[name] = kind.parameters[index]
     if type(out) is tuple:
-        return tuple([SharedSequence(y, axis, lead.cut) for y, axis in zip(out, axes, strict=True)])
-    return SharedSequence(out, axes[0], lead.cut)
+        return tuple([SharedSequence(y, axis, lead.cut) for y, axis in zip(out, alone.axes, strict=True)])
+    return SharedSequence(out, alone.axes[0], lead.cut)
 
 
 def by_part(function: Callable, *args, **kwargs):

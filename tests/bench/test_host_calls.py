@@ -10,15 +10,15 @@ from weft.bench import host_calls
 from weft.testing.ranks import run_ranks
 
 CEILINGS = {
-    "one rank": 2290,
-    "tp=2": 2430,
+    "one rank": 2285,
+    "tp=2": 2420,
     "dp=2": 2040,
     "pp=2": 2910,
-    "cp=2": 5700,
-    "invariant=4": 36800,
-    "invariant=4, tp=2": 36800,
-    "invariant=4, dp=2": 20400,
-    "invariant=4, cp=2 in two units": 198000,
+    "cp=2": 5530,
+    "invariant=4": 20480,
+    "invariant=4, tp=2": 19660,
+    "invariant=4, dp=2": 11170,
+    "invariant=4, cp=2 in two units": 175300,
 }
 
 

@@ -14,6 +14,15 @@ from weft.testing.models import Llama, loss_of
 from weft.testing.ranks import run_ranks
 
 
+class Held:
+    """An object that modules hold."""
+
+    turned = False
+
+
+ELSEWHERE = Held()
+
+
 class Own(nn.Module):
     """A module around a function of its own and of x [batch, sequence, 6]."""
 
@@ -51,6 +60,11 @@ def keeps(module, x):
     return module.scale * x
 
 
+def keeps_elsewhere(module, x):
+    ELSEWHERE.part = module.scale * x
+    return ELSEWHERE.part + 0
+
+
 def chooses(module, x):
     return module.scale * (x if random.random() < 2 else -x)
 
@@ -65,6 +79,7 @@ NEVER = {
     "counts": counts,
     "counts and turns": counts_and_turns,
     "keeps": keeps,
+    "keeps elsewhere": keeps_elsewhere,
     "python": chooses,
 }
 
@@ -73,7 +88,7 @@ def alone_in(model) -> set[str]:
     """Names of the modules that are left alone in some kind of call."""
     names = {module: name for name, module in model.named_modules()}
     (edge,) = [hook for hook in model._forward_pre_hooks.values() if hasattr(hook, "kinds")]
-    return {names[module] for kind in edge.kinds._known.values() for module in kind.left_alone}
+    return {names[module] for kind in edge.kinds._known.values() for module in kind.alone}
 
 
 def steps_as_unsplit(rank, name, count=7):
@@ -107,18 +122,25 @@ def test_what_is_more_than_position_by_position_is_never_left_alone(name):
             assert {"norm", "last"} <= alone
 
 
+def turned(x):
+    return x.flip(1)
+
+
 class Switched(nn.Module):
-    """Its own code follows a number, a list and a flag that the class has until the module gets one."""
+    """Its own code follows what it, its class and objects in it hold."""
 
     flag = False
 
     def __init__(self):
         super().__init__()
-        self.linear, self.power, self.turned = nn.Linear(6, 6), 1, [0]
+        self.linear, self.power, self.turned, self.last = nn.Linear(6, 6), 1, [0], torch.tanh
+        self.options, self.held = {"turned": False}, Held()
+        self.held.held = Held()
 
     def forward(self, x):
-        y = self.linear(x) ** self.power
-        return y.flip(1) if self.flag or self.turned[-1] else y
+        y = self.last(self.linear(x) ** self.power)
+        held = (self.flag, self.turned[-1], self.options["turned"], self.held.turned, self.held.held.turned)
+        return y.flip(1) if any(held) else y
 
 
 class Settings(nn.Module):
@@ -134,14 +156,25 @@ def set_of_both(name, value):
     return lambda *both: [setattr(each.switched, name, value) for each in both]
 
 
+def frozen(*both, requires_grad=False):
+    for each in both:
+        each.switched.linear.weight.requires_grad_(requires_grad)
+
+
 CHANGES = {
     "nothing": lambda *both: None,
     "a number": set_of_both("power", 2),
     "a list": lambda *both: [each.switched.turned.append(1) for each in both],
     "a new attribute": set_of_both("flag", True),
+    "an attribute of the class": lambda *both: setattr(Switched, "flag", True),
+    "a dict": set_of_both("options", {"turned": True}),
+    "a value of a dict": lambda *both: [each.switched.options.update(turned=True) for each in both],
+    "an attribute of an object": lambda *both: [setattr(each.switched.held, "turned", True) for each in both],
+    "an object in an object": lambda *both: [setattr(each.switched.held.held, "turned", True) for each in both],
+    "a function": set_of_both("last", turned),
+    "a forward": lambda *both: [setattr(each.norm, "forward", lambda x: x.roll(1, 1)) for each in both],
     "evaluation": lambda *both: [each.eval() for each in both],
-    "frozen": lambda *both: [each.switched.linear.weight.requires_grad_(False) for each in both],
-    "trained again": lambda *both: [each.switched.linear.weight.requires_grad_() for each in both],
+    "frozen": frozen,
     "a parameter": lambda *both: [setattr(each.norm, "weight", nn.Parameter(torch.full((6,), 0.5))) for each in both],
     "a module": lambda *both: [
         setattr(each.switched, "linear", nn.Sequential(each.switched.linear, nn.Tanh())) for each in both
@@ -150,13 +183,14 @@ CHANGES = {
 }
 
 
-def learns(rank):
-    """Three calls after each change, with lengths and without gradients besides; returns the numbers of first calls."""
+def learns(rank, change):
+    """Three calls before and after a change, with two lengths and without gradients; returns the first ones' number."""
     torch.manual_seed(0)
+    Switched.flag = False
     model, reference = Settings(), Settings()
     reference.load_state_dict(model.state_dict())
     weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"), plan=None)
-    add, first, counted = learning.Kinds.add, [], {}
+    add, first = learning.Kinds.add, []
 
     def run(length):
         x = torch.randn(2, length, 6, generator=torch.Generator().manual_seed(length))
@@ -170,23 +204,94 @@ def learns(rank):
         for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
+    def runs():
+        before = len(first)
+        for _ in range(3):
+            run(9)
+            run(12)
+            with torch.no_grad():
+                run(9)
+        return len(first) - before
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning.Kinds, "add", lambda kinds, *more: first.append(1) or add(kinds, *more))
-        for name, change in CHANGES.items():
-            change(model, reference)
-            before = len(first)
-            for _ in range(3):
-                run(9)
-                run(12)
-                with torch.no_grad():
-                    run(9)
-            counted[name] = len(first) - before
+        counted = [runs()]
+        CHANGES[change](model, reference)
+        counted.append(runs())
+        if change == "frozen":
+            frozen(model, reference, requires_grad=True)
+            counted.append(runs())
     return counted
 
 
-def test_calls_of_a_new_kind_and_changes_are_learnt_anew():
+@pytest.mark.parametrize("change", CHANGES)
+def test_calls_of_a_new_kind_and_changes_are_learnt_anew(change):
     """Three kinds: two lengths with gradients, and one without. What is trained again was known before."""
-    assert run_ranks(learns, 2) == [dict.fromkeys(CHANGES, 3) | {"trained again": 0}] * 2
+    after = {"nothing": [0], "a forward": [0], "frozen": [3, 0]}.get(change, [3])
+    assert run_ranks(learns, 2, change) == [[3, *after]] * 2
+
+
+class SumOfSquares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+class Scaled(nn.Module):
+    """Works with its parameter as one: with its class and with an attribute that a user gave it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, x):
+        assert isinstance(self.weight, nn.Parameter)
+        return x * self.weight * self.weight.gain
+
+
+class Uses(nn.Module):
+    """A model that uses parameters of modules which are left alone, in one of several ways besides."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.norm, self.inner, self.last = way, nn.LayerNorm(6), nn.Sequential(Scaled()), nn.Linear(6, 6)
+        self.inner[0].weight.gain = 2.0
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.way == "with gradients" or torch.is_grad_enabled()):
+            y = self.last(self.inner(self.norm(x)))
+            if self.way == "custom function":
+                return y.square().sum() + SumOfSquares.apply(self.last.weight)
+            if self.way == "late" and x.flatten()[0] > 0:
+                return y.square().sum() + self.last.weight.square().sum()
+            return y.square().mean()
+
+
+def uses(rank, way):
+    torch.manual_seed(0)
+    reference, model = Uses(way), Uses(way)
+    model.load_state_dict(reference.state_dict())
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"), plan=None)
+    for sign in (-1, -1, 1, 1, -1, 1):
+        x = sign * torch.rand(2, 7, 6, generator=torch.Generator().manual_seed(sign + 1))
+        for each in (reference, model):
+            each.zero_grad()
+            with torch.set_grad_enabled(way != "with gradients"):
+                loss = each(x)
+            loss.backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+    return alone_in(model)
+
+
+@pytest.mark.parametrize("way", ["as a parameter", "custom function", "late", "with gradients"])
+def test_parameters_of_modules_that_are_left_alone_are_used_as_in_the_plain_model(way):
+    assert run_ranks(uses, 2, way) == [{"norm", "inner", "last"}] * 2
 
 
 def recomputes(rank):
@@ -227,6 +332,35 @@ def frozen_and_unused(rank):
 
 def test_a_parameter_without_a_gradient_keeps_none():
     run_ranks(frozen_and_unused, 2)
+
+
+class Noisy(nn.Module):
+    """Draws for its output [batch, sequence, 6] from a value of its input on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y + torch.rand(6) if x.flatten()[0] > 0 else y
+
+
+def draws_late(rank):
+    model = Noisy()
+    weft.parallelize(model, weft.init_mesh(cp=2, device_type="cpu"), plan=None)
+    found = []
+    for step, sign in enumerate([-1, -1, 1, 1]):
+        torch.manual_seed(100 * step + rank)
+        x = torch.full((2, 8, 6), float(sign))
+        found.append(model(x)[0])
+    return found
+
+
+def test_ranks_draw_alike_also_in_a_branch_that_the_first_call_did_not_take():
+    for found in run_ranks(draws_late, 2):
+        for positions in found:
+            torch.testing.assert_close(positions, positions[:1].expand(8, 6))
 
 
 def collectives(rank):
