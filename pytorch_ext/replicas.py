@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_flatten
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
-from weft.context_parallel.region import mark_of_bits, sharing_in, sum_of_bits
+from weft.context_parallel.region import FIRST_CALLS, mark_of_bits, sharing_in, sum_of_bits
 from weft.forward import remove_hooks
 from weft.sharding.owners import owners_of
 from weft.sharding.quantized import values_of
 from weft.sharding.shard import shard_of, split_over
 
-FIRST_CALLS = 3
 CHECKS = ("first", "always", "off")
 _SAME_EXPERTS = "have the same experts"
 _DIFFERENCES = "with arguments of different kinds", "one to train and one not", "with different batches"
@@ -233,6 +232,7 @@ class SameCalls:
         # of calls under way: whether the ranks' random states differ, and this rank's
         self._random: list[tuple[bool, int]] = []
         self._called: weakref.ref[nn.Module] | None = None
+        self._removed = False  # the hooks, after the first calls
 
     def install(self, called: nn.Module, loaded: nn.Module) -> None:
         """Check the calls of `called`, and check weights again after loads into `loaded`, which it may wrap."""
@@ -242,23 +242,26 @@ class SameCalls:
 
     def _hook(self, called: nn.Module) -> None:
         if self.left or self.checks == "always":
+            self._removed = False
             called.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
             called.register_forward_hook(self.leave, always_call=True)
 
     def __deepcopy__(self, memo):
-        return SameCalls(self.groups, self.checks)
+        made = SameCalls(self.groups, self.checks)
+        made._removed = self._removed
+        return made
 
-    def _loaded(self, *_) -> None:
-        called = None if self._called is None or self.left else self._called()
+    def _loaded(self, module: nn.Module, *_) -> None:
         self._weights_checked = False
         self.left = max(self.left, 1) if self.groups else 0
-        if called is not None and self not in called._forward_pre_hooks.values():
-            self._hook(called)
+        if self._removed:  # a copy knows no module that was called
+            self._hook((self._called and self._called()) or module)
 
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         if torch.compiler.is_compiling():
             return
         if self.left <= 0 and self.checks == "first":
+            self._removed = True
             remove_hooks(module, self, self.leave)
             return
         self._called = weakref.ref(module)

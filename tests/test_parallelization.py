@@ -344,6 +344,20 @@ def test_a_plan_is_checked_by_the_first_call_of_each_kind():
     run_ranks(check_first_calls, 2)
 
 
+def copies_after_first_calls(rank):
+    model = weft.parallelize(Block(), weft.init_mesh(tp=2, device_type="cpu"), plan={"up": "column", "down": "row"})
+    for _ in range(5):
+        model(torch.ones(1, 2, 12))
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="called with different batches"):
+        twin(torch.full((1, 2, 12), rank))
+
+
+def test_a_copy_is_checked_after_a_load_as_the_model_is():
+    run_ranks(copies_after_first_calls, 2)
+
+
 def errors_in_calls(rank):
     """In each call an error in the model, and what the user's own hook, which is called always, has seen."""
     plan, seen = {"up": "column", "down": "row"}, []

@@ -127,7 +127,7 @@ def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
         set_metadata(module, "sharing", sharing)
 
 
-_FIRST_CALLS = 3  # as for ranks of "tp" and "pp"
+FIRST_CALLS = 3  # that ranks compare, with checks="first"
 
 
 @dataclass
@@ -137,13 +137,12 @@ class _SharedForward:
     Attributes:
         frame: closed at the end of the forward.
         within: the module is a part of a model that shares its sequence already.
-        learnt: what is kept of this call, if it is the first of its kind: the key and the kind.
+        learnt: the key, the kind and the record of this call, if it is the first of its kind.
     """
 
     frame: ExitStack
     within: bool
-    learnt: tuple[tuple, Kind] | None = None
-    record: ForwardRecord | None = None
+    learnt: tuple[tuple, Kind, ForwardRecord] | None = None
 
 
 class _RegionEntry:
@@ -155,7 +154,7 @@ class _RegionEntry:
         self.sharing = sharing
         self.under_way: list[_SharedForward] = []
         self.kinds: Kinds | None = None
-        self.left = _FIRST_CALLS  # calls whose arguments the ranks compare, besides the first one of each kind
+        self.left = FIRST_CALLS  # the first one of each kind is compared besides
 
     def __deepcopy__(self, memo):
         return _RegionEntry(self.sharing)
@@ -178,8 +177,8 @@ class _RegionEntry:
             return call.enter((args, kwargs))
         forward.frame.enter_context(followed(module))
         if key is not None:
-            forward.learnt, forward.record = (key, Kind(call)), ForwardRecord(module, _is_shared)
-            forward.frame.enter_context(forward.record.recording())
+            forward.learnt = key, Kind(call), ForwardRecord(module, _is_shared)
+            forward.frame.enter_context(forward.learnt[-1].recording())
         return call.enter((args, kwargs))
 
     def _agreed_kind(self, module: nn.Module, args, kwargs) -> tuple[tuple | None, Kind | None, int]:
@@ -209,9 +208,9 @@ class _RegionEntry:
             refuse_results_of_custom_functions(output)
             return output
         refuse_missing_weights(module, output)
-        if forward.learnt is not None and forward.record is not None and output is not None:
+        if forward.learnt is not None and output is not None:
             assert self.kinds is not None
-            self.kinds.add(*forward.learnt, forward.record)
+            self.kinds.add(*forward.learnt)
             for part in forward.learnt[1].alone:
                 if step_of(part, "sequence") is None:
                     ForwardChain.of(part).add("sequence", alone_in_known_calls)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, which would import Dynamo here: two seconds
 
-from weft.forward import ForwardChain
+from weft.forward import ForwardChain, step_of
 
 
 def outside_of_graphs(function: Callable) -> Callable:
@@ -50,8 +50,8 @@ def uncompile(model: nn.Module) -> None:
         if part._compiled_call_impl is not None:
             part._compiled_call_impl = None
             compiled += 1
-        elif isinstance(part, torch._dynamo.OptimizedModule) and part.forward != part._orig_mod.__call__:
-            part.forward = part._orig_mod.__call__
+        elif isinstance(part, torch._dynamo.OptimizedModule) and step_of(part, "uncompiled") is None:
+            leave_out_of_graphs(part)
             compiled += 1
     if compiled:
         warnings.warn(

@@ -121,8 +121,7 @@ class BatchUnits:
         named = self._trained
         trains = torch.is_grad_enabled() and bool(named)
         batch = _Batch(self, named) if trains else None
-        buffers = [buffer for of in self._buffers for buffer in of.values() if buffer is not None]
-        versions = [buffer._version for buffer in buffers]
+        buffers = [(of, name, x, x._version) for of in self._buffers for name, x in of.items() if x is not None]
         outputs = []
         for unit, (unit_args, unit_kwargs) in zip(self.here, arguments, strict=True):
             own = nullcontext() if batch is None else batch.parameters_of(unit)
@@ -131,10 +130,7 @@ class BatchUnits:
         if batch is not None and self._unchecked:
             self._unchecked -= 1
             self._check_graph(outputs[0], named)
-        if [buffer._version for buffer in buffers] != versions:
-            before = {id(buffer): version for buffer, version in zip(buffers, versions, strict=True)}
-            named_buffers = self.module.named_buffers()
-            changed = [name for name, x in named_buffers if before.get(id(x), x._version) != x._version]
+        if changed := [name for of, name, x, version in buffers if x._version != version or of.get(name) is not x]:
             raise RuntimeError(
                 f"invariant={self.units.total}: forward changed the buffers {', '.join(changed)}, which would depend "
                 "on the units that a rank has"

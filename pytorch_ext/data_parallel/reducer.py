@@ -80,6 +80,7 @@ class Reducer:
                 have, those of the others are zeros.
             by_hand: one reduction covers all backwards from `begin`, before which no parameter has a gradient, to
                 `finish`. `sync` is set in the last backward of a parameter, and its bucket may travel from then on.
+                Other backwards are left as they are.
         """
         self.slots, self.transport, self.ranks = list(slots), transport, transport.ranks
         self.sync, self.among = True, self.ranks.world_size
@@ -228,6 +229,8 @@ class Reducer:
     def _coming(self, slot: Slot, gradient: torch.Tensor | None):
         """Return the tuple that autograd accumulates instead of the gradient, or None to keep the gradient."""
         # In few calls of Python functions: this runs for each parameter in each backward.
+        if self._by_hand and self._task is None:  # a backward outside of a step, which reduces nothing
+            return None
         slot.given = False
         if type(slot.parameter.grad) is GradientElsewhere:
             slot.parameter.grad = None
@@ -288,6 +291,8 @@ class Reducer:
             slot.parameter.grad = None
 
     def _has_arrived(self, slot: Slot) -> None:
+        if self._by_hand and self._task is None:
+            return
         gradient = slot.parameter.grad
         if slot.into_main_grad:
             slot.touched = True

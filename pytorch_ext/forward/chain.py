@@ -6,6 +6,7 @@ rest of the chain as a function, and calls it or not. A forward that was set on 
 
 import inspect
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -32,7 +33,7 @@ class ForwardChain:
         own = vars(module).get("forward")
         self.module, self.own = module, own
         self.steps: dict[str, Step] = {}
-        self._kind: type[nn.Module] = type(module)
+        self._of_class: Callable | None = None
         self._composed: Callable | None = None
         self.__signature__ = inspect.signature(module.forward)
 
@@ -44,7 +45,7 @@ class ForwardChain:
             return found
         made = cls(module)
         if isinstance(found, ForwardChain):  # of a module that this one is a shallow copy of
-            made.steps, made.own = dict(found.steps), found.own
+            made.steps, made.own = {name: copy(step) for name, step in found.steps.items()}, found.own
             if isinstance(found.own, MethodType) and found.own.__self__ is found.module:
                 made.own = MethodType(found.own.__func__, module)
         module.forward = made  # type: ignore[method-assign]
@@ -68,13 +69,13 @@ class ForwardChain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         composed = self._composed
-        if composed is None or self._kind is not type(self.module):
+        if composed is None or self._of_class is not type(self.module).forward:
             composed = self._compose()
         return composed(*args, **kwargs)
 
     def _compose(self) -> Callable:
-        self._kind = type(self.module)
-        forward: Callable = MethodType(self._kind.forward, self.module) if self.own is None else self.own
+        self._of_class = type(self.module).forward
+        forward: Callable = MethodType(self._of_class, self.module) if self.own is None else self.own
         for name in reversed(ORDER):
             if name in self.steps:
                 forward = partial(self.steps[name], forward, self.module)

@@ -194,7 +194,7 @@ class Pipeline(nn.Module):
         self._clock = StageClock(self._device)
         self._schedules: dict[str, _BuiltSchedule] = {}  # by the shapes of a batch, the last used one at the end
         self._reducer: Reducer | None = None  # over "dp", made with the first step
-        self._trained: list[bool] = []  # whether each parameter required a gradient then
+        self._kinds: list[tuple] = []  # of each parameter then: requires_grad, dtype, device
         if self._units is not None:
             self._shared_by = self._ranks, communicator(along["dp"])  # ranks that the units lie on
             mark_invariant(self, self._units.total)
@@ -220,7 +220,7 @@ class Pipeline(nn.Module):
 
         Returns:
             The batch's loss, a detached fp32 scalar (fp64 for an fp64 model), the same on every rank. The gradients are
-            added to `.grad`.
+            added to `.grad`, over "dp" in memory that the next step writes to again, as with `weft.DataParallel`.
 
         Raises:
             ValueError: the batch is not a multiple of the micro-batches; the micro-batches of a model with its own loss
@@ -259,6 +259,9 @@ class Pipeline(nn.Module):
             for parameter, gradient in earlier.items():
                 parameter.grad = gradient
             _raise_cause(error)
+        finally:
+            for running in schedule.running.values():
+                running.reducer = None
         if gradients is None:
             self._ties.sum()
         for parameter, gradient in earlier.items():
@@ -398,16 +401,19 @@ class Pipeline(nn.Module):
     def _renew(self) -> None:
         """Take the parameters as they are now: users replace them, by values for a model on the meta device."""
         changed = self._held.renew(self)
+        if changed is None:
+            return
         self._ties.renew(changed)
-        if changed:
-            self._reducer, self._parameters_here = None, list(self.parameters())
+        parameters = list(self.parameters())
+        if list(map(id, parameters)) != list(map(id, self._parameters_here)):  # not only buffers
+            self._reducer, self._parameters_here = None, parameters
 
     def _reducer_over_replicas(self) -> Reducer | None:
         """Return what sums gradients over "dp" as they become ready; None without "dp" and in units."""
-        trained = [parameter.requires_grad for parameter in self._parameters_here]
-        if self._replicas is None or self._units is not None or not any(trained):
+        kinds = [(parameter.requires_grad, parameter.dtype, parameter.device) for parameter in self._parameters_here]
+        if self._replicas is None or self._units is not None or not any(kind[0] for kind in kinds):
             return None
-        if self._reducer is None:
+        if self._reducer is None or kinds != self._kinds:
             named = enumerate(self.named_parameters())
             self._reducer = Reducer(
                 [Slot(number, name, parameter) for number, (name, parameter) in named],
@@ -418,9 +424,7 @@ class Pipeline(nn.Module):
                 check_gradients=False,
                 by_hand=True,
             )
-        elif trained != self._trained:
-            self._reducer.watch()
-        self._trained = trained
+        self._kinds = kinds
         return self._reducer
 
     def _check_units(self, total: int, given: tuple) -> None:

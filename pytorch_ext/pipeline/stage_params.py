@@ -67,10 +67,10 @@ class StageParams:
         self._roots = tuple(roots)
         self._tensors, self._members = _tensors_of(into), Members(into)
 
-    def renew(self, into: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-        """Rebind the tensors of the roots to those in `into`; return {old: new} for those that changed."""
+    def renew(self, into: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
+        """Rebind the tensors of the roots to those in `into`; return {old: new}, None if `into` is as it was."""
         if not self._members.changed():
-            return {}
+            return None
         self._members.record()
         now, changed = _tensors_of(into), {}
         for name, old in self._tensors.items():

@@ -52,9 +52,10 @@ class Ties:
 
     def renew(self, changed: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Replace parameters that have changed, on all holders alike."""
-        for tie in self.ties:
-            tie.parameter = changed.get(tie.parameter, tie.parameter)  # type: ignore[assignment]
-        if changed:
+        replaced = [tie for tie in self.ties if tie.parameter in changed]
+        for tie in replaced:
+            tie.parameter = changed[tie.parameter]  # type: ignore[assignment]
+        if replaced:
             self.align()
 
     @torch.no_grad()

@@ -65,7 +65,9 @@ def with_numbers(
     own: Any = vars(module).get("forward")
     if getattr(own, "__self__", None) is module:
         vars(twin)["forward"] = MethodType(own.__func__, twin)
-    elif own is not None and not isinstance(own, ForwardChain):
+    elif isinstance(own, ForwardChain):
+        ForwardChain.of(twin)
+    elif own is not None:
         raise ValueError(
             f"{type(module).__name__} has a forward of its own, which may know the module with the numbers of the "
             "whole: set it as types.MethodType(function, module), or after weft.parallelize"
@@ -141,7 +143,8 @@ def set_number(module: nn.Module, name: str, number: int) -> None:
     """Set a number of this module only. A configuration that it shares with other modules is copied first."""
     argument = argument_of(name)
     if argument:
-        OwnNumbers.of(module).widths[argument] = number
+        step = OwnNumbers.of(module)
+        step.widths = {**step.widths, argument: number}  # a copy of the module has the same dict
         return
     holder, attribute = holder_of(module, name)
     if holder is not module:

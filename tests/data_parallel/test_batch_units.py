@@ -309,6 +309,8 @@ class Keeps(nn.Module):
     def forward(self, x):
         if self.fault == "buffer":
             self.seen += 1
+        if self.fault == "other buffer":
+            self.seen = self.seen + 1
         if self.fault == "kept":
             return self.layer(x) + x @ self.kept[0]
         if self.fault == "reentrant":
@@ -353,6 +355,7 @@ def make_what_is_refused(rank, world):
     x[2:, 0, 0] = 1
     refused("outputs of units have the shapes", lambda: of("shape")(x))
     refused("forward changed the buffers seen", lambda: of("buffer")(x), RuntimeError)
+    refused("forward changed the buffers seen", lambda: of("other buffer")(x), RuntimeError)
     text = "'layer.* is used as a parameter of the module"
     refused(text, lambda: of("kept", unused_parameters="zero")(x), RuntimeError)
     reentrant = of("reentrant", unused_parameters="zero")

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from weft.comm.registry import communicator
 from weft.forward import ORDER, ForwardChain, FunctionMode, chains_in, step_of, steps_of
+from weft.tensor_parallel.local_sizes import with_numbers
+from weft.testing.ranks import run_ranks
 
 
 def noting(name, calls):
@@ -68,6 +71,28 @@ def test_a_copy_has_a_chain_of_its_own_around_its_own_weights(copied):
     assert steps_of(layer) == ["sequence"]
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+
+    def forward(self, x):
+        return self.heads, x.shape[-1]
+
+
+def with_other_numbers(rank):
+    module = Heads()
+    ForwardChain.of(module).add("recompute", noting("", []))
+    ranks, x = communicator(None), torch.zeros(2, 8)
+    twin = with_numbers(module, group=ranks, heads=(2,), **{"x.shape[-1]": (4,)})
+    again = with_numbers(twin, group=ranks, **{"x.shape[-1]": (2,)})
+    assert [each(x) for each in (module, twin, again)] == [(4, 8), (2, 4), (2, 2)]
+
+
+def test_a_copy_with_other_numbers_runs_its_own_forward_with_them():
+    run_ranks(with_other_numbers, 1)
+
+
 def test_others_see_the_modules_own_signature():
     layer = nn.Linear(2, 2)
     ForwardChain.of(layer).add("recompute", noting("", []))
@@ -86,6 +111,8 @@ def test_a_change_of_class_is_followed():
     once = layer(torch.ones(1))
     layer.__class__ = Twice
     assert torch.equal(layer(torch.ones(1)), 2 * once)
+    Twice.forward = nn.Linear.forward
+    assert torch.equal(layer(torch.ones(1)), once)
 
 
 def test_the_mode_sends_functions_to_their_handlers_and_others_to_every():

@@ -246,6 +246,59 @@ def test_gradients_over_dp_travel_in_buckets_from_the_last_backward_on():
     assert run_ranks(run_in_buckets, 4, "1f1b") == [[True]] * 4
 
 
+class Averages(nn.Module):
+    """A layer that puts a new tensor in the place of its buffer in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean((0, 1))
+        return y
+
+
+def penalize(*modules):
+    for module in modules:
+        sum(parameter.square().sum() for parameter in module.parameters()).backward()
+
+
+BETWEEN_STEPS = {
+    "nothing": lambda *modules: None,
+    "a backward of the user": penalize,
+    "another type": lambda *modules: [module.double() for module in modules],
+    "a new parameter": lambda *modules: [
+        setattr(module.get_submodule("0.linear"), "weight", nn.Parameter(torch.full((6, 6), 0.1))) for module in modules
+    ],
+    "frozen": lambda *modules: [module.get_submodule("2").requires_grad_(False) for module in modules],
+}
+
+
+def run_between_steps(rank, between):
+    """Steps of two shapes over "dp", each with something between the step before and it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Averages(), nn.Tanh(), nn.Linear(6, 6), Averages())
+    mesh = weft.init_mesh(pp=1, dp=2, device_type="cpu")
+    pipe = pipeline_of(copy.deepcopy(model), mesh=mesh, microbatches=2, loss=F.mse_loss)
+    for step, size in enumerate([4, 8, 4, 8, 8]):
+        x, y = torch.randn(2, 2 * size, 3, 6, generator=torch.Generator().manual_seed(step)).to(model[2].weight.dtype)
+        model.zero_grad()
+        pipe.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        pipe.step(x.chunk(2)[rank], y.chunk(2)[rank])
+        if step == 2:
+            BETWEEN_STEPS[between](model, pipe)
+        for (name, ours), theirs in zip(pipe.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=f"{name} in step {step}")
+
+
+@pytest.mark.parametrize("between", BETWEEN_STEPS)
+def test_buckets_over_dp_follow_what_happens_between_steps(between):
+    run_ranks(run_between_steps, 2, between)
+
+
 def run_two_shapes(rank):
     pipe = pipeline_of(model_of(), microbatches=2)
     tokens, targets = batch_of()
