@@ -97,7 +97,7 @@ def steps() -> dict[str, GpuStep]:
         "attentions": GpuStep(partial(bench, "attention_chunk", attentions=_ATTENTIONS, compiled=False, rounds=7), 70),
         "losses": GpuStep(losses, 60),
         "chosen_tests": GpuStep(partial(tests, chosen=_CHOSEN), 240),
-        "shared_gpu": GpuStep(partial(tests, chosen=_SHARED_GPU, workers=2), 120),
+        "shared_gpu": GpuStep(partial(tests, chosen=_SHARED_GPU, workers=4), 120),
     }
 
 
@@ -294,10 +294,7 @@ def losses(folder: Path, end: float) -> int:
 
 
 _CHOSEN = ("tests/csrc/test_cuda_collectives.py", "tests/csrc/test_launch_on_gpu.py", "tests/kernels", "tests/ops")
-_SHARED_GPU = tuple(
-    f"tests/comm/test_cuda.py::test_on_one_gpu[{case}-2]"
-    for case in ("gpu_collectives", "gpu_in_symmetric_memory", "gpu_overlap", "gpu_graph")
-)
+_SHARED_GPU = ("tests/test_training_on_gpu.py", "tests/comm/test_cuda.py", "tests/data_parallel/test_gpu.py")
 # Those of one rank first: a tool may run one kernel at a time, and ranks wait for each other.
 _SANITIZED = (
     "tests/kernels/test_matmul.py::test_every_configuration_gives_the_product[1]",

@@ -87,8 +87,8 @@ class Trial:
 
     def __init__(self, operation, ranks, dtype, counts, average=False, offset=0):
         self.operation, self.dtype, self.counts = operation, dtype, counts
-        world = ranks.world_size
-        self.average = average
+        world = ranks.world
+        self.average, self.nowhere = average, values(8, dtype)
         op = "avg" if average else "sum"
         scattered = operation.startswith("reduce_scatter")
         if operation == "low_latency":
@@ -116,7 +116,8 @@ class Trial:
         what = (name_of(self.dtype), self.average, 1.0)
         bytes = [count * self.dtype.itemsize for count in self.counts]
         sources = [x.data_ptr() for x in self.sources]
-        window = [at - 16 * r for r, at in enumerate(sources)], 16 * rank  # each rank's source lies at another offset
+        # Each rank's source lies at another offset of its window; one without elements has no address.
+        window = [(at or self.nowhere.data_ptr() + 16 * r) - 16 * r for r, at in enumerate(sources)], 16 * rank
         if self.operation == "all_gather":
             ranks.all_gather(source, results, bytes, stream)
         elif self.operation == "all_gather_in_place":

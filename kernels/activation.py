@@ -113,8 +113,12 @@ def derivative(z, NAME: tl.constexpr):
         distribution, exponential = _normal(z)
         return distribution + z * (0.3989422804014327 * exponential)
     if NAME == "gelu_tanh":
-        s = tl.sigmoid(2 * _gelu_inner(z))
-        return s + 2 * z * s * (1 - s) * (0.7978845608028654 * (1 + 3 * 0.044715 * z * z))
+        u = 2 * _gelu_inner(z)
+        s, rest = (
+            tl.sigmoid(u),
+            tl.sigmoid(-u),
+        )  # not 1 - s, which is off by a rounding of 1 where the factors are large
+        return s + 2 * z * s * rest * (0.7978845608028654 * (1 + 3 * 0.044715 * z * z))
     if NAME == "relu":
         return tl.where(z <= 0, 0.0, 1.0)
     if NAME == "silu":

@@ -115,10 +115,10 @@ class Archive:
 
         Such a kernel must not be launched.
         """
-        if self.sources.get(kernel) == source_hash(kernel.rpartition(".")[0]):
-            return None
         if kernel not in self.sources:
             return f"{self.path.name} holds no {kernel}"
+        if self.sources[kernel] == source_hash(kernel.rpartition(".")[0]):
+            return None
         return f"{self.path.name} holds {kernel} as compiled from other sources than these"
 
     def machine(self, variant: Variant) -> Machine:

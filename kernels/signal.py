@@ -251,12 +251,22 @@ def _attempt(PTX: tl.constexpr, flag, value, record, timeout_us):
 
 
 @triton.jit
+def _release(flag, value):
+    """Let the first thread set the flag, after all that it wrote."""
+    if _INTERPRETED:
+        _interpreted.post(flag, value)
+    else:
+        tl.inline_asm_elementwise(_POST, "=r,l,r", [flag.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _leave_record(flag, expected, spoiled, record, rank, peer, OPERATION: tl.constexpr, PHASE: tl.constexpr):
+    """Fill the record if no other has claimed it. The host has no part in that, so links without atomics will do."""
     tl.store(spoiled, 1)
     nobody = tl.full((), 0, tl.int64)
     mine = tl.full((), 1, tl.int64)
-    if tl.atomic_cas(record + _CLAIMED, nobody, mine, sem="relaxed", scope="sys") == 0:
-        seen = tl.atomic_cas(flag, 0, 0, sem="relaxed", scope="sys")
+    if tl.atomic_cas(record + _CLAIMED, nobody, mine, sem="relaxed", scope="gpu") == 0:
+        seen = tl.load(flag, volatile=True)
         tl.store(record + _RANK, rank)
         tl.store(record + _OPERATION_CODE, OPERATION)
         tl.store(record + _PHASE_CODE, PHASE)
@@ -264,9 +274,10 @@ def _leave_record(flag, expected, spoiled, record, rank, peer, OPERATION: tl.con
         tl.store(record + _PROGRAM, tl.program_id(0))
         tl.store(record + _SEEN, seen)
         tl.store(record + _EXPECTED, expected)
-        tl.debug_barrier()
         differs = (seen != 0) & (seen != expected)
-        tl.atomic_cas(record + _STATE, nobody, differs.to(tl.int64) + _TIMED_OUT, sem="release", scope="sys")
+        tl.debug_barrier()
+        if tl.load(record + _STATE, volatile=True) == 0:  # what the host wrote stays; threads may see different values
+            _release((record + _STATE).to(tl.pointer_type(tl.int32)), differs.to(tl.int32) + _TIMED_OUT)
 
 
 @triton.jit
@@ -302,11 +313,8 @@ def put(flag, value, spoiled, record, timeout_us, rank, peer, OPERATION: tl.cons
 @triton.jit
 def post(flag, value):
     """Set the flag; a rank that waits for it then sees everything that this program's threads wrote before."""
-    if _INTERPRETED:
-        _interpreted.post(flag, value)
-    else:
-        tl.debug_barrier()
-        tl.inline_asm_elementwise(_POST, "=r,l,r", [flag.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    _release(flag, value)
 
 
 @triton.jit
@@ -414,5 +422,8 @@ def variants(architecture: str) -> None:
     for operation in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE):
         meet(peers, signature("variants"), operation, DONE)
     meet(peers, signature("variants"), ALL_GATHER_MATMUL, COME)
-    spoil(peers, peers.memory)
-    fill(peers, DATA_OFFSET, torch.empty(1 << 20, dtype=torch.bfloat16, device="meta"))
+    for count in (1 << 20, (1 << 20) + 1):  # 16-byte accesses, or smaller ones
+        spoil(peers, peers.memory[:count])
+        numbers = torch.empty(count + 1, dtype=torch.bfloat16, device="meta")
+        fill(peers, DATA_OFFSET, numbers[:count])
+        fill(peers, DATA_OFFSET, numbers[1:])

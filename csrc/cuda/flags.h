@@ -131,8 +131,7 @@ WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, co
   WEFT_ROLLED
   for (int block = 0; block < group.blocks; ++block) here.write(mark(group, block), broken);
   // One thread writes the fields, and the state after them. A state that the host set stays.
-  if (here.read(group.record + RecordField::state) != nothing) return;
-  if (here.swap(group.record + RecordField::claimed, 0, 1) != 0) return;
+  if (here.read(group.record + RecordField::state) != nothing || !here.claim(group.record + RecordField::claimed)) return;
   here.write(group.record + RecordField::rank, group.rank);
   here.write(group.record + RecordField::operation, static_cast<int>(call.operation));
   here.write(group.record + RecordField::phase, static_cast<int>(wait.phase));
@@ -140,7 +139,7 @@ WEFT_ON_DEVICE void give_up(Here& here, const Group& group, const Call& call, co
   here.write(group.record + RecordField::block, here.block());
   here.write(group.record + RecordField::seen, seen);
   here.write(group.record + RecordField::expected, wait.expected);
-  here.swap(group.record + RecordField::state, nothing, why);
+  if (here.read(group.record + RecordField::state) == nothing) here.publish(group.record + RecordField::state, why);
 }
 
 // The bound of a wait, from the first time that it is asked.

@@ -73,8 +73,7 @@ struct Here {
     return line;
   }
 
-  // The record is in host memory. Swaps of it are atomic among the threads of this GPU, and with the host if the
-  // machine supports that. A reader that sees a swap's value also sees the fields written before it.
+  // The record is in host memory. A claim is atomic among the threads of this GPU, which needs nothing of the link.
   __device__ int64_t read(const int64_t* field) const {
     int64_t seen;
     asm volatile("ld.relaxed.sys.global.s64 %0, [%1];" : "=l"(seen) : "l"(field) : "memory");
@@ -83,13 +82,14 @@ struct Here {
   __device__ void write(int64_t* field, int64_t value) const {
     asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(field), "l"(value) : "memory");
   }
-  __device__ int64_t swap(int64_t* field, int64_t expected, int64_t desired) const {
+  __device__ bool claim(int64_t* field) const {
     int64_t seen;
-    asm volatile("atom.release.sys.global.cas.b64 %0, [%1], %2, %3;"
-                 : "=l"(seen)
-                 : "l"(field), "l"(expected), "l"(desired)
-                 : "memory");
-    return seen;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], 0, 1;" : "=l"(seen) : "l"(field) : "memory");
+    return seen == 0;
+  }
+  // A reader that sees the value also sees the fields written before it.
+  __device__ void publish(int64_t* field, int64_t value) const {
+    asm volatile("st.release.sys.global.s64 [%0], %1;" ::"l"(field), "l"(value) : "memory");
   }
 
 #if __CUDA_ARCH__ >= 900

@@ -89,10 +89,11 @@ struct Here {
   }
   int64_t read(const int64_t* field) const { return __atomic_load_n(field, __ATOMIC_ACQUIRE); }
   void write(int64_t* field, int64_t value) const { __atomic_store_n(field, value, __ATOMIC_RELAXED); }
-  int64_t swap(int64_t* field, int64_t expected, int64_t desired) const {
-    __atomic_compare_exchange_n(field, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-    return expected;
+  bool claim(int64_t* field) const {
+    int64_t nobody = 0;
+    return __atomic_compare_exchange_n(field, &nobody, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
+  void publish(int64_t* field, int64_t value) const { __atomic_store_n(field, value, __ATOMIC_RELEASE); }
   void between_aliases() const {}
   // Like the switch: a sum that is rounded to T; the order is the ranks', since some order must be.
   template <class T>

@@ -156,6 +156,7 @@ def test_a_manifest_names_the_sources_that_are_here(built):
         archive.source_hash.cache_clear()
         assert archive.source_hash(kernel.rpartition(".")[0]) == recorded
         assert stored.drift(kernel) is None
+    assert stored.drift("a_script.its_kernel") == "sm_90.weft holds no a_script.its_kernel"
 
 
 def imports_by_parsing(path):

@@ -219,7 +219,7 @@ def test_the_zigzag_places_of_two_ranks_make_the_unsplit_attention(device):
                 q[:, :, rows], k[:, :, columns], v[:, :, columns], Rules(right=0), query_positions=mine,
                 key_positions=theirs, previous=(out, lse) if out is not None else None, out_dtype=torch.float32,
             )  # fmt: skip
-        assert_close(out, plain[0][:, :, rows], exact[0][:, :, rows])
+        assert_close(out.to(DEFAULT), plain[0][:, :, rows], exact[0][:, :, rows])
         assert_close(lse, plain[1][:, :, rows], exact[1][:, :, rows])
 
 
@@ -236,7 +236,7 @@ def test_rows_that_see_nothing_are_zeros_with_no_gradient(device):
     assert all((gradient == 0).all() for gradient in gradients)
     state = draw(device, *out.shape), draw(device, *lse.shape)
     kept = attention_forward(q, k, v, rules, previous=state, **place)
-    torch.testing.assert_close(kept[0], state[0])
+    torch.testing.assert_close(kept[0], state[0].to(DEFAULT))
     torch.testing.assert_close(kept[1], state[1])
 
 
@@ -255,7 +255,9 @@ def test_a_sink_is_a_state_without_a_value(device):
     delta = attention_delta(out, dout)
     gradients = attention_backward(q, k, v, dout, lse, delta, rules)
     dsinks = -(torch.exp(sinks.view(1, 2, 1) - lse) * delta).sum((0, 2))
-    for result, *expected in zip((out, lse, *gradients, dsinks), plain(DEFAULT), plain(torch.float64), strict=True):
+    for result, *expected in zip(
+        (out, lse, *gradients, dsinks.to(DEFAULT)), plain(DEFAULT), plain(torch.float64), strict=True
+    ):
         assert_close(result, *expected)
 
 
@@ -292,17 +294,18 @@ def test_the_tolerance_would_catch_a_window_that_is_off_by_one(device):
 
 
 def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
+    other = torch.float16  # than that of the others
     q, k, v, dout = chunk(device)
     lse = draw(device, 1, 2, 37)
     documents = torch.zeros(1, 37, dtype=torch.int32, device=device)
     free = Rules()
     for error, text, call in [
         (ValueError, r"q \(2, 37, 16\) must be \[batch, heads, sequence, head_dim\]", lambda: attention_forward(q[0], k, v, free)),
-        (ValueError, "head_dim 257; it must be 1 to 256", lambda: attention_forward(*(draw(device, 1, 1, 3, 257) for _ in "qkv"), free)),
-        (ValueError, "3 query heads cannot share 2 KV heads", lambda: attention_forward(draw(device, 1, 3, 4, 8), *(draw(device, 1, 2, 4, 8) for _ in "kv"), free)),
+        (ValueError, "head_dim 257; it must be 1 to 256", lambda: attention_forward(*(draw(device, 1, 1, 3, 257, dtype=DEFAULT) for _ in "qkv"), free)),
+        (ValueError, "3 query heads cannot share 2 KV heads", lambda: attention_forward(draw(device, 1, 3, 4, 8, dtype=DEFAULT), *(draw(device, 1, 2, 4, 8, dtype=DEFAULT) for _ in "kv"), free)),
         (ValueError, r"k has shape \(1, 1, 53, 15\); it must be \(1, 1, 53, 16\)", lambda: attention_forward(q, k[..., 1:], v, free)),
         (TypeError, "q is torch.float64", lambda: attention_forward(q.double(), k.double(), v.double(), free)),
-        (TypeError, "v is torch.bfloat16", lambda: attention_forward(q, k, v.bfloat16(), free)),
+        (TypeError, "v is torch.float16", lambda: attention_forward(q, k, v.to(other), free)),
         (ValueError, "one device", lambda: attention_forward(q, k.to("meta"), v, free)),
         (ValueError, "must be of 37 rows in all", lambda: attention_forward(q, k, v, free, query_positions=Positions(0, 36))),
         (ValueError, "none of its numbers negative", lambda: attention_forward(q, k, v, free, query_positions=Positions(-1, 37))),
@@ -316,15 +319,15 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
         (ValueError, r"key_documents has shape \(1, 37\)", lambda: attention_forward(q, k, v, free, query_documents=documents, key_documents=documents)),
         (TypeError, "query_documents is torch.float32", lambda: attention_forward(q, q, q, free, query_documents=documents.float(), key_documents=documents.float())),
         (ValueError, "does not exist", lambda: attention_forward(q, k, v, free, config=AttentionConfig(48, 48, 4, 1))),
-        (TypeError, "previous_out is torch.bfloat16", lambda: attention_forward(q, k, v, free, previous=(dout.bfloat16(), lse))),
+        (TypeError, "previous_out is torch.float16", lambda: attention_forward(q, k, v, free, previous=(dout.to(other), lse))),
         (ValueError, "only out may be None", lambda: attention_forward(q, k, v, free, previous=(dout, None))),
-        (ValueError, "give one of them", lambda: attention_forward(q, k, v, free, out=dout, out_dtype=torch.float16)),
+        (ValueError, "give one of them", lambda: attention_forward(q, k, v, free, out=dout, out_dtype=other)),
         (ValueError, "previous_lse has shape", lambda: attention_forward(q, k, v, free, previous=(dout, lse[..., 1:]))),
         (ValueError, "delta has shape", lambda: attention_backward(q, k, v, dout, lse, lse[..., 1:], free)),
-        (TypeError, "dq is torch.bfloat16", lambda: attention_backward(q, k, v, dout, lse, lse, free, dq=q.bfloat16())),
+        (TypeError, "dq is torch.float16", lambda: attention_backward(q, k, v, dout, lse, lse, free, dq=q.to(other))),
         (ValueError, "its elements share memory", lambda: attention_forward(q, k, v, free, out=dout[:, :, :1].expand_as(dout))),
-        (ValueError, "the last two must be below 4194304: copy it", lambda: attention_forward(torch.empty(1, device=device).as_strided((1, 1, 1, 16), (1, 1, 1 << 22, 0)), k, v, free)),
-        (ValueError, "both or neither", lambda: attention_backward(q, k, v, dout, lse, lse, free, dk=k)),
+        (ValueError, "the last two must be below 4194304: copy it", lambda: attention_forward(torch.empty(1, device=device, dtype=DEFAULT).as_strided((1, 1, 1, 16), (1, 1, 1 << 22, 0)), k, v, free)),
+        (ValueError, "both or neither", lambda: attention_backward(q, k, v, dout, lse, lse, free, dk=k.float())),
     ]:  # fmt: skip
         with pytest.raises(error, match=text):
             call()

@@ -101,6 +101,8 @@ def test_every_tile_gives_the_product_and_a_group_has_its_own_bits(device, dtype
         y, _ = grouped_matmul(x, w.transpose(1, 2), offsets, config=config)
         check(y, lambda x, w: plain_product(x, w.transpose(1, 2), None, load), x, w, what=str(config))
         for group, rows in groups_of(load):
+            if not len(x[rows]):
+                continue
             alone = offsets_of([len(x[rows])], device)
             own = grouped_matmul(x[rows], w[group : group + 1].transpose(1, 2), alone, config=config)[0]
             assert torch.equal(own, y[rows]), "other experts' rows change nothing"

@@ -153,12 +153,11 @@ def test_empty_products_are_zeros_or_nothing(device):
 
 def test_the_sum_over_k_is_in_order_and_in_fp32(device):
     """In fp32 and in this order 2^24 + 1 + ... - 2^24 loses each 1; in another order, or in pieces, it would not."""
-    block = max(c.block_k for c in listed(launch.architecture_of(device), torch.bfloat16))
-    k = 4 * block
+    tile = max(listed(launch.architecture_of(device), torch.bfloat16, narrow=True), key=lambda tile: tile.block_k)
+    block, k = tile.block_k, 4 * tile.block_k
     a = torch.zeros(1, k, device=device, dtype=torch.bfloat16)
     a[0, 0], a[0, block], a[0, 2 * block], a[0, 3 * block] = 2.0**24, 1.0, 1.0, -(2.0**24)
     ones = torch.ones(k, 1, device=device, dtype=torch.bfloat16)
-    tile = next(c for c in listed(launch.architecture_of(device), torch.bfloat16, narrow=True) if c.block_k == block)
     assert matmul(a, ones, out_dtype=torch.float32, config=tile)[0].item() == 0.0
     # In two pieces: (2^24 + 1) + (1 - 2^24) = 2^24 + (1 - 2^24) = 1.
     assert matmul(a, ones, out_dtype=torch.float32, config=replace(tile, split_k=2))[0].item() == 1.0

@@ -93,4 +93,5 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(device):
     with pytest.raises(ValueError, match=f"there are {signal.FLAGS}"):
         Rows.of((20_000, 2, 8), 1, [1, 1])
     if not launch.INTERPRETED:
+        peers = abandoned(device, rank=0, timeout_s=1, bytes=2 * bytes)
         refused(TypeError, "torch.float32; it must be one of", x.float(), w.float().t(), peers, rows)

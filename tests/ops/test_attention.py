@@ -5,12 +5,19 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels import launch
+from weft.ops import kernel_choice
 from weft.ops.attention import attention
 from weft.testing.tolerance import assert_close
 
 pytestmark = pytest.mark.kernel
 
 DTYPES = [*([torch.float32] if launch.INTERPRETED else []), torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def our_kernels():
+    with kernel_choice.prefer("kernel"):
+        yield
 
 
 def draw(device, *shape, dtype=torch.float32, seed=0):

@@ -143,6 +143,7 @@ def test_main_grad_takes_the_weights_gradients_of_parallel_layers(preference, au
     run_ranks(sharded_step, 2, preference, autocast)
 
 
+@pytest.mark.skipif(not launch.INTERPRETED, reason="ranks cannot be forked once CUDA has computed gradients")
 def test_a_main_grad_of_another_type_or_shape_is_refused():
     run_ranks(refuses_main_grads, 1)
 

@@ -132,8 +132,9 @@ class _Copies:
 
 class _StreamCopies(_Copies):
     def __init__(self, plan: _CopyPlan, whole: torch.Tensor, flags: torch.Tensor):
-        self.stream = _copy_stream(whole.device)
-        self.stream.wait_stream(torch.cuda.current_stream(whole.device))
+        current = torch.cuda.current_stream(whole.device)
+        self.stream = _copy_stream(current)
+        self.stream.wait_stream(current)
         for tensor in (whole, flags):  # keeps their memory even if `join` is never called
             tensor.record_stream(self.stream)
         start, first_flag = whole.data_ptr(), flags.data_ptr()
@@ -167,6 +168,10 @@ class _ThreadCopies(_Copies):
         self.thread.join()
 
 
-@lru_cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+@lru_cache(maxsize=64)
+def _copy_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return the stream for the copies of a stream, so that no rank's copies wait behind those of another on this GPU.
+
+    Its priority is high: torch hands out its 32 streams of normal priority again and again, one of them to the caller.
+    """
+    return torch.cuda.Stream(caller.device, priority=-1)
