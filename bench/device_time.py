@@ -1,7 +1,7 @@
 """The measurement of the GPU benches: calls in alternation, cold L2, eager and as CUDA graphs, and two ceilings."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ class Contest:
         check: Runs ours and raises AssertionError if it is wrong.
         operations: Floating-point operations of one call; 0 if memory bounds it.
         moved_bytes: Least bytes that one call reads and writes in device memory.
-        captured: Time replays of CUDA graphs too; False where a call is known not to be captured.
+        eager: Names of calls that no CUDA graph captures; replays of the others are timed too.
     """
 
     op: str
@@ -32,7 +32,7 @@ class Contest:
     check: Callable[[], None]
     operations: float
     moved_bytes: float
-    captured: bool = True
+    eager: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,22 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
     contest.check()
     peers, remark = _that_run(contest.peers)
     calls = {"ours": contest.ours, **peers}
-    eager = alternate(calls, rounds)
-    to_capture = calls if contest.captured else {}
-    graphs = {name: graph for name, call in to_capture.items() if (graph := _captured(call)) is not None}
+    called = alternate(calls, rounds)
+    graphs = {
+        name: graph
+        for name, call in calls.items()
+        if name not in contest.eager and (graph := _captured(call)) is not None
+    }
     replayed = alternate({name: graph.replay for name, graph in graphs.items()}, rounds)
-    best = min(peers, key=lambda name: eager[name].p50_us, default=None)
+    best = min(peers, key=lambda name: called[name].p50_us, default=None)
     floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
     graph_us = {name: replayed[name].p50_us if name in replayed else None for name in calls}
     facts = {
         "graph_us": graph_us,  # as replays of a CUDA graph; None if the call cannot be captured
-        "of_ceiling": floor_us / eager["ours"].p50_us,  # the nearer of the two
+        "of_ceiling": floor_us / called["ours"].p50_us,  # the nearer of the two
         "peak_bytes": {name: _peak_bytes(call) for name, call in calls.items()},  # beyond the memory before the call
     }
-    return Row({"op": contest.op, "shape": contest.shape}, eager, best, facts, remark)
+    return Row({"op": contest.op, "shape": contest.shape}, called, best, facts, remark)
 
 
 def _that_run(peers: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], str]:

@@ -75,15 +75,30 @@ def refused(rank):
         weft.parallelize(model, mesh, pipeline={"microbatches": 4, "loss": loss_of})
 
 
-def on_one_gpu(case, *given):
-    options = {"backend": "cpu:weft,cuda:gloo", "environment": {SHARED_GPU: "1"}, "timeout_s": 100}
-    run_ranks(from_file(case), 2, *given, start="spawn", group_timeout_s=60, **options)
+def bits(rank, sizes):
+    torch.use_deterministic_algorithms(True)
+    return trained((sizes, {**PLAN, "invariant": 4}))[1]
+
+
+def on_one_gpu(case, *given, world=2):
+    environment = {SHARED_GPU: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for torch's deterministic algorithms
+    options = {"backend": "cpu:weft,cuda:gloo", "environment": environment, "timeout_s": 100}
+    return run_ranks(from_file(case), world, *given, start="spawn", group_timeout_s=60, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SPLITS)
 def test_on_one_gpu(name):
     on_one_gpu(check, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_units_have_the_same_bits_on_every_mesh(sizes):
+    (alone,) = on_one_gpu(bits, {}, world=1)
+    for state in on_one_gpu(bits, sizes):
+        for name, value in state.items():
+            assert torch.equal(value, alone[name]), name
 
 
 @pytest.mark.gpu
