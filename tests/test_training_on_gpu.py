@@ -31,6 +31,18 @@ def model_and_batch():
     )
 
 
+def losses_of_steps(model, tokens):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of(model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
 def trained(split):
     """Return the losses of all ranks' tokens, and the parameters after the steps by name."""
     sizes, options = split
@@ -38,27 +50,13 @@ def trained(split):
     mesh = weft.init_mesh(**sizes, device_type=DEVICE.type)
     model = weft.parallelize(model, mesh, **options)
     mine = tokens.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for _ in range(STEPS):
-        loss = loss_of(model(mine), mine)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
+    losses = losses_of_steps(model, mine)
     return losses, {name: value.cpu() for name, value in weft.full_state_dict(model).items()}
 
 
 def check(rank, name):
     model, tokens = model_and_batch()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    expected = []
-    for _ in range(STEPS):
-        loss = loss_of(model(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.detach().cpu())
+    expected = losses_of_steps(model, tokens)
     losses, state = trained(SPLITS[name])
     if "dp" not in SPLITS[name][0]:  # there a rank has the loss of its part
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
