@@ -130,6 +130,8 @@ def grouped_matmul(
         raise ValueError(f"{op}: bias has strides {bias.stride()}; make it contiguous")
     out = launch.empty((rows, columns), a.dtype, a.device)
     z = launch.empty((rows, width), a.dtype, a.device) if keep_z else None
+    if not rows:
+        return out, z
     turned = _is_turned(b)
     stored = [w.transpose(1, 2) if turned else w for w in (b, b_up) if w is not None]
     odd = columns % 16 != 0 or depth % 16 != 0
@@ -137,7 +139,7 @@ def grouped_matmul(
     tiles = tiles_of(launch.architecture_of(a.device), a.dtype, gated=b_up is not None, descriptors=descriptors)
     guess = _guess(tiles, [tile.block_m * 2 <= rows / groups for tile in tiles], odd)
     config = _choose(a, problem_of(a, b, b_up, activation), config, tiles, guess)
-    programs = (cdiv(rows, config.block_m) + groups) * cdiv(columns, config.block_n) if rows else 0
+    programs = (cdiv(rows, config.block_m) + groups) * cdiv(columns, config.block_n)
     block = [1, config.block_n, config.block_k] if turned else [1, config.block_k, config.block_n]
     launch.launch(
         _grouped_matmul_kernel,

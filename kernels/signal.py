@@ -25,6 +25,7 @@ progress even if only a few of its programs run at a time, and in the interprete
 
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,6 +100,14 @@ class Peers:
     @property
     def world(self) -> int:
         return len(self.at)
+
+    @cached_property
+    def copies(self) -> torch.cuda.Stream:
+        """The stream of this rank's copies: they must not stand before the work of a rank that they wait for.
+
+        torch hands out 32 streams of each priority again and again, those of normal priority to callers too.
+        """
+        return torch.cuda.Stream(self.memory.device, priority=-1)
 
     def keep(self, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tables; during the capture of a CUDA graph, also keep them from being freed."""

@@ -111,9 +111,11 @@ class DeviceCommunicator(Communicator):
             return self.group
         group = self.cuda_group()
         assert group is not None
-        if device.type == "cuda" and group._get_backend(device).name() == "gloo":
-            raise RuntimeError("gloo sends no CUDA tensors from rank to rank; start the group with cpu:weft,cuda:nccl")
         if not self._connected:  # NCCL connects all ranks in the first call, which must not be a batch of a few
+            if device.type == "cuda" and group._get_backend(device).name() == "gloo":
+                raise RuntimeError(
+                    "gloo sends no CUDA tensors from rank to rank; start the group with cpu:weft,cuda:nccl"
+                )
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             self._connected = True
         return group

@@ -101,8 +101,6 @@ def test_every_tile_gives_the_product_and_a_group_has_its_own_bits(device, dtype
         y, _ = grouped_matmul(x, w.transpose(1, 2), offsets, config=config)
         check(y, lambda x, w: plain_product(x, w.transpose(1, 2), None, load), x, w, what=str(config))
         for group, rows in groups_of(load):
-            if not len(x[rows]):
-                continue
             alone = offsets_of([len(x[rows])], device)
             own = grouped_matmul(x[rows], w[group : group + 1].transpose(1, 2), alone, config=config)[0]
             assert torch.equal(own, y[rows]), "other experts' rows change nothing"
@@ -153,3 +151,12 @@ def test_what_the_kernels_do_not_take_is_refused(device):
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
+
+
+def test_without_rows_nothing_is_launched_whatever_the_tile():
+    x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((0, 80), (1, 64, 80)))
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    with launch.recording("sm_90") as launches:
+        for tile in listed("sm_90", torch.bfloat16):
+            assert grouped_matmul(x, w.transpose(1, 2), offsets, config=tile)[0].shape == (0, 64)
+    assert not launches

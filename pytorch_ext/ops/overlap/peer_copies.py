@@ -80,7 +80,7 @@ def start_gathering(peers: signal.Peers, x: torch.Tensor, dim: int, sizes) -> Ga
 
     # 3. Start to copy the other ranks' chunks, one after another.
     plan = _plan(rows, row_bytes, peers.rank, peers.at)
-    copies = (_StreamCopies if x.is_cuda else _ThreadCopies)(plan, whole, flags)
+    copies = _StreamCopies(peers.copies, plan, whole, flags) if x.is_cuda else _ThreadCopies(plan, whole, flags)
     return Gathering(whole, Arrivals(peers, rows, flags), copies, agreed)
 
 
@@ -131,10 +131,9 @@ class _Copies:
 
 
 class _StreamCopies(_Copies):
-    def __init__(self, plan: _CopyPlan, whole: torch.Tensor, flags: torch.Tensor):
-        current = torch.cuda.current_stream(whole.device)
-        self.stream = _copy_stream(current)
-        self.stream.wait_stream(current)
+    def __init__(self, stream: torch.cuda.Stream, plan: _CopyPlan, whole: torch.Tensor, flags: torch.Tensor):
+        self.stream = stream
+        self.stream.wait_stream(torch.cuda.current_stream(whole.device))
         for tensor in (whole, flags):  # keeps their memory even if `join` is never called
             tensor.record_stream(self.stream)
         start, first_flag = whole.data_ptr(), flags.data_ptr()
@@ -166,12 +165,3 @@ class _ThreadCopies(_Copies):
 
     def join(self) -> None:
         self.thread.join()
-
-
-@lru_cache(maxsize=64)
-def _copy_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Return the stream for the copies of a stream, so that no rank's copies wait behind those of another on this GPU.
-
-    Its priority is high: torch hands out its 32 streams of normal priority again and again, one of them to the caller.
-    """
-    return torch.cuda.Stream(caller.device, priority=-1)
