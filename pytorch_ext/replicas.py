@@ -222,8 +222,6 @@ class SameCalls:
         checks: as in `weft.parallelize`.
     """
 
-    at_edge = True  # a model in stages has its own check
-
     def __init__(self, groups: Mapping[Communicator, bool], checks: str = "first"):
         check_choice("checks", checks, CHECKS)
         self.groups = {ranks: draw_alike for ranks, draw_alike in groups.items() if ranks.world_size > 1}

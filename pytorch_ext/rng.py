@@ -220,6 +220,11 @@ def _copy_of(mode: TorchFunctionMode) -> TorchFunctionMode:
     return owner.copy().mode if isinstance(owner, UnitDraws) else mode
 
 
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the host's generator and of that of a GPU in use."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
 def rng_states(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the states of torch's generators by device type: the host's, and that of the model's GPU."""
     found = {"cpu": torch.get_rng_state()}

@@ -135,7 +135,7 @@ def test_a_pipeline_calls_it():
 
 def test_a_model_that_is_not_cut_has_it_back():
     model = model_of()
-    cut = ForwardCut(model, torch.device("cpu"))
+    cut = ForwardCut("Pipeline", model, torch.device("cpu"))
     cut.undo()
     assert all(block.forward == MethodType(doubled, block) for block in model.blocks)
     assert "forward" not in vars(model.first)

@@ -105,7 +105,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
             ForwardChain.of(module).add("sequence", of_tokens)
     use_context_attention(model)
     leave_out_of_graphs(model)
-    entry = _RegionEntry(sharing)
+    entry = RegionEntry(sharing)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     model.register_forward_hook(entry.leave, always_call=True)
 
@@ -113,12 +113,7 @@ def share(model: nn.Module, sharing: Sharing, tokenwise: list[str]) -> None:
 def sharing_in(model: nn.Module) -> dict[str, Sharing]:
     """Return how each module that shares a sequence does it, by the module's name."""
     found = {name: sharing for name, module in model.named_modules() if (sharing := metadata(module, "sharing"))}
-    return found | {
-        name: hook.sharing
-        for name, module in model.named_modules()
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, _RegionEntry)
-    }
+    return found | {name: entry.sharing for name, module in model.named_modules() if (entry := entry_of(module))}
 
 
 def share_in_stages(module: nn.Module, sharing: Sharing | None) -> None:
@@ -145,19 +140,22 @@ class _SharedForward:
     learnt: tuple[tuple, Kind, ForwardRecord] | None = None
 
 
-class _RegionEntry:
-    """A model's forward pre-hook and, as `leave`, its forward hook."""
+class RegionEntry:
+    """A model's forward pre-hook and, as `leave`, its forward hook.
 
-    at_edge = True
+    Attributes:
+        given: the agreement for each call, if the caller has agreed and set the seeds.
+    """
 
     def __init__(self, sharing: Sharing):
         self.sharing = sharing
+        self.given: SharedCall | None = None
         self.under_way: list[_SharedForward] = []
         self.kinds: Kinds | None = None
         self.left = FIRST_CALLS  # the first one of each kind is compared besides
 
     def __deepcopy__(self, memo):
-        return _RegionEntry(self.sharing)
+        return RegionEntry(self.sharing)
 
     @outside_of_graphs
     def __call__(self, module: nn.Module, args, kwargs):
@@ -167,6 +165,9 @@ class _RegionEntry:
             return args, kwargs
         uncompile(module)
         forward.frame.enter_context(knowing_masks())
+        if self.given is not None:
+            forward.frame.enter_context(followed(module))
+            return self.given.enter((args, kwargs))
         always = self.sharing.checks == "always" or self.sharing.units is not None
         key, kind, seed = (None, None, 0) if always else self._agreed_kind(module, args, kwargs)
         call = agreed(type(module).__name__, self.sharing, (args, kwargs)) if kind is None else kind.call
@@ -227,13 +228,9 @@ def leave(output, sharing: Sharing):
     return without_guards(localized(output) if sharing.parts else wholes(output))
 
 
-def is_edge(hook) -> bool:
-    """Check that a hook belongs to the model's edge.
-
-    These are the hooks that make a model share its sequence, and other hooks of weft that a model in stages can do
-    without.
-    """
-    return getattr(getattr(hook, "__self__", hook), "at_edge", False)
+def entry_of(model: nn.Module) -> RegionEntry | None:
+    """Return the entry of a model that shares its sequence; None for another one."""
+    return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, RegionEntry)), None)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ ORDER = {
     "sequence": "gets parts of a sequence that ranks share, and returns parts",
     "recompute": "keeps no activations and runs again in backward",
     "numbers": "sees this rank's widths, and drops this rank's parts",
+    "between": "follows the code between the layers of a model in stages",
 }
 Step = Callable[..., Any]  # step(forward, module, *args, **kwargs) -> the module's result; forward is the rest
 

@@ -28,11 +28,12 @@ def followed(module: nn.Module) -> Iterator[None]:
         if _followers == 1:
             _hooks.append(register_module_forward_pre_hook(_enter))
             _hooks.append(register_module_forward_hook(_leave, always_call=True))
+    before = len(_stack.modules)
     _stack.modules.append(module)
     try:
         yield
     finally:
-        _stack.modules.pop()
+        del _stack.modules[before:]  # of a forward that a later stage goes on with, torch calls no hooks
         with _lock:
             _followers -= 1
             while not _followers and _hooks:

@@ -9,6 +9,9 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from weft.context_parallel.pytree import leaves
+from weft.context_parallel.shared_sequence import parts_here
+
 Origin = Hashable  # a result of a layer, or the name of a parameter or buffer
 
 
@@ -22,6 +25,9 @@ class AbsentValueError(RuntimeError):
     def __init__(self, origins: Iterable[Origin], message: str):
         super().__init__(message)
         self.origins = frozenset(origins)
+
+    def __reduce__(self):
+        return AbsentValueError, (self.origins, str(self))
 
 
 _BY_SHAPE = {  # results that depend on the shape, type and device of the first argument alone
@@ -54,12 +60,23 @@ class Absent(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def data_ptr(self) -> int:
+        raise AbsentValueError(self.origins, "a collective needs values of another stage")
+
+    def __deepcopy__(self, memo):
+        return self
+
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"Absent({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
+        key, absent = _form(func, args, kwargs)
+        if key in _KNOWN:
+            shape, stride, dtype = _KNOWN[key]
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            return Absent(meta, absent[0].device, set().union(*[x.origins for x in absent]))
         if getattr(func, "overloadpacket", None) in _BY_SHAPE:
             return func(_blank(args[0]), *args[1:], **kwargs)
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
@@ -81,18 +98,43 @@ class Absent(torch.Tensor):
             return written[0]
         if written:
             raise AbsentValueError(origins, f"{func} writes several tensors, one of another stage")
-        shared = absent[0].origins if len(absent) == 1 and _is_view(func) else origins
+        is_view = _is_view(func)
+        if key is not None and not is_view and isinstance(results, torch.Tensor):
+            _KNOWN[key] = results.shape, results.stride(), results.dtype
+        shared = absent[0].origins if len(absent) == 1 and is_view else origins
         device = kwargs.get("device") or absent[0].device
         return tree_map(lambda x: Absent(x, device, shared) if isinstance(x, torch.Tensor) else x, results)
 
 
 def absent_in(tree) -> list[Absent]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Absent)]
+    """Return the tensors without values in a tree, also those in shared sequences."""
+    found = [part for x in leaves(tree) if isinstance(x, torch.Tensor) for _, part in parts_here(x)]
+    return [x for x in found if type(x) is Absent]
 
 
 def like(x: torch.Tensor, origin: Origin) -> Absent:
     """Return an absent tensor in the place of `x`."""
     return Absent(torch.empty_like(x.detach(), device="meta"), x.device, {origin})
+
+
+_KNOWN: dict[tuple, tuple] = {}  # shape, strides and type of the results of functions that only compute one tensor
+_KINDS = {bool, int, float, str, type(None), torch.dtype}
+
+
+def _form(func, args, kwargs) -> tuple[tuple | None, list[Absent]]:
+    """Return what the form of the result follows from, and the absent arguments; None if more may follow."""
+    key: list = [func]
+    absent = []
+    for x in args:
+        if type(x) is Absent:
+            absent.append(x)
+            key.append((x.shape, x.stride(), x.dtype))
+        elif type(x) in _KINDS:
+            key.append((type(x), x))
+        else:
+            return None, absent
+    drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return None if kwargs or drawing else tuple(key), absent
 
 
 def _blank(x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from weft.pipeline.layer_graph import Chain
-
 ROUNDS = 3  # of timing; the fastest round counts
 
 
@@ -64,19 +62,6 @@ def balanced(costs: Sequence[Sequence[float]], fits: Callable[[int, int, int], b
     if n not in best:
         raise ValueError("balanced: no cut fits")
     return best[n][2]
-
-
-def layer_costs(chain: Chain, inputs: Sequence[torch.Tensor]) -> list[LayerCost]:
-    """Return what each layer takes for these inputs; the fastest of a few rounds counts."""
-    stages = chain.stages([1] * len(chain.layers))
-    fastest, saved = [float("inf")] * len(stages), [0] * len(stages)
-    with undisturbed(chain.model), torch.no_grad():
-        for _ in range(ROUNDS):
-            values = tuple(inputs)
-            for number, stage in enumerate(stages):
-                values, seconds, saved[number] = measured(stage, stage, values, {})
-                fastest[number] = min(fastest[number], seconds)
-    return [LayerCost(*cost) for cost in zip(fastest, saved, strict=True)]
 
 
 def measured(layer: nn.Module, forward: Callable, args: Sequence, named: dict) -> tuple[Any, float, int]:

@@ -1,7 +1,7 @@
 """The cut of a model into the stages of a pipeline, the same on all ranks, and the checks before it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,44 +11,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.activation_checkpoint import recomputes
 from weft.arguments import check_choice
 from weft.comm.registry import communicator
-from weft.context_parallel.region import sharing_in
+from weft.context_parallel.region import agreed, sharing_in
 from weft.context_parallel.shared_sequence import Sharing
 from weft.data_parallel.data_parallel import DataParallel
-from weft.pipeline.balance import ROUNDS, LayerCost, balanced, layer_costs
-from weft.pipeline.forward_cut import Call, CallRecording, CountingError, ForwardCut, recorded, stages_of
-from weft.pipeline.layer_graph import ReadAttributes, UncuttableError, chain_of
+from weft.pipeline.balance import ROUNDS, LayerCost, balanced
+from weft.pipeline.forward_cut import ForwardCut, UncuttableError, has_state
+from weft.pipeline.forward_plan import Call
 from weft.pipeline.layer_split import LayerSplit
+from weft.pipeline.model_stage import ModelStage, stages_of
+from weft.pipeline.recording import CallRecording, recorded, rehearse
 from weft.pipeline.schedules import SCHEDULES, Schedule
 from weft.tensor_parallel.auto.example_inputs import calls
 
 
-@dataclass(frozen=True)
-class StageCut:
-    """A model cut into stages.
+class PipelineCut(ForwardCut):
+    """A model cut into the stages of a pipeline.
 
     Attributes:
-        stages: the stages of all ranks.
         layers_per_stage: number of layers of each stage.
-        inputs: names of the arguments of the model's forward that a step gives.
-        settings: attributes of the model that its code has read and that must stay as they were.
-        forward: the cut of the model's own forward, if it cannot be traced; else None.
+        stage_of_layer: stage of each layer, if no call was recorded; the first step finds the order of the calls.
     """
 
-    stages: list
     layers_per_stage: tuple[int, ...]
-    inputs: list[str]
-    settings: ReadAttributes
-    forward: ForwardCut | None = None
+    stage_of_layer: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self, model: nn.Module, device: torch.device, layers, plan: Schedule, ranks: int, total: int):
+        super().__init__("Pipeline", model, device, None if layers is None else _named_layers(model, layers))
+        self._rank_of = [plan.rank_of(stage, ranks) for stage in range(total)]
+
+    @property
+    def total(self) -> int:
+        return len(self._rank_of)
+
+    def rank_of(self, stage: int) -> int:
+        return self._rank_of[stage]
+
+    def stage_of_new(self, name: str, running: int) -> int | None:
+        stage = self.stage_of_layer.get(name)
+        if stage is not None and stage < (self.stages[-1] if self.stages else 0):
+            raise ValueError(
+                f"Pipeline: the forward of {type(self.model).__name__} calls {name} later than the model has it, and "
+                "that layer is on an earlier stage: pass example=, a micro-batch of its inputs"
+            )
+        return stage
 
     def calls(self) -> Iterator[tuple[nn.Module, int]]:
-        """Yield each call of a module that one stage runs whole, and the number of the stage."""
-        if self.forward is not None:
-            yield from zip(map(self.forward.model.get_submodule, self.forward.names), self.forward.stages, strict=True)
-            return
-        for number, stage in enumerate(self.stages):
-            for node in stage.graph.nodes:
-                if node.op == "call_module":
-                    yield stage.get_submodule(node.target), number
+        """Yield the layer of each call and the number of its stage."""
+        yield from zip(map(self.layers.__getitem__, self.names), self.stages, strict=True)
 
 
 def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> None:
@@ -108,33 +117,35 @@ def cut_of(
     microbatches: int,
     stages_per_rank: int | None,
     layers: Sequence[str] | None,
-    arguments: Sequence[str] | None,
     balance: str | Sequence[int],
     memory: float | None,
     example,
     loss,
     device: torch.device,
-) -> StageCut:
-    """Cut a model into stages as the first rank would cut it. A collective call.
-
-    A model that torch.fx cannot trace is cut by the order in which its own forward calls its layers.
+) -> tuple[PipelineCut, list[ModelStage]]:
+    """Cut a model into stages as the first rank would cut it; return the stages of all ranks. A collective call.
 
     Raises:
         ValueError: as in Pipeline.
     """
     plan, ranks = SCHEDULES[schedule], along["pp"].size()
     total = _number_of_stages(plan, schedule, ranks, stages_per_rank, microbatches)
-    own = None
+    cut = PipelineCut(model, device, layers, plan, ranks, total)
     try:
-        if loss is None or isinstance(example, Mapping):
-            raise UncuttableError("Pipeline: a loss or arguments by name")
-        chain = chain_of("Pipeline", model, layers, arguments)
-        names, elements = [layer.name for layer in chain.layers], [layer.elements for layer in chain.layers]
-    except UncuttableError as error:
-        if layers is not None or arguments is not None:
-            raise
-        own = _recorded(model, sharing_of(model, along), example, device, error)
-        names, elements = own[0].names, _elements(model, own[0].names)
+        stages = _cut_into(cut, along, schedule, microbatches, plan, balance, memory, example, loss)
+        _refuse_shared_means(model, stages, [cut.rank_of(stage) for stage in range(total)])
+    except Exception:
+        cut.undo()
+        raise
+    return cut, stages
+
+
+def _cut_into(
+    cut: PipelineCut, along, schedule: str, microbatches: int, plan: Schedule, balance, memory, example, loss
+) -> list[ModelStage]:
+    total, ranks = cut.total, along["pp"].size()
+    inputs, recording = _recorded(cut, sharing_of(cut.model, along), example)
+    cut.names = recording.names
 
     def costs() -> list[tuple[list[LayerCost], float | None]]:
         """Return what every layer takes on each stage's rank, and that rank's memory."""
@@ -142,86 +153,93 @@ def cut_of(
             raise ValueError(
                 'Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example='
             )
-        if own is None:
-            found = layer_costs(chain, (example,) if isinstance(example, torch.Tensor) else tuple(example))
-        else:
-            runs = [recorded(own[0], own[1], measure=True).costs for _ in range(ROUNDS)]
-            found = [min(run, key=lambda cost: cost.seconds) for run in zip(*runs, strict=True)]
+        runs = [recorded(cut, inputs, measure=True).costs for _ in range(ROUNDS)]
+        found = [min(run, key=lambda cost: cost.seconds) for run in zip(*runs, strict=True)]
         of_rank = communicator(along["pp"]).all_gather_object((found, memory))
         if len({len(layers) for layers, _ in of_rank}) > 1:
             of_rank = [(found, memory)] * ranks  # refused below
-        return [of_rank[plan.rank_of(stage, ranks)] for stage in range(total)]
+        return [of_rank[cut.rank_of(stage)] for stage in range(total)]
 
     sizes: list[int] | str  # or why there are none
     try:
         if memory is not None and (balance != "time" or total != ranks):
             raise _RankError('Pipeline: memory= is for balance="time" and schedules with one stage on a rank')
-        size = 4 * max((x.element_size() for x in model.parameters()), default=0)  # gradients and two moments as well
+        size = 4 * max((x.element_size() for x in cut.model.parameters()), default=0)  # gradients, two moments as well
+        states = [size * count for count in _elements(cut)]
         kept = [plan.kept(rank, ranks, microbatches) for rank in range(ranks)]
-        sizes = _sizes(names, [size * count for count in elements], costs, kept, total, schedule, balance)
+        sizes = _sizes(cut.names, states, costs, kept, total, schedule, balance)
     except _RankError as error:  # raised below, on every rank
         sizes = str(error)
-    except ValueError:
-        if own is not None:
-            own[0].undo()
-        raise
     for dimension in along.values():  # shards and times may differ between ranks, the cut must not
-        cuts = communicator(dimension).all_gather_object((schedule, microbatches, total, len(names), sizes))
-        if any(cut[:4] != cuts[0][:4] for cut in cuts):
+        cuts = communicator(dimension).all_gather_object((schedule, microbatches, total, len(cut.names), sizes))
+        if any(own[:4] != cuts[0][:4] for own in cuts):
             raise ValueError(
                 "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
-                + "; ".join(f"rank {rank} has {cut[:4]}" for rank, cut in enumerate(cuts))
+                + "; ".join(f"rank {rank} has {own[:4]}" for rank, own in enumerate(cuts))
             )
-        misfit = next((cut[4] for cut in cuts if isinstance(cut[4], str)), None)
+        misfit = next((own[4] for own in cuts if isinstance(own[4], str)), None)
         sizes = misfit or cuts[0][4]
     if isinstance(sizes, str):
-        if own is not None:
-            own[0].undo()
         raise ValueError(sizes)
-    if own is None:
-        inputs = [str(node.target) for node in chain.inputs]
-        cut = StageCut(chain.stages(sizes), tuple(sizes), inputs, chain.settings)
-    else:
-        forward, _, recording = own
-        forward.stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-        stages = stages_of(forward, recording, loss)
-        cut = StageCut(stages, tuple(sizes), [], ReadAttributes("Pipeline"), forward)
-    _refuse_shared_means(cut.stages, [plan.rank_of(stage, ranks) for stage in range(total)])
-    return cut
+    cut.layers_per_stage = tuple(sizes)
+    cut.stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    if recording.results:
+        try:
+            rehearse(cut, total, inputs, recording)
+        except UncuttableError:
+            raise
+        except Exception:  # the first step says why, if it is one of a step
+            recording.uses.clear()
+    stages = stages_of(cut, total, recording, loss)
+    if not recording.results:
+        cut.stage_of_layer = dict(zip(cut.names, cut.stages, strict=True))
+    return stages
 
 
-def _recorded(model, sharing, example, device, error: UncuttableError) -> tuple[ForwardCut, Call, CallRecording]:
-    """Cut the model's own forward; return it with the example call that ran, and its recording.
+def _recorded(cut: PipelineCut, sharing: Sharing | None, example) -> tuple[Call, CallRecording]:
+    """Return a call of the model and its recording.
+
+    If no guessed call runs, the layers are taken in the order in which the model has them.
 
     Raises:
-        ValueError: no example call runs.
+        ValueError: the example does not run, or the model has no layers.
     """
-    if sharing is not None:
-        raise UncuttableError(
-            f'{error} (With "cp", Pipeline takes only models that torch.fx can trace: use weft.LayerSplit)'
-        ) from error
-    cut, reasons = ForwardCut(model, device), []
-    for inputs in [call_with(example)] if example is not None else _guesses(model, device):
+    if not cut.layers:
+        raise ValueError("Pipeline: the model has no layer with parameters; there is nothing to split")
+    for inputs in [call_with(example)] if example is not None else _guesses(cut.model, cut.device):
         try:
+            cut.shared = None if sharing is None else agreed("Pipeline", sharing, inputs)
             recording = recorded(cut, inputs)
-        except CountingError:
-            cut.undo()
+        except UncuttableError:
             raise
-        except Exception as reason:
-            reasons.append(f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}")
-            continue
-        cut.names = recording.names
-        if not cut.names:
-            break
-        return cut, inputs, recording
-    cut.undo()
-    if not reasons:
-        raise ValueError("Pipeline: the model has no layer with parameters; there is nothing to split") from error
-    raise UncuttableError(
-        f"{error} Its own forward can be cut instead, but it did not run with "
-        f"{'example=' if example is not None else 'a guessed example'} ({reasons[0]}): pass "
-        "example=, a micro-batch of its inputs (a dict for arguments by name)"
-    ) from error
+        except Exception as error:
+            if example is None:
+                continue
+            raise ValueError(
+                f"Pipeline: the forward of {type(cut.model).__name__} did not run with example= "
+                f"({type(error).__name__}: {error}): pass a micro-batch of its inputs (a dict for arguments by name)"
+            ) from error
+        if recording.names:
+            return inputs, recording
+    recording = CallRecording()
+    recording.names = list(cut.layers)
+    return ((), {}), recording
+
+
+def _named_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules of these names by name; a `*` stands for the elements of a list."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, str] = {}
+    for pattern in patterns:
+        owner = pattern.removesuffix(".*")
+        children = named[owner].named_children() if pattern.endswith(".*") and owner in named else []
+        for name in [f"{owner}.{child}" for child, _ in children] or [pattern]:
+            if name not in named:
+                some = ", ".join([name for name in named if name.count(".") < 2 and name][:20])
+                raise ValueError(f"Pipeline: layers names {pattern!r}, and no module is called that; there are {some}")
+            if has_state(named[name]):
+                found.setdefault(named[name], name)
+    return {name: layer for layer, name in found.items()}
 
 
 def call_with(inputs) -> Call:
@@ -252,30 +270,31 @@ def _guesses(model: nn.Module, device: torch.device) -> Iterator[Call]:
         yield tuple(map(filled, args)), {name: filled(x) for name, x in named.items()}
 
 
-def _elements(model: nn.Module, names: Sequence[str]) -> list[int]:
+def _elements(cut: ForwardCut) -> list[int]:
     """Return the number of parameters of each call's layer that no earlier call has."""
     seen: set[int] = set()
     elements = []
-    for name in names:
-        new = {id(x): x.numel() for x in model.get_submodule(name).parameters() if id(x) not in seen}
+    for name in cut.names:
+        new = {id(x): x.numel() for x in cut.layers[name].parameters() if id(x) not in seen}
         seen |= set(new)
         elements.append(sum(new.values()))
     return elements
 
 
-def _refuse_shared_means(stages: Sequence[nn.Module], owners: Sequence[int]) -> None:
+def _refuse_shared_means(model: nn.Module, stages: Sequence[nn.Module], owners: Sequence[int]) -> None:
     """Raise ValueError if stages of several ranks use one norm with running means.
 
     Gradients of a parameter on several ranks are summed, but each rank would keep its own running means.
     """
     users: dict[nn.Module, set[int]] = {}
+    names = {module: name for name, module in model.named_modules()}
     for owner, stage in zip(owners, stages, strict=True):
-        for name, module in stage.named_modules():
+        for module in stage.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
                 users.setdefault(module, set()).add(owner)
                 if len(users[module]) > 1:
                     raise ValueError(
-                        f"Pipeline: {name} keeps running means, and stages of several ranks use it: each rank "
+                        f"Pipeline: {names[module]} keeps running means, and stages of several ranks use it: each rank "
                         "would keep its own. Give each use a norm of its own, or cut elsewhere (balance=[...])"
                     )
 

@@ -4,26 +4,27 @@ One device computes at a time; `weft.Pipeline` makes them all compute. LayerSpli
 no loss and no change to the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
-from weft.context_parallel.region import share_in_stages, sharing_in
+from weft.context_parallel.region import agreed, share_in_stages, sharing_in
 from weft.forward import ForwardChain
 from weft.layer_lists import layers_of, tensors_outside
-from weft.pipeline.layer_graph import Chain, UncuttableError, chain_of
-from weft.pipeline.layer_split_broadcast import Relay
-from weft.pipeline.layer_split_p2p import run
+from weft.pipeline.forward_cut import ForwardCut, cut_layers
+from weft.pipeline.hugging_face import refuse_records
+from weft.pipeline.model_stage import HeldLayers, leave_out, outside_of
 from weft.pipeline.placement import placed
-from weft.pipeline.stage import Stage, begin
 from weft.pipeline.stage_params import StageParams, hold
+from weft.pipeline.transfers import Transfers
+from weft.pipeline.walk import walk
 from weft.replicas import SameCalls, check_replicas
 from weft.sharding.owners import mark
 
@@ -44,17 +45,17 @@ class LayerSplit(nn.Module):
     Across ranks, each rank keeps its own layers. Every rank calls with the same inputs and gets the whole output. Every
     rank must compute the same loss and call backward, which runs back through the ranks.
 
-    Across ranks, activations go from stage to stage. If the forward cannot be cut (as in transformers), every rank runs
-    it, and the output of each layer goes to all ranks. This moves more data and works for any model.
+    Across ranks, every rank runs the model's own forward up to its last layer, and gets the values of other ranks that
+    it needs. Random numbers are those of the first rank.
 
     Args:
-        model: the same on every rank.
+        model: the same on every rank. Across ranks it is changed: it becomes this rank's part, without the parameters
+            of other ranks.
         devices_or_mesh: devices, which may repeat; or a mesh with "pp", or of one dimension.
-        layers, arguments, checks: across ranks, as in `weft.Pipeline`.
+        checks: across ranks, as in `weft.Pipeline`.
 
     Raises:
-        ValueError: more devices or ranks than layers; across ranks, a forward that cannot be cut, if layers or
-            arguments are given.
+        ValueError: more devices or ranks than layers.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -68,23 +69,16 @@ class LayerSplit(nn.Module):
         model: nn.Module,
         devices_or_mesh: Sequence[str | torch.device] | DeviceMesh,
         *,
-        layers: Sequence[str] | None = None,
-        arguments: Sequence[str] | None = None,
         checks: str = "first",
     ):
         super().__init__()
-        self._whole: tuple[nn.Module, ...] = ()  # not registered: its children are
+        self._whole = (model,)  # not registered: its children are
         if isinstance(devices_or_mesh, DeviceMesh):
-            self._call: Callable = _Uncopied(_across_ranks(self, model, devices_or_mesh, layers, arguments))
+            self._call: Callable = _AcrossRanks(self, model, devices_or_mesh)
             SameCalls({_along(devices_or_mesh): False}, checks).install(self, self)
         else:
-            if layers is not None or arguments is not None:
-                raise ValueError(
-                    "LayerSplit: layers and arguments are for a mesh; over devices the model runs as it is"
-                )
             _over_devices(model, [torch.device(device) for device in devices_or_mesh])
             hold(self, model, [model])
-            self._whole = (model,)
             self._call = model.__call__
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -100,12 +94,12 @@ class LayerSplit(nn.Module):
             TypeError: the model has no `generate`.
             ValueError: a cache is asked for across ranks.
         """
-        model = self._whole[0] if self._whole else None
+        (model,) = self._whole
         if not hasattr(model, "generate"):
-            raise TypeError("LayerSplit.generate: the model has no generate, or its forward was cut; transformers' do")
-        if not isinstance(self._call, _Uncopied):
-            return model.generate(*inputs, **options)  # type: ignore[operator, union-attr]
-        return _generate(self, model, inputs, {"use_cache": False, **options})  # type: ignore[arg-type]
+            raise TypeError("LayerSplit.generate: the model has no generate; those of transformers do")
+        if not isinstance(self._call, _AcrossRanks):
+            return model.generate(*inputs, **options)  # type: ignore[operator]
+        return _generate(self, model, inputs, {"use_cache": False, **options})
 
     def check_replicas(self) -> None:
         """Check that replicas agree, as `weft.check_replicas` does."""
@@ -115,19 +109,6 @@ class LayerSplit(nn.Module):
         for whole in self._whole:  # its own code may read `training`
             whole.train(mode)
         return super().train(mode)
-
-
-class _Uncopied:
-    """Call that runs the layers of a split; not copied, since a copy would run the layers of the original."""
-
-    def __init__(self, call: Callable):
-        self._call = call
-
-    def __call__(self, *inputs, **named):
-        return self._call(*inputs, **named)
-
-    def __deepcopy__(self, memo):
-        raise TypeError("a LayerSplit over ranks cannot be copied: copy the model first, and split both")
 
 
 def _generate(split: LayerSplit, model: nn.Module, inputs: Sequence, options: Mapping) -> Any:
@@ -183,67 +164,85 @@ def _along(mesh: DeviceMesh) -> Communicator:
     return communicator(mesh["pp"] if mesh.ndim > 1 else mesh)
 
 
-def _across_ranks(split: LayerSplit, model: nn.Module, mesh: DeviceMesh, layers, arguments):
-    """Keep this rank's layers; return the function that runs all layers."""
-    ranks = _along(mesh)
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    sharing = sharing_in(model).get("")
-    share_in_stages(split, sharing)
-    try:
-        chain = chain_of("LayerSplit", model, layers, arguments)
-    except UncuttableError:
-        if layers is not None or arguments is not None:
-            raise
-        return _relayed(split, model, ranks, device)
-    places = _places_of(chain, ranks.world_size)
-    runs = [(place, len(list(layers_there))) for place, layers_there in groupby(places)]
-    stages = chain.stages([size for _, size in runs])
-    segments = [
-        (place, Stage(stage, number, len(runs)) if place == ranks.rank else None)  # None: on another rank
-        for number, ((place, _), stage) in enumerate(zip(runs, stages, strict=True))
-    ]
-    own = [segment for _, segment in segments if segment is not None]
-    hold(split, model, own)
-    mark({parameter: {ranks.rank} for segment in own for parameter in segment.parameters()}, ranks)
-    taken = [str(node.target) for node in chain.inputs]
-    held = StageParams(split, (segment.stage for segment in own))
-    settings = chain.settings  # `call` must not keep the chain, which has all layers
+class _LayersByRank(ForwardCut):
+    """A model each of whose layers is on one rank; a stage ends where the forward calls a layer of another rank.
 
-    def call(*inputs, **named):
-        values = _in_order(taken, inputs, named)
-        settings.check()
-        held.renew(split)
-        begun = begin("LayerSplit", sharing, values)
-        for segment in own:
-            segment.begin(*begun)
-        return run(segments, values, ranks, device)
+    Args:
+        owners: the rank of each layer.
+    """
 
-    return call
+    def __init__(self, model: nn.Module, device: torch.device, owners: Mapping[str, int]):
+        super().__init__("LayerSplit", model, device, {name: model.get_submodule(name) for name in owners})
+        self.owners = owners
+
+    def stage_of_new(self, name: str, running: int) -> int:
+        return running + (self.owners[name] != self.rank_of(running))
+
+    def rank_of(self, stage: int) -> int:
+        # The first rank begins, even if the first layer is on another one.
+        return self.owners[self.names[self.stages.index(stage)]] if stage in self.stages else 0
 
 
-def _relayed(split: LayerSplit, model: nn.Module, ranks: Communicator, device: torch.device):
-    """Keep this rank's layers of a model that cannot be cut; return the call of the model, which every rank runs."""
-    owners = _owners(model, ranks.world_size)
-    layers = layers_of(model)
-    own = [layer for name, layer in layers.items() if owners.get(name, ranks.rank) == ranks.rank]
-    outside = nn.ParameterList(x for x in tensors_outside(model) if isinstance(x, nn.Parameter))
-    mark({parameter: {ranks.rank} for layer in own for parameter in layer.parameters()}, ranks)
-    mark({parameter: set(range(ranks.world_size)) for parameter in outside}, ranks)
-    others = nn.Module()
-    for number, tensor in enumerate(tensors_outside(model)):
-        if not isinstance(tensor, nn.Parameter):
-            others.register_buffer(str(number), tensor)
-    hold(split, model, [*own, outside, others])
-    relay = Relay(ranks, device)
-    relay.take(model, owners)
-    split._whole = (model,)
-    held = StageParams(split, [model])
+class _AcrossRanks:
+    """Call of a model whose layers are on several ranks."""
 
-    def call(*inputs, **named):
-        held.renew(split)
-        return relay.run(model, inputs, named)
+    def __init__(self, split: LayerSplit, model: nn.Module, mesh: DeviceMesh):
+        self.ranks, self.split, self.model = _along(mesh), split, model
+        on_gpu = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.sharing = sharing_in(model).get("")
+        share_in_stages(split, self.sharing)
+        owners = _owners(model, self.ranks.world_size)
+        self.cut = cut = _LayersByRank(model, self.device, owners)
+        self.outside = outside_of(cut)
+        own = HeldLayers([cut.layers[name] for name, rank in owners.items() if rank == self.ranks.rank], self.outside)
+        hold(split, model, [own])
+        everywhere = set(range(self.ranks.world_size))
+        mark(
+            dict.fromkeys(own.parameters(), everywhere) | {x: {self.ranks.rank} for x in own.layers.parameters()},
+            self.ranks,
+        )
+        leave_out(cut, [own])
+        self.held = StageParams(split, [model])
 
-    return call
+    def __call__(self, *inputs, **named):
+        refuse_records(self.cut.of_transformers, named)
+        self.held.renew(self.split)
+        cut, ranks = self.cut, self.ranks
+        cut.names, cut.stages = [], []
+        if self.sharing is not None:
+            cut.shared = agreed("LayerSplit", self.sharing, (inputs, named))
+        own = torch.randint(2**62, (1,)) if cut.shared is None else torch.tensor([cut.shared.seed])
+        seed = int(ranks.broadcast_(own.to(ranks.device_of_numbers(self.device)), 0))
+        transfers = Transfers(ranks, self.device)
+        with self._entered(transfers, (inputs, named)) as call:
+            _, output = walk(cut, lambda run: cut.forward(run, call, seed), transfers)
+        return transfers.shared(output, cut.rank_of(cut.stages[-1] if cut.stages else 0))
+
+    @contextmanager
+    def _entered(self, transfers: Transfers, call: tuple) -> Iterator[tuple]:
+        """Give the arguments, and the parameters around the layers, the gradients of all ranks in backward.
+
+        On every rank the arguments may come from its own parameters, or from another model that is split.
+        """
+        leaves, structure = tree_flatten(call)
+        slots = [(module._parameters, name) for module, name in self.outside]
+        given = [*leaves, *(parameters.get(name) for parameters, name in slots)]
+        needing = {id(x): x for x in given if isinstance(x, torch.Tensor) and x.requires_grad}
+        entered = dict(zip(needing, transfers.entered(list(needing.values())), strict=True))
+        before = [
+            (parameters, name, parameters[name]) for parameters, name in slots if id(parameters.get(name)) in entered
+        ]
+        try:
+            for parameters, name, x in before:
+                parameters[name] = entered[id(x)]  # type: ignore[assignment]
+            yield tree_unflatten([entered.get(id(x), x) for x in leaves], structure)
+        finally:
+            for parameters, name, x in before:
+                parameters[name] = x
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a LayerSplit over ranks cannot be copied: copy the model first, and split both")
 
 
 def _owners(model: nn.Module, ranks: int) -> dict[str, int]:
@@ -252,7 +251,7 @@ def _owners(model: nn.Module, ranks: int) -> dict[str, int]:
     Raises:
         ValueError: more ranks than layers, or a layer's parameter is also used outside of layers.
     """
-    layers = {name: layer for name, layer in layers_of(model).items() if any(True for _ in layer.parameters())}
+    layers = cut_layers(model)
     outside = {id(tensor) for tensor in tensors_outside(model)}
     for name, layer in layers.items():
         if any(id(parameter) in outside for parameter in layer.parameters()):
@@ -264,29 +263,6 @@ def _owners(model: nn.Module, ranks: int) -> dict[str, int]:
     return dict(zip(layers, places, strict=True))
 
 
-def _in_order(names: Sequence[str], inputs: Sequence, named: Mapping) -> list:
-    """Return a call's arguments in the order of `names`.
-
-    Raises:
-        TypeError: the model was cut for other arguments; on every rank with this call.
-    """
-    left = names[len(inputs) :]
-    if len(inputs) > len(names) or set(named) != set(left):
-        given = f"{len(inputs)} by their place and {', '.join(named) or 'none'} by name"
-        raise TypeError(
-            f"LayerSplit: the model was cut for the arguments {', '.join(names)}, and got {given}: name further ones "
-            "in LayerSplit(arguments=[...])"
-        )
-    return [*inputs, *(named[name] for name in left)]
-
-
 def check_layers(model: nn.Module, ranks: int) -> None:
     """Raise ValueError if the model has fewer layers than ranks, or none."""
-    try:
-        _places_of(chain_of("LayerSplit", model, None, None), ranks)
-    except UncuttableError:
-        _owners(model, ranks)
-
-
-def _places_of(chain: Chain, places: int) -> list[int]:
-    return placed([[*layer.parameters, *layer.buffers] for layer in chain.layers], places)
+    _owners(model, ranks)

@@ -5,7 +5,6 @@ measures the time of each action.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -19,31 +18,31 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from weft._C import CommError
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
-from weft.context_parallel.region import share_in_stages
+from weft.context_parallel.region import agreed, share_in_stages
 from weft.data_parallel.batch_units import mean_of_units
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.reducer import Reducer
-from weft.forward import step_of
 from weft.ops.invariant import Units
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
-from weft.pipeline.forward_cut import ForwardPlan, Made, leave_out, refuse_layerdrop
-from weft.pipeline.layer_split_broadcast import refuse_records
-from weft.pipeline.microbatches import check_batch, check_means, microbatches_of
+from weft.pipeline.forward_plan import Call, ForwardPlan
+from weft.pipeline.hugging_face import refuse_layerdrop, refuse_records
+from weft.pipeline.microbatches import check_means, microbatches_of
+from weft.pipeline.model_stage import ModelStage, leave_out
 from weft.pipeline.schedules import SCHEDULES
-from weft.pipeline.stage import Marks, Stage, begin
-from weft.pipeline.stage_boundary import differentiable
+from weft.pipeline.stage_boundary import Made, differentiable
 from weft.pipeline.stage_params import StageParams, hold
 from weft.pipeline.tied_params import Ties, users_of
 from weft.pipeline.timeline import Timeline, timeline_of
 from weft.pipeline.timing import ClockedStage, StageClock
+from weft.pipeline.transfers import Transfers
 from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatches_in_units, name_modules_in_stages
+from weft.pipeline.walk import walk
 from weft.replicas import SameCalls, check_replicas
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
-from weft.tensor_parallel.invariant_plan import same_bits
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, Any]
@@ -57,15 +56,13 @@ class _BuiltSchedule:
         of_torch: torch's schedule.
         running: this rank's stages in it, by number.
         entering: by stage, the values that it takes, on the meta device.
-        arriving: by stage, marks of these values; for a model that was traced.
-        plan: the values that cross stages, for a model that was not.
+        plan: the values that cross stages.
     """
 
     of_torch: Any
     running: dict[int, ClockedStage]
     entering: dict[int, tuple]
-    arriving: dict[int, Marks]
-    plan: ForwardPlan | None
+    plan: ForwardPlan
 
 
 _MOST_SCHEDULES = 8  # for as many shapes of batches; a schedule keeps buffers of what stages send
@@ -81,7 +78,7 @@ class Pipeline(nn.Module):
         loss = pipe.step(inputs, targets)  # of the whole batch, on every rank; so are the gradients
         optimizer.step()
 
-    Any model that LayerSplit takes can be cut, also those of transformers, with the loss that they compute themselves:
+    Models of transformers compute the loss themselves:
 
         pipe = weft.Pipeline(model, mesh, microbatches=8)
         loss = pipe.step({"input_ids": tokens, "attention_mask": mask, "labels": tokens})
@@ -98,8 +95,8 @@ class Pipeline(nn.Module):
     "dp", or added up with reduction="sum". See docs/pipeline.md.
 
     Args:
-        model: the same whole model on every rank. A rank can free the stages of other ranks afterwards. A model that
-            torch.fx cannot trace is changed: it becomes this rank's part, without the parameters of other ranks.
+        model: the same whole model on every rank. It is changed: it becomes this rank's part, without the parameters
+            of other ranks.
         mesh: a mesh of init_mesh, or its "pp" alone.
         schedule: "afab" (GPipe), "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
         microbatches: number of equal parts, along the first dimension, into which a step cuts inputs and targets. With
@@ -113,12 +110,10 @@ class Pipeline(nn.Module):
         memory: for balance="time" and one stage on a rank: bytes that a step may take on this rank. Ranks may have
             different limits. Counted are parameters, gradients and AdamW's two moments, and what autograd keeps of the
             micro-batches that the schedule has under way, measured on `example`.
-        example: a micro-batch of inputs, for balance="time". For a model that cannot be traced also if no guessed one
-            runs, or if batches run other layers than a guessed one; a dict gives arguments by name.
-        layers: names of modules that run one after another, `*` for the elements of a list: ["embedding", "blocks.*",
-            "head"].
-        arguments: names of the arguments of forward that a step gives, for a model that can be traced. The default is
-            those without a default value.
+        example: a micro-batch of inputs; a dict gives arguments by name. Needed for balance="time", and if the forward
+            calls its layers in another order than the model has them and no guessed inputs run.
+        layers: names of the modules that a stage runs as a whole, `*` for the elements of a list: ["embedding",
+            "blocks.*", "head"]. The default is the elements of the outermost lists, and what is beside these lists.
         stages_per_rank: for "interleaved" (2 by default) and "zero-bubble" (1).
         checks: as in `weft.parallelize`. Each step counts as a call; its inputs and targets are compared over "pp" and
             "tp".
@@ -152,7 +147,6 @@ class Pipeline(nn.Module):
         memory: float | None = None,
         example: Inputs | None = None,
         layers: Sequence[str] | None = None,
-        arguments: Sequence[str] | None = None,
         stages_per_rank: int | None = None,
         checks: str = "first",
         invariant: int | None = None,
@@ -172,25 +166,23 @@ class Pipeline(nn.Module):
         self._name = schedule
         self._loss = None if loss is None else partial(loss)  # a loss that is a module must not become a submodule
         self._sharing = sharing_of(model, along)
-        cut = cut_of(
+        fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # before the cut: all stages
+        self._loss_type = torch.float64 if fp64 else torch.float32
+        self._cut, stages = cut_of(
             model,
             along,
             schedule,
             microbatches,
             stages_per_rank,
             layers,
-            arguments,
             balance,
             memory,
             example,
             self._loss,
             self._device,
         )
-        self._total, self.layers_per_stage = len(cut.stages), cut.layers_per_stage
-        self._taken, self._settings, self._forward = cut.inputs, cut.settings, cut.forward
-        fp64 = all(parameter.dtype == torch.float64 for parameter in model.parameters())  # before the cut: all stages
-        self._loss_type = torch.float64 if fp64 else torch.float32
-        self._keep_own_stages(model, cut.stages)
+        self._total, self.layers_per_stage = len(stages), self._cut.layers_per_stage
+        self._keep_own_stages(model, stages)
         self._clock = StageClock(self._device)
         self._schedules: dict[str, _BuiltSchedule] = {}  # by the shapes of a batch, the last used one at the end
         self._reducer: Reducer | None = None  # over "dp", made with the first step
@@ -198,7 +190,7 @@ class Pipeline(nn.Module):
         if self._units is not None:
             self._shared_by = self._ranks, communicator(along["dp"])  # ranks that the units lie on
             mark_invariant(self, self._units.total)
-            name_modules_in_stages(model, cut)
+            name_modules_in_stages(self._cut)
             for stage in self._stages.values():
                 stage.first_unit = self._units.here(self._shared_by[1]).start
         shards = [shard for shard in map(shard_of, self.parameters()) if shard is not None]
@@ -211,9 +203,8 @@ class Pipeline(nn.Module):
         """Run forward and backward of a batch. A collective call.
 
         Args:
-            inputs: the arguments of the model, a tensor or several, [batch, ...] each. The same on every rank of the
-                pipeline. For a model that cannot be traced also a dict of arguments by name; numbers and flags in it go
-                to every micro-batch.
+            inputs: the arguments of the model: a tensor or several, or a dict by name, [batch, ...] each. Numbers and
+                flags go to every micro-batch. The same on every rank of the pipeline.
             targets: [batch, ...], read by the rank of the last stage. None if the model computes its loss.
             record_timeline: measure the actions of this step, for `timeline`. The ranks then wait for one another at
                 its start, and all pass the same.
@@ -230,8 +221,8 @@ class Pipeline(nn.Module):
         """
         self._renew()
         given = self._checked(inputs, targets)
-        self._same_calls.look(self, "Pipeline", (given, targets))
-        schedule = self._schedule_for(given, self._begun(given, targets))
+        self._same_calls.look(self, "Pipeline", (inputs, targets))
+        schedule = self._schedule_for(given, self._begun(inputs, given, targets))
         gradients = None if self._units is None else self._gradients_of_units(schedule, self._units)
         self._clock.runs = record_timeline
         if record_timeline:
@@ -245,16 +236,15 @@ class Pipeline(nn.Module):
             reducer.begin()
         losses: list[torch.Tensor] = []
         self._of_units: list[torch.Tensor] = []
-        if self._forward is not None:  # its stages have their micro-batches; torch gives the first one numbers
-            given, targets = (numbers := torch.arange(self._microbatches),), numbers
-        batch = given if 0 in self._stages else ()
-        ends = {"target": targets, "losses": losses} if self._ends_here else {}
+        numbers = torch.arange(self._microbatches)  # the stages have their micro-batches; torch deals out their numbers
+        batch = (numbers,) if 0 in self._stages else ()
+        ends = {"target": numbers, "losses": losses} if self._ends_here else {}
         try:
             schedule.of_torch.step(*batch, return_outputs=False, **ends)
             if reducer is not None:
                 reducer.finish()
             if gradients is not None:
-                gradients.finish(self._shared_by, self._device)
+                gradients.finish(self._shared_by)
         except RuntimeError as error:
             for parameter, gradient in earlier.items():
                 parameter.grad = gradient
@@ -276,10 +266,7 @@ class Pipeline(nn.Module):
         """
         self._renew()
         given = self._checked(inputs, targets)
-        schedule = self._schedule_for(given, self._begun(given, targets))
-        parts = (
-            [] if self._forward is not None else list(zip(*(x.chunk(self._microbatches) for x in given), strict=True))
-        )
+        schedule = self._schedule_for(given, self._begun(inputs, given, targets))
         group, sends = self._ranks.p2p_group(self._device), []
         ready: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         losses: list[torch.Tensor] = []
@@ -288,7 +275,7 @@ class Pipeline(nn.Module):
         work = sorted((number + part, number, part) for number in self._stages for part in range(self._microbatches))
         for _, number, part in work:
             stage = self._stages[number]
-            values = ready.pop((number, part), None) or (parts[part] if number == 0 and parts else ())
+            values = ready.pop((number, part), ())
             if number > 0 and self._owner(number - 1) != self._ranks.rank:
                 values = tuple(torch.empty_like(x, device=self._device) for x in schedule.entering[number])
                 for value in values:
@@ -296,8 +283,7 @@ class Pipeline(nn.Module):
             stage.microbatch = part
             output = stage(*values)
             if stage.last:
-                target = None if targets is None else targets.chunk(self._microbatches)[part]
-                losses.append(self._scaled_loss(output, target))
+                losses.append(self._scaled_loss(output))
             elif self._owner(number + 1) == self._ranks.rank:
                 ready[number + 1, part] = output
             else:
@@ -327,13 +313,9 @@ class Pipeline(nn.Module):
             "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
         )
 
-    def _keep_own_stages(self, model: nn.Module, stages: Sequence) -> None:
+    def _keep_own_stages(self, model: nn.Module, stages: Sequence[ModelStage]) -> None:
         numbers = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
-        self._stages: dict[int, Any] = {
-            number: stages[number] if self._forward else Stage(stages[number], number, self._total)
-            for number in numbers
-        }
-        forward = self._forward
+        self._stages = {number: stages[number] for number in numbers}
         hold(self, model, self._stages.values())
         users = users_of(stages, self._owner)
         mark({parameter: set(of_stages.values()) for parameter, of_stages in users.items()}, self._ranks)
@@ -342,13 +324,8 @@ class Pipeline(nn.Module):
         self._ties = Ties(users, self._ranks)
         self._ties.align()
         self._parameters_here = list(self.parameters())
-        self._held = StageParams(self, [stage.stage for stage in self._stages.values()] if forward is None else [model])
-        if forward is None:
-            around = nullcontext if step_of(model, "bits") is None else same_bits
-            for stage in self._stages.values():
-                stage.around = around
-        else:
-            leave_out(forward, list(self._stages.values()))
+        self._held = StageParams(self, [model])
+        leave_out(self._cut, list(self._stages.values()))
 
     def _owner(self, stage: int) -> int:
         return self._plan.rank_of(stage, self._ranks.world_size)
@@ -377,15 +354,21 @@ class Pipeline(nn.Module):
         return self._total - 1 in self._stages
 
     def train(self, mode: bool = True) -> "Pipeline":
-        forward = vars(self).get("_forward")
-        if forward is not None:
-            forward.model.train(mode)  # its own code may read `training`
+        cut = vars(self).get("_cut")
+        if cut is not None:
+            cut.model.train(mode)  # its own code may read `training`
         return super().train(mode)
 
-    def _checked(self, inputs: Inputs, targets: torch.Tensor | None) -> tuple:
-        """Check a batch; return the arguments of the model, for its own forward by micro-batch."""
-        self._settings.check()
-        given = self._by_name(inputs, targets) if self._forward is not None else self._by_place(inputs, targets)
+    def _checked(self, inputs: Inputs, targets: torch.Tensor | None) -> list[Call]:
+        """Check a batch; return the arguments of the model by micro-batch."""
+        call = call_with(inputs)
+        refuse_records(self._cut.of_transformers, call[1])
+        refuse_layerdrop(self._cut.of_transformers)
+        if self._loss is not None and not isinstance(targets, torch.Tensor):
+            raise TypeError(f"Pipeline: targets must be a tensor [batch, ...], got {type(targets).__name__}")
+        if self._loss is None and self._reduction == "mean" and self._units is None:  # units have equal weights
+            check_means(call[1], self._microbatches)
+        given = list(microbatches_of(call, targets, self._microbatches))
         if self._units is not None:
             self._check_units(self._units.total, given)
         alone = self._units is None and self._replicas is None
@@ -427,50 +410,19 @@ class Pipeline(nn.Module):
         self._kinds = kinds
         return self._reducer
 
-    def _check_units(self, total: int, given: tuple) -> None:
+    def _check_units(self, total: int, given: list[Call]) -> None:
         batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
         check_alike(total, batch, self._shared_by, self._device)
 
     def _gradients_of_units(self, schedule: "_BuiltSchedule", units: Units) -> UnitGradients:
         """Return where this step's stages leave their gradients."""
         own = {number: stage.submod for number, stage in schedule.running.items()}
-        gradients = UnitGradients(units, self._shared_by[1], own, dict(self.named_parameters()), self._ties)
+        named = dict(self.named_parameters())
+        gradients = UnitGradients(units, self._shared_by[1], own, named, self._ties, self._device)
         for stage in schedule.running.values():
             stage.gradients = gradients
-        for watching in self._stages.values() if self._forward is None else [self._forward]:
-            watching.watched = gradients.without_draws
+        self._cut.watched = gradients.without_draws
         return gradients
-
-    def _by_name(self, inputs: Inputs, targets: torch.Tensor | None) -> tuple:
-        assert self._forward is not None
-        call = call_with(inputs)
-        refuse_records(self._forward.model, call[1])
-        refuse_layerdrop(self._forward.model)
-        if self._loss is None and self._reduction == "mean" and self._units is None:  # units have equal weights
-            check_means(call[1], self._microbatches)
-        return tuple(microbatches_of(call, targets, self._microbatches))
-
-    def _by_place(self, inputs: Inputs, targets: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        if isinstance(inputs, Mapping):
-            raise TypeError(
-                "Pipeline: the model was cut for inputs by their place. To give them by name, give a micro-batch of "
-                "them to Pipeline(example={...})"
-            )
-        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        if len(given) != len(self._taken):
-            raise TypeError(
-                f"Pipeline: the model was cut for the inputs {', '.join(self._taken)}, and got {len(given)}: name "
-                "further ones in Pipeline(arguments=[...])"
-            )
-        for name, x in [("targets", targets), *((f"inputs[{number}]", x) for number, x in enumerate(given))]:
-            if not isinstance(x, torch.Tensor) or x.dim() == 0:
-                raise TypeError(f"Pipeline: {name} must be a tensor [batch, ...], got {type(x).__name__}")
-            if x.size(0) != targets.size(0):  # type: ignore[union-attr]
-                raise ValueError(
-                    f"Pipeline: {name} has a batch of {x.size(0)}, and targets one of {targets.size(0)}"  # type: ignore[union-attr]
-                )
-        check_batch(given[0].size(0), self._microbatches)
-        return tuple(x.contiguous() for x in given)  # contiguous: a stage is built for these strides
 
     def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take off and return the gradients of earlier steps that ranks have summed.
@@ -486,11 +438,13 @@ class Pipeline(nn.Module):
             parameter.grad = None
         return earlier
 
-    def _begun(self, given: tuple, targets: torch.Tensor | None) -> tuple:
-        """Return the arguments of Stage.begin for a batch: how its sequence is shared, and a seed."""
-        if self._units is not None:
+    def _begun(self, inputs: Inputs, given: list[Call], targets: torch.Tensor | None) -> tuple:
+        """Return the arguments of ModelStage.begin for a batch; note how its sequence is shared. A collective call."""
+        if self._units is None:
+            seed = self._seed(inputs, targets)
+        else:
             before = torch.get_rng_state()  # one process draws the seed alone, and in training alone
-            *begun, _ = self._begun_alone(given, targets)
+            self._seed(inputs, targets)
             torch.set_rng_state(before)
             own = any(part.training for part in self.modules()), int(torch.randint(2**62, (1,)))
             found = torch.tensor([own], device=self._ranks.device_of_numbers(self._device))
@@ -499,77 +453,57 @@ class Pipeline(nn.Module):
             trains = bool(found[:, 0].any())
             if not trains:
                 torch.set_rng_state(before)
-            return *begun, int(found[0, 1]) if trains else 0
-        return self._begun_alone(given, targets)
+            seed = int(found[0, 1]) if trains else 0
+        return given, () if targets is None else targets.chunk(self._microbatches), seed
 
-    def _begun_alone(self, given: tuple, targets: torch.Tensor | None) -> tuple:
-        if self._forward is not None:  # the code between layers must draw alike on every stage
-            where = self._ranks.device_of_numbers(self._device)
-            seed = self._ranks.broadcast_(torch.randint(2**62, (1,)).to(where), 0)
-            parts = () if targets is None else targets.chunk(self._microbatches)
-            return list(given), parts, int(seed)
-        alike = [*(given if 0 in self._stages else ()), *([targets] if self._ends_here else ())]  # read on this rank
-        return begin("Pipeline", self._sharing, given, alike)
+    def _seed(self, inputs: Inputs, targets: torch.Tensor | None) -> int:
+        """Return a seed that is the same on all stages, where the code between layers must draw alike."""
+        shared = None
+        if self._sharing is not None:
+            alike = [x for x in tree_leaves((inputs, targets)) if isinstance(x, torch.Tensor)]
+            shared = agreed("Pipeline", self._sharing, inputs, alike)
+        self._cut.shared = shared
+        seed = torch.randint(2**62, (1,)) if shared is None else torch.tensor([shared.seed])
+        return int(self._ranks.broadcast_(seed.to(self._ranks.device_of_numbers(self._device)), 0))
 
-    def _schedule_for(self, given: tuple, begun: tuple) -> "_BuiltSchedule":
+    def _schedule_for(self, given: list[Call], begun: tuple) -> "_BuiltSchedule":
         """Return the schedule for inputs of these shapes, and let the stages begin a batch.
 
         A new schedule is built for other shapes, and for other dtypes of the values that stages send.
         """
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        leaves, structure = tree_flatten(given)
-        shapes = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        leaves, structure = tree_flatten(given[0])
+        shapes = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
         dtypes = [parameter.dtype for parameter in self._parameters_here]
-        key = repr((shapes, structure, autocast, dtypes, self._forward is not None and self.training))
+        key = repr((shapes, structure, autocast, dtypes, self.training))
         for stage in self._stages.values():
             stage.begin(*begun)
-        schedule = self._schedules.pop(key, None)
-        if schedule is None:
-            schedule = self._built(*self._crossing(given))
-            for stage in self._stages.values():
-                stage.begin(*begun)
+        schedule = self._schedules.pop(key, None) or self._built(self._planned())
         self._schedules[key] = schedule
         for old in list(self._schedules)[:-_MOST_SCHEDULES]:
             del self._schedules[old]
-        for number, stage in self._stages.items():
-            if self._forward is None:
-                stage.arriving = schedule.arriving[number]
-            else:
-                stage.plan = schedule.plan
+        self._cut.draws = schedule.plan.draws
+        for stage in self._stages.values():
+            stage.follow(schedule.plan)
         return schedule
 
-    def _crossing(self, given: tuple) -> tuple[dict[int, tuple], dict[int, tuple]]:
-        """Return the tensors that this rank's stages take and give for a micro-batch, on the meta device.
+    def _planned(self) -> ForwardPlan:
+        """Run a micro-batch through the stages, and return what crosses them."""
+        if self._cut.stage_of_layer:
+            self._cut.names, self._cut.stages = [], []
+        with undisturbed(self), torch.no_grad():
+            transfers = Transfers(self._ranks, self._device)
+            plan, _ = walk(self._cut, lambda run: self._stages[run.stage].run(run, 0), transfers)
+        return plan
 
-        torch finds the shapes between stages by running the stages on uninitialised memory: a norm would keep its
-        values in its running means, and an embedding would be indexed with them. So a real micro-batch runs through the
-        stages first.
-        """
-        shapes: dict[int, tuple] = {}
-        with undisturbed(self):
-            if self._forward is None:
-                # clones: a model may change its inputs in place, and the step still needs them
-                with torch.enable_grad(), _saving_nothing():  # a graph shows which values need a gradient
-                    self._through(tuple(x.chunk(self._microbatches)[0].clone() for x in given), shapes)
-            else:
-                with torch.no_grad():
-                    shapes = self._planned()
-        entering = {number: tuple(_like(x, number > 0) for x in values) for number, (values, _) in shapes.items()}
-        return entering, {number: tuple(map(_like, values)) for number, (_, values) in shapes.items()}
-
-    def _planned(self) -> dict[int, tuple]:
-        assert self._forward is not None
-        plan = self._forward.plan(self._stages, self._owner, self._ranks)
-        for stage in self._stages.values():
-            stage.plan = plan
-        sent = [tuple(map(_needing_gradient, map(plan.made, roots))) for roots in plan.leaving]
-        ends = (torch.zeros(1, dtype=torch.int64),), (torch.zeros((), dtype=self._loss_type, requires_grad=True),)
-        chain = [ends[0], *sent, ends[1]]
-        return {number: (chain[number], chain[number + 1]) for number in self._stages}
-
-    def _built(self, entering: dict[int, tuple], leaving: dict[int, tuple]) -> "_BuiltSchedule":
+    def _built(self, plan: ForwardPlan) -> "_BuiltSchedule":
         """Build torch's schedule for stages that take and give tensors of these shapes."""
+        crossing = [plan.leaving(stage) for stage in range(self._total - 1)]
+        sent = [tuple(_sent(plan.made(root)) for root in roots) for roots in crossing]
+        ends = (torch.zeros(1, dtype=torch.int64),), (torch.zeros((), dtype=self._loss_type, requires_grad=True),)
+        chain = [tuple(x.to("meta") for x in ends[0]), *sent, ends[1]]
+        entering = {number: chain[number] for number in self._stages}
         running: dict[int, ClockedStage] = {}
         for number, module in self._stages.items():
             running[number] = stage = ClockedStage(
@@ -578,7 +512,7 @@ class Pipeline(nn.Module):
                 self._total,
                 self._device,
                 input_args=entering[number],
-                output_args=leaving[number],
+                output_args=chain[number + 1],
                 group=self._ranks.p2p_group(self._device),
             )
             stage.clock = self._clock
@@ -589,45 +523,16 @@ class Pipeline(nn.Module):
             loss_fn=self._timed_loss,
             scale_grads=False,
         )
-        arriving = {} if self._forward else {number: stage.arriving for number, stage in self._stages.items()}
-        plan = next(iter(self._stages.values())).plan if self._forward else None
-        return _BuiltSchedule(of_torch, running, entering, arriving, plan)
+        return _BuiltSchedule(of_torch, running, entering, plan)
 
-    def _through(self, values: tuple[torch.Tensor, ...], shapes: dict[int, tuple] | None = None):
-        """Run one micro-batch through all stages, without a schedule.
-
-        Returns:
-            The output on the rank of the last stage, else None.
-        """
-        output = None
-        marks: Marks = ()
-        for number, stage in self._stages.items():
-            if number > 0 and self._owner(number - 1) != self._ranks.rank:
-                values, marks = _receive(self._owner(number - 1), self._ranks, self._device)
-            stage.arriving = marks
-            output = stage(*values)
-            leaving = output if isinstance(output, tuple) else (output,)
-            if not all(isinstance(x, torch.Tensor) for x in leaving):
-                raise TypeError(
-                    f"Pipeline: the model returns {type(output).__name__}; let it return a tensor or a tuple of tensors"
-                )
-            if shapes is not None:
-                shapes[number] = (values, leaving)
-            values, marks = leaving, stage.leaving
-            if number + 1 < self._total and self._owner(number + 1) != self._ranks.rank:
-                sent = [(x.detach().cpu(), x.requires_grad) for x in values], marks
-                dist.send_object_list([sent], group=self._ranks.group, group_dst=self._owner(number + 1))
-        return output if self._ends_here else None
-
-    def _scaled_loss(self, output, target) -> torch.Tensor:
-        value = output if self._forward is not None else self._loss(output, target)  # type: ignore[misc]
+    def _scaled_loss(self, value: torch.Tensor, _=None) -> torch.Tensor:
         if self._units is not None:
             self._of_units.append(value.detach())
             return value / self._units.total
         return value / self._microbatches if self._reduction == "mean" else value * 1.0
 
-    def _timed_loss(self, output, target) -> torch.Tensor:
-        value = self._scaled_loss(output, target)
+    def _timed_loss(self, value: torch.Tensor, _) -> torch.Tensor:
+        value = self._scaled_loss(value)
         self._clock.extend()
         return value
 
@@ -652,25 +557,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
-def _like(x: torch.Tensor, sent: bool = True) -> torch.Tensor:
-    """Return a tensor like x on the meta device; if it was sent, it needs a gradient where x does."""
-    return torch.empty_like(x, device="meta", requires_grad=sent and x.requires_grad)
-
-
-def _saving_nothing() -> torch.autograd.graph.saved_tensors_hooks:
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
-
-
-def _needing_gradient(made: Made) -> torch.Tensor:
+def _sent(made: Made) -> torch.Tensor:
     x = made.empty("meta")
     return x.requires_grad_(differentiable(x))
-
-
-def _receive(source: int, ranks: Communicator, device: torch.device) -> tuple[tuple[torch.Tensor, ...], Marks]:
-    box: list = [None]
-    dist.recv_object_list(box, group=ranks.group, group_src=source)
-    values, marks = box[0]
-    return tuple(x.to(device).requires_grad_(needed) for x, needed in values), marks
 
 
 def _raise_cause(error: RuntimeError) -> None:

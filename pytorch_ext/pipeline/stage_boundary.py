@@ -1,9 +1,55 @@
-"""The form of a value that leaves one stage for the next."""
+"""The form of a value that leaves one stage for the next.
+
+Of a sequence that ranks share, a rank sends its part. The next stage is on the same rank of "cp" and makes the shared
+sequence of it again.
+"""
+
+from dataclasses import dataclass, field
 
 import torch
-from torch import fx
 
-from weft.context_parallel.shared_sequence import SequenceCut, SharedSequence, by_part
+from weft.context_parallel.region import SharedCall
+from weft.context_parallel.shared_sequence import SequenceCut, SharedSequence, by_part, without_guards
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Mark of a part of a shared sequence: its dimension; blocks and region as in SequenceCut."""
+
+    axis: int
+    blocks: int
+    region: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that one stage made, as it crosses to another."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    mark: Mark | None = None  # of a shared sequence
+    requires_grad: bool = field(default=False, compare=False)
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Made":
+        """Return the kind of a tensor or shared sequence."""
+        if not isinstance(x, SharedSequence):
+            return cls(x.shape, x.dtype, None, x.requires_grad)
+        shape, parts = list(x.shape), x.units or (x,)
+        shape[x.axis] = sum(part.local.size(x.axis) for part in parts)
+        needs = any(part.local.requires_grad for part in parts)
+        return cls(torch.Size(shape), x.dtype, Mark(x.axis, x.cut.blocks, x.cut.region), needs)
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def arrived(self, x: torch.Tensor, call: SharedCall | None) -> torch.Tensor:
+        """Return the value that `to_send` made x from."""
+        if self.mark is None:
+            return x
+        assert call is not None
+        cut = SequenceCut(call.sharing, call.layout, self.mark.blocks, self.mark.region)
+        return received(x, self.mark.axis, cut)
 
 
 def differentiable(x: torch.Tensor) -> bool:
@@ -11,25 +57,11 @@ def differentiable(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-@fx.wrap
-def cross(value, fixed: bool = False):
-    """Return the value in a form that can be sent, and whose gradient can be sent back.
-
-    Args:
-        fixed: whether the value depends on no parameter. Then it needs no gradient, unless an input needs one.
-
-    Raises:
-        TypeError: the value is not a tensor.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"a {type(value).__name__} ({value!r}) is made in one stage and needed in a later one; only tensors are "
-            "sent. Compute it in the layer that needs it, or cut elsewhere (balance=[...])"
-        )
+def cross(value: torch.Tensor) -> torch.Tensor:
+    """Return what a rank sends of the value, in a form whose gradient can be sent back."""
     if isinstance(value, SharedSequence):
-        return by_part(lambda part: part.like(cross(part.local, fixed)), value)
-    fixed = fixed and value.is_contiguous() and not value.requires_grad
-    if torch.is_grad_enabled() and differentiable(value) and not fixed:
+        return to_send(by_part(lambda part: part.like(cross(part.local)), value))
+    if torch.is_grad_enabled() and differentiable(value):
         return _Crossing.apply(value, torch.zeros((), requires_grad=True))
     return value.contiguous()
 
@@ -39,9 +71,11 @@ def leaves_as_it_is(value) -> bool:
     return getattr(getattr(value, "grad_fn", None), "was_contiguous", True)
 
 
-def to_send(x: SharedSequence) -> torch.Tensor:
-    """Return what a rank has of a shared sequence: its part, or its units one after another."""
-    return _UnitsTogether.apply(x.axis, *(unit.local for unit in x.units)) if x.units else x.local
+def to_send(x: torch.Tensor) -> torch.Tensor:
+    """Return what a rank has of a tensor. Of a shared sequence: its part, or its units one after another."""
+    if not isinstance(x, SharedSequence):
+        return x
+    return without_guards(_UnitsTogether.apply(x.axis, *(unit.local for unit in x.units)) if x.units else x.local)
 
 
 def received(x: torch.Tensor, axis: int, cut: SequenceCut) -> SharedSequence:

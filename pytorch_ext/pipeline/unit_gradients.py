@@ -17,11 +17,11 @@ from weft.context_parallel.region import sharing_in
 from weft.data_parallel.batch_units import UnitSums, check_units, within_unit
 from weft.metadata import set_metadata
 from weft.ops.invariant import Units
-from weft.pipeline.cut import StageCut
+from weft.pipeline.cut import PipelineCut
 from weft.pipeline.split_backward import uses_of
 from weft.pipeline.stage_boundary import leaves_as_it_is
 from weft.pipeline.tied_params import Ties
-from weft.rng import name_modules
+from weft.rng import generator_states, name_modules
 from weft.sharding.sharded_grad import gradient_like, local
 
 _CHUNK_BYTES = 25 << 20  # as DataParallel's bucket_mb
@@ -36,6 +36,7 @@ class UnitGradients:
         stages: this rank's stages, by number.
         named: this rank's parameters by name.
         ties: the parameters that stages of several ranks use.
+        device: that of the stages.
 
     Attributes:
         problems: reasons why one process would have other bits; `finish` raises them on every rank.
@@ -48,8 +49,9 @@ class UnitGradients:
         stages: Mapping[int, nn.Module],
         named: Mapping[str, nn.Parameter],
         ties: Ties,
+        device: torch.device,
     ):
-        self._ties, self._here = ties, units.here(replicas)
+        self._ties, self._here, self._device = ties, units.here(replicas), device
         self.problems: dict[str, None] = {}
         self._of_stage = {number: [p for p in stages[number].parameters() if p.requires_grad] for number in stages}
         self._tie_of = {tie.parameter: tie for tie in ties.ties}
@@ -98,9 +100,9 @@ class UnitGradients:
     @contextmanager
     def without_draws(self, name: str) -> Iterator[None]:
         """Note a layer that draws random numbers in another way than by `UnitDraws`: one process would draw others."""
-        before = _rng_states()
+        before = generator_states(self._device)
         yield
-        if not all(map(torch.equal, before, _rng_states())):
+        if not all(map(torch.equal, before, generator_states(self._device))):
             self._note(f"{name} draws random numbers")
 
     @torch.no_grad()
@@ -117,12 +119,11 @@ class UnitGradients:
         sums.put(unit, [found[parameter] for parameter in sums.trained])  # type: ignore[index]
 
     @torch.no_grad()
-    def finish(self, groups: Sequence[Communicator], device: torch.device) -> None:
+    def finish(self, groups: Sequence[Communicator]) -> None:
         """Set `.grad` to the gradients of the whole batch. A collective call.
 
         Args:
             groups: the ranks of "pp", then those of "dp".
-            device: that of the stages.
 
         Raises:
             RuntimeError: one process would have other bits, or a unit has no gradient for a parameter; on every rank.
@@ -133,7 +134,7 @@ class UnitGradients:
         absences = [text for sums in everything if (text := sums.absences())]
         if absences:
             self._note(f"parameters got no gradient in some of the units: {', '.join(absences)}")
-        if found := _of_all_ranks(self.problems, groups, device):
+        if found := _of_all_ranks(self.problems, groups, self._device):
             raise RuntimeError(
                 f"Pipeline: invariant={self._shared.units.total}: {'; '.join(found)}. One process would compute other "
                 "bits, or refuse it: change these layers, or cut elsewhere (balance=[...])"
@@ -151,11 +152,6 @@ class UnitGradients:
         for number in sorted(parts, reverse=True):
             total = parts[number] if total is None else total + parts[number]
         return total
-
-
-def _rng_states() -> list[torch.Tensor]:
-    """Return the states of the host's generator and of that of the GPU in use."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _of_all_ranks(notes: Mapping[str, None], groups: Sequence[Communicator], device: torch.device) -> list[str]:
@@ -218,13 +214,13 @@ def microbatches_in_units(
     return each
 
 
-def name_modules_in_stages(model: nn.Module, cut: StageCut) -> None:
+def name_modules_in_stages(cut: PipelineCut) -> None:
     """Name the modules as one process does, for random numbers that follow from the name.
 
     A module that several stages call gets no name, because no stage knows how often it was called before. If it draws
     random numbers, `UnitGradients.without_draws` finds that.
     """
-    name_modules(model)
+    name_modules(cut.model)
     first_stage: dict[nn.Module, int] = {}
     for called, stage in cut.calls():
         for module in called.modules():

@@ -78,8 +78,6 @@ class CallCheck:
     A call is of a new kind if its arguments are, or if an attribute of a module has changed.
     """
 
-    at_edge = True  # a model in stages does not need it
-
     def __init__(self, twin: nn.Module, conflict: Conflict, by_mode: bool):
         self.model, self.conflict, self.by_mode = twin, conflict, by_mode
         self.settings: Settings | None = None

@@ -37,9 +37,6 @@ def whole_results(model: nn.Module, args, output):
     return whole
 
 
-whole_results.at_edge = True  # type: ignore[attr-defined]  # a model that can be cut returns no parts
-
-
 def _parts_in(tree) -> list[torch.Tensor]:
     return [x for x in tensors_in(tree, _OBJECTS) if metadata(x, "part")]
 

@@ -28,8 +28,6 @@ class PartUses:
         parts: names of the modules that were followed.
     """
 
-    at_edge = True  # a model in stages checks its graph instead
-
     def __init__(self, parts: Sequence[str]):
         self.parts = parts
         self.known: set[tuple] = set()

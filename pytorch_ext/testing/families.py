@@ -28,9 +28,10 @@ import torch
 from torch import nn
 
 import weft
+from weft.context_parallel.hugging_face import models_of_transformers
 from weft.explanation.command import share_of_plan
 from weft.pipeline.cut import RECORDED
-from weft.pipeline.forward_cut import without_caches
+from weft.pipeline.hugging_face import without_caches
 from weft.pipeline.microbatches import microbatches_of
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.auto.trace import tensors_in
@@ -345,7 +346,7 @@ def _loss_of_output(output, targets=None) -> torch.Tensor:
 
 def _step_alone(model: nn.Module, named: dict[str, Any]) -> torch.Tensor:
     """Return the loss of a batch; its gradients are added to those of the model."""
-    with without_caches(model):
+    with without_caches(models_of_transformers(model)):
         loss = _loss_of_output(model(**named))
     loss.backward()
     return loss.detach()

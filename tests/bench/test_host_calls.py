@@ -13,7 +13,7 @@ CEILINGS = {
     "one rank": 2285,
     "tp=2": 2420,
     "dp=2": 2040,
-    "pp=2": 2910,
+    "pp=2": 3190,
     "cp=2": 5530,
     "invariant=4": 20480,
     "invariant=4, tp=2": 19660,

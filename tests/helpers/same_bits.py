@@ -32,4 +32,4 @@ def assert_same_bits(of_one, of_ranks):
     for found in of_ranks:
         assert found.keys() == of_one.keys()
         different = [name for name, value in of_one.items() if not torch.equal(value, found[name])]
-        assert not different
+        assert not different, different

@@ -1,4 +1,4 @@
-"""weft.Pipeline of models that cannot be traced: every stage runs the model's own forward."""
+"""weft.Pipeline: every stage runs the model's own forward, whatever that does between its layers."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 import weft
 from weft.pipeline.absent import Absent, AbsentValueError, like
-from weft.pipeline.forward_cut import LayerResult
+from weft.pipeline.forward_plan import LayerResult
 from weft.pipeline.microbatches import microbatches_of
 from weft.pipeline.split_backward import can_be_halved
 from weft.testing.ranks import run_ranks
@@ -368,7 +368,7 @@ def train_own(rank, schedule):
             seeds = [number * 1_000_003 for number in range(4)]
         for part, target, number in zip(x.chunk(4), y.chunk(4), range(4), strict=True):
             if drawn:
-                torch.manual_seed(pipe._stages[min(pipe._stages)]._seed + seeds[number])
+                torch.manual_seed(pipe._stages[min(pipe._stages)]._batch[2] + seeds[number])
                 for _ in range(4):
                     torch.randint(2**62, (1,))
             output = plain(part, flip=True) if drawn else plain(part)
@@ -399,6 +399,102 @@ def test_the_code_between_layers_may_do_anything(world, schedule):
     assert set().union(*per_rank) == set(Own().state_dict())
 
 
+class Residual(nn.Module):
+    """Blocks that may be cut in the middle, around a residual stream that the code between them adds to."""
+
+    def __init__(self):
+        super().__init__()
+        self.place, self.scale = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x) + self.place
+        start = 2 * x
+        for block in self.blocks:
+            x = x + block(x)
+        return x * self.scale + start
+
+
+class Aliasing(Residual):
+    """Writes to a view of what crosses, before the cut and after it."""
+
+    def forward(self, x):
+        x = self.blocks[0](self.first(x)) + x
+        kept = x * 2
+        row = kept[0]
+        row += 1
+        y = self.blocks[1](x)
+        row += y.sum()
+        same = kept
+        kept += 1
+        return self.blocks[2](y) + same
+
+
+CROSSING = {  # model, layers of each stage -> values that leave each stage, and names of parameters around the layers
+    "in the middle of a block": (Residual, [4, 3], [3], [{"place"}, {"scale"}]),
+    "between two blocks": (Residual, [3, 4], [2], [{"place"}, {"scale"}]),
+    "twice": (Residual, [2, 2, 3], [3, 3], [{"place"}, set(), {"scale"}]),
+    "writes": (Aliasing, [4, 3], [2], None),
+}
+
+
+def cross(rank, kind, sizes, numbers, around):
+    torch.manual_seed(0)
+    model, x, y = kind().double(), torch.randn(4, 4).double(), torch.randn(4, 4).double()
+    plain = copy.deepcopy(model)
+    mesh = weft.init_mesh(pp=len(sizes), device_type="cpu")
+    pipe = weft.Pipeline(model, mesh, microbatches=4, balance=sizes, loss=F.mse_loss, example=x[:1])
+    loss = pipe.step(x, y)
+    parts = [F.mse_loss(plain(part), target) for part, target in zip(x.split(1), y.split(1), strict=True)]
+    (sum(parts) / 4).backward()
+    torch.testing.assert_close(loss, sum(parts).detach() / 4)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+    (schedule,) = pipe._schedules.values()
+    assert [len(schedule.plan.leaving(stage)) for stage in range(len(sizes) - 1)] == numbers
+    if around is not None:
+        assert {name for name, _ in pipe.named_parameters() if name in ("place", "scale")} == around[rank]
+
+
+@pytest.mark.parametrize("case", CROSSING)
+def test_each_value_in_use_after_the_cut_crosses_once(case):
+    kind, sizes, numbers, around = CROSSING[case]
+    run_ranks(cross, len(sizes), kind, sizes, numbers, around)
+
+
+class Taking(nn.Module):
+    """No guessed inputs run; its first layer in order is never called."""
+
+    def __init__(self, last_first=False):
+        super().__init__()
+        self.never = nn.Linear(4, 4)
+        self.layers, self.last_first = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), last_first
+
+    def forward(self, batch):
+        x = batch["x"]
+        for layer in [*self.layers][:: -1 if self.last_first else 1]:
+            x = layer(x)
+        return x
+
+
+def step_without_example(rank):
+    mesh, x = weft.init_mesh(pp=2, device_type="cpu"), torch.randn(4, 4)
+    torch.manual_seed(0)
+    for last_first, example in ((False, False), (True, True)):
+        model = Taking(last_first)
+        expected = F.mse_loss(model({"x": x}), x).detach()
+        options = dict(microbatches=2, loss=F.mse_loss, example={"batch": {"x": x[:2]}} if example else None)
+        torch.testing.assert_close(weft.Pipeline(model, mesh, **options).step({"batch": {"x": x}}, x), expected)
+    pipe = weft.Pipeline(Taking(last_first=True), mesh, microbatches=2, loss=F.mse_loss)
+    with pytest.raises(ValueError, match="calls layers.0 later than the model has it.*pass example="):
+        pipe.step({"batch": {"x": x}}, x)
+
+
+def test_without_an_example_layers_are_taken_in_the_model_s_order():
+    run_ranks(step_without_example, 2)
+
+
 def refuse(rank):
     mesh = weft.init_mesh(pp=2, device_type="cpu")
     x = torch.randn(8, 4)
@@ -406,10 +502,10 @@ def refuse(rank):
     with pytest.raises(ValueError, match=r"layers.1, a Adding, changes its input in place.*inplace=False"):
         pipe.step(x, x)
     pipe = weft.Pipeline(InPlace(), mesh, microbatches=4, loss=F.mse_loss, example=x)
-    pipe._forward.names[1] = "layers.2"  # as if the example had run others
+    pipe._cut.names[1] = "layers.2"  # as if the example had run others
     with pytest.raises(ValueError, match=r"calls layers.1 where it called layers.2 when it was cut.*example="):
         pipe.step(x, x)
-    with pytest.raises(ValueError, match="cannot be traced.*did not run with example= .*pass example="):
+    with pytest.raises(ValueError, match="did not run with example= .RuntimeError.*pass a micro-batch of its inputs"):
         weft.Pipeline(model := InPlace(), mesh, microbatches=4, loss=F.mse_loss, example=torch.randn(4, 5))
     assert not vars(model.layers[0]).get("forward")
     model = model_of("wav2vec2", layerdrop=0.1)
@@ -420,10 +516,6 @@ def refuse(rank):
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
         weft.Pipeline(model, mesh, schedule="zero-bubble", microbatches=4)
-    with pytest.raises(TypeError, match="cut for inputs by their place"):
-        weft.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, microbatches=4, loss=F.mse_loss).step(
-            {"x": x}, x
-        )
     with pytest.raises(ValueError, match="output_attentions asks for what is recorded"):
         weft.Pipeline(model_of("llama"), mesh, microbatches=4).step(batch_of("llama") | dict(output_attentions=True))
 
@@ -498,6 +590,8 @@ def step_on_mesh(rank, sizes, family, options):
     ("sizes", "family", "options"),
     [
         ({"pp": 2, "tp": 2}, "llama", {"recompute": "full"}),
+        ({"pp": 2, "cp": 2}, "llama", {}),
+        pytest.param({"pp": 2, "cp": 2}, "t5", {}, marks=pytest.mark.slow("pipeline")),
         pytest.param({"pp": 2, "tp": 2}, "t5", {}, marks=pytest.mark.slow("pipeline")),
         pytest.param({"pp": 2, "dp": 2}, "llama", {"recompute": "selective"}, marks=pytest.mark.slow("pipeline")),
     ],

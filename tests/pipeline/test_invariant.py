@@ -263,16 +263,20 @@ def linear():
     return nn.Linear(6, 6)
 
 
+class Layer(nn.Sequential):
+    """Of several modules, and no list that is cut."""
+
+
 def dropping_twice():
     """Return blocks with one dropout in both stages."""
     drop = nn.Dropout(0.1)
-    return nn.Sequential(nn.Sequential(linear(), drop), nn.Sequential(linear(), drop))
+    return nn.Sequential(Layer(linear(), drop), Layer(linear(), drop))
 
 
 REFUSED_STEPS = {
-    "a layer of stage 1 draws random numbers": dropping_twice,
-    "a layer of stage 0 draws random numbers": lambda: nn.Sequential(Noisy(6, 6), linear()),
-    "a value that leaves stage 0 is not contiguous": lambda: nn.Sequential(linear(), Turned(), linear()),
+    "1 draws random numbers": dropping_twice,
+    "0 draws random numbers": lambda: nn.Sequential(Noisy(6, 6), linear()),
+    "a value that leaves stage 0 is not contiguous": lambda: nn.Sequential(Layer(linear(), Turned()), linear()),
     "the gradient of a value that enters stage 1 is not contiguous": lambda: nn.Sequential(linear(), Expanded()),
     "'first.weight' is used several times in stage 0": Twice,
     "parameters got no gradient in some of the units: '0.idle' in 4": lambda: nn.Sequential(Idle(), linear()),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.nn import ParallelEmbedding, ParallelLinear
 from weft.tensor_parallel.auto.trace import constant
 from weft.tensor_parallel.hugging_face import calls_of_transformers, is_transformers
 
@@ -68,7 +69,7 @@ def _bare(value: Any, constants: bool) -> Any:
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield tokens if the model has an embedding, images if it has convolutions, and features of its layers' widths."""
     modules = list(model.modules())
-    if any(isinstance(module, nn.Embedding) for module in modules):
+    if any(isinstance(module, nn.Embedding | ParallelEmbedding) for module in modules):
         yield torch.zeros(BATCH, LENGTH, dtype=torch.int64)
         yield torch.zeros(BATCH, dtype=torch.int64)
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
@@ -86,7 +87,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def _widths(modules) -> list[int]:
     widths = []
     for module in modules:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or (isinstance(module, ParallelLinear) and module.style == "column"):
             widths.append(module.in_features)
         elif isinstance(module, nn.MultiheadAttention):
             widths.append(module.embed_dim)

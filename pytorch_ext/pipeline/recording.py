@@ -1,0 +1,177 @@
+"""The order in which a model's own forward calls its layers, and what each stage uses outside of them.
+
+One call of the whole model gives the order. When the stages are known, a rehearsal of each finds the parameters and
+buffers whose values the code between layers needs there; layers do not run again for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from weft.pipeline.absent import Absent
+from weft.pipeline.balance import LayerCost, measured, undisturbed
+from weft.pipeline.forward_cut import CutLayer, ForwardCut, UncuttableError
+from weft.pipeline.forward_plan import Argument, Call, LayerResult, result_of
+from weft.pipeline.stage_forward import StageTrial
+from weft.pipeline.transfers import AllHere
+from weft.pipeline.walk import walk
+
+
+class CallRecording:
+    """A forward of the whole model that notes the order of its layers.
+
+    Attributes:
+        names: of each call.
+        results: of each call: its structure, and its parts.
+        costs: of each call, if they were asked for.
+        nested: calls in which a layer ran inside of another, by its name.
+        uses: for each stage the ids of the parameters and buffers whose values the code between layers needs.
+    """
+
+    ended = follows = False
+
+    def __init__(self, measure: bool = False) -> None:
+        self.inside: CutLayer | None = None
+        self.measure = measure
+        self.names: list[str] = []
+        self.results: list[tuple[LayerResult, list]] = []
+        self.costs: list[LayerCost] = []
+        self.nested: dict[str, set[int]] = {}
+        self.uses: list[set[int]] = []
+
+    def started(self) -> None:
+        """Note that the model's forward begins."""
+
+    def following(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def enter_nested(self, layer: CutLayer) -> None:
+        self.nested.setdefault(layer.name, set()).add(len(self.names) - 1)
+
+    def call(self, layer: CutLayer, forward: Callable, args, kwargs):
+        self.names.append(layer.name)
+        self.inside = layer
+        try:
+            if self.measure:
+                result, seconds, saved = measured(layer.layer, forward, args, kwargs)
+                self.costs.append(LayerCost(seconds, saved))
+            else:
+                result = forward(*args, **kwargs)
+        finally:
+            self.inside = None
+        parts, structure = tree_flatten(result)
+        kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in parts]  # other code may write to it
+        self.results.append((result_of(parts, structure, args, kwargs), kept))
+        return result
+
+
+def recorded(cut: ForwardCut, inputs: Call, measure: bool = False) -> CallRecording:
+    """Run the whole model once, without gradients, and note the order of its layers.
+
+    Raises:
+        UncuttableError: its code keeps a count of its calls.
+    """
+    run, before = CallRecording(measure), _numbers_in(cut)
+    with undisturbed(cut.model), torch.no_grad(), _absent_for_meta(cut):
+        cut.forward(run, inputs)
+    for (module, attribute), value in _numbers_in(cut).items():
+        old = before.get((module, attribute), value)
+        if value != old:
+            setattr(module, attribute, old)
+            raise UncuttableError(
+                f"{cut.caller}: the forward of {type(cut.model).__name__} changes {attribute} outside of its layers, "
+                "and every stage would count its own calls; make that a module of its own"
+            )
+    return run
+
+
+class _StageRehearsal(StageTrial):
+    """A trial of a stage with the results of layers as they were recorded, and with weights when they are asked for.
+
+    Args:
+        weights: tensor and places of each parameter and buffer, by name.
+    """
+
+    def __init__(self, recording: CallRecording, weights: dict[str, tuple[torch.Tensor, list]], *of_trial):
+        super().__init__(*of_trial)
+        self._recording, self._weights = recording, weights
+        self._uses = recording.uses[self.stage]
+        for name, (x, places) in weights.items():
+            value = x
+            if id(x) not in self._uses:
+                value = Absent(torch.empty_like(x.detach(), device="meta"), self.cut.device, {name})
+            elif x.is_meta:
+                value = torch.zeros((), dtype=x.dtype, device=self.cut.device).expand(x.shape)
+            for tensors, own in places:
+                tensors[own] = value
+
+    def gives(self, origin) -> bool:
+        x, _ = self._weights[origin]
+        new = id(x) not in self._uses
+        self._uses.add(id(x))
+        return new
+
+    def _output(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
+        result, parts = self._recording.results[number]
+        leaves = tree_leaves((args, kwargs))
+        kinds = zip(parts, result.parts, strict=True)
+        parts = [leaves[kind.number] if isinstance(kind, Argument) else part for part, kind in kinds]
+        for place, x in enumerate(parts):
+            if isinstance(x, Absent):
+                parts[place] = torch.zeros(x.shape, dtype=x.dtype, device=self.cut.device)
+        return tree_unflatten(parts, result.structure)
+
+
+def rehearse(cut: ForwardCut, stages: int, inputs: Call, recording: CallRecording) -> None:
+    """Note in the recording what each stage uses outside of layers."""
+    names = {id(x): name for name, x in [*cut.model.named_parameters(), *cut.model.named_buffers()]}
+    before, weights = slots_of(cut.model), dict[str, tuple[torch.Tensor, list]]()
+    for _, tensors, own, x in before:
+        weights.setdefault(names[id(x)], (x, []))[1].append((tensors, own))
+    recording.uses = [set() for _ in range(stages)]
+    try:
+        with undisturbed(cut.model), torch.no_grad():
+            walk(cut, lambda run: cut.forward(run, inputs), AllHere(), partial(_StageRehearsal, recording, weights))
+    finally:
+        for _, tensors, own, x in before:
+            tensors[own] = x
+
+
+def slots_of(model: nn.Module) -> list[tuple[nn.Module, dict, str, torch.Tensor]]:
+    """Return every place of a parameter or buffer: module, dict, name and tensor."""
+    return [
+        (module, tensors, name, x)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, x in tensors.items()
+        if x is not None
+    ]
+
+
+def _numbers_in(cut: ForwardCut) -> dict[tuple[nn.Module, str], float]:
+    """Return the attributes of the modules around layers that are numbers, for example a count of calls."""
+    inside = {part for layer in cut.layers.values() for part in layer.modules()}
+    return {
+        (module, attribute): value
+        for module in cut.model.modules()
+        if module not in inside
+        for attribute, value in vars(module).items()
+        if isinstance(value, int | float) and attribute != "training"
+    }
+
+
+@contextmanager
+def _absent_for_meta(cut: ForwardCut) -> Iterator[None]:
+    """Put absent tensors in the place of those on the meta device, which could not meet inputs with values."""
+    slots = [slot for slot in slots_of(cut.model) if slot[3].is_meta]
+    try:
+        for _, tensors, name, x in slots:
+            tensors[name] = Absent(x.detach(), cut.device, {name})
+        yield
+    finally:
+        for _, tensors, name, x in slots:
+            tensors[name] = x

@@ -1,0 +1,358 @@
+"""One forward of a model on one stage, and a trial of it that finds the values which the stage needs."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from weft.context_parallel.pytree import leaves as leaves_of
+from weft.context_parallel.shared_sequence import NATIVE, name_of, parts_here
+from weft.forward import FunctionMode
+from weft.layer_lists import refuse_caches
+from weft.pipeline.absent import Absent, AbsentValueError, absent_in
+from weft.pipeline.forward_cut import CutLayer, ForwardCut, UncuttableError, next_seed
+from weft.pipeline.forward_plan import (
+    Argument,
+    ForwardPlan,
+    LayerResult,
+    Maker,
+    Offer,
+    Root,
+    StageFound,
+    layer_root,
+    result_of,
+)
+from weft.pipeline.stage_boundary import Made, cross
+from weft.rng import generator_states
+from weft.sharding.shard import shard_of
+
+
+class _StageEndedError(Exception):
+    """Raised by the first layer of a later stage. Torch then calls the hooks that always run."""
+
+
+class StageForward:
+    """One forward of the model on one stage.
+
+    Args:
+        known: values of earlier stages that this stage needs.
+        leaving: values that it sends to the next stage.
+
+    Attributes:
+        inside: the layer that runs.
+        ended: a later stage goes on.
+        follows: whether the functions of the code between layers are counted.
+        made: values of this stage that leave.
+    """
+
+    inside: CutLayer | str | None = None
+    ended = False
+
+    def __init__(
+        self, cut: ForwardCut, stage: int, plan: ForwardPlan, known: dict[Root, torch.Tensor], leaving: Sequence[Root]
+    ):
+        self.cut, self.stage, self.plan, self.known = cut, stage, plan, known
+        self.made: dict[Root, torch.Tensor] = {}
+        self._leaving = leaving
+        self._noted = {maker for maker, _ in (*known, *leaving, *plan.written)}
+        self.follows = any(function for _, function, _ in self._noted)
+        self._calls, self._functions = 0, Counter[tuple[int, str]]()
+
+    def started(self) -> None:
+        """Note that the model's forward begins."""
+
+    def enter_nested(self, layer: CutLayer) -> None:
+        """Note a layer that another layer calls; it is on the stage of that layer."""
+
+    def following(self) -> AbstractContextManager:
+        """Return the context for the code between layers."""
+        return FunctionMode(every=self.function) if self.follows else nullcontext()
+
+    def function(self, func: Callable, args: tuple, kwargs: dict, name: str | None = None):
+        """Call a function, or the forward of a module with this name, for the code between layers."""
+        if self.inside is not None:
+            return func(*args, **kwargs)
+        self.inside = name = name or name_of(func)
+        maker = self._calls, name, self._functions[self._calls, name]
+        self._functions[self._calls, name] += 1
+        try:
+            return self._followed(maker, func, args, kwargs)
+        finally:
+            self.inside = None
+
+    def _followed(self, maker: Maker, func: Callable, args: tuple, kwargs: dict):
+        """Return what a function gives, with the values that have arrived."""
+        out = func(*args, **kwargs)
+        if maker not in self._noted:
+            return out
+        parts, structure = tree_flatten(out)
+        for place, part in enumerate(parts):
+            root = maker, place
+            if (offer := self.plan.offers.get(root)) is None:
+                continue
+            if not isinstance(part, torch.Tensor) or Made.of(part) != offer.made:
+                raise self._other_functions(maker)
+            if root in self.known and absent_in(part):  # what is here is right, also for other names of its memory
+                parts[place] = self._handed_out(root, self.known[root])
+            if root in self._leaving:
+                self.made[root] = parts[place]
+        return tree_unflatten(parts, structure)
+
+    def _other_functions(self, maker: Maker) -> ValueError:
+        return ValueError(
+            f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} does not call {maker[1]} between its "
+            "layers as in the first micro-batch of these shapes: make that a module of its own"
+        )
+
+    def call(self, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
+        """Run a layer, skip it, or end the forward."""
+        number, cut = self._calls, self.cut
+        known = number < len(cut.names) and cut.names[number] == layer.name
+        stage = cut.stages[number] if known else cut.stage_of(number, layer.name, self.stage)
+        if stage > self.stage:
+            self.ended = True
+            raise _StageEndedError
+        self._calls = number + 1
+        self.inside = layer  # functions from here on are not of the code between layers
+        try:
+            if stage < self.stage:
+                return self._skipped(number, self.plan.results[number], args, kwargs)
+            alone = not cut.draws and cut.watched is nullcontext
+            output = forward(*args, **kwargs) if alone else layer.seeded(forward, args, kwargs)
+            return self._note(number, layer, output, args, kwargs) if (number, "", 0) in self._noted else output
+        finally:
+            self.inside = None
+
+    def _note(self, number: int, layer: CutLayer, output, args: tuple, kwargs: dict):
+        """Note the result of a layer; return it with copies of what other code changes in place."""
+        expected = self.plan.results[number]
+        if expected.is_tensor and type(output) is torch.Tensor and Made.of(output) == expected.parts[0]:
+            self.made[layer_root(number)] = output
+            return self._handed_out(layer_root(number), output)
+        parts, structure = tree_flatten(output)
+        result = result_of(parts, structure, args, kwargs)
+        if result != expected:
+            raise ValueError(
+                f"{self.cut.caller}: {layer.name} returned {result.parts} for this micro-batch, and {expected.parts} "
+                "for the first one of these shapes; the shapes that cross stages must not depend on values"
+            )
+        return self._kept(number, result, parts)
+
+    def _kept(self, number: int, result: LayerResult, parts: list):
+        for place, (part, kind) in enumerate(zip(parts, result.parts, strict=True)):
+            if isinstance(kind, Made):
+                self.made[layer_root(number, place)] = part
+                parts[place] = self._handed_out(layer_root(number, place), part)
+        return tree_unflatten(parts, result.structure)
+
+    def _skipped(self, number: int, result: LayerResult, args: tuple, kwargs: dict):
+        """Return the result of a layer that does not run here."""
+        if self.cut.draws:
+            next_seed()  # as where it runs
+        parts = list(result.parts)
+        for place, part in enumerate(parts):
+            root = layer_root(number, place)
+            if isinstance(part, Argument):
+                parts[place] = tree_leaves((args, kwargs))[part.number]
+            elif isinstance(part, Made):
+                value = self.known.get(root)
+                parts[place] = self._absent(root, part) if value is None else self._handed_out(root, value)
+        return parts[0] if result.is_tensor else tree_unflatten(parts, result.structure)
+
+    def _absent(self, root: Root, made: Made) -> torch.Tensor:
+        x = Absent(torch.empty(made.shape, dtype=made.dtype, device="meta"), self.cut.device, {root})
+        return x if made.mark is None else made.arrived(x, self.cut.shared)
+
+    def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the code between layers gets."""
+        return value.clone() if root in self.plan.written else value
+
+    def finish(self) -> None:
+        """Raise ValueError if the forward ended before this stage's layers."""
+        names = self.cut.names
+        if not self.ended and self._calls < len(names):
+            raise ValueError(
+                f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} does not call "
+                f"{names[self._calls]}, which it called when it was cut: pass example= like the batches"
+            )
+
+    def leaving(self) -> tuple[torch.Tensor, ...]:
+        """Return what the next stage gets."""
+        values = {**self.known, **self.made}
+        for root in self._leaving:
+            if root not in values:
+                raise self._other_functions(root[0])
+        return tuple([cross(values[root]) for root in self._leaving])
+
+
+@dataclass(frozen=True, eq=False)
+class Lineage:
+    """An absent tensor's way from the values that it lacks.
+
+    Attributes:
+        root: the value that it is itself.
+        sources: the absent tensors that the function got.
+        origins: names of the parameters and buffers that it lacks besides; all origins if no function gave it.
+    """
+
+    root: Root | None
+    sources: tuple["Lineage", ...] = ()
+    origins: frozenset = frozenset()
+
+
+class StageTrial(StageForward):
+    """A forward of the model on one stage that finds what the stage needs.
+
+    Args:
+        ran: results of the layers that ran in an earlier trial; they do not run again, and their values are known.
+
+    Attributes:
+        made: values of all of this stage's layers, and those that the code between them can offer to later stages.
+    """
+
+    def __init__(self, cut: ForwardCut, stage: int, plan: ForwardPlan, known, ran: dict[int, LayerResult]):
+        super().__init__(cut, stage, plan, known, ())
+        self._ran, self._offers = ran, dict[Root, Offer]()
+        self.follows = True
+        self._copies: list[tuple[Root, list[torch.Tensor], list[int]]] = []
+        self._lineages: dict[int, tuple[Lineage, torch.Tensor]] = {}  # of absent tensors, by id
+        self._here: dict[int, tuple[Root, weakref.ref, list[int]]] = {}  # what functions gave, by id
+        self._state: list[torch.Tensor] = []
+        self._draws = False
+
+    def started(self) -> None:
+        self._state = generator_states(self.cut.device)
+
+    def _followed(self, maker: Maker, func: Callable, args: tuple, kwargs: dict):
+        leaves = leaves_of((args, kwargs))
+        for x in leaves if func not in NATIVE else ():
+            if isinstance(x, torch.Tensor) and (shard := shard_of(x)) and shard.communicator.world_size > 1:
+                weight = next((own for own, y in self.cut.model.named_parameters() if y is x), "a parameter")
+                raise UncuttableError(
+                    f"{self.cut.caller}: {weight} is used by {maker[1]} outside of its layer, and is split over ranks: "
+                    "make that use a module of its own that shares the parameter, and leave both whole"
+                )
+        given = [x for x in leaves if absent_in(x)]
+        before = _names_in(given)
+        sources = tuple(map(self._lineage_of, given))
+        try:
+            out = super()._followed(maker, func, args, kwargs)
+        except AbsentValueError as error:
+            names = frozenset(origin for origin in error.origins if isinstance(origin, str)) - before
+            raise AbsentValueError(self.wanted((args, kwargs)) | names, str(error)) from error
+        for place, x in enumerate(tree_leaves(out)):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if absent_in(x):
+                self._lineages[id(x)] = Lineage((maker, place), sources, _names_in([x]) - before), x
+            else:
+                self._here[id(x)] = (maker, place), weakref.ref(x), _versions(_parts(x))
+        return out
+
+    def gives(self, origin: Any) -> bool:
+        """Return whether the next trial has this parameter or buffer."""
+        return False
+
+    def _lineage_of(self, x: torch.Tensor) -> Lineage:
+        if id(x) in self._lineages:
+            return self._lineages[id(x)][0]
+        return Lineage(None, (), frozenset().union(*(part.origins for part in absent_in(x))))
+
+    def wanted(self, tree) -> set:
+        """Return the values that would give the absent tensors in a tree theirs."""
+        waiting = [self._lineage_of(x) for x in leaves_of(tree) if absent_in(x)]
+        found, seen = set[Any](), set[Lineage]()
+        while waiting:
+            lineage = waiting.pop()
+            root = lineage.root
+            if lineage in seen:
+                continue
+            seen.add(lineage)
+            if root is not None and (not root[0][1] or root in self.plan.offers):  # of a layer, or offered
+                found.add(root)
+            else:
+                waiting += lineage.sources
+                found |= lineage.origins
+        return found
+
+    def call(self, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
+        self.inside, number, cut = layer, self._calls, self.cut
+        try:
+            self._draws |= not all(map(torch.equal, self._state, generator_states(cut.device)))
+            stage = cut.stage_of(number, layer.name, self.stage)
+            if stage > self.stage:
+                self._offer()
+                self.ended = True
+                raise _StageEndedError
+            self._calls = number + 1
+            known = self._ran.get(number) if stage == self.stage else self.plan.results[number]
+            if known is not None:
+                return self._skipped(number, known, args, kwargs)
+            return self._run(number, layer, forward, args, kwargs)
+        finally:
+            self._state, self.inside = generator_states(cut.device), None
+
+    def _offer(self) -> None:
+        """Note the values that are in use. A view, or what was changed since, is made again from what it came from."""
+        for root, reference, versions in self._here.values():
+            x = reference()
+            if x is not None and not any(part._is_view() for part in _parts(x)) and versions == _versions(_parts(x)):
+                self._offers[root] = Offer(self.stage, Made.of(x))
+                self.made[root] = x
+
+    def _run(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
+        refuse_caches(layer.layer, args, kwargs, "and every stage would fill the part of its own layers alone")
+        if missing := self.wanted((args, kwargs)):
+            raise AbsentValueError(missing, f"{layer.name} needs values of another stage")
+        tensors = [part for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) for part in _parts(x)]
+        versions = _versions(tensors)
+        output = self._output(number, layer, forward, args, kwargs)
+        if versions != _versions(tensors):
+            raise ValueError(
+                f"{self.cut.caller}: {layer.name}, a {type(layer.layer).__name__}, changes its input in place, which "
+                "other stages would not see: let it work on a new tensor (inplace=False)"
+            )
+        parts, structure = tree_flatten(output)
+        if absent_in(parts):
+            raise ValueError(f"{self.cut.caller}: {layer.name} uses a parameter or buffer of a layer on another stage")
+        result = self._ran[number] = result_of(parts, structure, args, kwargs)
+        return self._kept(number, result, parts)
+
+    def _output(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
+        return layer.seeded(forward, args, kwargs)
+
+    def _absent(self, root: Root, made: Made) -> torch.Tensor:
+        x = super()._absent(root, made)
+        self._lineages[id(x)] = Lineage(root), x
+        return x
+
+    def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
+        copy = value.clone()
+        self._copies.append((root, _parts(copy), _versions(_parts(copy))))
+        return copy
+
+    def found(self) -> StageFound:
+        """Return what this trial has found."""
+        written = {root for root, parts, versions in self._copies if _versions(parts) != versions}
+        calls = self.cut.names, self.cut.stages
+        return StageFound(self._ran, self._offers, written, self._draws, calls, not self.ended)
+
+
+def _names_in(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+    """Return the names of the parameters and buffers that tensors lack."""
+    origins = set().union(*(part.origins for x in tensors for part in absent_in(x)))
+    return frozenset(origin for origin in origins if isinstance(origin, str))
+
+
+def _parts(x: torch.Tensor) -> list[torch.Tensor]:
+    return [part for _, part in parts_here(x)]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the tensors' version counters, which change on a write; tensors of inference_mode have none."""
+    return [x._version for x in tensors if not x.is_inference()]
