@@ -84,7 +84,7 @@ class Share(torch.autograd.Function):
 
 
 class Enter(torch.autograd.Function):
-    """y = x, of which every rank has the same;  backward: dx = the sum of the ranks' dy, None if no rank used y."""
+    """y = x, the same on every rank;  backward: dx = the sum of the ranks' dy, None if no rank used y."""
 
     @staticmethod
     def forward(ctx, token, ranks, *values):
@@ -115,7 +115,7 @@ class Transfers:
     def here(self, rank: int) -> bool:
         return rank == self.ranks.rank
 
-    def told(self, found: Any, source: int) -> Any:
+    def announced(self, found: Any, source: int) -> Any:
         """Return what the rank `source` has found, on every rank.
 
         Raises:
@@ -168,7 +168,7 @@ class Transfers:
                     f"LayerSplit: the model returns a {type(kind).__name__}; across ranks it can return tensors, "
                     "numbers, texts and None, and tuples, lists and dicts of these"
                 )
-        kinds, numbered = self.told(found if self.here(root) else None, root)
+        kinds, numbered = self.announced(found if self.here(root) else None, root)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)] if self.ranks.rank == root else []
         made = [kind for kind in kinds if isinstance(kind, Made)]
         values = iter(Share.apply(self._token, root, self.ranks, self.device, made, *tensors) if made else ())
@@ -182,7 +182,7 @@ class AllHere:
     def here(self, rank: int) -> bool:
         return True
 
-    def told(self, found: Any, source: int) -> Any:
+    def announced(self, found: Any, source: int) -> Any:
         if isinstance(found, Exception):
             raise found
         return found

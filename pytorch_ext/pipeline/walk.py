@@ -46,7 +46,7 @@ def walk(
                 run = kind(cut, stage, plan, known, ran)
                 found, output = _tried(run, trial)
                 known |= run.made
-            found = transfers.told(found, at)
+            found = transfers.announced(found, at)
             if isinstance(found, StageFound):
                 break
             for root in found:
