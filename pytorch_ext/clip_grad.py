@@ -14,7 +14,7 @@ from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.owners import owners_of
-from weft.sharding.sharded_grad import GradientElsewhere
+from weft.sharding.sharded_grad import is_elsewhere
 
 
 @calls_for("weft.clip_grad_norm_, which every rank calls")
@@ -91,7 +91,7 @@ def _listed(parameters) -> list[torch.Tensor]:
                 "summed here. torch.nn.utils.clip_grad_norm_ sums them, but not the parts of layers that "
                 "weft.parallelize has split; for a model with such layers use weft.DataParallel(shard_optimizer=True)"
             )
-        if piece_of(parameter) is not None or isinstance(parameter.grad, GradientElsewhere):
+        if piece_of(parameter) is not None or is_elsewhere(parameter.grad):
             raise ValueError(
                 "clip_grad_norm_: a parameter is a piece of a sharded optimizer, and another rank may have none: pass "
                 "the weft.DataParallel itself"

@@ -9,7 +9,7 @@ KEYS = {
     "owners": "Owners: the ranks of a pipeline that hold a parameter",
     "piece": "Piece: the place of a sharded optimizer's parameter in the model's parameter",
     "place": "GradientPlace: of its gradients; kept until other metadata is set",
-    "watched": "True: gradients of this parameter become ShardedGradients",
+    "watched": "True: gradients of this parameter get their place",
     "summed_over": "Communicator: the ranks over which the gradient of a whole parameter is summed",
     "part": "(dimension, every rank's size, the ranks): of a module's output that is split over ranks",
     "invariant": "int: a parameter of a model with the same bits on any number of ranks, in that many units",

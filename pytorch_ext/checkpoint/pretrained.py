@@ -13,7 +13,7 @@ from weft.checkpoint.full_state import full_state_dict
 from weft.checkpoint.on_all_ranks import ranks_of, together
 from weft.comm.purpose import calls_for
 from weft.comm.registry import Group
-from weft.sharding.part_of_state import PartOfState
+from weft.sharding.part_of_state import is_part
 from weft.sharding.quantized import is_quantized, with_numbers
 from weft.sharding.shard import shard_of
 
@@ -99,7 +99,7 @@ def save_pretrained(
         CheckpointError, ValueError: the first rank could not write; raised on every rank.
     """
     own = type(model).save_pretrained
-    if state_dict is not None and not any(isinstance(value, PartOfState) for value in state_dict.values()):
+    if state_dict is not None and not any(is_part(value) for value in state_dict.values()):
         own(model, save_directory, is_main_process, state_dict, *more, **options)
         return
     with calls_for("save_pretrained of a split model, which every rank calls"):

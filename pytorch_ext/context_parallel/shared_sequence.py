@@ -17,6 +17,7 @@ from weft.context_parallel.units import Unit, UnitCall
 from weft.ops.invariant import Units
 from weft.ops.mappings import gather
 from weft.ops.sequence_layout import SequenceLayout, shard_sequence, unshard_sequence
+from weft.sharding.ruled_tensor import RuledTensor, TensorRule, plain, rule_of, ruled
 from weft.sharding.sizes import split_sizes
 
 
@@ -528,24 +529,31 @@ def _written(func: Callable, target: SharedSequence, args, kwargs):
     return target if out is whole else out
 
 
-class GatheredView(torch.Tensor):
-    """Whole tensor from a function that gives a view.
+class GatheredView(TensorRule):
+    """Rule of a whole tensor from a function that gives a view.
 
     A write to a view would have to change the sequence, and cannot. So a write raises.
     """
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def function(self, function, types, arguments, options):
         if SharedSequence in types:
             return NotImplemented
-        name = name_of(func)
-        if args and isinstance(args[0], cls) and (works_in_place(name) or (kwargs or {}).get("inplace")):
+        name = name_of(function)
+        if arguments and is_guarded(arguments[0]) and (works_in_place(name) or options.get("inplace")):
             raise ValueError(
                 f"{name} cannot be applied to a tensor that was gathered from a shared sequence; clone it. {_WAY_OUT}"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        return _guarded(name, out, [x for x in leaves((args, kwargs)) if isinstance(x, cls)])
+            out = function(*arguments, **options)
+        return _guarded(name, out, [x for x in leaves((arguments, options)) if is_guarded(x)])
+
+
+_VIEW = GatheredView()
+
+
+def is_guarded(x: object) -> bool:
+    """Return whether a write to this tensor raises."""
+    return rule_of(x, GatheredView) is not None
 
 
 VIEW_METHODS = """
@@ -565,7 +573,7 @@ def _guarded(name: str, out, given: Sequence[torch.Tensor]):
     memory = {_memory_of(x) for x in given} - {None}
 
     def guard(x: torch.Tensor) -> torch.Tensor:
-        return x.as_subclass(GatheredView) if name in _VIEWS or _memory_of(x) in memory else x
+        return ruled(x, _VIEW) if name in _VIEWS or _memory_of(x) in memory else x
 
     return tree_map_only(torch.Tensor, guard, out)
 
@@ -577,7 +585,7 @@ def _memory_of(x: torch.Tensor) -> int | None:
 
 def without_guards(tree):
     """Return the tree with plain tensors in place of gathered views."""
-    return tree_map_only(GatheredView, lambda x: x.as_subclass(torch.Tensor), tree)
+    return tree_map_only(RuledTensor, lambda x: plain(x) if is_guarded(x) else x, tree)
 
 
 def note_gathering(why: str, *shared: SharedSequence) -> None:

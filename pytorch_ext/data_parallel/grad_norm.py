@@ -9,7 +9,7 @@ from weft.comm.communicator import Communicator
 from weft.metadata import metadata, set_metadata
 from weft.sharding.owners import owners_of
 from weft.sharding.shard import shard_of
-from weft.sharding.sharded_grad import GradientElsewhere, local, over_ranks, place_for
+from weft.sharding.sharded_grad import is_elsewhere, local, over_ranks, place_for
 
 _BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
 # Squares below 1 are rounded to multiples of 2^-20, and what remains (at most 2^-21) to multiples of 2^-41. Adding one
@@ -23,7 +23,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
     None means that it has neither, for example because its pieces have the gradients.
     """
-    if parameter.grad is None or isinstance(parameter.grad, GradientElsewhere):
+    if parameter.grad is None or is_elsewhere(parameter.grad):
         return getattr(parameter, "main_grad", None)
     return local(parameter.grad)
 

@@ -32,7 +32,8 @@ from weft.data_parallel.buckets import Bucket, Slot, alike, lay_out, pack_by_ker
 from weft.data_parallel.consensus import BackwardErrors, ErrorConsensus
 from weft.data_parallel.grad_norm import counted, powers
 from weft.sharding.owners import owners_of
-from weft.sharding.sharded_grad import GradientElsewhere, gradient_like, over_ranks
+from weft.sharding.ruled_tensor import RuledTensor
+from weft.sharding.sharded_grad import gradient_like, is_elsewhere, over_ranks
 
 if TYPE_CHECKING:
     from weft.data_parallel.sharded_optimizer import Shards
@@ -193,7 +194,7 @@ class Reducer:
             self._abandon()
         self.check_earlier()
         for slot in self.slots:
-            if isinstance(slot.parameter.grad, GradientElsewhere):
+            if type(slot.parameter.grad) is RuledTensor and is_elsewhere(slot.parameter.grad):
                 slot.parameter.grad = None
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
@@ -232,7 +233,7 @@ class Reducer:
         if self._by_hand and self._task is None:  # a backward outside of a step, which reduces nothing
             return None
         slot.given = False
-        if type(slot.parameter.grad) is GradientElsewhere:
+        if type(slot.parameter.grad) is RuledTensor and is_elsewhere(slot.parameter.grad):
             slot.parameter.grad = None
         if gradient is None:
             return None

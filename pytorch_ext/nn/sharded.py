@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer once there are split parameters
 from weft.metadata import ATTRIBUTE
 from weft.ops.sharded_param import held
-from weft.sharding.part_of_state import PartOfState, part_of_state
+from weft.sharding.part_of_state import is_part, part_of_state
 from weft.sharding.quantized import is_quantized, values_of
 from weft.sharding.shard import Shard
 from weft.sharding.sharded_grad import mark_gradient
@@ -178,7 +178,7 @@ class ShardHolder(nn.Module):
             value = state_dict.get(key)
             if not isinstance(value, torch.Tensor):
                 continue
-            if isinstance(value, PartOfState):
+            if is_part(value):
                 state_dict[key] = value = value.as_subclass(torch.Tensor)
             own = _place(shard)
             saved = metadata.get(_PARTS, {}).get(name, own)

@@ -17,8 +17,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from weft.sharding import sharded_grad
 from weft.sharding.owners import owners_of
+from weft.sharding.ruled_tensor import RuledTensor
 from weft.sharding.shard import shard_of
-from weft.sharding.sharded_grad import GradientElsewhere, ShardedGradient, place_for
+from weft.sharding.sharded_grad import GradientPlace, is_elsewhere, place_for
 
 # torch's optimizers that update each element by itself. They step a part exactly as within the whole.
 ELEMENTWISE = {
@@ -30,7 +31,7 @@ _STEPS = 3
 # place, by group, among the ranks that share the parameters.
 _checked: "weakref.WeakKeyDictionary[Optimizer, tuple[list[int], int, list[str]]]" = weakref.WeakKeyDictionary()
 # Optimizer to the gradients that are plain tensors while it steps.
-_stepping: "weakref.WeakKeyDictionary[Optimizer, list[torch.Tensor]]" = weakref.WeakKeyDictionary()
+_stepping: "weakref.WeakKeyDictionary[Optimizer, list[tuple]]" = weakref.WeakKeyDictionary()
 _probing = False
 
 
@@ -75,18 +76,21 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     # Torch's optimizers need only each element, and are twice as fast on plain tensors. A user's hook may take a norm.
     hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
     if is_elementwise(type(optimizer)) and not hooks:
-        found: list[torch.Tensor] = [
-            g for group in groups for x in group["params"] if type(g := x.grad) is ShardedGradient
+        found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = [
+            (x, gradient, gradient.as_subclass(torch.Tensor))
+            for group in groups
+            for x in group["params"]
+            if type(gradient := x.grad) is RuledTensor and type(gradient.rule) is GradientPlace
         ]
         if found and not _marks_again(optimizer):
             return  # from its next step on
         _stepping[optimizer] = found
-        for gradient in _stepping[optimizer]:
-            gradient.__class__ = torch.Tensor
+        for parameter, _gradient, part in found:
+            parameter.grad = part
 
 
 def _marks_again(optimizer: Optimizer) -> bool:
-    """Let step() restore the gradients' class when it ends, by an error too; return whether it did so already."""
+    """Let step() put back the split gradients when it ends, by an error too; return whether it did so already."""
     function = getattr(optimizer.step, "__func__", None)
     if function is None or hasattr(function, "marks_gradients_again"):
         return function is not None
@@ -96,8 +100,9 @@ def _marks_again(optimizer: Optimizer) -> bool:
         try:
             return function(optimizer, *args, **options)
         finally:
-            for gradient in _stepping.pop(optimizer, ()):
-                gradient.__class__ = ShardedGradient
+            for parameter, gradient, part in _stepping.pop(optimizer, ()):
+                if parameter.grad is part:
+                    parameter.grad = gradient
 
     step.marks_gradients_again = True  # type: ignore[attr-defined]
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -134,7 +139,7 @@ def _check_state(optimizer: Optimizer, group: dict, holder: str) -> None:
 
 
 def _check_group(optimizer: Optimizer, group: dict) -> None:
-    if any(isinstance(parameter.grad, GradientElsewhere) for parameter in group["params"]):
+    if any(is_elsewhere(parameter.grad) for parameter in group["params"]):
         raise ValueError(
             f"{type(optimizer).__name__}: weft.DataParallel(shard_optimizer=True) has the gradients of its parameters "
             "in pieces: make the optimizer by model.optimizer(torch.optim.AdamW, lr=...)"

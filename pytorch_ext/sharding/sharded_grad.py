@@ -1,14 +1,15 @@
 """Gradients that know the other ranks' parts, so that a script's own norms and checks cover the whole model.
 
 `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and a norm written by hand read `.grad` and know nothing of
-ranks. A gradient of this class overrides the torch functions that they call (PyTorch docs, "Extending torch with a
-Tensor-like type"). The parameters stay plain tensors, because optimizers take their fast paths only for these.
+ranks. A split gradient has a rule for the torch functions that they call, its GradientPlace. The parameters stay plain
+tensors, because optimizers take their fast paths only for these.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
 from weft.metadata import ATTRIBUTE, metadata, set_metadata
+from weft.sharding.ruled_tensor import RuledTensor, TensorRule, plain, rule_of, ruled
 
 _WAY_OUT = (
     "use gradient.as_subclass(torch.Tensor) for this rank's part, or weft.shard_of(parameter).gather(gradient) for the "
@@ -35,7 +37,7 @@ _OVER_RANKS = (
 
 
 def watch_gradient(parameter: torch.Tensor) -> None:
-    """Make every gradient that backward leaves in `.grad` a ShardedGradient. Call it after the parameter is marked."""
+    """Give every gradient that backward leaves in `.grad` its place. Call it after the parameter is marked."""
     if metadata(parameter, "watched") or not isinstance(parameter, torch.nn.Parameter):
         return
     trains = parameter.requires_grad
@@ -56,7 +58,7 @@ def watch_gradient(parameter: torch.Tensor) -> None:
 
 
 def mark_gradient(parameter: torch.Tensor) -> None:
-    """Make `.grad` a ShardedGradient. This is the hook that runs when backward has accumulated into `.grad`."""
+    """Give `.grad` its place. This is the hook that runs when backward has accumulated into `.grad`."""
     gradient = parameter.grad
     if type(gradient) is torch.Tensor:
         parameter.grad = gradient_like(parameter, gradient)
@@ -77,13 +79,13 @@ def _mark_again(task: int) -> None:
 
 
 def gradient_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient as a ShardedGradient on the same memory; unchanged if every rank has the whole parameter."""
+    """Return the gradient with its place, on the same memory; unchanged if every rank has the whole parameter."""
     marks = parameter.__dict__.get(ATTRIBUTE, _NONE)
     place = marks.get("place") or place_for(parameter)
     if place is WHOLE or gradient.layout is not torch.strided:
         return gradient
-    made = gradient.as_subclass(ShardedGradient)
-    made.place = place
+    made = gradient.as_subclass(RuledTensor)
+    made.rule = place
     return made
 
 
@@ -93,13 +95,15 @@ def gradient_elsewhere(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Te
     Args:
         piece: the sharded optimizer's parameter, which has the gradient.
     """
-    made = parameter.new_zeros(()).expand(parameter.shape).as_subclass(GradientElsewhere)
-    made.piece = piece
-    return made
+    return ruled(parameter.new_zeros(()).expand(parameter.shape), GradientElsewhere(piece))
 
 
-class GradientPlace(NamedTuple):
-    """Place of a gradient in the whole model's gradient.
+@dataclass(frozen=True, eq=False)
+class GradientPlace(TensorRule):
+    """Place of a gradient in the whole model's gradient: the rule of this rank's part.
+
+    Elementwise functions act on this rank's part. Norms, sums, means, extremes, `any` and `all` over all elements are
+    collective calls and cover the whole gradient. Any other function that mixes elements raises TypeError.
 
     Attributes:
         shard: weft.sharding.shard.Shard | None, the place in the whole parameter under tensor parallelism.
@@ -110,6 +114,29 @@ class GradientPlace(NamedTuple):
     shard: Any
     piece: Any
     owners: Any
+
+    def function(self, function, types, arguments, options):
+        rule = _RULES.get(function)
+        if rule is not None:
+            return rule(function, arguments, options)
+        name = function.__name__
+        mixes = name in _MIXING or name.startswith("linalg_")
+        if name in _JOINING or (mixes and any(place_of(x).ranks for x in arguments)):
+            raise TypeError(
+                f"{name} of a gradient that is split over ranks would be that of this rank's part alone: {_WAY_OUT}"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return _marked_again(function(*arguments, **options), arguments)
+
+    def refuse_to_join(self, operation: str, members: Iterable[int]) -> None:
+        owners = () if self.owners is None else (self.owners.ranks,)
+        for ranks in (*self.ranks, *owners):
+            others = sorted(set(dist.get_process_group_ranks(ranks.group)) & set(members))
+            if len(others) > 1:
+                raise TypeError(
+                    f"{operation} of a gradient over ranks {others}, which have different parts of the model: sum over "
+                    'those that have the same, group=mesh["dp"].get_group()'
+                )
 
     @property
     def ranks(self) -> tuple[Communicator, ...]:
@@ -154,72 +181,17 @@ def place_for(parameter: torch.Tensor) -> GradientPlace:
 
 def place_of(gradient: torch.Tensor) -> GradientPlace:
     """Return the place of a gradient; WHOLE for a plain tensor."""
-    return gradient.place if isinstance(gradient, ShardedGradient) else WHOLE
+    return rule_of(gradient, GradientPlace) or WHOLE
 
 
 def local(gradient: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a plain tensor on the gradient's memory."""
-    return gradient.as_subclass(torch.Tensor) if isinstance(gradient, ShardedGradient) else gradient
+    return plain(gradient) if rule_of(gradient, GradientPlace) else gradient
 
 
-class ShardedGradient(torch.Tensor):
-    """This rank's part of a gradient.
-
-    Elementwise functions act on this rank's part. Norms, sums, means, extremes, `any` and `all` over all elements are
-    collective calls and cover the whole gradient. Any other function that mixes elements raises TypeError.
-
-    Attributes:
-        place: place in the whole model's gradient.
-    """
-
-    place: GradientPlace
-
-    @classmethod
-    def __torch_function__(cls, function, types, arguments=(), options=None):
-        options = options or {}
-        rule = _RULES.get(function)
-        if rule is not None:
-            return rule(function, arguments, options)
-        name = function.__name__
-        mixes = name in _MIXING or name.startswith("linalg_")
-        if name in _JOINING or (mixes and any(place_of(x).ranks for x in arguments)):
-            raise TypeError(
-                f"{name} of a gradient that is split over ranks would be that of this rank's part alone: {_WAY_OUT}"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return _marked_again(function(*arguments, **options), arguments)
-
-    def refuse_to_join(self, operation: str, members: Iterable[int]) -> None:
-        """Raise TypeError if the members have different parts. The backend calls this before a sum over them.
-
-        Args:
-            operation: the collective, for the message.
-            members: global ranks.
-        """
-        owners = () if self.place.owners is None else (self.place.owners.ranks,)
-        for ranks in (*self.place.ranks, *owners):
-            others = sorted(set(dist.get_process_group_ranks(ranks.group)) & set(members))
-            if len(others) > 1:
-                raise TypeError(
-                    f"{operation} of a gradient over ranks {others}, which have different parts of the model: sum over "
-                    'those that have the same, group=mesh["dp"].get_group()'
-                )
-
-    def __reduce_ex__(self, protocol):
-        return local(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo):
-        return _sharded(local(self).clone(), self.place)
-
-
-def _sharded(gradient: torch.Tensor, place: GradientPlace) -> ShardedGradient:
-    made = gradient.as_subclass(ShardedGradient)
-    made.place = place
-    return made
-
-
-class GradientElsewhere(torch.Tensor):
-    """Placeholder for the gradient of a parameter with a sharded optimizer. Functions get the gradient of the piece.
+@dataclass(frozen=True, eq=False)
+class GradientElsewhere(TensorRule):
+    """Rule of a placeholder for the gradient of a parameter with a sharded optimizer: functions get that of the piece.
 
     Attributes:
         piece: this rank's piece, which the optimizer has in place of the parameter.
@@ -227,21 +199,28 @@ class GradientElsewhere(torch.Tensor):
 
     piece: torch.Tensor
 
-    @classmethod
-    def __torch_function__(cls, function, types, arguments=(), options=None):
-        options = options or {}
+    def function(self, function, types, arguments, options):
         if function.__name__ == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **options)
-        arguments, options = tree_map_only(GradientElsewhere, lambda x: x.piece.grad, (arguments, options))
+
+        def gradient(x: RuledTensor) -> torch.Tensor | None:
+            return x.rule.piece.grad if is_elsewhere(x) else x
+
+        arguments, options = tree_map_only(RuledTensor, gradient, (arguments, options))
         return function(*arguments, **options)
+
+
+def is_elsewhere(gradient: torch.Tensor | None) -> bool:
+    """Return whether a parameter's gradient is a placeholder."""
+    return rule_of(gradient, GradientElsewhere) is not None
 
 
 def _marked_again(result: Any, arguments: Sequence) -> Any:
     """Mark the result of an elementwise function with the place of its argument."""
-    first = next((x for x in arguments if isinstance(x, ShardedGradient)), None)
+    first = next((x for x in arguments if rule_of(x, GradientPlace)), None)
     if first is not None and type(result) is torch.Tensor and result.numel() == first.numel():
-        return _sharded(result, first.place)
+        return ruled(result, first.rule)
     if arguments and isinstance(arguments[0], list | tuple) and isinstance(result, list | tuple):
         pairs = zip(result, arguments[0], strict=False)
         return [_marked_again(x, (given,)) if isinstance(x, torch.Tensor) else x for x, given in pairs]
@@ -255,8 +234,9 @@ def _counted(gradient: torch.Tensor) -> torch.Tensor:
 # Norms.
 
 
-class _Norms(torch.Tensor):
-    """Norms of gradients, a scalar or [n], each still of this rank's part only.
+@dataclass(frozen=True, eq=False)
+class _Norms(TensorRule):
+    """Rule of norms of gradients, a scalar or [n], each still of this rank's part only.
 
     They are summed over the ranks at their first use. If that use is the norm of these norms, as in
     torch.nn.utils.clip_grad_norm_, one collective sums all of them.
@@ -269,27 +249,29 @@ class _Norms(torch.Tensor):
     places: list[GradientPlace]
     p: float
 
-    @classmethod
-    def __torch_function__(cls, function, types, arguments=(), options=None):
-        options = options or {}
+    def function(self, function, types, arguments, options):
         first = arguments[0]
-        if function in _NORMS and isinstance(first, _Norms) and _only_p(function, arguments, options) == first.p:
-            return first.together()
+        if function in _NORMS and rule_of(first, _Norms) and _only_p(function, arguments, options) == self.p:
+            return self.together(plain(first))
         if function is torch.stack and len(arguments) == 1 and options.get("dim", 0) == 0:
-            p = next(x.p for x in first if isinstance(x, _Norms))
-            if all(x.dim() == 0 and (not isinstance(x, _Norms) or x.p == p) for x in first):
-                places = [place for x in first for place in (x.places if isinstance(x, _Norms) else [WHOLE])]
-                return _norms(torch.stack([x.as_subclass(torch.Tensor) for x in first]), places, p)
+            rules = [rule_of(x, _Norms) for x in first]
+            if all(x.dim() == 0 and (not rule or rule.p == self.p) for x, rule in zip(first, rules, strict=True)):
+                places = [place for rule in rules for place in (rule.places if rule else [WHOLE])]
+                return ruled(torch.stack([plain(x) for x in first]), _Norms(places, self.p))
         if function in _MOVES or (function.__name__ in ("__get__", "dim") and function != _BASE):
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*arguments, **options)
-            return _norms(result, first.places, first.p) if type(result) is torch.Tensor else result
-        arguments, options = tree_map_only(_Norms, _Norms.each, (arguments, options))
+            return ruled(result, self) if type(result) is torch.Tensor else result
+
+        def each(x: RuledTensor) -> torch.Tensor:
+            return x.rule.each(plain(x)) if rule_of(x, _Norms) else x
+
+        arguments, options = tree_map_only(RuledTensor, each, (arguments, options))
         return function(*arguments, **options)
 
-    def each(self) -> torch.Tensor:
+    def each(self, norms: torch.Tensor) -> torch.Tensor:
         """Return the norm of each whole gradient. A collective call."""
-        values = self.as_subclass(torch.Tensor).clone()
+        values = norms.clone()
         flat = values.view(-1)
         of_parts: dict[tuple[Communicator, ...], list[int]] = {}
         for number, place in enumerate(self.places):
@@ -304,9 +286,9 @@ class _Norms(torch.Tensor):
             flat[numbers] = (powers if largest else powers.pow(1 / self.p)).to(flat.dtype)
         return values
 
-    def together(self) -> torch.Tensor:
+    def together(self, norms: torch.Tensor) -> torch.Tensor:
         """Return the norm of all gradients of the model, including other stages. A collective call."""
-        flat = self.as_subclass(torch.Tensor).double().view(-1)
+        flat = norms.double().view(-1)
         largest = math.isinf(self.p)
         powers = flat if largest else flat.pow(self.p)
         stages = {place.owners.ranks for place in self.places if place.owners is not None}
@@ -318,13 +300,7 @@ class _Norms(torch.Tensor):
         ]
         with calls_for(_OVER_RANKS.format("norm")):
             total = over_ranks(parts, list(stages), torch.zeros_like(powers[0]), largest)
-        return (total if largest else total.pow(1 / self.p)).to(self.dtype)
-
-
-def _norms(values: torch.Tensor, places: list[GradientPlace], p: float) -> _Norms:
-    made = values.as_subclass(_Norms)
-    made.places, made.p = places, p
-    return made
+        return (total if largest else total.pow(1 / self.p)).to(norms.dtype)
 
 
 def _only_p(function: Callable, arguments: Sequence, options: dict) -> float | None:
@@ -340,12 +316,13 @@ def _only_p(function: Callable, arguments: Sequence, options: dict) -> float | N
 
 def _norm(function: Callable, arguments: Sequence, options: dict) -> torch.Tensor:
     gradient, p = arguments[0], _only_p(function, arguments, options)
-    if p is None and not gradient.place.ranks:
+    place = place_of(gradient)
+    if p is None and not place.ranks:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **options)
     if p is None or not p > 0:
         raise TypeError(f"the norm of a gradient that is split over ranks is of all its elements: {_WAY_OUT}")
-    return _norms(_local_norm(gradient, p, options.get("dtype")), [gradient.place], p)
+    return ruled(_local_norm(gradient, p, options.get("dtype")), _Norms([place], p))
 
 
 def _local_norm(gradient: torch.Tensor, p: float, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -359,7 +336,7 @@ def _foreach_norm(function: Callable, arguments: Sequence, options: dict) -> lis
     gradients, *others = arguments
     p = float(others[0] if others else options.get("ord", 2))
     return [
-        _norms(norm, [gradient.place], p) if isinstance(gradient, ShardedGradient) else norm
+        ruled(norm, _Norms([place], p)) if (place := rule_of(gradient, GradientPlace)) else norm
         for gradient in gradients
         for norm in [_local_norm(gradient, p, options.get("dtype"))]
     ]
