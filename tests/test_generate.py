@@ -141,6 +141,19 @@ def test_layers_on_several_ranks_generate_the_plain_models_tokens(world, sizes):
     run_ranks(check_stages, world, sizes, timeout_s=120)
 
 
+def check_stages_of_a_pair(rank):
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+    torch.manual_seed(0)
+    plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
+    split = weft.LayerSplit(copy.deepcopy(plain), weft.init_mesh(pp=2, device_type="cpu"))
+    tokens = torch.randint(3, 50, (2, 5), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(generated(split, tokens), generated(plain, tokens))
+
+
+def test_an_encoder_and_its_decoder_on_several_ranks_generate_the_plain_models_tokens():
+    run_ranks(check_stages_of_a_pair, 2, timeout_s=120)
+
+
 def check_with_adapter(rank):
     peft = pytest.importorskip("peft")
     plain = FAMILIES["Llama"]()

@@ -63,6 +63,11 @@ class Absent(torch.Tensor):
     def data_ptr(self) -> int:
         raise AbsentValueError(self.origins, "a collective needs values of another stage")
 
+    def numpy(self, *_, **__):
+        raise AbsentValueError(self.origins, "it needs values of another stage")
+
+    tolist = __array__ = numpy
+
     def __deepcopy__(self, memo):
         return self
 
@@ -100,6 +105,8 @@ class Absent(torch.Tensor):
             raise AbsentValueError(origins, f"{func} writes several tensors, one of another stage")
         is_view = _is_view(func)
         if key is not None and not is_view and isinstance(results, torch.Tensor):
+            if len(_KNOWN) > _MOST_KNOWN:
+                _KNOWN.clear()
             _KNOWN[key] = results.shape, results.stride(), results.dtype
         shared = absent[0].origins if len(absent) == 1 and is_view else origins
         device = kwargs.get("device") or absent[0].device
@@ -118,12 +125,13 @@ def like(x: torch.Tensor, origin: Origin) -> Absent:
 
 
 _KNOWN: dict[tuple, tuple] = {}  # shape, strides and type of the results of functions that only compute one tensor
+_MOST_KNOWN = 10_000
 _KINDS = {bool, int, float, str, type(None), torch.dtype}
 
 
 def _form(func, args, kwargs) -> tuple[tuple | None, list[Absent]]:
     """Return what the form of the result follows from, and the absent arguments; None if more may follow."""
-    key: list = [func]
+    key: list = [func, torch.get_default_dtype()]
     absent = []
     for x in args:
         if type(x) is Absent:

@@ -108,11 +108,17 @@ def _synchronize(values) -> None:
 @contextmanager
 def undisturbed(*modules: nn.Module) -> Iterator[None]:
     """Restore buffers (a norm's running means) and random numbers after the runs inside."""
-    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    kept = [
+        (part._buffers, name, buffer, buffer.clone())
+        for module in modules
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
     try:
         with torch.random.fork_rng():
             yield
     finally:
         with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
+            for buffers, name, buffer, before in kept:
+                buffers[name] = buffer.copy_(before)

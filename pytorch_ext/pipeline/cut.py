@@ -32,6 +32,7 @@ class PipelineCut(ForwardCut):
         stage_of_layer: stage of each layer, if no call was recorded; the first step finds the order of the calls.
     """
 
+    way_out = "Cut elsewhere (balance=[...]), pass example=, or make what needs that a module of its own"
     layers_per_stage: tuple[int, ...]
     stage_of_layer: Mapping[str, int] = MappingProxyType({})
 

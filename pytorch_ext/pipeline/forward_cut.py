@@ -10,7 +10,8 @@ calls. The values that cross are found in one run of a call through all stages (
 the code between layers has made of them and needs after the cut.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -95,13 +96,16 @@ class ForwardCut:
         run: the forward under way, a StageForward or a CallRecording.
         shared: how the ranks share the sequence of the calls under way, if they do.
         draws: whether the code between layers draws random numbers, which must then be the same on every stage.
+        runs: number of runs of the code between layers in this call, where they must leave nothing behind; else None.
         watched: watched(name) is a context around each layer that runs.
     """
 
+    way_out = "Make what needs that a module of its own, which shares the parameter if it is one"
     watched: Callable[[str], AbstractContextManager] = nullcontext
     run: Any = None
     shared: SharedCall | None = None
     draws = True
+    runs: int | None = None
 
     def __init__(
         self, caller: str, model: nn.Module, device: torch.device, layers: Mapping[str, nn.Module] | None = None
@@ -113,8 +117,14 @@ class ForwardCut:
         self._entry, self.of_transformers = entry_of(model), models_of_transformers(model)
         for name, layer in self.layers.items():
             ForwardChain.of(layer).add("stage", CutLayer(name, layer, self))
-        for name, module in _beside(model, self.layers):
-            ForwardChain.of(module).add("between", BesideLayers(name, self))
+        inside = {part for layer in self.layers.values() for part in layer.modules()}
+        self._around = [
+            part for part in model.modules() if part not in inside and not inside.isdisjoint(part.modules())
+        ]
+        for name, module in model.named_modules():  # the others that the code between layers calls
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if module not in inside and module not in self._around and owner in self._around:
+                ForwardChain.of(module).add("between", BesideLayers(name, self))
         ForwardChain.of(model).add("between", CodeBetween(self))
 
     def undo(self) -> None:
@@ -123,6 +133,29 @@ class ForwardCut:
             for name in ("stage", "between"):
                 if step_of(module, name) is not None:
                     ForwardChain.of(module).remove(name)
+
+    def numbers(self) -> dict[tuple[nn.Module, str], Any]:
+        """Return the attributes of the modules around the layers that are numbers, for example a count of calls."""
+        return {
+            (module, attribute): value
+            for module in self._around
+            for attribute, value in vars(module).items()
+            if isinstance(value, int | float) and attribute != "training"
+        }
+
+    def buffers(self) -> dict[tuple[nn.Module, str, int], int]:
+        """Return the version of each buffer of these modules."""
+        buffers = [(module, name, x) for module in self._around for name, x in module._buffers.items() if x is not None]
+        return {(module, name, id(x)): 0 if x.is_inference() else x._version for module, name, x in buffers}
+
+    def other_generators(self) -> tuple:
+        """Return the states of random numbers that are not of torch's own generators."""
+        own = [x for module in self._around for x in vars(module).values() if isinstance(x, torch.Generator)]
+        return random.getstate(), [x.get_state().tolist() for x in own]
+
+    def state(self) -> dict[tuple, Any]:
+        """Return what the code between layers may change from call to call."""
+        return {**self.numbers(), **self.buffers()}
 
     def stage_of(self, number: int, name: str, running: int) -> int:
         """Return the stage of a call.
@@ -154,8 +187,11 @@ class ForwardCut:
         """Return the rank of a stage."""
         raise NotImplementedError
 
-    def forward(self, run, inputs: Call, seed: int | None = None):
+    def forward(self, run, inputs: Call, seed: int | None = None, model: nn.Module | None = None):
         """Run the model's forward as `run` says.
+
+        Args:
+            model: a part of the model that is called by itself.
 
         Returns:
             The model's output, or None if a later stage goes on.
@@ -167,7 +203,7 @@ class ForwardCut:
         try:
             with without_caches(self.of_transformers) if self.of_transformers else _NOTHING, own:
                 run.started()
-                output = self.model(*inputs[0], **inputs[1])
+                output = (model or self.model)(*inputs[0], **inputs[1])
         except Exception:
             if not run.ended:
                 raise
@@ -192,13 +228,3 @@ def has_state(layer: nn.Module) -> bool:
 def next_seed() -> int:
     """Return a number of torch's generator."""
     return int(torch.randint(2**62, (1,)))
-
-
-def _beside(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the other modules that the code between layers calls."""
-    inside = {part for layer in layers.values() for part in layer.modules()}
-    opened = {part for part in model.modules() if part not in inside and not inside.isdisjoint(part.modules())}
-    for name, module in model.named_modules():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if module not in inside and module not in opened and owner in opened:
-            yield name, module

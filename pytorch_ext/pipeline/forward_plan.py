@@ -1,11 +1,12 @@
 """What the layers of a model's forward give, and which values cross between its stages."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weft.pipeline.stage_boundary import Made
 
@@ -24,11 +25,25 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """A part of a layer's result that is an earlier part."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A part of a layer's result that cannot cross: an object that may hold tensors."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
 class LayerResult:
     """Structure of a layer's result.
 
     Attributes:
-        parts: an Argument, a Made or a constant each.
+        parts: an Argument, a Repeated, a Made, an Opaque or a constant each.
         structure: the pytree of the parts.
     """
 
@@ -122,17 +137,27 @@ class StageFound:
     last: bool
 
 
-def result_of(parts: list, structure: TreeSpec, args: tuple, kwargs: dict) -> LayerResult:
-    """Return the structure of what a layer gave for these arguments."""
-    arguments = tree_leaves((args, kwargs))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, range)
 
-    def kind_of(part: Any):
-        for number, argument in enumerate(arguments):
-            if part is argument and not isinstance(part, bool | int | float | str | None):
-                return Argument(number)
-        return Made.of(part) if isinstance(part, torch.Tensor) else part
 
-    return LayerResult(tuple(map(kind_of, parts)), structure)
+def result_of(parts: list, structure: TreeSpec, arguments: list) -> LayerResult:
+    """Return the structure of what a layer gave.
+
+    Args:
+        arguments: the leaves of its arguments before it ran.
+    """
+    arguments_by_id = {id(x): number for number, x in reversed([*enumerate(arguments)]) if isinstance(x, torch.Tensor)}
+    seen: dict[int, int] = {}
+
+    def kind_of(place: int, part: Any):
+        if isinstance(part, torch.Tensor):
+            if id(part) in arguments_by_id:
+                return Argument(arguments_by_id[id(part)])
+            first = seen.setdefault(id(part), place)
+            return Made.of(part) if first == place else Repeated(first)
+        return part if isinstance(part, _PLAIN) else Opaque(type(part).__name__)
+
+    return LayerResult(tuple(kind_of(*numbered) for numbered in enumerate(parts)), structure)
 
 
 def _sent(parts: tuple, numbered) -> LayerResult:

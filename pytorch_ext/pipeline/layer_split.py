@@ -20,7 +20,7 @@ from weft.forward import ForwardChain
 from weft.layer_lists import layers_of, tensors_outside
 from weft.pipeline.forward_cut import ForwardCut, cut_layers
 from weft.pipeline.hugging_face import refuse_records
-from weft.pipeline.model_stage import HeldLayers, leave_out, outside_of
+from weft.pipeline.model_stage import HeldLayers, leave_out, outside_of, outside_of_inference
 from weft.pipeline.placement import placed
 from weft.pipeline.stage_params import StageParams, hold
 from weft.pipeline.transfers import Transfers
@@ -36,8 +36,9 @@ class LayerSplit(nn.Module):
         split = weft.LayerSplit(model, weft.init_mesh(pp=2))  # two ranks, each with its layers
         loss(split(inputs), targets).backward()
 
-    Values and gradients are those of the plain model, bit for bit. Layers that share a parameter go to one place, so
-    that the parameter stays one; activations travel there and back. Parameters keep the model's names.
+    Outputs are those of the plain model, bit for bit; gradients are, up to the order in which those of several uses of
+    a value are added. Layers that share a parameter go to one place, so that it stays one; activations travel
+    there and back. Parameters keep the model's names.
 
     In one process every layer runs on its device, and its arguments move there. Outputs stay on the device of the last
     layer: put targets on `output.device`. Any model works, also those of transformers.
@@ -99,7 +100,7 @@ class LayerSplit(nn.Module):
             raise TypeError("LayerSplit.generate: the model has no generate; those of transformers do")
         if not isinstance(self._call, _AcrossRanks):
             return model.generate(*inputs, **options)  # type: ignore[operator]
-        return _generate(self, model, inputs, {"use_cache": False, **options})
+        return _generate(self._call, model, inputs, {"use_cache": False, **options})
 
     def check_replicas(self) -> None:
         """Check that replicas agree, as `weft.check_replicas` does."""
@@ -111,27 +112,24 @@ class LayerSplit(nn.Module):
         return super().train(mode)
 
 
-def _generate(split: LayerSplit, model: nn.Module, inputs: Sequence, options: Mapping) -> Any:
-    """Run the model's `generate` with calls of the split for its own calls."""
-    runs = False
+def _generate(call: "_AcrossRanks", model: nn.Module, inputs: Sequence, options: Mapping) -> Any:
+    """Run the model's `generate` with calls through the stages for its own calls, and for those of its encoder."""
 
-    def through_stages(own: Callable, model: nn.Module, *inputs, **named):
-        nonlocal runs
-        if runs:  # by the split
+    def through_stages(own: Callable, part: nn.Module, *inputs, **named):
+        if call.cut.run is not None:  # by the stages
             return own(*inputs, **named)
-        runs = True
-        try:
-            with torch.random.fork_rng([]):  # a call draws a seed for its ranks; `generate` samples as without them
-                return split(*inputs, **named)
-        finally:
-            runs = False
+        with torch.random.fork_rng([]):  # a call draws a seed for its ranks; `generate` samples as without them
+            return call.run(part, inputs, named)
 
-    chain = ForwardChain.of(model)
-    chain.add("generate", through_stages)
+    pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    chains = [ForwardChain.of(part) for part in ([model, model.get_encoder()] if pair else [model])]  # type: ignore[operator]
     try:
+        for chain in chains:
+            chain.add("generate", through_stages)
         return model.generate(*inputs, **options)  # type: ignore[operator]
     finally:
-        chain.remove("generate")
+        for chain in chains:
+            chain.remove("generate")
 
 
 def _over_devices(model: nn.Module, devices: list[torch.device]) -> None:
@@ -206,17 +204,25 @@ class _AcrossRanks:
         self.held = StageParams(split, [model])
 
     def __call__(self, *inputs, **named):
+        return self.run(self.model, inputs, named)
+
+    def run(self, model: nn.Module, inputs: Sequence, named: Mapping) -> Any:
+        """Run the forward of the model, or of a part of it."""
+        with outside_of_inference((tuple(inputs), dict(named))) as call:
+            return self._run(model, *call)
+
+    def _run(self, model: nn.Module, inputs: tuple, named: dict) -> Any:
         refuse_records(self.cut.of_transformers, named)
         self.held.renew(self.split)
         cut, ranks = self.cut, self.ranks
-        cut.names, cut.stages = [], []
+        cut.names, cut.stages, cut.runs = [], [], 0
         if self.sharing is not None:
             cut.shared = agreed("LayerSplit", self.sharing, (inputs, named))
         own = torch.randint(2**62, (1,)) if cut.shared is None else torch.tensor([cut.shared.seed])
         seed = int(ranks.broadcast_(own.to(ranks.device_of_numbers(self.device)), 0))
         transfers = Transfers(ranks, self.device)
         with self._entered(transfers, (inputs, named)) as call:
-            _, output = walk(cut, lambda run: cut.forward(run, call, seed), transfers)
+            _, output = walk(cut, lambda run: cut.forward(run, call, seed, model), transfers)
         return transfers.shared(output, cut.rank_of(cut.stages[-1] if cut.stages else 0))
 
     @contextmanager

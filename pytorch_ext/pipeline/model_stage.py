@@ -1,10 +1,12 @@
 """The stages of a model that run its own forward, and the tensors that each of them has."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from weft.forward.running import followed
 from weft.pipeline.absent import Absent, AbsentValueError, like
@@ -16,6 +18,20 @@ from weft.rng import UnitDraws
 
 _PRIME = 1_000_003  # keeps the seeds of micro-batches apart
 _APART = 7_368_787  # and those of stages, where the code between layers draws nothing
+
+
+@contextmanager
+def outside_of_inference(tree: Any) -> Iterator[Any]:
+    """Compute without gradients inside of torch.inference_mode, whose tensors do not show that they were written to.
+
+    Yields:
+        The tree, with copies of the tensors of inference_mode.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield tree
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield tree_map_only(torch.Tensor, lambda x: x.clone() if x.is_inference() else x, tree)
 
 
 class HeldLayers(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -30,7 +31,7 @@ from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of,
 from weft.pipeline.forward_plan import Call, ForwardPlan
 from weft.pipeline.hugging_face import refuse_layerdrop, refuse_records
 from weft.pipeline.microbatches import check_means, microbatches_of
-from weft.pipeline.model_stage import ModelStage, leave_out
+from weft.pipeline.model_stage import ModelStage, leave_out, outside_of_inference
 from weft.pipeline.schedules import SCHEDULES
 from weft.pipeline.stage_boundary import Made, differentiable
 from weft.pipeline.stage_params import StageParams, hold
@@ -264,6 +265,10 @@ class Pipeline(nn.Module):
 
         Micro-batches follow one another through the stages, so that all ranks compute.
         """
+        with outside_of_inference((inputs, targets)) as (inputs, targets):
+            return self._evaluated(inputs, targets)
+
+    def _evaluated(self, inputs: Inputs, targets: torch.Tensor | None) -> torch.Tensor:
         self._renew()
         given = self._checked(inputs, targets)
         schedule = self._schedule_for(given, self._begun(inputs, given, targets))
@@ -476,7 +481,7 @@ class Pipeline(nn.Module):
         leaves, structure = tree_flatten(given[0])
         shapes = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
         dtypes = [parameter.dtype for parameter in self._parameters_here]
-        key = repr((shapes, structure, autocast, dtypes, self.training))
+        key = repr((shapes, structure, autocast, dtypes, self.training, torch.is_grad_enabled()))
         for stage in self._stages.values():
             stage.begin(*begun)
         schedule = self._schedules.pop(key, None) or self._built(self._planned())
@@ -492,7 +497,7 @@ class Pipeline(nn.Module):
         """Run a micro-batch through the stages, and return what crosses them."""
         if self._cut.stage_of_layer:
             self._cut.names, self._cut.stages = [], []
-        with undisturbed(self), torch.no_grad():
+        with undisturbed(self._cut.model), saved_tensors_hooks(lambda _: None, _never_read):
             transfers = Transfers(self._ranks, self._device)
             plan, _ = walk(self._cut, lambda run: self._stages[run.stage].run(run, 0), transfers)
         return plan
@@ -555,6 +560,10 @@ class Pipeline(nn.Module):
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _never_read(_: None) -> NoReturn:
+    raise AssertionError("a trial has no backward")
 
 
 def _sent(made: Made) -> torch.Tensor:

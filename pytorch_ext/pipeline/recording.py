@@ -54,7 +54,7 @@ class CallRecording:
 
     def call(self, layer: CutLayer, forward: Callable, args, kwargs):
         self.names.append(layer.name)
-        self.inside = layer
+        self.inside, arguments = layer, tree_leaves((args, kwargs))
         try:
             if self.measure:
                 result, seconds, saved = measured(layer.layer, forward, args, kwargs)
@@ -65,7 +65,7 @@ class CallRecording:
             self.inside = None
         parts, structure = tree_flatten(result)
         kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in parts]  # other code may write to it
-        self.results.append((result_of(parts, structure, args, kwargs), kept))
+        self.results.append((result_of(parts, structure, arguments), kept))
         return result
 
 
@@ -75,11 +75,11 @@ def recorded(cut: ForwardCut, inputs: Call, measure: bool = False) -> CallRecord
     Raises:
         UncuttableError: its code keeps a count of its calls.
     """
-    run, before = CallRecording(measure), _numbers_in(cut)
+    run, before = CallRecording(measure), cut.numbers()
     with undisturbed(cut.model), torch.no_grad(), _absent_for_meta(cut):
         cut.forward(run, inputs)
-    for (module, attribute), value in _numbers_in(cut).items():
-        old = before.get((module, attribute), value)
+    for (module, attribute), value in cut.numbers().items():
+        old = before.get((module, attribute), getattr(type(module), attribute, value))
         if value != old:
             setattr(module, attribute, old)
             raise UncuttableError(
@@ -134,7 +134,7 @@ def rehearse(cut: ForwardCut, stages: int, inputs: Call, recording: CallRecordin
         weights.setdefault(names[id(x)], (x, []))[1].append((tensors, own))
     recording.uses = [set() for _ in range(stages)]
     try:
-        with undisturbed(cut.model), torch.no_grad():
+        with undisturbed(cut.model), torch.enable_grad():  # as in a step
             walk(cut, lambda run: cut.forward(run, inputs), AllHere(), partial(_StageRehearsal, recording, weights))
     finally:
         for _, tensors, own, x in before:
@@ -150,18 +150,6 @@ def slots_of(model: nn.Module) -> list[tuple[nn.Module, dict, str, torch.Tensor]
         for name, x in tensors.items()
         if x is not None
     ]
-
-
-def _numbers_in(cut: ForwardCut) -> dict[tuple[nn.Module, str], float]:
-    """Return the attributes of the modules around layers that are numbers, for example a count of calls."""
-    inside = {part for layer in cut.layers.values() for part in layer.modules()}
-    return {
-        (module, attribute): value
-        for module in cut.model.modules()
-        if module not in inside
-        for attribute, value in vars(module).items()
-        if isinstance(value, int | float) and attribute != "training"
-    }
 
 
 @contextmanager

@@ -1,13 +1,17 @@
 """One forward of a model on one stage, and a trial of it that finds the values which the stage needs."""
 
+import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.context_parallel.pytree import leaves as leaves_of
@@ -22,6 +26,8 @@ from weft.pipeline.forward_plan import (
     LayerResult,
     Maker,
     Offer,
+    Opaque,
+    Repeated,
     Root,
     StageFound,
     layer_root,
@@ -30,6 +36,9 @@ from weft.pipeline.forward_plan import (
 from weft.pipeline.stage_boundary import Made, cross
 from weft.rng import generator_states
 from weft.sharding.shard import shard_of
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
 
 
 class _StageEndedError(Exception):
@@ -60,11 +69,13 @@ class StageForward:
         self.made: dict[Root, torch.Tensor] = {}
         self._leaving = leaving
         self._noted = {maker for maker, _ in (*known, *leaving, *plan.written)}
+        self._versions: list[tuple[Root, list[torch.Tensor], list[int]]] = []  # of values that are handed out
         self.follows = any(function for _, function, _ in self._noted)
         self._calls, self._functions = 0, Counter[tuple[int, str]]()
 
     def started(self) -> None:
         """Note that the model's forward begins."""
+        self._context = _context()
 
     def enter_nested(self, layer: CutLayer) -> None:
         """Note a layer that another layer calls; it is on the stage of that layer."""
@@ -75,7 +86,8 @@ class StageForward:
 
     def function(self, func: Callable, args: tuple, kwargs: dict, name: str | None = None):
         """Call a function, or the forward of a module with this name, for the code between layers."""
-        if self.inside is not None:
+        # What arrives in the forward of a custom autograd function has no gradient, and a checkpoint runs again later.
+        if self.inside is not None or _context() != self._context:
             return func(*args, **kwargs)
         self.inside = name = name or name_of(func)
         maker = self._calls, name, self._functions[self._calls, name]
@@ -101,6 +113,7 @@ class StageForward:
                 parts[place] = self._handed_out(root, self.known[root])
             if root in self._leaving:
                 self.made[root] = parts[place]
+                self._watch(root, parts[place])
         return tree_unflatten(parts, structure)
 
     def _other_functions(self, maker: Maker) -> ValueError:
@@ -122,20 +135,23 @@ class StageForward:
         try:
             if stage < self.stage:
                 return self._skipped(number, self.plan.results[number], args, kwargs)
-            alone = not cut.draws and cut.watched is nullcontext
+            result, alone = self.plan.results[number], not cut.draws and cut.watched is nullcontext
+            if result.is_tensor and (number, "", 0) not in self._noted:
+                return forward(*args, **kwargs) if alone else layer.seeded(forward, args, kwargs)
+            arguments = [] if result.is_tensor else tree_leaves((args, kwargs))
             output = forward(*args, **kwargs) if alone else layer.seeded(forward, args, kwargs)
-            return self._note(number, layer, output, args, kwargs) if (number, "", 0) in self._noted else output
+            return self._note(number, layer, output, arguments)
         finally:
             self.inside = None
 
-    def _note(self, number: int, layer: CutLayer, output, args: tuple, kwargs: dict):
+    def _note(self, number: int, layer: CutLayer, output, arguments: list):
         """Note the result of a layer; return it with copies of what other code changes in place."""
         expected = self.plan.results[number]
         if expected.is_tensor and type(output) is torch.Tensor and Made.of(output) == expected.parts[0]:
             self.made[layer_root(number)] = output
             return self._handed_out(layer_root(number), output)
         parts, structure = tree_flatten(output)
-        result = result_of(parts, structure, args, kwargs)
+        result = result_of(parts, structure, arguments)
         if result != expected:
             raise ValueError(
                 f"{self.cut.caller}: {layer.name} returned {result.parts} for this micro-batch, and {expected.parts} "
@@ -145,9 +161,12 @@ class StageForward:
 
     def _kept(self, number: int, result: LayerResult, parts: list):
         for place, (part, kind) in enumerate(zip(parts, result.parts, strict=True)):
-            if isinstance(kind, Made):
+            if isinstance(kind, Made | Opaque):
                 self.made[layer_root(number, place)] = part
+            if isinstance(kind, Made):
                 parts[place] = self._handed_out(layer_root(number, place), part)
+            elif isinstance(kind, Repeated):
+                parts[place] = parts[kind.place]
         return tree_unflatten(parts, result.structure)
 
     def _skipped(self, number: int, result: LayerResult, args: tuple, kwargs: dict):
@@ -159,6 +178,15 @@ class StageForward:
             root = layer_root(number, place)
             if isinstance(part, Argument):
                 parts[place] = tree_leaves((args, kwargs))[part.number]
+            elif isinstance(part, Repeated):
+                parts[place] = parts[part.place]
+            elif isinstance(part, Opaque):
+                if root not in self.known:
+                    raise UncuttableError(
+                        f"{self.cut.caller}: {self.cut.names[number]} returns a {part.kind}, and stages send "
+                        "tensors, numbers, and tuples, lists and dicts of these: let it return those"
+                    )
+                parts[place] = self.known[root]
             elif isinstance(part, Made):
                 value = self.known.get(root)
                 parts[place] = self._absent(root, part) if value is None else self._handed_out(root, value)
@@ -170,11 +198,25 @@ class StageForward:
 
     def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the code between layers gets."""
-        return value.clone() if root in self.plan.written else value
+        if root in self.plan.written:
+            return value.clone()
+        self._watch(root, value)
+        return value
+
+    def _watch(self, root: Root, value: torch.Tensor) -> None:
+        parts = [value] if type(value) is torch.Tensor else _parts(value)
+        self._versions.append((root, parts, _versions(parts)))
 
     def finish(self) -> None:
-        """Raise ValueError if the forward ended before this stage's layers."""
+        """Raise ValueError if the forward ended before this stage's layers, or wrote to what other stages have."""
         names = self.cut.names
+        for root, parts, versions in self._versions:
+            if _versions(parts) != versions:
+                raise ValueError(
+                    f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} changes in place what "
+                    f"{root[0][1] or names[root[0][0]]} gave, as it did not in the first micro-batch of these shapes: "
+                    "let it work on a new tensor"
+                )
         if not self.ended and self._calls < len(names):
             raise ValueError(
                 f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} does not call "
@@ -219,14 +261,21 @@ class StageTrial(StageForward):
         super().__init__(cut, stage, plan, known, ())
         self._ran, self._offers = ran, dict[Root, Offer]()
         self.follows = True
-        self._copies: list[tuple[Root, list[torch.Tensor], list[int]]] = []
+        self._aliases: dict[int, set[int]] = {}  # by call, places of results that share memory
+        self._touched: set[int] = set()  # ids of tensors that are written to without a trace
+        self._region: Any = None  # a checkpoint of torch around the last layer, and whether that layer ran
         self._lineages: dict[int, tuple[Lineage, torch.Tensor]] = {}  # of absent tensors, by id
         self._here: dict[int, tuple[Root, weakref.ref, list[int]]] = {}  # what functions gave, by id
         self._state: list[torch.Tensor] = []
         self._draws = False
 
     def started(self) -> None:
-        self._state = generator_states(self.cut.device)
+        super().started()
+        cut = self.cut
+        self._state, self._others = generator_states(cut.device), cut.other_generators()
+        self._buffers, self._before = cut.buffers(), cut.state() if cut.runs else None
+        if cut.runs is not None:
+            cut.runs += 1
 
     def _followed(self, maker: Maker, func: Callable, args: tuple, kwargs: dict):
         leaves = leaves_of((args, kwargs))
@@ -237,6 +286,9 @@ class StageTrial(StageForward):
                     f"{self.cut.caller}: {weight} is used by {maker[1]} outside of its layer, and is split over ranks: "
                     "make that use a module of its own that shares the parameter, and leave both whole"
                 )
+        self._refuse_hooks(func, maker)
+        if func == _DATA:
+            self._touched |= {id(part) for x in leaves if isinstance(x, torch.Tensor) for part in _parts(x)}
         given = [x for x in leaves if absent_in(x)]
         before = _names_in(given)
         sources = tuple(map(self._lineage_of, given))
@@ -253,6 +305,13 @@ class StageTrial(StageForward):
             else:
                 self._here[id(x)] = (maker, place), weakref.ref(x), _versions(_parts(x))
         return out
+
+    def _refuse_hooks(self, func: Callable, maker: Maker) -> None:
+        if func in _HOOKS:
+            raise UncuttableError(
+                f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} calls {maker[1]} between its "
+                "layers, and several stages would: call it in a layer"
+            )
 
     def gives(self, origin: Any) -> bool:
         """Return whether the next trial has this parameter or buffer."""
@@ -284,24 +343,57 @@ class StageTrial(StageForward):
         self.inside, number, cut = layer, self._calls, self.cut
         try:
             self._draws |= not all(map(torch.equal, self._state, generator_states(cut.device)))
+            if self._others != cut.other_generators():
+                raise UncuttableError(
+                    f"{cut.caller}: the forward of {type(cut.model).__name__} draws from Python's random numbers or "
+                    "from a torch.Generator between its layers, and stages would draw others: draw them in a layer"
+                )
             stage = cut.stage_of(number, layer.name, self.stage)
             if stage > self.stage:
+                self._check_checkpoints(layer.name, False)
                 self._offer()
                 self.ended = True
                 raise _StageEndedError
             self._calls = number + 1
             known = self._ran.get(number) if stage == self.stage else self.plan.results[number]
+            self._check_checkpoints(layer.name, stage == self.stage)
             if known is not None:
                 return self._skipped(number, known, args, kwargs)
             return self._run(number, layer, forward, args, kwargs)
         finally:
-            self._state, self.inside = generator_states(cut.device), None
+            self._state, self._others = generator_states(cut.device), cut.other_generators()
+            self.inside = None
+
+    def _check_checkpoints(self, name: str, runs: bool) -> None:
+        """Refuse a checkpoint of torch around layers of several stages, and one without a graph around other stages'.
+
+        Args:
+            runs: the layer is on this stage.
+        """
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+            frame = frame.f_back
+        before, self._region = self._region, frame and (frame, runs)
+        if frame is None:
+            return
+        if not runs and torch.is_grad_enabled() != self._context[0]:
+            raise UncuttableError(
+                f"{self.cut.caller}: {name} is in a checkpoint with use_reentrant=True, which gives values of other "
+                "stages no gradient: pass use_reentrant=False"
+            )
+        if before is not None and before[0] is frame and before[1] != runs:
+            raise UncuttableError(
+                f"{self.cut.caller}: one checkpoint has {name} and a layer of another stage, and would run both again: "
+                "put a checkpoint around each layer"
+            )
 
     def _offer(self) -> None:
         """Note the values that are in use. A view, or what was changed since, is made again from what it came from."""
         for root, reference, versions in self._here.values():
             x = reference()
-            if x is not None and not any(part._is_view() for part in _parts(x)) and versions == _versions(_parts(x)):
+            if x is None or any(part._is_view() for part in _parts(x)):
+                continue
+            if not self._is_written(_parts(x), versions):
                 self._offers[root] = Offer(self.stage, Made.of(x))
                 self.made[root] = x
 
@@ -310,17 +402,20 @@ class StageTrial(StageForward):
         if missing := self.wanted((args, kwargs)):
             raise AbsentValueError(missing, f"{layer.name} needs values of another stage")
         tensors = [part for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) for part in _parts(x)]
-        versions = _versions(tensors)
+        versions, arguments = _versions(tensors), tree_leaves((args, kwargs))
         output = self._output(number, layer, forward, args, kwargs)
-        if versions != _versions(tensors):
+        after = tree_leaves((args, kwargs))
+        if versions != _versions(tensors) or len(after) != len(arguments) or any(map(is_not, after, arguments)):
             raise ValueError(
                 f"{self.cut.caller}: {layer.name}, a {type(layer.layer).__name__}, changes its input in place, which "
                 "other stages would not see: let it work on a new tensor (inplace=False)"
             )
+        _warn_of_attributes(layer)
         parts, structure = tree_flatten(output)
         if absent_in(parts):
             raise ValueError(f"{self.cut.caller}: {layer.name} uses a parameter or buffer of a layer on another stage")
-        result = self._ran[number] = result_of(parts, structure, args, kwargs)
+        result = self._ran[number] = result_of(parts, structure, arguments)
+        self._aliases[number] = _sharing_memory(parts, result)
         return self._kept(number, result, parts)
 
     def _output(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
@@ -333,12 +428,33 @@ class StageTrial(StageForward):
 
     def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
         copy = value.clone()
-        self._copies.append((root, _parts(copy), _versions(_parts(copy))))
+        self._watch(root, copy)
         return copy
+
+    def _is_written(self, parts: list[torch.Tensor], versions: list[int]) -> bool:
+        return _versions(parts) != versions or any(id(part) in self._touched for part in parts)
 
     def found(self) -> StageFound:
         """Return what this trial has found."""
-        written = {root for root, parts, versions in self._copies if _versions(parts) != versions}
+        written = {root for root, parts, versions in self._versions if self._is_written(parts, versions)}
+        for (number, function, _), place in written:
+            places = self._aliases.get(number, set()) if not function else set()
+            if place in places:
+                raise UncuttableError(
+                    f"{self.cut.caller}: {self.cut.names[number]} returns several tensors that share memory, and the "
+                    "code after it writes to one: let that work on a new tensor"
+                )
+        if self._before is not None and (after := self.cut.state()) != self._before:
+            name = next(key[1] for key, value in after.items() if value != self._before.get(key))
+            raise UncuttableError(
+                f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} changes {name} outside of its "
+                "layers, and each rank runs that several times in a call; make that a module of its own"
+            )
+        if replaced := self._buffers.keys() - self.cut.buffers().keys():
+            raise UncuttableError(
+                f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} puts another tensor in the place "
+                f"of its buffer {next(iter(replaced))[1]}, which stages would not have: write to it (copy_)"
+            )
         calls = self.cut.names, self.cut.stages
         return StageFound(self._ran, self._offers, written, self._draws, calls, not self.ended)
 
@@ -347,6 +463,32 @@ def _names_in(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
     """Return the names of the parameters and buffers that tensors lack."""
     origins = set().union(*(part.origins for x in tensors for part in absent_in(x)))
     return frozenset(origin for origin in origins if isinstance(origin, str))
+
+
+def _sharing_memory(parts: list, result: LayerResult) -> set[int]:
+    """Return the places of tensors of a result that share memory with another one in it."""
+    found: dict[int, list[int]] = {}
+    for place, (x, kind) in enumerate(zip(parts, result.parts, strict=True)):
+        for part in _parts(x) if isinstance(kind, Made) else ():
+            found.setdefault(part.untyped_storage()._cdata, []).append(place)
+    return {place for places in found.values() if len(set(places)) > 1 for place in places}
+
+
+def _warn_of_attributes(layer: CutLayer) -> None:
+    for module in layer.layer.modules():
+        for name, x in vars(module).items():
+            if isinstance(x, torch.Tensor) and x.requires_grad and x.grad_fn is not None:
+                warnings.warn(
+                    f"{layer.cut.caller}: {layer.name} keeps a tensor with a gradient as {name}; code outside of the "
+                    "layer that reads it sees it on one stage alone (let the layer return it)",
+                    stacklevel=2,
+                )
+                return
+
+
+def _context() -> tuple:
+    """Return what custom autograd functions and checkpoints change while they run: gradients, and saved tensors."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:

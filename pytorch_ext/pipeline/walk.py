@@ -70,6 +70,7 @@ def _tried(run: StageTrial, trial: Callable) -> tuple[StageFound | list[Root] | 
         output = trial(run)
         if absent_in(output):
             raise AbsentValueError(run.wanted(output), "the output needs values of another stage")
+        return run.found(), output
     except AbsentValueError as error:
         asked = {origin for origin in error.origins if isinstance(origin, tuple)}
         names = [origin for origin in error.origins if not isinstance(origin, tuple)]
@@ -78,12 +79,11 @@ def _tried(run: StageTrial, trial: Callable) -> tuple[StageFound | list[Root] | 
             return sorted(asked - run.known.keys()), None
         why = f"{others[0]} is used outside of its layer, which another stage has" if others else str(error)
         uncut = ValueError(
-            f"{run.cut.caller}: the forward of {type(run.cut.model).__name__} cannot be cut here: {why}. Cut elsewhere "
-            "(balance=[...]), or make what needs that a module of its own"
+            f"{run.cut.caller}: the forward of {type(run.cut.model).__name__} cannot be cut here: {why}. "
+            f"{run.cut.way_out}"
         )
         return uncut, None
     except CommError:  # the other ranks have it already, or cannot be reached
         raise
     except Exception as error:
         return error, None
-    return run.found(), output

@@ -2,15 +2,19 @@
 
 import copy
 import pickle
+import random
+import re
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.pipeline.absent import Absent, AbsentValueError, like
@@ -461,6 +465,120 @@ def cross(rank, kind, sizes, numbers, around):
 def test_each_value_in_use_after_the_cut_crosses_once(case):
     kind, sizes, numbers, around = CROSSING[case]
     run_ranks(cross, len(sizes), kind, sizes, numbers, around)
+
+
+class Doing(nn.Module):
+    """Three layers, and `between(model, x)` after each."""
+
+    def __init__(self, between, layer=nn.Linear):
+        super().__init__()
+        self.layers, self.between = nn.ModuleList(layer(4, 4) for _ in range(3)), between
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.between(self, layer(x))
+        return x
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 2).sin()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -dy
+
+
+class Twofold(nn.Linear):
+    """Layer that returns one tensor twice."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, {"again": y}
+
+
+class Viewing(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y[:, :2]
+
+
+class Wrapping(nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(y=super().forward(x))
+
+
+class Numbering(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x.sum().item()
+
+
+def twice(model, out):
+    y, again = out
+    y = y * 1
+    again["again"] += 1
+    return y + out[0]
+
+
+def replace_mean(model, x):
+    model.mean = x.detach().mean(0)
+    return x
+
+
+def hooked(model, x):
+    (x * 1).register_hook(lambda dx: 2 * dx)
+    return x
+
+
+RIGHT = {
+    "a custom autograd function": (Doing, lambda model, x: Turned.apply(x)),
+    "a checkpoint of the code": (Doing, lambda model, x: checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)),
+    "a reentrant one": (Doing, lambda model, x: checkpoint(lambda x: x.sin().cos(), x, use_reentrant=True)),
+    "gradients are on": (Doing, lambda model, x: x.sin() if torch.is_grad_enabled() else x.cos()),
+    "a list of its values": (Doing, lambda model, x: x * len(x.tolist())),
+    "one tensor twice": (partial(Doing, layer=Twofold), twice),
+}
+REFUSED = {
+    "a number that differs": (
+        partial(Doing, layer=Numbering),
+        lambda model, out: out[0] + out[1],
+        "must not depend on",
+    ),
+    "an object": (partial(Doing, layer=Wrapping), lambda model, out: out.y, "returns a SimpleNamespace.*let it return"),
+    "a view": (partial(Doing, layer=Viewing), lambda model, out: out[1].add_(1) + out[0][:, 2:], "that share memory"),
+    "Python's numbers": (Doing, lambda model, x: x * random.random(), "draws from Python's random numbers"),
+    "another buffer": (Doing, replace_mean, "puts another tensor in the place of its buffer mean"),
+    "a hook": (Doing, hooked, "calls register_hook between its layers"),
+}
+
+
+def do_between(rank, names):
+    mesh, x = weft.init_mesh(pp=2, device_type="cpu"), torch.randn(4, 4).double()
+    for name in names:
+        kind, between, *text = (RIGHT | REFUSED)[name]
+        torch.manual_seed(0)
+        model = kind(between).double()
+        plain = copy.deepcopy(model)
+        cut = partial(weft.Pipeline, mesh=mesh, microbatches=2, loss=F.mse_loss, balance=[1, 2])
+        if text:
+            with pytest.raises((ValueError, RuntimeError)) as found:
+                cut(model).step(x, x)
+            causes = [found.value, found.value.__cause__]
+            if rank == 0 or name != "a number that differs":  # the other rank loses this one
+                assert any(re.search(text[0], str(cause)) for cause in causes), (name, causes)
+            continue
+        parts, pipe = [F.mse_loss(plain(part), part) for part in x.chunk(2)], cut(model)
+        (sum(parts) / 2).backward()
+        torch.testing.assert_close(pipe.step(x, x), sum(parts).detach() / 2)
+        for own, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(own).grad, msg=f"{name}: {own}")
+
+
+def test_the_code_between_layers_is_right_or_refused():
+    run_ranks(do_between, 2, [*RIGHT, *list(REFUSED)[1:]], timeout_s=120)
+    run_ranks(do_between, 2, list(REFUSED)[:1])
 
 
 class Taking(nn.Module):

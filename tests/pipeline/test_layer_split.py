@@ -354,6 +354,39 @@ def test_each_call_may_take_other_layers_in_another_order():
     run_ranks(wander, 2)
 
 
+class Writing(nn.Module):
+    """Writes in place to what its layers gave, and to a view of it."""
+
+    def __init__(self, averages=False):
+        super().__init__()
+        self.layers, self.averages = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), averages
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * 2
+            x[:, 0] += 1
+            x.data.mul_(0.5)
+            if self.averages:
+                self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return x
+
+
+def write_in_place(rank):
+    torch.manual_seed(0)
+    mesh, x, model = weft.init_mesh(pp=2, device_type="cpu"), torch.randn(2, 4), Writing()
+    split = weft.LayerSplit(copy.deepcopy(model), mesh)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            torch.testing.assert_close(split(x), model(x))
+    with pytest.raises(ValueError, match="changes mean outside of its layers, and each rank runs that several times"):
+        weft.LayerSplit(Writing(averages=True), mesh)(x)
+
+
+def test_writes_between_layers_are_done_once():
+    run_ranks(write_in_place, 2)
+
+
 class Cached(nn.Module):
     def __init__(self):
         super().__init__()
