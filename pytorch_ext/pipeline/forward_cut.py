@@ -91,6 +91,7 @@ class ForwardCut:
 
     Attributes:
         of_transformers: the models of transformers in it.
+        around: the modules that contain layers.
         names: name of the layer of each call, in order.
         stages: stage of each call.
         run: the forward under way, a StageForward or a CallRecording.
@@ -118,12 +119,10 @@ class ForwardCut:
         for name, layer in self.layers.items():
             ForwardChain.of(layer).add("stage", CutLayer(name, layer, self))
         inside = {part for layer in self.layers.values() for part in layer.modules()}
-        self._around = [
-            part for part in model.modules() if part not in inside and not inside.isdisjoint(part.modules())
-        ]
+        self.around = [part for part in model.modules() if part not in inside and not inside.isdisjoint(part.modules())]
         for name, module in model.named_modules():  # the others that the code between layers calls
             owner = model.get_submodule(name.rpartition(".")[0])
-            if module not in inside and module not in self._around and owner in self._around:
+            if module not in inside and module not in self.around and owner in self.around:
                 ForwardChain.of(module).add("between", BesideLayers(name, self))
         ForwardChain.of(model).add("between", CodeBetween(self))
 
@@ -138,19 +137,19 @@ class ForwardCut:
         """Return the attributes of the modules around the layers that are numbers, for example a count of calls."""
         return {
             (module, attribute): value
-            for module in self._around
+            for module in self.around
             for attribute, value in vars(module).items()
             if isinstance(value, int | float) and attribute != "training"
         }
 
     def buffers(self) -> dict[tuple[nn.Module, str, int], int]:
         """Return the version of each buffer of these modules."""
-        buffers = [(module, name, x) for module in self._around for name, x in module._buffers.items() if x is not None]
+        buffers = [(module, name, x) for module in self.around for name, x in module._buffers.items() if x is not None]
         return {(module, name, id(x)): 0 if x.is_inference() else x._version for module, name, x in buffers}
 
     def other_generators(self) -> tuple:
         """Return the states of random numbers that are not of torch's own generators."""
-        own = [x for module in self._around for x in vars(module).values() if isinstance(x, torch.Generator)]
+        own = [x for module in self.around for x in vars(module).values() if isinstance(x, torch.Generator)]
         return random.getstate(), [x.get_state().tolist() for x in own]
 
     def state(self) -> dict[tuple, Any]:
