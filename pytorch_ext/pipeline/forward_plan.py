@@ -57,7 +57,7 @@ class LayerResult:
     @cached_property
     def is_tensor(self) -> bool:
         """Whether the result is one tensor that the layer made."""
-        return self.structure.is_leaf() and isinstance(self.parts[0], Made)
+        return self.structure.num_nodes == 1 and isinstance(self.parts[0], Made)
 
 
 @dataclass(frozen=True)
