@@ -1,6 +1,7 @@
 """The cut of a model into the stages of a pipeline, the same on all ranks, and the checks before it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from logging import getLogger
 from types import MappingProxyType
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft._C import CommError
 from weft.activation_checkpoint import recomputes
 from weft.arguments import check_choice
 from weft.comm.registry import communicator
@@ -22,6 +24,8 @@ from weft.pipeline.model_stage import ModelStage, stages_of
 from weft.pipeline.recording import CallRecording, recorded, rehearse
 from weft.pipeline.schedules import SCHEDULES, Schedule
 from weft.tensor_parallel.auto.example_inputs import calls
+
+_log = getLogger("weft")
 
 
 class PipelineCut(ForwardCut):
@@ -187,10 +191,16 @@ def _cut_into(
     if recording.results:
         try:
             rehearse(cut, total, inputs, recording)
-        except UncuttableError:
+        except (UncuttableError, CommError):
             raise
-        except Exception:  # the first step says why, if it is one of a step
+        except Exception as error:
             recording.uses.clear()
+            _log.warning(
+                "Pipeline: every stage has all parameters around the layers, because a forward without the layers "
+                "failed (%s: %s)",
+                type(error).__name__,
+                error,
+            )
     stages = stages_of(cut, total, recording, loss)
     if not recording.results:
         cut.stage_of_layer = dict(zip(cut.names, cut.stages, strict=True))
@@ -211,7 +221,7 @@ def _recorded(cut: PipelineCut, sharing: Sharing | None, example) -> tuple[Call,
         try:
             cut.shared = None if sharing is None else agreed("Pipeline", sharing, inputs)
             recording = recorded(cut, inputs)
-        except UncuttableError:
+        except (UncuttableError, CommError):
             raise
         except Exception as error:
             if example is None:

@@ -33,6 +33,10 @@ class UncuttableError(ValueError):
     """Error for a forward that no stages can run as it is."""
 
 
+class StageEndedError(Exception):
+    """Raised by the first layer of a later stage. Torch then calls the hooks that always run."""
+
+
 class CutLayer:
     """Step of the forward of a layer of a model that is cut."""
 
@@ -97,6 +101,7 @@ class ForwardCut:
         run: the forward under way, a StageForward or a CallRecording.
         shared: how the ranks share the sequence of the calls under way, if they do.
         draws: whether the code between layers draws random numbers, which must then be the same on every stage.
+        warned: whether the user was told of a tensor that a layer keeps.
         runs: number of runs of the code between layers in this call, where they must leave nothing behind; else None.
         watched: watched(name) is a context around each layer that runs.
     """
@@ -105,7 +110,7 @@ class ForwardCut:
     watched: Callable[[str], AbstractContextManager] = nullcontext
     run: Any = None
     shared: SharedCall | None = None
-    draws = True
+    draws, warned = True, False
     runs: int | None = None
 
     def __init__(
@@ -184,7 +189,7 @@ class ForwardCut:
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say which rank has stage {stage}")
 
     def forward(self, run, inputs: Call, seed: int | None = None, model: nn.Module | None = None):
         """Run the model's forward as `run` says.
@@ -203,9 +208,8 @@ class ForwardCut:
             with without_caches(self.of_transformers) if self.of_transformers else _NOTHING, own:
                 run.started()
                 output = (model or self.model)(*inputs[0], **inputs[1])
-        except Exception:
-            if not run.ended:
-                raise
+        except StageEndedError:
+            pass
         finally:
             self.run = None
             if self._entry is not None:

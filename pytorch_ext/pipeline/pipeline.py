@@ -572,13 +572,13 @@ def _sent(made: Made) -> torch.Tensor:
 
 
 def _raise_cause(error: RuntimeError) -> None:
-    """Raise the CommError under torch's wrapping, if there is one: a lost rank must be readable from the error."""
+    """Raise the error of weft under torch's wrapping, if there is one: it names a lost rank, or what to change."""
     if "'_input_metadata' is invalid" in str(error):
         raise RuntimeError(
             f"this schedule takes a backward in two, which torch {torch.__version__} cannot do where a layer is an "
             "autograd function of Python, as split layers are; use torch 2.13, or schedule='1f1b' or 'interleaved'"
         ) from error
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, CommError):
+    while cause is not None and not isinstance(cause, CommError) and not str(cause).startswith("Pipeline: "):
         cause = cause.__cause__
     raise cause if cause is not None else error

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import is_not
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from weft.context_parallel.shared_sequence import NATIVE, name_of, parts_here
 from weft.forward import FunctionMode
 from weft.layer_lists import refuse_caches
 from weft.pipeline.absent import Absent, AbsentValueError, absent_in
-from weft.pipeline.forward_cut import CutLayer, ForwardCut, UncuttableError, next_seed
+from weft.pipeline.forward_cut import CutLayer, ForwardCut, StageEndedError, UncuttableError, next_seed
 from weft.pipeline.forward_plan import (
     Argument,
     ForwardPlan,
@@ -39,10 +40,6 @@ from weft.sharding.shard import shard_of
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
-
-
-class _StageEndedError(Exception):
-    """Raised by the first layer of a later stage. Torch then calls the hooks that always run."""
 
 
 class StageForward:
@@ -129,7 +126,7 @@ class StageForward:
         stage = cut.stages[number] if known else cut.stage_of(number, layer.name, self.stage)
         if stage > self.stage:
             self.ended = True
-            raise _StageEndedError
+            raise StageEndedError
         self._calls = number + 1
         self.inside = layer  # functions from here on are not of the code between layers
         try:
@@ -309,9 +306,7 @@ class StageTrial(StageForward):
     def _refuse_hooks(self, func: Callable, maker: Maker) -> None:
         if func not in _HOOKS:
             return
-        frame: Any = sys._getframe()
-        while frame is not None and frame.f_code.co_filename != torch.nn.modules.module.__file__:
-            frame = frame.f_back
+        frame = _frame_of(torch.nn.modules.module)
         if frame is None or frame.f_locals.get("self") in self.cut.around:  # not a hook of a layer
             raise UncuttableError(
                 f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} calls {maker[1]} between its "
@@ -358,7 +353,7 @@ class StageTrial(StageForward):
                 self._check_checkpoints(layer.name, False)
                 self._offer()
                 self.ended = True
-                raise _StageEndedError
+                raise StageEndedError
             self._calls = number + 1
             known = self._ran.get(number) if stage == self.stage else self.plan.results[number]
             self._check_checkpoints(layer.name, stage == self.stage)
@@ -375,9 +370,7 @@ class StageTrial(StageForward):
         Args:
             runs: the layer is on this stage.
         """
-        frame: Any = sys._getframe()
-        while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
-            frame = frame.f_back
+        frame = _frame_of(torch.utils.checkpoint)
         before, self._region = self._region, frame and (frame, runs)
         if frame is None:
             return
@@ -479,8 +472,16 @@ def _sharing_memory(parts: list, result: LayerResult) -> set[int]:
     return {place for places in found.values() if len(set(places)) > 1 for place in places}
 
 
+def _frame_of(module: ModuleType) -> FrameType | None:
+    """Return the innermost frame under way of a function of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != module.__file__:
+        frame = frame.f_back
+    return frame
+
+
 def _warn_of_attributes(layer: CutLayer) -> None:
-    for module in layer.layer.modules():
+    for module in layer.layer.modules() if not layer.cut.warned else ():
         for name, x in vars(module).items():
             if isinstance(x, torch.Tensor) and x.requires_grad and x.grad_fn is not None:
                 warnings.warn(
@@ -488,6 +489,7 @@ def _warn_of_attributes(layer: CutLayer) -> None:
                     "layer that reads it sees it on one stage alone (let the layer return it)",
                     stacklevel=2,
                 )
+                layer.cut.warned = True
                 return
 
 

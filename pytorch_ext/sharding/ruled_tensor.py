@@ -15,7 +15,7 @@ class TensorRule:
 
     def function(self, function, types: Sequence[type], arguments: Sequence, options: dict) -> Any:
         """Return what a function gives for arguments with the tensor among them."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no rule for functions")
 
     def refuse_to_join(self, operation: str, members: Iterable[int]) -> None:
         """Raise if the tensor must not be summed over these members. The backend calls this.
