@@ -101,7 +101,7 @@ class ForwardCut:
         run: the forward under way, a StageForward or a CallRecording.
         shared: how the ranks share the sequence of the calls under way, if they do.
         draws: whether the code between layers draws random numbers, which must then be the same on every stage.
-        warned: whether the user was told of a tensor that a layer keeps.
+        warned: whether the user was warned of a tensor that a layer keeps.
         runs: number of runs of the code between layers in this call, where they must leave nothing behind; else None.
         watched: watched(name) is a context around each layer that runs.
     """
