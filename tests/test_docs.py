@@ -73,12 +73,6 @@ module = Module()
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 3)), batch_size=2)
 """
 PARTS = """
-class Inception(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Conv2d(4, 3, 1) for _ in range(3))
-    def forward(self, x):
-        return torch.cat([branch(x) for branch in self.branches], 1)
 head_dim, mesh = 4, weft.init_mesh(tp=2)
 attention = nn.ModuleDict({"query": nn.Linear(8, 8), "output": nn.Linear(8, 8)})
 stem = {"conv1": nn.Conv2d(3, 4, 1), "norm1": nn.BatchNorm2d(4), "conv2": nn.Conv2d(4, 4, 1)}
@@ -87,7 +81,6 @@ model = nn.ModuleDict({
     "layers": nn.ModuleList([nn.ModuleDict({"attention": attention})]),
     "encoder": nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16)]),
     "stem": nn.ModuleDict(stem),
-    "inception": Inception(),
 })
 """
 CONTEXT = """

@@ -1,4 +1,4 @@
-"""Branches: a block (an Inception block, say) with its branches on different ranks."""
+"""Branches: modules with one input, as in an Inception block, on different ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -9,9 +9,8 @@ from torch import nn
 
 from weft.arguments import check_choice
 from weft.comm.registry import Group, communicator
-from weft.nn.branch_trace import SideBySide, of_block, of_modules
 from weft.nn.placed import PlacedModules, check_apart, tensors_of
-from weft.nn.sharded import ShardHolder, lost_with
+from weft.nn.sharded import ShardHolder
 from weft.ops.empty_grad import with_absent
 from weft.ops.mappings import gather, total, used_by_parts
 from weft.rng import own_random_numbers
@@ -29,7 +28,7 @@ class Branches(PlacedModules):
     Only the rank of a branch holds its parameters and buffers. The other ranks have empty parameters and no buffers for
     it. Each rank draws its own random numbers.
 
-    Names in the state_dict are those of the block; `load_state_dict` takes a whole state_dict.
+    `load_state_dict` takes a whole state_dict.
 
     Args:
         branches: modules, or modules by name; each takes the input and returns a tensor.
@@ -45,7 +44,6 @@ class Branches(PlacedModules):
     """
 
     assignment: tuple[int, ...]
-    _checked: bool
 
     def __init__(
         self,
@@ -57,42 +55,28 @@ class Branches(PlacedModules):
         assignment: Sequence[int] | None = None,
     ):
         check_choice("Branches: combine", combine, _COMBINE)
-        named = dict(branches) if isinstance(branches, Mapping) else {str(n): m for n, m in enumerate(branches)}
         super().__init__()
-        self._place(of_modules(list(named), dim if combine == "concat" else None), named, group, assignment)
-
-    @classmethod
-    def from_block(
-        cls, block: nn.Module, *, group: Group = None, assignment: Sequence[int] | None = None
-    ) -> "Branches":
-        """Return the branches of an existing block, placed on the ranks.
-
-        torch.fx must read the block's forward as torch.cat([f(x), g(x), ...], dim) or f(x) + g(x) + .... The block does
-        not change; this rank's branches share its memory.
-
-        Raises:
-            ValueError: the forward is something else; a parameter or buffer belongs to no branch; the block has hooks.
-        """
-        if lost := lost_with(block, parameters=False):
-            raise ValueError(f"{type(block).__name__} has {lost}, which its replacement would lose: remove that first")
-        layer = cls.__new__(cls)
-        PlacedModules.__init__(layer)
-        layer._place(of_block(block), dict(block.named_children()), group, assignment)
-        odd = sorted({*dict(block.named_parameters()), *dict(block.named_buffers())} - layer._known)
-        if odd:
-            raise ValueError(f"{', '.join(odd)} of {type(block).__name__} is in no branch")
-        return layer.train(block.training)
+        self.communicator = ranks = communicator(group)
+        self.combine, self.dim, self._checked = combine, dim, False
+        named = dict(branches) if isinstance(branches, Mapping) else {str(n): m for n, m in enumerate(branches)}
+        tree = nn.ModuleDict(named)
+        of_branch = [tensors_of(tree, [name]) for name in named]
+        check_apart(of_branch, "branches")
+        weights = [sum(p.numel() for p in tensors.values() if isinstance(p, nn.Parameter)) for tensors in of_branch]
+        self.assignment = _assigned(weights, ranks.world_size, assignment)
+        self._names = list(named)
+        self._place_modules(named, of_branch, self.assignment, ranks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ranks = self.communicator
         shared = used_by_parts(x, ranks) if ranks.world_size > 1 else x
         draws = own_random_numbers(ranks, x.device) if self.training and ranks.world_size > 1 else nullcontext()
         with draws:
-            outputs = {number: self._found.branches[number].run(self, shared) for number in self._branches_here()}
-        if self._found.dim is None:
+            outputs = {number: self.get_submodule(self._names[number])(shared) for number in self._branches_here()}
+        if self.combine == "sum":
             y = total(sum(outputs.values()), ranks)  # type: ignore[arg-type]
         else:
-            y = self._concatenated(outputs, self._found.dim)
+            y = self._concatenated(outputs, self.dim)
         return with_absent(y, self.absent_parameters())
 
     def _concatenated(self, outputs: dict[int, torch.Tensor], dim: int) -> torch.Tensor:
@@ -115,21 +99,8 @@ class Branches(PlacedModules):
             self._checked = True
         return [number for number, rank in enumerate(self.assignment) if rank == self.communicator.rank]
 
-    def _place(self, found: SideBySide, modules: dict[str, nn.Module], group, assignment) -> None:
-        """Add copies of the modules: this rank's branches share the originals' memory, the others have none."""
-        self.communicator = ranks = communicator(group)
-        self._found, self._checked = found, False
-        tree = nn.Module()
-        for name, module in modules.items():
-            tree.add_module(name, module)
-        of_branch = [tensors_of(tree, branch.modules) for branch in found.branches]
-        check_apart(of_branch, "branches")
-        weights = [sum(p.numel() for p in tensors.values() if isinstance(p, nn.Parameter)) for tensors in of_branch]
-        self.assignment = _assigned(weights, ranks.world_size, assignment)
-        self._place_modules(modules, of_branch, self.assignment, ranks)
-
     def extra_repr(self) -> str:
-        how = "summed" if self._found.dim is None else f"joined along {self._found.dim}"
+        how = "summed" if self.combine == "sum" else f"joined along {self.dim}"
         return f"{how}, on ranks {', '.join(map(str, self.assignment))}; this is rank {self.communicator.rank}"
 
 

@@ -47,7 +47,6 @@ class PlacedModules(ShardHolder):
                 else:
                     memo[id(tensor)] = None
                     self._absent_buffers.add(name)
-        self._known = {*self.shards, *(name for tensors in of_unit for name in tensors)}
         for name, module in copy.deepcopy(dict(modules), memo).items():
             self.add_module(name, module)
         self._absent = [name for name, shard in self.shards.items() if shard.size == 0]

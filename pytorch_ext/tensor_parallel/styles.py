@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from weft.nn import (
-    Branches,
     ChannelBatchNorm,
     ChannelGroupNorm,
     ChannelInstanceNorm,
@@ -75,7 +74,6 @@ STYLES = {
         }
     ),
     "heads": Style({"nn.MultiheadAttention": ParallelMultiheadAttention.from_attention}),
-    "branches": Style({ANY: Branches.from_block}),
     "experts": Style({ANY: ParallelExperts.from_experts}),
     "dropout": Style({"nn.Dropout": ShardedDropout.from_dropout, "nn.Dropout2d": OwnDropout2d.from_dropout}),
     "vocabulary": Style({"nn.Embedding": ParallelEmbedding.from_embedding}),

@@ -5,6 +5,7 @@ Without a GPU, a group refuses integers instead that were not made on the device
 
 import pytest
 import torch
+from replicas_of_mlp import batch, loss_of, mlp
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -16,7 +17,6 @@ from weft.comm.cuda import DeviceCommunicator
 from weft.comm.engine_communicator import EngineCommunicator
 from weft.comm.registry import communicator
 from weft.nn import Branches
-from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks
 
 GPU = torch.device("cuda", 0)

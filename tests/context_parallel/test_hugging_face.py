@@ -79,7 +79,7 @@ def test_logits_loss_and_gradients_are_the_unsplit_models(name):
 
 
 def shares_experts(rank, family):
-    from weft.testing.families import small_model
+    from families import small_model
 
     torch.manual_seed(0)
     reference, call = small_model(family, batch=2)
@@ -109,7 +109,7 @@ def test_experts_and_latent_attention_work_on_parts(family):
 
 
 def is_eager(rank, family):
-    from weft.testing.families import small_model
+    from families import small_model
 
     torch.manual_seed(0)
     reference, call = small_model(family, batch=2)

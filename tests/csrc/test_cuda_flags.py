@@ -7,8 +7,7 @@ but one.
 import itertools
 
 import pytest
-
-from weft.testing.interleavings import Process, Violated, explore
+from interleavings import Process, Violated, explore
 
 
 def replace(state, place, value):

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch._dynamo  # torch.compile imports it: here once, not in every rank
 import torch.distributed as dist
+from replicas_of_mlp import batch, loss_of, mlp
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.data_parallel.sharded_optimizer import piece_of
-from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks
 
 

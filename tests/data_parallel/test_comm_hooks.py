@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from replicas_of_mlp import batch, loss_of, mlp, rank_order_gradients
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import run_ranks
 
 

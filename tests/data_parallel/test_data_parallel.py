@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from replicas_of_mlp import batch, loss_of, mlp, rank_order_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,6 @@ import weft
 from weft.data_parallel import buckets
 from weft.data_parallel.buckets import Slot
 from weft.testing import reference
-from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import on_machines, run_ranks
 
 STEPS = 8

@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from replicas_of_mlp import batch, loss_of, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks, try_ranks
 
 NOTICED_WITHIN_S = 5

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from replicas_of_mlp import batch, loss_of, mlp, rank_order_gradients
 
 import weft
 from weft.data_parallel.bucket_comm import _side_stream
-from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import SHARED_GPU, from_file, run_ranks
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import in_the_interpreter
+from replicas_of_mlp import batch, loss_of, mlp, rank_order_gradients
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -16,7 +17,6 @@ from weft.data_parallel.buckets import Packing
 from weft.kernels import bucket as kernels
 from weft.ops import kernel_choice
 from weft.testing import reference
-from weft.testing.data_parallel import batch, loss_of, mlp, rank_order_gradients
 from weft.testing.ranks import run_ranks
 
 pytestmark = [pytest.mark.kernel, in_the_interpreter]

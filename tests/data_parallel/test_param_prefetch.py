@@ -4,12 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from replicas_of_mlp import batch, loss_of, mlp
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import weft
 from weft.data_parallel.bucket_comm import OnEngine
-from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks
 
 

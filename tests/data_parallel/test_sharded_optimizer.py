@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from replicas_of_mlp import batch, loss_of, mlp
 from torch import nn
 
 import weft
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.sharded_grad import is_elsewhere
-from weft.testing.data_parallel import batch, loss_of, mlp
 from weft.testing.ranks import run_ranks
 
 ELEMENTWISE = {

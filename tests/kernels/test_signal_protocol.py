@@ -5,8 +5,7 @@ puts release what was written before, waits acquire it (docs/communicating_kerne
 """
 
 import pytest
-
-from weft.testing.interleavings import Process, Violated, explore
+from interleavings import Process, Violated, explore
 
 
 def replace(values, index, value):

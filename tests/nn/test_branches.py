@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch._dynamo  # optimizers import it at their first step: here once, not in every rank
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import weft
@@ -24,46 +23,49 @@ class ConvNorm(nn.Module):
         return self.norm(self.conv(x)).relu()
 
 
-class Inception(nn.Module):
-    """As torchvision writes it: branches of several modules, one with a function in it."""
+class SideBySide(nn.ModuleDict):
+    """Branches as a plain model has them."""
 
-    def __init__(self):
-        super().__init__()
-        self.branch1x1 = ConvNorm(5, 4, 1)
-        self.branch5x5_1, self.branch5x5_2 = ConvNorm(5, 3, 1), ConvNorm(3, 7, 5, padding=2)
-        self.branch3x3_1, self.branch3x3_2 = ConvNorm(5, 2, 1), ConvNorm(2, 3, 3, padding=1)
-        self.branch_pool = ConvNorm(5, 1, 1)
-
-    def _forward(self, x):
-        pooled = F.avg_pool2d(x, kernel_size=3, stride=1, padding=1)
-        tall = self.branch5x5_2(self.branch5x5_1(x))
-        return [self.branch1x1(x), tall, self.branch3x3_2(self.branch3x3_1(x)), self.branch_pool(pooled)]
+    def __init__(self, branches, combine="concat", dim=1):
+        super().__init__(branches)
+        self.combine, self.dim = combine, dim
 
     def forward(self, x):
-        return torch.cat(self._forward(x), 1)
+        outputs = [branch(x) for branch in self.values()]
+        return torch.cat(outputs, self.dim) if self.combine == "concat" else sum(outputs)
 
 
-class Summed(nn.Module):
+def inception():
+    pool = nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), ConvNorm(5, 1, 1))
+    tall = nn.Sequential(ConvNorm(5, 3, 1), ConvNorm(3, 7, 5, padding=2))
+    wide = nn.Sequential(ConvNorm(5, 2, 1), ConvNorm(2, 3, 3, padding=1))
+    return SideBySide({"point": ConvNorm(5, 4, 1), "tall": tall, "wide": wide, "pool": pool})
+
+
+def summed():
     """A sum with the input itself among its terms."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Sequential(nn.Conv2d(15, 15, n, padding=n // 2), nn.Tanh()) for n in (1, 3, 5))
-
-    def forward(self, x):
-        return x + sum(branch(x) for branch in self.branches)
+    terms = {f"conv{n}": nn.Sequential(nn.Conv2d(15, 15, n, padding=n // 2), nn.Tanh()) for n in (1, 3, 5)}
+    return SideBySide({"itself": nn.Identity(), **terms}, "sum")
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem, self.inception, self.summed, self.head = nn.Conv2d(3, 5, 1), Inception(), Summed(), nn.Linear(15, 2)
+        self.stem, self.inception, self.summed, self.head = nn.Conv2d(3, 5, 1), inception(), summed(), nn.Linear(15, 2)
 
     def forward(self, x):
         return self.head(self.summed(self.inception(self.stem(x))).mean((-2, -1)))
 
 
-PLAN = {"inception": "branches", "summed": "branches"}
+def split(whole, group=None, assignment=None):
+    """Return a copy with its branches over ranks."""
+    model = copy.deepcopy(whole)
+    for name, block in list(model.named_children()):
+        if isinstance(block, SideBySide):
+            given = assignment if name == "inception" else None
+            ours = Branches(dict(block), combine=block.combine, dim=block.dim, group=group, assignment=given)
+            setattr(model, name, ours)
+    return model
 
 
 def net(seed=0):
@@ -104,7 +106,7 @@ def to_the_bit(found, expected, what):
 
 
 def check_gradients(whole, x):
-    model = weft.parallelize(copy.deepcopy(whole), plan=PLAN)
+    model = split(whole)
     assert set(dict(model.named_parameters())) == set(dict(whole.named_parameters()))
     found = []
     for one in (model, whole):
@@ -121,7 +123,7 @@ def check_gradients(whole, x):
 def check_steps(rank, whole, path):
     """Steps of the split model, and of what was stored of it and is loaded as the plain one."""
     model = weft.DataParallel(
-        copy.deepcopy(weft.parallelize(copy.deepcopy(whole), plan=PLAN)),
+        copy.deepcopy(split(whole)),
         group=dist.new_group([rank], use_local_synchronization=True),
     )
     optimizer, plain = sgd(model), sgd(whole)
@@ -142,7 +144,7 @@ def check_steps(rank, whole, path):
 def check_loads(whole, x):
     """A whole state_dict, into branches on ranks that were given."""
     assignment = [(n + 1) % dist.get_world_size() for n in range(4)]
-    again = weft.parallelize(net(2), plan={**PLAN, "inception": {"style": "branches", "assignment": assignment}})
+    again = split(net(2), assignment=assignment)
     again.load_state_dict(whole.state_dict())
     twin = copy.deepcopy(again)
     twin.load_state_dict(whole.state_dict(), assign=True)
@@ -151,9 +153,9 @@ def check_loads(whole, x):
         close(one(x).detach(), whole(x).detach(), "a whole state_dict")
         assert all(weft.shard_of(p) for name, p in one.named_parameters() if name.startswith("inception"))
     with pytest.raises(
-        RuntimeError, match=r"inception.branch1x1.conv.weight has shape \(2,\); expected .*whole \(4, 5, 1, 1\)"
+        RuntimeError, match=r"inception.point.conv.weight has shape \(2,\); expected .*whole \(4, 5, 1, 1\)"
     ):
-        again.load_state_dict({**whole.state_dict(), "inception.branch1x1.conv.weight": torch.zeros(2)})
+        again.load_state_dict({**whole.state_dict(), "inception.point.conv.weight": torch.zeros(2)})
     return sum(p.numel() for p in again.inception.parameters())
 
 
@@ -167,7 +169,7 @@ def check_training(rank, path):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_branches_train_and_are_stored_as_the_block_on_one_rank(world, tmp_path):
     held = run_ranks(check_training, world, tmp_path / "saved")
-    everything = sum(p.numel() for p in Inception().parameters())
+    everything = sum(p.numel() for p in inception().parameters())
     assert sum(held) == everything, "every parameter is on one rank"
     assert world == 1 or max(held) < everything
 
@@ -184,7 +186,7 @@ def check_replicas(rank):
     rows = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
     for kind, sharded in (("AdamW", False), ("AdamW", True), ("LAMB", False)):
         whole = net().eval()
-        inner = weft.parallelize(copy.deepcopy(whole), mesh["tp"], plan=PLAN)
+        inner = split(whole, mesh["tp"])
         model = weft.DataParallel(inner, group=mesh["dp"], shard_optimizer=sharded)
         plain = OPTIMIZERS[kind](whole)
         optimizer = model.optimizer(torch.optim.AdamW, lr=0.01) if sharded else OPTIMIZERS[kind](model)
@@ -218,7 +220,7 @@ def check_by_hand(rank):
         close(model(x).detach(), (torch.cat(outputs, dim) if combine == "concat" else sum(outputs)).detach(), combine)
     torch.manual_seed(0)
     whole = Net()
-    report = weft.verify(weft.parallelize(copy.deepcopy(whole), plan=PLAN), whole, batch(0).float())
+    report = weft.verify(split(whole), whole, batch(0).float())
     assert report.ok, str(report)
 
 
@@ -242,50 +244,16 @@ def test_ranks_draw_alike_after_branches_that_draw():
     assert all(run_ranks(check_random_numbers, 2))
 
 
-class Odd(nn.Module):
-    def __init__(self, forward, **modules):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.gain = nn.Parameter(torch.ones(4))
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.way = forward
-
-    def forward(self, x):
-        return self.way(self, x)
-
-
 def check_refusals(rank):
-    def gains(m, x):
-        return m.a(x) + m.b(x) + m.c(x) * m.gain
-
     scalar = nn.Linear(4, 4)
     scalar.temperature = nn.Parameter(torch.ones(()))
     tied = [nn.Linear(4, 4) for _ in range(3)]
     tied[2].weight = tied[0].weight
     split = nn.ModuleDict({"b": weft.ParallelLinear(4, 4, style="column", gather_output=True)})["b"]
     inner = Branches([nn.Linear(4, 4), split, nn.Linear(4, 4)])
-    hooked = Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x))
-    hooked.register_forward_hook(lambda *_: None)
     calls = dist.group.WORLD.engine.group.calls
     for message, call in (
-        ("has hooks, which its replacement would lose", lambda: Branches.from_block(hooked)),
-        ("uses gain in a branch, and not a module", lambda: Branches.from_block(Odd(gains))),
-        ("gain of Odd is in no branch", lambda: Branches.from_block(Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x)))),
-        ("is not made of branches side by side", lambda: Branches.from_block(Odd(lambda m, x: m.b(m.a(x))))),
-        (
-            "is not made of branches side by side",
-            lambda: Branches.from_block(Odd(lambda m, x: (m.a(x) + m.b(x)).relu())),
-        ),
-        (
-            "cannot be read .*: build the block of weft.nn.Branches",
-            lambda: Branches.from_block(Odd(lambda m, x: m.a(x) if x.sum() > 0 else x)),
-        ),
-        (
-            "a is in two branches, 0 and 1",
-            lambda: Branches.from_block(Odd(lambda m, x: torch.cat([m.a(x), m.b(m.a(x)), m.c(x)], 1))),
-        ),
-        ("2 branches cannot be placed on 3 ranks", lambda: Branches.from_block(Odd(lambda m, x: m.a(x) + m.b(x)))),
+        ("2 branches cannot be placed on 3 ranks", lambda: Branches(tied[:2])),
         ("temperature has no dimension", lambda: Branches([nn.Linear(4, 4), nn.Linear(4, 4), scalar])),
         ("0.weight and 2.weight are one parameter in two branches", lambda: Branches(tied)),
         (
@@ -297,30 +265,16 @@ def check_refusals(rank):
     ):
         with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
             call()
-    block = nn.Sequential(Odd(lambda m, x: m.a(x) + m.b(x) + m.c(x)))
-    before = {name: p.clone() for name, p in block.named_parameters()}
-    with pytest.raises(ValueError, match="parallelize: 0: .*gain of Odd"):
-        weft.parallelize(block, plan={"0": "branches"})
-    assert all(torch.equal(p, before[name]) and weft.shard_of(p) is None for name, p in block.named_parameters())
     assert dist.group.WORLD.engine.group.calls == calls, "nothing was communicated"
 
 
-def test_what_is_no_branches_is_refused_and_left_as_it_is():
+def test_branches_that_cannot_be_placed_are_refused():
     run_ranks(check_refusals, 3)
 
 
-def refuses_a_tie_into_a_branch(rank):
-    net = Net()
-    net.stem.weight = nn.Parameter(torch.randn(5, 3, 1, 1))
-    net.inception.branch3x3_2.conv.weight = nn.Parameter(torch.randn(3, 2, 3, 3))
-    net.outside = nn.Conv2d(2, 3, 3)
-    net.outside.weight = net.inception.branch3x3_2.conv.weight
-    with pytest.raises(ValueError, match="outside.weight are one parameter, and inception would get a part"):
-        weft.parallelize(net, weft.init_mesh(tp=2, device_type="cpu"), plan={"inception": "branches"})
-
-
-def test_a_parameter_shared_with_a_branch_is_refused():
-    run_ranks(refuses_a_tie_into_a_branch, 2)
+class Sums(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).cumsum(1)
 
 
 class Words(nn.Module):
@@ -328,7 +282,8 @@ class Words(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block, self.head = Odd(lambda m, x: torch.cat([m.a(x), m.b(x).cumsum(1), m.c(x)], -1)), nn.Linear(12, 3)
+        self.block = SideBySide({"left": nn.Linear(4, 4), "sums": Sums(4, 4), "right": nn.Linear(4, 4)}, dim=-1)
+        self.head = nn.Linear(12, 3)
 
     def forward(self, x):
         return self.head(self.block(x.tanh()))
@@ -337,9 +292,8 @@ class Words(nn.Module):
 def check_shared_sequences(rank):
     torch.manual_seed(0)
     whole = Words().double()
-    del whole.block.gain  # of no branch
     mesh = weft.init_mesh(cp=2, tp=2, device_type="cpu")
-    model = weft.parallelize(copy.deepcopy(whole), mesh, plan={"block": "branches"})
+    model = weft.parallelize(split(whole, mesh["tp"]), mesh["cp"], plan={})
     x = torch.randn(2, 7, 4, dtype=torch.float64)
     found, expected = (x.clone().requires_grad_() for _ in range(2))
     y, z = model(found), whole(expected)
@@ -353,7 +307,7 @@ def check_shared_sequences(rank):
             torch.testing.assert_close(
                 parameter.grad.as_subclass(torch.Tensor), gradient, msg=lambda text, n=name: f"{n}: {text}"
             )
-    model = weft.parallelize(copy.deepcopy(whole), mesh, plan={"block": "branches"}, context={"strict": True})
+    model = weft.parallelize(split(whole, mesh["tp"]), mesh["cp"], plan={}, context={"strict": True})
     with pytest.raises(ValueError, match="strict: .* would be gathered .*: Branches takes the whole"):
         model(x)
 

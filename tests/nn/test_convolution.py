@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from layer_gradients import gradients_of
 from torch import nn
 
 import weft
 import weft.nn
-from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 
 WORLDS = [1, 2, 3]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 pytest.importorskip("transformers")
+from layer_gradients import gradients_of
 from transformers.pytorch_utils import Conv1D
 
 import weft
 from weft.sharding.sizes import Heads, cut_over
-from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 
 

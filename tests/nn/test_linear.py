@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from layer_gradients import gradients_of
 from torch import nn
 
 import weft
 from weft.testing import reference
 from weft.testing.cases import SMALL_MLPS
-from weft.testing.layers import gradients_of
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close, plain_dtype
 

@@ -2,9 +2,9 @@
 
 import importlib
 
+import families
 import pytest
 
-families = pytest.importorskip("weft.testing.families")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 SAMPLE = ["clip", "llava", "whisper", "bloom", "qwen2_vl"]

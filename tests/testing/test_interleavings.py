@@ -5,8 +5,7 @@ pairs, and the plain data in between is ordered by them (docs/collectives.md).
 """
 
 import pytest
-
-from weft.testing.interleavings import Process, Violated, explore
+from interleavings import Process, Violated, explore
 
 
 def exchange_model(world, exchanges, *, waits=True, buffers=2):

@@ -1,4 +1,4 @@
-"""`python -m weft.testing.families`: automatic plans of every model family of the installed transformers.
+"""`python tests/helpers/families.py`: automatic plans of every model family of the installed transformers.
 
 Each configuration is made small by rules on the names of its numbers, built, and planned in a process of its own. With
 --check, two ranks compare the split model's outputs and gradients with the unsplit model's. With --pipeline they run it
@@ -458,7 +458,7 @@ def row_in_a_process(family: str, checked: bool, timeout_s: float, pipeline: boo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.testing.families", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/helpers/families.py", description=__doc__)
     parser.add_argument("--only", help="families, with commas between")
     parser.add_argument("--check", action="store_true", help="compare with the unsplit model on two ranks")
     parser.add_argument("--pipeline", action="store_true", help="compare a pipeline of two stages instead")
