@@ -73,23 +73,20 @@ class Branches(PlacedModules):
         draws = own_random_numbers(ranks, x.device) if self.training and ranks.world_size > 1 else nullcontext()
         with draws:
             outputs = {number: self.get_submodule(self._names[number])(shared) for number in self._branches_here()}
-        if self.combine == "sum":
-            y = total(sum(outputs.values()), ranks)  # type: ignore[arg-type]
-        else:
-            y = self._concatenated(outputs, self.dim)
+        y = total(sum(outputs.values()), ranks) if self.combine == "sum" else self._concatenated(outputs)
         return with_absent(y, self.absent_parameters())
 
-    def _concatenated(self, outputs: dict[int, torch.Tensor], dim: int) -> torch.Tensor:
-        joined = torch.cat(list(outputs.values()), dim)
+    def _concatenated(self, outputs: dict[int, torch.Tensor]) -> torch.Tensor:
+        joined = torch.cat(list(outputs.values()), self.dim)
         where = self.communicator.device_of_numbers(joined.device)
         sizes = torch.zeros(len(self.assignment), dtype=torch.int64, device=where)
         for number, output in outputs.items():
-            sizes[number] = output.size(dim)
+            sizes[number] = output.size(self.dim)
         sizes = self.communicator.all_reduce_(sizes)
         ends = list(pairwise(accumulate(sizes.tolist(), initial=0)))
         ranks = range(self.communicator.world_size)
         cut = Cut.of([[ends[n] for n, owner in enumerate(self.assignment) if owner == rank] for rank in ranks])
-        return gather(joined, dim, self.communicator, cut)
+        return gather(joined, self.dim, self.communicator, cut)
 
     def _branches_here(self) -> list[int]:
         if not self._checked:

@@ -1,15 +1,15 @@
 """Checks before an optimizer's first step on shards: it updates element by element, and its state is this rank's.
 
 An optimizer that works on whole matrices (Muon, Adafactor, LAMB) would see this rank's part of each matrix. A state
-that another rank saved has the right shapes and the wrong numbers. Neither raises by itself.
+that another rank saved has the right shapes and the wrong numbers. Neither raises by itself. Optimizers are known by
+name: what another one does cannot be seen from outside.
 """
 
-import copy
 import functools
+import inspect
 import types
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,19 +25,25 @@ from weft.sharding.sharded_grad import GradientPlace, is_elsewhere, place_for
 ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 }
+# They step each parameter by itself, so a pipeline's stage may have some of the model's.
+_EACH_BY_ITSELF = {"Adafactor", "Muon", "SparseAdam"}
 SAVED_BY = "weft_saved_by"  # in a parameter group: the rank whose shards its state belongs to
-_STEPS = 3
 # Optimizer to its numbers of parameters by group, to the number of watched parameters at the check, and to this rank's
 # place, by group, among the ranks that share the parameters.
 _checked: "weakref.WeakKeyDictionary[Optimizer, tuple[list[int], int, list[str]]]" = weakref.WeakKeyDictionary()
 # Optimizer to the gradients that are plain tensors while it steps.
 _stepping: "weakref.WeakKeyDictionary[Optimizer, list[tuple]]" = weakref.WeakKeyDictionary()
-_probing = False
 
 
 def is_elementwise(kind: type) -> bool:
-    """Return whether this is a torch optimizer that is known to update each element by itself."""
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    """Return whether this is a torch optimizer that is known to update each element by itself, or steps as one does."""
+    return _steps_as(kind, ELEMENTWISE)
+
+
+def _steps_as(kind: type, names: Collection[str]) -> bool:
+    step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
+    known = (getattr(torch.optim, name, None) for name in names)
+    return any(base is not None and inspect.unwrap(base.step) is step for base in known)
 
 
 _hooks: list = []
@@ -56,12 +62,10 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """Check an optimizer before each of its steps. Without shards the check does nothing.
 
     Raises:
-        TypeError: the optimizer has shards, and its update of a matrix differs from that of the two halves. The
-            attribute `elementwise = True` on the optimizer skips this check.
+        TypeError: the optimizer has shards, and is not known to update each element by itself. The attribute
+            `elementwise = True` on the optimizer says that it does.
         ValueError: its state belongs to another rank, or to the whole parameters.
     """
-    if _probing:
-        return
     groups = optimizer.param_groups
     sizes = [len(group["params"]) for group in groups]
     known = _checked.get(optimizer)
@@ -153,74 +157,14 @@ def _check_kind(optimizer: Optimizer, group: dict) -> None:
     around = any(isinstance(inner, Optimizer) for inner in vars(optimizer).values())  # inner ones are checked too
     if known or around or is_elementwise(kind):
         return
-    places = {
-        (len(shard.global_shape), shard.dim) if shard is not None else None
-        for parameter in group["params"]
-        if (shard := shard_of(parameter)) is not None or owners_of(parameter) is not None
-    }
-    for place in sorted(places, key=str):
-        if problem := _difference(optimizer, group, place):
-            raise TypeError(
-                f"{kind.__name__}: {problem}, and a rank has a part of the model. Use an optimizer that updates each "
-                "element by itself (torch.optim.AdamW), or weft.LAMB or weft.LARS, which sum norms over the ranks; or "
-                "say that it does so: optimizer.elementwise = True"
-            )
-
-
-def _difference(optimizer: Optimizer, group: dict, place: tuple[int, int] | None) -> str:
-    """Describe how steps on parts of a small tensor differ from steps on the whole; "" if they are equal.
-
-    Args:
-        place: (number of dimensions of the tensor, dimension to cut). None steps two tensors together and alone.
-    """
-    global _probing
-    generator = torch.Generator().manual_seed(0)
-    device = group["params"][0].device
-    shape = (4, 6, 2, 2)[: place[0]] if place is not None else (4, 6)
-    tensors = [torch.randn(2, *shape, generator=generator) for _ in range(1 + _STEPS)]  # start values, then gradients
-    parts = [x.unbind() if place is None else x[0].chunk(2, place[1]) for x in tensors]
-    _probing = True
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            apart = [_stepped(optimizer, group, [[x] for x in part], device)[0] for part in zip(*parts, strict=True)]
-            together = [list(x) for x in parts] if place is None else [[x[0]] for x in tensors]
-            whole = _stepped(optimizer, group, together, device)
-    except Exception as error:  # an optimizer may require anything of its parameters
-        return f"whether it updates each element by itself cannot be tried ({type(error).__name__}: {error})"
-    finally:
-        _probing = False
-    expected = torch.stack(whole) if place is None else whole[0]
-    found = torch.stack(apart) if place is None else torch.cat(apart, place[1])
-    moved = (expected - torch.stack(together[0]).reshape(expected.shape)).abs().max()
-    if not moved:
-        return "whether it updates each element by itself cannot be tried (it leaves parameters as they are)"
-    if (found - expected).abs().max() <= 1e-4 * moved:
-        return ""
-    if place is None:
-        return "it steps two parameters otherwise than each alone"
-    return f"it steps a {'x'.join(map(str, shape))} tensor otherwise than its halves along dimension {place[1]}"
-
-
-def _stepped(optimizer: Optimizer, group: dict, values: list[list[torch.Tensor]], device) -> list[torch.Tensor]:
-    """Step a copy of the optimizer and return the parameters.
-
-    Args:
-        values: for each parameter its start value, then the gradients of each step.
-    """
-    twin = copy.copy(optimizer)
-    hooks = {name: value for name, value in vars(twin).items() if name.startswith("_optimizer_")}
-    own = {name: copy.copy(x) if isinstance(x, dict | list | set) else x for name, x in vars(optimizer).items()}
-    own.pop("step", None)  # bound to the optimizer itself, as a learning rate schedule leaves it
-    vars(twin).update(own | hooks)
-    starts, *steps = values
-    parameters = [torch.nn.Parameter(start.clone().to(device)) for start in starts]
-    options = copy.deepcopy({name: value for name, value in group.items() if name != "params"})
-    if isinstance(rate := options.get("lr"), float | torch.Tensor):
-        options["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, torch.Tensor) else 0.1  # 0 before a warm-up
-    twin.param_groups = [{**options, "params": parameters}]
-    twin.state = defaultdict(dict)
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone().to(device)
-        twin.step()
-    return [parameter.detach().cpu() for parameter in parameters]
+    if any(shard_of(parameter) is not None for parameter in group["params"]):
+        problem = "update each element by itself, and this rank has parts of parameters"
+    elif any(map(owners_of, group["params"])) and not _steps_as(kind, _EACH_BY_ITSELF):
+        problem = "step each parameter by itself, and this rank has some of the model's"
+    else:
+        return
+    raise TypeError(
+        f"{kind.__name__} is not known to {problem}. Use an optimizer that updates each element by itself "
+        "(torch.optim.AdamW), or weft.LAMB or weft.LARS, which sum norms over the ranks; or say that it does so: "
+        "optimizer.elementwise = True"
+    )
