@@ -91,12 +91,11 @@ class CallCheck:
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         if torch.compiler.is_compiling():
             return
-        if self.settings is not None:
-            self.known = self.settings.known_now(self.known)
-        kind = (self.by_mode and module.training, *kind_of_call(args, kwargs))
+        settings = 0 if self.settings is None else self.settings.now()
+        kind = (self.by_mode and module.training, settings, *kind_of_call(args, kwargs))
         if kind in self.known:
             return
-        general = tuple(type(x) if type(x) in (int, float) else x for x in kind)
+        general = tuple(x[:1] if type(x) is tuple and x[0] in (int, float) else x for x in kind)
         if self.numbers[general] > MOST_NUMBERS:
             return
         conflict = self.conflict(self.model, calling(args, kwargs), module.training)
@@ -144,46 +143,31 @@ class Settings:
             for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
                 names = [key for key, value in vars(kind).items() if _is_setting(key, value)]
                 self.places += [(module, key, own) for key in names if key not in vars(module)]
-        self.read = self._read()
-        self.values = tuple(map(_compared, self.read))
-        self.known: dict[tuple, set[tuple]] = {}
-        self.had: list[set] = [{value} for value in self.values]
+        self.had: list[set] = [set() for _ in self.places]
+        self.read: list = []
+        self.key = self._look()
 
-    def known_now(self, known: set[tuple]) -> set[tuple]:
-        """Return the known kinds of calls for the current attributes.
+    def now(self) -> int:
+        """Return a key of the attributes' values, without those of numbers that count something."""
+        if not all(map(is_, self._read(), self.read)):
+            self.key = self._look()
+        return self.key
 
-        Args:
-            known: the known kinds for the attributes of the last call.
-        """
-        read = self._read()
-        if all(map(is_, read, self.read)):
-            return known
-        self.read, values = read, tuple(map(_compared, read))
-        if values == self.values:
-            return known
-        self.known[self.values] = known
-        for (holder, key, twin_of_it), had, old, new in zip(self.places, self.had, self.values, values, strict=True):
-            if new != old:
-                had.add(new)
-                _in(twin_of_it)[key] = _in(holder).get(key)
-                if key not in _in(holder):
-                    del _in(twin_of_it)[key]
-        self.values = values
-        counting = [len(had) > MOST_NUMBERS for had in self.had]
-        if any(counting):
-            self._drop(counting)
-            return known
-        return self.known.setdefault(values, set())
+    def _look(self) -> int:
+        before, self.read = self.read, self._read()
+        for (_, key, twin_of_it), old, new in zip(self.places, before, self.read, strict=False):
+            if new is _ABSENT:
+                _in(twin_of_it).pop(key, None)
+            elif _compared(new) != _compared(old):
+                _in(twin_of_it)[key] = new
+        for had, value in zip(self.had, self.read, strict=True):
+            if len(had) <= MOST_NUMBERS:
+                had.add(_compared(value))
+        pairs = zip(self.had, self.read, strict=True)
+        return hash(tuple(type(x) if len(had) > MOST_NUMBERS else _compared(x) for had, x in pairs))
 
     def _read(self) -> list:
         return [_in(holder).get(key, _ABSENT) for holder, key, _ in self.places]
-
-    def _drop(self, counting: list[bool]) -> None:
-        """Stop comparing the attributes that count something."""
-        kept = [place for place, drop in enumerate(counting) if not drop]
-        self.places, self.had = [self.places[place] for place in kept], [self.had[place] for place in kept]
-        self.read, self.known = self._read(), {}
-        self.values = tuple(map(_compared, self.read))
 
 
 def _in(holder) -> dict:
@@ -222,4 +206,4 @@ def kind_of_call(args, kwargs) -> tuple:
 def _kind(x):
     if isinstance(x, torch.Tensor):
         return x.dim(), x.dtype, x.requires_grad
-    return x if isinstance(x, (*_SIMPLE, Enum, torch.dtype)) else type(x)
+    return _compared(x) if isinstance(x, _SIMPLE) else x if isinstance(x, Enum | torch.dtype) else type(x)

@@ -1106,11 +1106,16 @@ def check_flags(rank):
         for _ in range(12):
             with pytest.raises(ValueError, match="softmax"):
                 flagged(x, **options)
+    check, followed = next(hook for hook in flagged._forward_pre_hooks.values() if hasattr(hook, "settings")), []
+    conflict = check.conflict
+    check.conflict = lambda *call: followed.append(0) or conflict(*call)
     for number in range(20):
         flagged.calls = number
         assert flagged(x).shape == x.shape
-    check = next(hook for hook in flagged._forward_pre_hooks.values() if hasattr(hook, "settings"))
-    assert "calls" not in {name for _, name, _ in check.settings.places}, "it counts, and is looked at no longer"
+    assert 5 < len(followed) < 12, "it counts, and is looked at no longer"
+    flagged.use_norm = 1
+    with pytest.raises(ValueError, match="softmax"):
+        flagged(x)
 
 
 class AskingFirst(nn.Module):
