@@ -1,8 +1,7 @@
 """weft bench sharded_optimizer: training steps with a sharded AdamW, against torch's ZeroRedundancyOptimizer.
 
-Ours gathers the parameters at the end of a step, or during the next forward. The peer runs under DDP over gloo. A time
-is that of a step in the middle of training: several steps in a row, divided by their number. The limit is a step
-without communication, with an optimizer of a W-th of every parameter.
+The peer runs under DDP over gloo. A time is that of a step in the middle of training: several steps in a row, divided
+by their number. The limit is a step without communication, with an optimizer of a W-th of every parameter.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from weft.bench.measure import alternate, slowest_rank
 from weft.bench.table import Row
 from weft.testing.ranks import run_ranks
 
-OURS, OVERLAPPED, PEER, ALONE = "weft", "weft, overlap_param_gather", "ZeroRedundancyOptimizer", "limit"
+OURS, PEER, ALONE = "weft", "ZeroRedundancyOptimizer", "limit"
 LIMIT = "the same step without communication, with an optimizer of a W-th of every parameter"
 _STEPS = 3  # in a row
 
@@ -37,51 +36,39 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             per_rank = run_ranks(_measure, *arguments, timeout_s=600, group_timeout_s=120)
             of = {"name": f"{name}, buckets of {bucket_mb:g} MiB", "world": options.world}
             times = slowest_rank(per_rank)
-            yield Row(of, times, PEER, {"overlapped_to_not": times[OURS].p50_us / times[OVERLAPPED].p50_us})
+            yield Row(of, times, PEER)
 
 
 def _measure(rank: int, subject: Subject, bucket_mb: float, rounds: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
     original = subject.model()
-    models: dict[str, nn.Module] = {}
-    contenders = {}
-    for name in (OURS, OVERLAPPED):
-        late = name == OVERLAPPED
-        models[name] = model = weft.DataParallel(
-            copy.deepcopy(original), shard_optimizer=True, overlap_param_gather=late, bucket_mb=bucket_mb
-        )
-        optimizer = model.optimizer(torch.optim.AdamW)
-        contenders[name] = _steps(subject, model, optimizer, rank, then=model.wait_for_parameters)
+    model = weft.DataParallel(copy.deepcopy(original), shard_optimizer=True, bucket_mb=bucket_mb)
+    contenders = {OURS: _steps(subject, model, model.optimizer(torch.optim.AdamW), rank)}
     gloo = dist.new_group(backend="gloo")
-    models[PEER] = peer = DistributedDataParallel(copy.deepcopy(original), process_group=gloo)
+    peer = DistributedDataParallel(copy.deepcopy(original), process_group=gloo)
     theirs = ZeroRedundancyOptimizer(peer.parameters(), torch.optim.AdamW, process_group=gloo)
     contenders[PEER] = _steps(subject, peer, theirs, rank)
     for steps in contenders.values():
         steps()
-    _check(models)
+    _check(model, peer)
     contenders[ALONE] = _steps(subject, original, _of_a_part(original), rank)
     samples = alternate(contenders, meet=dist.barrier, rounds=rounds, calls=1)
     return {name: [us / _STEPS for us in each] for name, each in samples.items()}
 
 
-def _steps(
-    subject: Subject, model: nn.Module, optimizer, rank: int, then: Callable[[], object] = lambda: None
-) -> Callable[[], None]:
+def _steps(subject: Subject, model: nn.Module, optimizer, rank: int) -> Callable[[], None]:
     def steps() -> None:
         for _ in range(_STEPS):
             model.zero_grad()
             subject.loss(model, rank).backward()
             optimizer.step()
-        then()
 
     return steps
 
 
-def _check(models: dict[str, nn.Module]) -> None:
-    """Check that ours agree to the bit with each other, and with torch's up to the order of sums."""
-    for ours, late, theirs in zip(*(model.parameters() for model in models.values()), strict=True):
-        if not torch.equal(ours, late):
-            raise AssertionError("overlap_param_gather ends in other parameters; not measured")
+def _check(model: nn.Module, peer: nn.Module) -> None:
+    """Check that ours agrees with torch's up to the order of sums."""
+    for ours, theirs in zip(model.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 

@@ -122,8 +122,8 @@ def _data_parallel_memory(rows: list[Row]) -> list[list[str]]:
 
 
 def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
-    names = ("weft", "weft, overlap_param_gather", "ZeroRedundancyOptimizer")
-    return [["step of", "gathered at once", "overlap_param_gather", "ZeroRedundancyOptimizer", "limit"]] + [
+    names = ("weft", "ZeroRedundancyOptimizer")
+    return [["step of", "weft", "ZeroRedundancyOptimizer", "limit"]] + [
         [row["name"], *(_ms(row["times"][name], 1) for name in (*names, "limit"))] for row in rows
     ]
 

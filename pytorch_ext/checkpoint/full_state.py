@@ -38,7 +38,6 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
         torch.Size([8, 4])
     """
     if isinstance(model, DataParallel):
-        model.wait_for_parameters()
         model = model.module
     refuse_quantized(model)
     tensors = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}

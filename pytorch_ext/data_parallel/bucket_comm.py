@@ -32,7 +32,7 @@ class Transport:
     Attributes:
         ranks: ranks that exchange the buckets.
         wire_dtype: type to which fp32 gradients are rounded before they travel; None leaves them as they are.
-        average: divide the sum by the number of ranks, or by `among` if some ranks have run out of inputs.
+        divisor: number by which the sum is divided: 1, or the number of all ranks, also where fewer have a bucket.
         scatter: leave each rank only its own part of the sum.
         packs: buckets that weft's kernels take are packed by them.
     """
@@ -40,35 +40,28 @@ class Transport:
     packs: ClassVar[bool] = True
     ranks: Communicator
     wire_dtype: torch.dtype | None
-    average: bool
+    divisor: int
     scatter: bool
 
     def wire_of(self, flat: torch.Tensor) -> torch.dtype | None:
         return self.wire_dtype if flat.dtype == torch.float32 else None
 
-    def averaging(self, among: int) -> tuple[dist.ReduceOp.RedOpType, float]:
-        """Return the operator and the scale that average over `among` of the ranks, with the same bits everywhere."""
-        if not self.average:
-            return dist.ReduceOp.SUM, 1.0
-        if among & (among - 1) == 0:  # a power of two: multiplying gives the same bits faster
-            return dist.ReduceOp.SUM, 1 / among
-        return dist.ReduceOp.AVG, self.ranks.world_size / among
+    def averaging(self) -> tuple[dist.ReduceOp.RedOpType, float]:
+        """Return the operator and the scale of a sum that is divided, with the same bits everywhere."""
+        if self.divisor & (self.divisor - 1) == 0:  # a power of two: multiplying gives the same bits faster
+            return dist.ReduceOp.SUM, 1 / self.divisor
+        return dist.ReduceOp.AVG, self.ranks.world_size / self.divisor
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+    def start(self, bucket: Bucket, overlap: bool) -> Wait:
         """Start the reduction of a bucket.
 
         Args:
             bucket: gradients to reduce in place.
-            among: number of ranks that have inputs.
             overlap: False lets the transport finish before it returns.
 
         Returns:
             A function that waits for the reduction.
         """
-        raise NotImplementedError
-
-    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        """Start to copy each rank r's part of the parameters into parts[r]; return a function that waits for that."""
         raise NotImplementedError
 
 
@@ -77,27 +70,21 @@ class OnEngine(Transport):
 
     packs: ClassVar[bool] = False
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+    def start(self, bucket: Bucket, overlap: bool) -> Wait:
         engine = self.ranks.engine
         assert engine is not None
         if self.scatter:
-            return self._scatter(engine, bucket, among, overlap)
-        op, scale = self.averaging(among)
+            return self._scatter(engine, bucket, overlap)
+        op, scale = self.averaging()
         fusion = Fusion(self.wire_of(bucket.flat), scale, bucket.squared_norm)
         pending = engine.all_reduce(bucket.flat, op_code(op), wait=not overlap, fusion=fusion)
         return _nothing if pending is None else pending.wait
 
-    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        engine = self.ranks.engine
-        assert engine is not None
-        pending = engine.all_gather(part, parts, wait=not overlap)
-        return _nothing if pending is None else pending.wait
-
-    def _scatter(self, engine, bucket: Bucket, among: int, overlap: bool) -> Wait:
+    def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Wait:
         wire, world_size = self.wire_of(bucket.flat), self.ranks.world_size
         sent = bucket.flat if wire is None else bucket.flat.to(wire)
         parts, own = list(sent.chunk(world_size)), bucket.parts(world_size)[self.ranks.rank]
-        op = op_code(dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM)
+        op = op_code(dist.ReduceOp.SUM if self.divisor == 1 else dist.ReduceOp.AVG)
         pending = engine.reduce_scatter(parts, parts[self.ranks.rank], op, wait=not overlap)
 
         def wait() -> None:
@@ -105,8 +92,8 @@ class OnEngine(Transport):
                 pending.wait()
             if wire is not None:
                 own.copy_(parts[self.ranks.rank])
-            if self.average and among != world_size:  # experts, which fewer ranks have
-                own.mul_(world_size / among)
+            if self.divisor not in (1, world_size):  # experts, which fewer ranks have
+                own.mul_(world_size / self.divisor)
             measure(own, bucket)
 
         return wait
@@ -115,18 +102,14 @@ class OnEngine(Transport):
 class OnBackend(Transport):
     """Transport over another backend of torch.distributed, at the end of backward and in that backend's order."""
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
-        return lambda: self.reduce(bucket, among)
+    def start(self, bucket: Bucket, overlap: bool) -> Wait:
+        return lambda: self.reduce(bucket)
 
-    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        self.ranks.all_gather_into(part, parts)  # at once: ranks may wait in different orders
-        return _nothing
-
-    def reduce(self, bucket: Bucket, among: int) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         flat, wire = bucket.flat, self.wire_of(bucket.flat)
         if bucket.packing is not None:
-            return self._reduce_packed(bucket, bucket.packing, among)
-        op, scale = self.averaging(among)
+            return self._reduce_packed(bucket, bucket.packing)
+        op, scale = self.averaging()
         if not self.scatter:
             self.ranks.all_reduce_(flat, op, Fusion(wire, scale))
             return measure(flat, bucket)
@@ -137,8 +120,8 @@ class OnBackend(Transport):
         own.copy_(received).mul_(scale)
         return measure(own, bucket)
 
-    def _reduce_packed(self, bucket: Bucket, packing: Packing, among: int) -> None:
-        sent, (op, scale) = packing.pack(), self.averaging(among)
+    def _reduce_packed(self, bucket: Bucket, packing: Packing) -> None:
+        sent, (op, scale) = packing.pack(), self.averaging()
         if self.scatter:
             parts = list(sent.chunk(self.ranks.world_size))
             received = torch.empty_like(parts[self.ranks.rank])
@@ -146,8 +129,7 @@ class OnBackend(Transport):
             return packing.finish(received, bucket.parts(self.ranks.world_size)[self.ranks.rank], scale)
         if not self.ranks.fuses_scale(sent):  # one pass more, which also averages
             self.ranks.all_reduce_(sent)
-            share = 1 / among if self.average else 1.0
-            return packing.finish(sent, bucket.flat, share)
+            return packing.finish(sent, bucket.flat, 1 / self.divisor)
         self.ranks.all_reduce_(sent, op, Fusion.of(sent, scale=scale))
         return packing.finish(sent, bucket.flat, 1.0)
 
@@ -155,30 +137,15 @@ class OnBackend(Transport):
 class OnSideStream(OnBackend):
     """Transport on a stream of its own, which waits for every stream that wrote a gradient of the bucket."""
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+    def start(self, bucket: Bucket, overlap: bool) -> Wait:
         device = bucket.flat.device
         stream = _side_stream(device)
         for event in bucket.written:
             stream.wait_event(event)
         bucket.written.clear()
         with torch.cuda.stream(stream):
-            self.reduce(bucket, among)
+            self.reduce(bucket)
         return lambda: torch.cuda.current_stream(device).wait_stream(stream)
-
-    def gather(self, part: torch.Tensor, parts: list[torch.Tensor], overlap: bool) -> Wait:
-        device = part.device
-        stream = _side_stream(device)
-        ahead = torch.cuda.current_stream(device)
-        stream.wait_stream(ahead)
-        with torch.cuda.stream(stream):
-            self.ranks.all_gather_into(part, parts)
-            gathered = stream.record_event()
-
-        def wait() -> None:  # called once: the first use may be on a forked stream, later ones on `ahead`
-            for reader in (ahead, torch.cuda.current_stream(device)):
-                reader.wait_event(gathered)
-
-        return wait
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -50,7 +50,7 @@ class ByHook(Transport):
     state: Any
     hook: Hook
 
-    def start(self, bucket: Bucket, among: int, overlap: bool) -> Wait:
+    def start(self, bucket: Bucket, overlap: bool) -> Wait:
         if bucket.packing is not None:
             bucket.packing.pack()
         future = self.hook(self.state, GradBucket(bucket))

@@ -2,12 +2,11 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
@@ -16,9 +15,7 @@ from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot, ranks_that_reduce
 from weft.data_parallel.comm_hooks import ByHook, Hook
 from weft.data_parallel.grad_norm import mark_invariant
-from weft.data_parallel.join import Shadow, agree_on_iteration
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast, broadcast_buffers
-from weft.data_parallel.param_prefetch import FirstUse
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.sharded_optimizer import Shards
 from weft.data_parallel.wrap_checks import check_wrap, mark_wrapped
@@ -27,7 +24,7 @@ from weft.replicas import check_replicas
 _MIB = 1 << 20
 
 
-class DataParallel(nn.Module, Joinable):
+class DataParallel(nn.Module):
     """Module on every rank, with gradients averaged over the ranks. Each rank runs its own part of the batch.
 
         model = weft.DataParallel(model)
@@ -52,10 +49,6 @@ class DataParallel(nn.Module, Joinable):
         shard_optimizer: keep on each rank only the optimizer's state of its part of the parameters (ZeRO stage 1). Make
             the optimizer with `model.optimizer(torch.optim.AdamW, lr=...)`. After backward, `.grad` of the module's
             parameters refers to this rank's pieces; clip with `model.clip_grad_norm_`.
-        overlap_param_gather: with shard_optimizer, return from the optimizer's step() before the parameters are
-            gathered; forward waits for each parameter at its first use. Call `wait_for_parameters` before you read or
-            write a parameter elsewhere. `parameters()` of this wrapper, state_dicts and checkpoints wait by themselves.
-            Use broadcast_buffers=False if the module has buffers, or forward waits for all parameters at once.
         unused_parameters: "error" raises on every rank, at the end of backward, and names the parameters that got no
             gradient on some rank; "zero" counts such gradients as zeros. If the group serves GPUs alone ("nccl"), only
             that rank raises then; all ranks raise in their next forward and name it.
@@ -99,7 +92,6 @@ class DataParallel(nn.Module, Joinable):
         wire_dtype: torch.dtype | None = None,
         average: bool = True,
         shard_optimizer: bool = False,
-        overlap_param_gather: bool = False,
         unused_parameters: str = "error",
         main_grad: bool = False,
         broadcast_buffers: bool = True,
@@ -108,13 +100,11 @@ class DataParallel(nn.Module, Joinable):
         invariant: int | None = None,
     ):
         super().__init__()
-        Joinable.__init__(self)
         options = {
             "bucket_mb": bucket_mb,
             "wire_dtype": wire_dtype,
             "average": average,
             "shard_optimizer": shard_optimizer,
-            "overlap_param_gather": overlap_param_gather,
             "unused_parameters": unused_parameters,
             "main_grad": main_grad,
             "broadcast_buffers": broadcast_buffers,
@@ -125,13 +115,12 @@ class DataParallel(nn.Module, Joinable):
         self.module = module
         self._sync = True
         self._broadcasts = broadcast_buffers
-        self._divides_by_all = True  # even if some ranks have run out of inputs
         self._trained = Trained(module)
         mark_wrapped(module, self)
-        self._broadcast_from(0)
+        self._broadcast_first()
 
         bucket_bytes = max(1, int(bucket_mb * _MIB))
-        self._shards = self._first_use = self._batch = None
+        self._shards = self._batch = None
         self._fixed = shard_optimizer or main_grad  # the layout is known outside the reducer, so it must not change
         if invariant is not None:
             self._batch = BatchUnits(module, self.ranks, invariant, average, unused_parameters, bucket_bytes)
@@ -141,7 +130,9 @@ class DataParallel(nn.Module, Joinable):
         slots = [Slot(number, name, parameter, into_main_grad=main_grad) for number, (name, parameter) in named]
         self.reducer = Reducer(
             slots,
-            transport_to(device, self.ranks)(self.ranks, wire_dtype, average, shard_optimizer),
+            transport_to(device, self.ranks)(
+                self.ranks, wire_dtype, self.ranks.world_size if average else 1, shard_optimizer
+            ),
             bucket_bytes=bucket_bytes,
             overlap=overlap,
             unused=unused_parameters,
@@ -149,11 +140,10 @@ class DataParallel(nn.Module, Joinable):
         )
         if self._fixed:  # in the order of gradients if forward uses the parameters in the module's order
             self.reducer.lay_out([slot for slot in reversed(slots) if slot.parameter.requires_grad])
-        self._shards = self._sharded(overlap_param_gather) if shard_optimizer else None
-        self._first_use = FirstUse(module, self._shards) if self._shards and overlap_param_gather else None
+        self._shards = self._sharded() if shard_optimizer else None
 
-    def _sharded(self, overlap_param_gather: bool) -> Shards:
-        shards = self.reducer.owner = Shards(self.reducer.buckets, self.reducer.transport_of, overlap_param_gather)
+    def _sharded(self) -> Shards:
+        shards = self.reducer.owner = Shards(self.reducer.buckets)
         hook = self.module.register_load_state_dict_post_hook(OfWrapper(lambda *_: shards.reload()))
         weakref.finalize(self, hook.remove)
         return shards
@@ -178,8 +168,7 @@ class DataParallel(nn.Module, Joinable):
         trains = torch.is_grad_enabled()
         if trains:
             self._prepare()
-        with self._first_use.watched() if self._first_use is not None else nullcontext():
-            output = self.module(*inputs, **options)
+        output = self.module(*inputs, **options)
         if trains:
             self.reducer.begin_at([x for x in tensors_in(output) if x.grad_fn is not None])
         return output
@@ -192,17 +181,10 @@ class DataParallel(nn.Module, Joinable):
                     "main_grad do not allow: freeze first, then wrap"
                 )
             self._gradients.watch()
-        sync = self._sync
-        shares = self._broadcasts and self.module.training and sync and self._trained.members.has_buffers()
-        root: int | None = 0 if shares else None
         if self._batch is None:
             self.reducer.check_earlier()  # before any collective call that a rank with an error would not join
-        if self._join_config.enable:
-            Join.notify_join_context(self)
-            iteration = agree_on_iteration(self, has_inputs=True, reduces=sync, shares=shares)
-            self.reducer.among = self.ranks.world_size if self._divides_by_all else iteration.active
-            root = iteration.root
-        self.share_buffers(root)
+        if self._broadcasts and self.module.training and self._sync and self._trained.members.has_buffers():
+            broadcast_buffers(self.module, self.ranks)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -334,7 +316,7 @@ class DataParallel(nn.Module, Joinable):
         """Return an optimizer that steps this rank's part of the parameters and then gathers all parts.
 
         It is an instance of `kind`, so schedules, hooks and its state_dict (of this rank's part) work as usual. Every
-        parameter is whole after step(), or with overlap_param_gather after `wait_for_parameters`.
+        parameter is whole after step().
 
         Args:
             kind: class of torch.optim, or any class with that interface.
@@ -360,14 +342,8 @@ class DataParallel(nn.Module, Joinable):
         shards = self._shards
         return [] if shards is None else [piece for each in self.reducer.buckets for piece, _ in shards.pieces_of(each)]
 
-    def wait_for_parameters(self) -> None:
-        """Wait until every parameter is whole; needed with overlap_param_gather only."""
-        if self._shards is not None:
-            self._shards.wait()
-
     def check_replicas(self) -> None:
         """Check that all ranks have the same parameters and buffers; see `weft.check_replicas`."""
-        self.wait_for_parameters()
         check_replicas(self)
 
     @property
@@ -375,12 +351,7 @@ class DataParallel(nn.Module, Joinable):
         """Communicator of the ranks that have copies of the module."""
         return self.ranks
 
-    def named_parameters(self, *options: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Wait until every parameter is whole, and return torch's iterator of names and parameters."""
-        self.wait_for_parameters()
-        return super().named_parameters(*options, **named)
-
-    # Hooks and uneven inputs.
+    # Hooks.
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Reduce buckets by a communication hook with DDP's interface.
@@ -404,79 +375,15 @@ class DataParallel(nn.Module, Joinable):
                 "register_comm_hook needs shard_optimizer=False and wire_dtype=None: the hook decides how "
                 "gradients travel"
             )
-        self.reducer.transport = ByHook(self.ranks, None, True, False, state, hook)
+        self.reducer.transport = ByHook(self.ranks, None, self.ranks.world_size, False, state, hook)
 
-    def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> Join:
-        """Return a context for ranks with different numbers of inputs, as DDP's.
-
-            with model.join():
-                for batch in batches: ...
-
-        A rank that has run out of inputs takes part with gradients of zero until all ranks have run out. Then all ranks
-        get the parameters of the last one.
-
-        Args:
-            divide_by_initial_world_size: divide sums by the number of all ranks; False divides by the number of ranks
-                that have inputs left.
-            enable: False makes the context do nothing.
-            throw_on_early_termination: raise on all ranks as soon as one has run out of inputs.
-
-        Returns:
-            torch's Join context of this model.
-
-        Raises:
-            ValueError: as `join_hook`.
-        """
-        self._divides_by_all = divide_by_initial_world_size
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **options: Any) -> Shadow:
-        """Return the hook that torch's Join calls on a rank without inputs.
-
-        Raises:
-            ValueError: the model was made with shard_optimizer=True or invariant, or has experts over "ep".
-        """
-        if self._has_experts_apart():
-            raise ValueError(
-                'join() is not supported with experts over "ep": a rank without inputs would leave tokens of '
-                "others waiting"
-            )
-        if self._shards is not None:
-            raise ValueError("join() needs shard_optimizer=False: a rank without inputs would not step its part")
-        if self._batch is not None:
-            raise ValueError("join() needs invariant=None: every rank has equally many units of the batch")
-        return Shadow(self, options.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """Device of what torch's Join and its hooks exchange."""
-        return self.ranks.device_of_numbers(next(self.module.parameters()).device)
-
-    @property
-    def join_process_group(self):
-        """Process group of the ranks, for torch's Join."""
-        return self.ranks.group
-
-    def share_buffers(self, root: int | None) -> None:
-        """Copy the root's buffers to every rank; do nothing if root is None."""
-        if root is not None:
-            broadcast_buffers(self.module, self.ranks, root)
-
-    def adopt(self, root: int) -> None:
-        """Copy the root's parameters and buffers to every rank."""
-        self._broadcast_from(root)
-
-    def _broadcast_from(self, root: int) -> None:
-        """Copy a rank's parameters and buffers to every rank; those of experts to the ranks that have the same."""
+    def _broadcast_first(self) -> None:
+        """Copy the first rank's parameters and buffers to every rank; those of experts to the ranks that have them."""
         of_ranks: dict[Communicator, list[torch.Tensor]] = {self.ranks: list(self.module.buffers())}
         for parameter in self.module.parameters():
             of_ranks.setdefault(ranks_that_reduce(parameter, self.ranks), []).append(parameter)
         for ranks, tensors in of_ranks.items():
-            broadcast(tensors, ranks, root if ranks == self.ranks else 0)
+            broadcast(tensors, ranks)
 
     def _has_experts_apart(self) -> bool:
         return any(ranks_that_reduce(parameter, self.ranks) != self.ranks for parameter in self.module.parameters())

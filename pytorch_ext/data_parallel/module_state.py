@@ -10,44 +10,43 @@ from weft.forward.members import Members
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[torch.Tensor], ranks: Communicator, root: int = 0) -> None:
-    """Copy the root's tensors to every rank. A collective call.
+def broadcast(tensors: Iterable[torch.Tensor], ranks: Communicator) -> None:
+    """Copy the first rank's tensors to every rank. A collective call.
 
     Tensors below 65536 elements share one collective for each type and device; each larger tensor has its own.
 
     Args:
         tensors: tensors to overwrite, in the same order on every rank.
         ranks: ranks that take part.
-        root: rank that has the values.
     """
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() >= 1 << 16:
-            ranks.broadcast_(tensor.detach(), root)
-            if ranks.rank != root:
+            ranks.broadcast_(tensor.detach(), 0)
+            if ranks.rank:
                 torch.autograd.graph.increment_version(tensor)
         elif tensor.numel():
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for together in small.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in together])
-        ranks.broadcast_(flat, root)
+        ranks.broadcast_(flat, 0)
         parts = flat.split([tensor.numel() for tensor in together])
-        for tensor, part in zip(together, parts, strict=True) if ranks.rank != root else ():
+        for tensor, part in zip(together, parts, strict=True) if ranks.rank else ():
             tensor.copy_(part.view(tensor.shape))
 
 
-def broadcast_buffers(module: nn.Module, ranks: Communicator, root: int) -> None:
-    """Copy the root's buffers to every rank. A collective call.
+def broadcast_buffers(module: nn.Module, ranks: Communicator) -> None:
+    """Copy the first rank's buffers to every rank. A collective call.
 
     A buffer that the graph of an earlier forward holds is replaced by another tensor, so that its backward finds the
     values of that forward.
     """
     held: dict[int, torch.Tensor] = {}
-    for each in module.modules() if ranks.rank != root else ():
+    for each in module.modules() if ranks.rank else ():
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer._use_count() > 1:  # type: ignore[attr-defined]
                 each._buffers[name] = held.setdefault(id(buffer), buffer.clone())
-    broadcast(module.buffers(), ranks, root)
+    broadcast(module.buffers(), ranks)
 
 
 class OfWrapper:

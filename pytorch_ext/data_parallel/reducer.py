@@ -55,7 +55,6 @@ class Reducer:
         ranks: ranks that reduce.
         sync: a forward's backward reduces; otherwise gradients add up on each rank. A backward that reaches outputs of
             forwards has the value of those.
-        among: number of ranks that have inputs; fewer than all once some have run out.
         buckets: the buckets in the order in which they travel; [] until they are laid out.
         backwards: number of backwards that have reduced.
         norm_squared: float64 [1], squared norm of all gradients at the last reduction or the last `measure_anew`.
@@ -84,7 +83,7 @@ class Reducer:
                 Other backwards are left as they are.
         """
         self.slots, self.transport, self.ranks = list(slots), transport, transport.ranks
-        self.sync, self.among = True, self.ranks.world_size
+        self.sync = True
         self._of_fewer: dict[Communicator, Transport] = {}
         self.buckets: list[Bucket] = []
         self.backwards = 0
@@ -248,7 +247,7 @@ class Reducer:
             return None
         if slot.reduced:
             slot.reduced = False
-            if not self.transport.average:
+            if self.transport.divisor == 1:
                 self._count_once(slot)
         if slot.into_main_grad:
             slot.view.add_(gradient)
@@ -344,7 +343,7 @@ class Reducer:
         """Start full buckets in bucket order, up to the first that is not full."""
         while len(self._waits) < len(self.buckets) and self.buckets[len(self._waits)].missing <= 0:
             bucket = self.buckets[len(self._waits)]
-            self._waits.append(self.transport_of(bucket).start(bucket, self.among, self._overlap))
+            self._waits.append(self.transport_of(bucket).start(bucket, self._overlap))
 
     # At the end of backward.
 
@@ -356,19 +355,6 @@ class Reducer:
             self._reduce_the_rest()
         finally:
             self._reset()
-
-    def reduce_nothing(self) -> None:
-        """Take part in one reduction with gradients of zero, because this rank has run out of inputs."""
-        self.check_earlier()
-        for slot in self.slots:
-            slot.parameter.grad = None
-            if slot.into_main_grad and slot.view is not None:
-                slot.view.zero_()
-        self._unused, unused = "zero", self._unused
-        try:
-            self._finish()
-        finally:
-            self._unused = unused
 
     def _reduce_the_rest(self) -> None:
         if self._learning:
@@ -422,7 +408,7 @@ class Reducer:
 
     def _fill_in(self, slot: Slot) -> None:
         """Prepare the place of a parameter that got no gradient in this backward: an earlier gradient, or zeros."""
-        if slot.reduced and not self.transport.average:
+        if slot.reduced and self.transport.divisor == 1:
             self._count_once(slot)
         slot.reduced = False
         if slot.into_main_grad:

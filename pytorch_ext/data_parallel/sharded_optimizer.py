@@ -4,14 +4,13 @@ Parameters are laid out like their gradients. A reduce-scatter leaves rank r its
 part belongs to rank r's part of the parameters. The optimizer is one of torch's own, and its parameters are pieces: the
 stretch of this rank's part that belongs to one parameter.
 
-After the optimizer's step the parts are gathered, either at once or during forward, which waits for each
-(`param_prefetch`).
+After the optimizer's step the parts are gathered.
 
 Every rank has a piece of every parameter, which may be empty. Optimizers that update each element by itself do not get
 the empty pieces. Optimizers that sum norms over the ranks get them, so that all ranks count the same parameters.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from weft.comm.communicator import Communicator
-from weft.data_parallel.bucket_comm import Transport, Wait, measure
+from weft.data_parallel.bucket_comm import measure
 from weft.data_parallel.buckets import Bucket, Slot, place_in, shared_memory
 from weft.metadata import metadata, set_metadata
 from weft.sharding.optimizer_check import ELEMENTWISE, check_every_optimizer, is_elementwise
@@ -104,18 +103,11 @@ class _BucketPart:
 
 
 class Shards:
-    """This rank's pieces of the parameters of all buckets.
+    """This rank's pieces of the parameters of all buckets."""
 
-    Attributes:
-        under_way: parts that are being gathered, each with the function that waits for it.
-    """
-
-    def __init__(self, buckets: list[Bucket], transport_of: Callable[[Bucket], Transport], gathers_late: bool):
+    def __init__(self, buckets: list[Bucket]):
         check_every_optimizer()
-        self._transport_of, self._gathers_late = transport_of, gathers_late
         self._parts = {bucket: self._share(bucket) for bucket in buckets}
-        self._part_of = {id(slot.parameter): part for part in self._parts.values() for slot in part.places}
-        self.under_way: dict[_BucketPart, Wait] = {}
 
     def optimizer(self, kind, parameters: Iterable | None, elementwise: bool | None, options: dict):
         """Return an optimizer of class `kind` over this rank's pieces; see `DataParallel.optimizer`."""
@@ -187,24 +179,12 @@ class Shards:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Send every part to every rank. Parameters are whole when this returns, or after `wait` if gathered late."""
-        for bucket, part in reversed(self._parts.items()):  # forward first needs those with the last gradients
+        """Send every part to every rank."""
+        for bucket, part in self._parts.items():
             if part.stepped is not part.local:
                 part.local.copy_(part.stepped)
             parts = list(part.flat.chunk(bucket.ranks.world_size))
-            self.under_way[part] = self._transport_of(bucket).gather(part.local, parts, self._gathers_late)
-            if not self._gathers_late:
-                self.wait()
-
-    def wait(self, things: Iterable | None = None) -> None:
-        """Wait until the parameters among these objects are whole, or all parameters if `things` is None."""
-        if not self.under_way:
-            return
-        parts = list(self.under_way) if things is None else [self._part_of.get(id(each)) for each in things]
-        for part in parts:
-            if part in self.under_way:
-                self.under_way[part]()
-                del self.under_way[part]  # stays if the wait raised
+            bucket.ranks.all_gather_into(part.local, parts)
 
     @torch.no_grad()
     def adopt_writes(self) -> None:
@@ -213,7 +193,6 @@ class Shards:
         Raises:
             RuntimeError: a parameter got other memory after it was wrapped, so its steps would be lost.
         """
-        self.wait()
         for part in self._parts.values():
             for slot, address in part.known.items():
                 if slot.parameter.data_ptr() != address:

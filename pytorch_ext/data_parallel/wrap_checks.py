@@ -10,7 +10,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.data_parallel.consensus import check_same_module
-from weft.data_parallel.param_prefetch import obstacle_to_waiting
 from weft.sharding.owners import owners_of
 from weft.sharding.quantized import is_quantized
 from weft.sharding.shard import Shard, shard_of
@@ -29,8 +28,6 @@ def check_wrap(module: nn.Module, ranks: Communicator, options: dict) -> torch.d
     """
     _check_options(options)
     obstacle = _obstacle(module, ranks)
-    if options["overlap_param_gather"]:
-        obstacle = obstacle or obstacle_to_waiting(module)
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     others = {name: tensor for name, tensor in tensors if name not in trained}
@@ -49,8 +46,6 @@ def _check_options(options: dict) -> None:
     if not options["bucket_mb"] > 0:
         raise ValueError(f"bucket_mb={options['bucket_mb']} must be more than 0")
     check_choice("wire_dtype", options["wire_dtype"], _WIRES)
-    if options["overlap_param_gather"] and not options["shard_optimizer"]:
-        raise ValueError("overlap_param_gather=True needs shard_optimizer=True: no parameter is gathered without it")
     if options["invariant"] is not None:
         for name in ("shard_optimizer", "main_grad", "wire_dtype"):
             if options[name]:

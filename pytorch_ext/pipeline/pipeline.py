@@ -403,9 +403,10 @@ class Pipeline(nn.Module):
             return None
         if self._reducer is None or kinds != self._kinds:
             named = enumerate(self.named_parameters())
+            divisor = self._replicas.world_size if self._reduction == "mean" else 1
             self._reducer = Reducer(
                 [Slot(number, name, parameter) for number, (name, parameter) in named],
-                transport_to(self._device, self._replicas)(self._replicas, None, self._reduction == "mean", False),
+                transport_to(self._device, self._replicas)(self._replicas, None, divisor, False),
                 bucket_bytes=_BUCKET_BYTES,
                 overlap=True,
                 unused="others",

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from interpreter import by_kernels, in_the_interpreter
 from same_bits import assert_same_bits, make_model
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -334,8 +333,6 @@ def make_what_is_refused(rank, world):
     refused("1 is a BatchNorm1d", lambda: weft.DataParallel(norm, invariant=4))
     refused("1 is a BatchNorm1d", lambda: weft.parallelize(norm, weft.init_mesh(dp=2), plan=None, invariant=4))
     refused("is compiled", lambda: weft.DataParallel(torch.compile(nn.Linear(4, 4)), invariant=4))
-    refused("needs invariant=None", lambda: of().join())
-    refused("needs invariant=None", lambda: Join([of()]))
     refused("needs invariant=None", lambda: of().register_comm_hook(None, print))
     refused("make the model with", lambda: weft.DataParallel(nn.Linear(4, 4)).in_units(print))
     mesh = weft.init_mesh(tp=2)

@@ -125,32 +125,6 @@ def test_parameters_of_several_types_keep_them_under_main_grad(world):
     run_ranks(masters_of_every_type, world)
 
 
-def uneven(rank, main_grad):
-    """Ranks run out of inputs between accumulated micro-batches."""
-    model = weft.DataParallel(Everything(), main_grad=main_grad, unused_parameters="zero", bucket_mb=1e-3)
-    optimizer = weft.LAMB(model.parameters(), lr=1e-3)
-    before = model.module.first.weight.detach().clone()
-    with model.join():
-        for step in range(1 + 2 * rank):
-            model.zero_grad()
-            with model.no_sync():
-                loss_of(model(batch(50 + step, rank, 6))).backward()
-            loss_of(model(batch(step, rank, 6))).backward()
-            optimizer.step()
-    assert not torch.equal(model.module.first.weight, before)
-    forwards = 2 * (1 + 2 * (dist.get_world_size() - 1))  # of the last rank, which shares its buffers in each step
-    assert model.module.norm.num_batches_tracked == forwards
-    for value in [*model.parameters(), *model.buffers()]:
-        parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, value.detach().contiguous())
-        assert all(torch.equal(part, value) for part in parts)
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_uneven_inputs_with_accumulation_end_alike(main_grad):
-    run_ranks(uneven, 3, main_grad)
-
-
 # What is written to parameters from outside is what is stepped.
 
 
@@ -419,25 +393,23 @@ def test_a_gradient_of_none_counts_as_zeros_and_not_as_the_last_one():
 
 def copied(rank):
     """A copy has nothing of the wrapper: what is loaded into it leaves the masters alone, and it can be stored."""
-    for late in (False, True):
-        options = {"shard_optimizer": True, "main_grad": True, "overlap_param_gather": late}
-        model = weft.DataParallel(mlp(torch.bfloat16), **options)
-        optimizer = model.optimizer(torch.optim.SGD, lr=1e-4)
-        averages = copy.deepcopy(model.module)
-        for _ in range(3):
-            loss_of(model(batch(0, rank).bfloat16())).backward()
-            optimizer.step()
-        before = [piece.clone() for piece in optimizer.param_groups[0]["params"]]
-        averages.load_state_dict(model.module.state_dict())
-        assert all(map(torch.equal, optimizer.param_groups[0]["params"], before))
-        file = io.BytesIO()
-        torch.save(model.module, file)
-        file.seek(0)
-        again = torch.load(file, weights_only=False)
-        assert all(map(torch.equal, again.parameters(), model.parameters()))
-        again(batch(0, rank).bfloat16())
-        with pytest.raises(TypeError, match="cannot be pickled, .*: save model.module"):
-            torch.save(model, io.BytesIO())
+    model = weft.DataParallel(mlp(torch.bfloat16), shard_optimizer=True, main_grad=True)
+    optimizer = model.optimizer(torch.optim.SGD, lr=1e-4)
+    averages = copy.deepcopy(model.module)
+    for _ in range(3):
+        loss_of(model(batch(0, rank).bfloat16())).backward()
+        optimizer.step()
+    before = [piece.clone() for piece in optimizer.param_groups[0]["params"]]
+    averages.load_state_dict(model.module.state_dict())
+    assert all(map(torch.equal, optimizer.param_groups[0]["params"], before))
+    file = io.BytesIO()
+    torch.save(model.module, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    again(batch(0, rank).bfloat16())
+    with pytest.raises(TypeError, match="cannot be pickled, .*: save model.module"):
+        torch.save(model, io.BytesIO())
 
 
 def test_copies_of_the_module_know_nothing_of_the_wrapper():

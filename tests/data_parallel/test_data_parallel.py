@@ -435,36 +435,6 @@ def test_the_module_inside_may_be_compiled():
     run_ranks(compiled, 2)
 
 
-def uneven(rank, by_all):
-    """Rank r has r + 2 batches."""
-    world = dist.get_world_size()
-    model = weft.DataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(5)), bucket_mb=1e-3)
-    alone = copy.deepcopy(model.module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join(divide_by_initial_world_size=by_all):
-        for step in range(rank + 2):
-            optimizer.zero_grad()
-            loss_of(model(batch(step, rank))).backward()
-            optimizer.step()
-    theirs = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(world + 1):
-        active = [r for r in range(world) if step < r + 2]
-        gradients = [rank_order_gradients(alone, [losses(step, world)[r]], "sum") for r in active]
-        for parameter, parts in zip(alone.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = sum(parts) / (world if by_all else len(active))
-        theirs.step()
-    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected)
-        assert all(torch.equal(parameter, part) for part in gathered(parameter.detach()))
-    return model.reducer.backwards
-
-
-@pytest.mark.parametrize("by_all", [True, False])
-@pytest.mark.parametrize("world", [3, 4])  # of 4, the 3 that are left do not divide by a power of two
-def test_ranks_may_run_out_of_inputs_at_different_times(world, by_all):
-    assert run_ranks(uneven, world, by_all) == [world + 1] * world
-
-
 def under_tensor_parallelism(rank):
     """The norm counts each shard once and each whole parameter once."""
     mesh = weft.init_mesh(dp=2, tp=2, device_type="cpu")

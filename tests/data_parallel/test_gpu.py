@@ -43,25 +43,8 @@ def sharded(rank):
     as_one_process(rank, {"shard_optimizer": True})
 
 
-def gathered_late(rank):
-    """Parameters that travel on the side stream are those of a gathering at once, though that stream is late."""
-    device = torch.device("cuda")
-    options = {"bucket_mb": 1e-3, "shard_optimizer": True}
-    models = [weft.DataParallel(mlp().to(device), overlap_param_gather=late, **options) for late in (False, True)]
-    optimizers = [model.optimizer(torch.optim.AdamW, lr=1e-2) for model in models]
-    for step in range(4):
-        outputs = [model(batch(step, rank).to(device)) for model in models]
-        assert torch.equal(*outputs)
-        for output, optimizer in zip(outputs, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(output).backward()
-            torch.cuda._sleep(20_000_000 * (rank + 1))
-            optimizer.step()
-    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [plain, narrow, sharded, gathered_late])
+@pytest.mark.parametrize("case", [plain, narrow, sharded])
 @pytest.mark.parametrize("world", [1, 2])
 def test_on_one_gpu(case, world):
     options = {"backend": "cpu:weft,cuda:gloo", "environment": {SHARED_GPU: "1"}, "timeout_s": 240}

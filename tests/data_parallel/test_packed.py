@@ -39,7 +39,6 @@ LAWS = {
     "checkpoints": ("test_data_parallel", "run_unusual", 2, "reentrant"),
     "hooks": ("test_data_parallel", "run_unusual", 2, "hooked"),
     "frozen": ("test_data_parallel", "freeze_later", 2),
-    "join": ("test_data_parallel", "uneven", 3, False),
     "another backend": ("test_data_parallel", "other_group", 2, "gloo"),
     "sharded": ("test_sharded_optimizer", "twice_without_zeroing", 2, 25),
     "sharded and narrow": ("test_sharded_optimizer", "same_steps", 2, {"wire_dtype": torch.bfloat16}),

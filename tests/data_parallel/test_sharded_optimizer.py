@@ -195,8 +195,6 @@ def refused(rank):
     assert isinstance(model.optimizer(Own, lr=0.1, elementwise=True), Own)
     with pytest.raises(ValueError, match="is for shard_optimizer=True"):
         weft.DataParallel(mlp()).optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="join.. needs shard_optimizer=False"):
-        model.join()
     with pytest.raises(ValueError, match="shard_optimizer=False"):
         model.register_comm_hook(None, lambda state, bucket: None)
     stranger = nn.Parameter(torch.ones(3))
