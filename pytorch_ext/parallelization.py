@@ -41,7 +41,7 @@ from weft.tensor_parallel.local_sizes import is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
 from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrappers, without_peft, wrappers_in
-from weft.tensor_parallel.plan_check import check_flow, check_meeting, own_plan
+from weft.tensor_parallel.plan_check import check_flow, own_plan
 from weft.tensor_parallel.styles import KEPT, Plan, part_of
 from weft.tensor_parallel.ties import keep_parameters, tie
 
@@ -216,7 +216,6 @@ def parallelize(
     summed = [*between, *(name for name, layer in replacements.items() if is_summed(layer))]
     own = None
     if automatic is None and ranks.tp is not None:
-        check_meeting(model, replacements)
         own = own_plan(model, replacements, summed, ranks.tp.world_size, in_units=invariant is not None)
         check_flow(model, own)
     recomputed = recomputed_in(model, recompute)

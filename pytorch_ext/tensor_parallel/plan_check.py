@@ -1,7 +1,7 @@
-"""Checks that each layer of a plan gives the part that the next one takes, by sizes and by following the model."""
+"""Checks that each layer of a plan gives the part that the next one takes, by following the model."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,92 +14,9 @@ from weft.tensor_parallel.auto.propagation import Flow, Propagation
 from weft.tensor_parallel.auto.trace import Trace, trace, without_values
 from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.local_sizes import draws_for_parts, has_numbers
-from weft.tensor_parallel.peft_wrappers import is_of_adapter, wrappers_in
 
 _log = logging.getLogger(__name__)
 _FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, ShardedDropout, OwnDropout2d)
-
-
-def check_meeting(model: nn.Module, replacements: Mapping[str, nn.Module]) -> None:
-    """Check by sizes that column layers feed row layers.
-
-    A row layer needs a column layer that gives its part. A column layer must not feed a whole layer. Two layers belong
-    together if they have the same number of features between them. If there are several candidates, those in the
-    smallest module around both belong together.
-
-    Args:
-        model: the unsplit model.
-        replacements: the split layers, by the name of the layer that they replace.
-
-    Raises:
-        ValueError: the layers do not fit; the message names them and a plan entry that works.
-    """
-    layers = {**dict(model.named_modules()), **replacements}
-    linear = {name: layer for name, layer in layers.items() if isinstance(layer, ParallelLinear)}
-    columns = {name: layer for name, layer in linear.items() if layer.style == "column" and not layer.gather_output}
-    rows = {name: layer for name, layer in linear.items() if layer.style == "row" and not layer.split_input}
-    # Features may also come from a convolution's channels, which sizes do not show.
-    sizes_suffice = all(isinstance(layer, ParallelLinear | ParallelEmbedding) for layer in replacements.values())
-    for name in replacements:
-        if name in rows and sizes_suffice:
-            _check_row(name, rows[name], columns)
-        elif name in columns:
-            _check_column(name, columns[name], model, rows, replacements)
-
-
-def _check_row(name: str, row: ParallelLinear, columns: Mapping[str, ParallelLinear]) -> None:
-    needed = row.shards["weight"].sizes
-    for around in _around(name):
-        near = {other: column for other, column in columns.items() if other.startswith(around)}
-        outputs = [column.out_features for column in near.values()]
-        if any(size > row.in_features and size % row.in_features == 0 for size in outputs):
-            return  # a fused projection; sizes do not show its pieces
-        giving = {other: column for other, column in near.items() if row.in_features in _outputs(column)}
-        if any(column.parts or column.shards["weight"].sizes == needed for column in giving.values()):
-            return
-        if giving:
-            other = next(iter(giving))
-            raise ValueError(
-                f"parallelize: {name} takes {list(needed)} of its {row.in_features} input features on the ranks, and "
-                f"{other} gives {list(giving[other].shards['weight'].sizes)}: give both the same unit"
-            )
-    raise ValueError(
-        f"parallelize: {name} is a row layer, which takes a part of its {row.in_features} input features, and the plan "
-        'splits no column layer that gives one: name that too, or say {"style": "row", "split_input": True}'
-    )
-
-
-def _outputs(column: ParallelLinear) -> tuple[int, ...]:
-    return (column.out_features, *(column.parts or ()))
-
-
-def _check_column(
-    name: str,
-    column: ParallelLinear,
-    model: nn.Module,
-    rows: Mapping[str, ParallelLinear],
-    replacements: Mapping[str, nn.Module],
-) -> None:
-    sizes, wrappers = _outputs(column), dict(wrappers_in(model))
-    for around in _around(name):
-        if any(other.startswith(around) and row.in_features in sizes for other, row in rows.items()):
-            return
-        for other, layer in model.get_submodule(around.rstrip(".")).named_modules():
-            whole = f"{around}{other}"
-            takes = type(layer) is nn.Linear and layer.in_features == column.out_features
-            if takes and whole not in replacements and whole != name and not is_of_adapter(whole, wrappers):
-                raise ValueError(
-                    f"parallelize: {name} gives each rank a part of its {column.out_features} output features. "
-                    f"{whole} is not in the plan and takes as many, perhaps these: name it too (as a row layer if it "
-                    'takes these), or say {"style": "column", "gather_output": True}'
-                )
-
-
-def _around(name: str) -> Iterator[str]:
-    """Yield the modules around a module, innermost first, as name prefixes; "" is the model."""
-    components = name.split(".")[:-1]
-    for count in range(len(components), -1, -1):
-        yield "".join(f"{component}." for component in components[:count])
 
 
 @dataclass(frozen=True)
@@ -141,6 +58,11 @@ class OwnPlan:
             except Exception as error:  # the model's code may raise, and so may a rule on unexpected arguments
                 _log.debug("the plan is not followed in a call: %s", error)
                 continue
+            if isinstance(found, str):
+                return (
+                    f"parallelize: {found} is a row layer, which takes a part of its input features, and gets all of "
+                    'them: split the layer before it by columns, or say {"style": "row", "split_input": True}'
+                )
             if isinstance(found, Propagation):
                 misuse = self._of_pieces(found) or self._of_sums(twin, flow, found)
                 return self._message(*misuse) if misuse else self._of_drops(whole, found)
@@ -213,17 +135,30 @@ def own_plan(
         for name, layer in linear.items()
         if layer.style == "column" and not layer.gather_output
     }
+    _check_units([linear[name] for name in columns], linear)
     first = {id(module): name for name, module in model.named_modules()}
+    names = set(first.values())
+    rows = [name for name, layer in linear.items() if layer.style == "row" and not layer.split_input and name in names]
     everywhere = all(first[id(model.get_submodule(name))] in replacements for name in replacements)
     followed = all(isinstance(layer, _FOLLOWED) or has_numbers(layer) for layer in replacements.values())
-    if world == 1 or not columns or not everywhere or not followed:
+    if world == 1 or not (columns or rows) or not everywhere or not followed:
         return None
     if any(isinstance(module, ShardedModule) for module in model.modules()):
         return None  # such a module communicates
-    names = set(first.values())
-    rows = [name for name, layer in linear.items() if layer.style == "row" and not layer.split_input and name in names]
     drops = [name for name, layer in replacements.items() if draws_for_parts(layer)] if in_units else None
     return OwnPlan(world, {name: parts for name, parts in columns.items() if name in names}, rows, summed, drops)
+
+
+def _check_units(columns: Sequence[ParallelLinear], linear: Mapping[str, ParallelLinear]) -> None:
+    """Raise ValueError for a row layer that takes as many features as column layers give, cut in other places."""
+    for name, row in linear.items():
+        needed = row.shards["weight"].sizes
+        given = [x.shards["weight"].sizes for x in columns if x.parts is None and x.out_features == row.in_features]
+        if row.style == "row" and not row.split_input and given and needed not in given:
+            raise ValueError(
+                f"parallelize: {name} takes {list(needed)} of its {row.in_features} input features on the ranks, and "
+                f"the layers with as many output features give {list(given[0])}: give both the same unit"
+            )
 
 
 def check_flow(model: nn.Module, plan: OwnPlan | None) -> None:

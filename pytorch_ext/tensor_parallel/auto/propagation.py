@@ -200,19 +200,22 @@ class Flow:
             else:
                 self.refused |= {layer: reason for layer, reason in failed.items() if layer not in self.refused}
 
-    def misuse(self, columns: Collection[str], rows: Collection[str]) -> tuple[str, str] | Propagation:
+    def misuse(self, columns: Collection[str], rows: Collection[str]) -> tuple[str, str] | str | Propagation:
         """Follow a given plan: the features of its columns must reach its rows feature by feature.
 
         Results of an operation without a rule are not checked.
 
         Returns:
-            The layer with misused features, and the misuse; or the Propagation if there is no misuse.
+            The layer with misused features, and the misuse; or the name of a row layer that gets all features; or the
+            Propagation if there is no misuse.
         """
         self.fixed = {name: "the plan leaves it whole" for name in self.modules if name not in {*columns, *rows}}
         self.refused = {**self.fixed, **dict.fromkeys(rows, "it is split by rows")}
         found, meeting, unknown = Propagation(self.world_size), AxisJoin(self.lone), set[Value]()
         for node in self.trace.nodes:
             outputs = {value for value in node.outputs if value is not None}
+            if node.layer in rows and not any(value in found.layouts or value in unknown for value in node.inputs):
+                return node.layer
             if any(value in unknown for value in node.inputs):
                 if node.layer not in {*columns, *rows}:  # the plan fixes the output of these layers
                     unknown |= outputs
