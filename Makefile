@@ -63,7 +63,7 @@ lint: $(VENV)/installed
 
 # The machine code of every kernel variant, or of those of OPS: ten minutes of two cores.
 gate: $(VENV)/built $(PTXAS)
-	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.check $(OPS)
+	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python tests/gate/gate.py $(OPS)
 
 # The assembler of sm_90: CUDA's own wheel, without what it depends on.
 $(PTXAS):

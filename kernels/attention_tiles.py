@@ -10,7 +10,7 @@ from weft.kernels.config import AttentionConfig
 from weft.kernels.language import next_power_of_2
 
 # The tile configurations that exist, by architecture, kind and padded head dimension; the heuristic takes the first.
-# They fit the registers of the architecture; `weft.kernels.check` shows how many are used.
+# They fit the registers of the architecture; `make gate` shows how many are used.
 _Table = dict[str, dict[int, tuple[AttentionConfig, ...]]]
 _TILES: dict[str, _Table] = {
     "sm_80": {

@@ -86,7 +86,7 @@ def choose(
         problem: sizes (integers, which a row of the table may miss by a factor of two) and kinds (anything
             else, which must be equal).
         explicit: the caller's configuration, or None.
-        listed: the configurations that exist; `weft.kernels.check` compiles them.
+        listed: the configurations that exist; `make gate` compiles them.
         heuristic: the configuration where the table has none.
 
     Raises:

@@ -244,7 +244,7 @@ def _launch_product(
 def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
     """Return the number of columns that a program writes at a time.
 
-    The registers hold the sums and addresses of that many (`weft.kernels.check` checks it). Columns that 16 does not
+    The registers hold the sums and addresses of that many (`make gate` checks it). Columns that 16 does not
     divide have an address each.
 
     Args:

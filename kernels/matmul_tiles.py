@@ -167,7 +167,7 @@ def listed(
 ) -> tuple[MatmulConfig, ...]:
     """Return the tile configurations that exist.
 
-    `weft.kernels.check` compiles them, and tuning picks among them. The flags and the ranks' addresses of a
+    `make gate` compiles them, and tuning picks among them. The flags and the ranks' addresses of a
     communicating product take registers too, so a narrow one gets only its smallest tile, or a still smaller one.
     """
     if architecture == "interpreter":

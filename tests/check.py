@@ -107,7 +107,7 @@ def operations_of(changed: list[str]) -> list[str]:
             left += imported[path] - found
         return bool(found & touched)
 
-    if is_concerned(kernels / "check.py") or {"requirements.txt", "requirements-dev.txt"} & set(changed):
+    if is_concerned(ROOT / "tests" / "gate" / "gate.py") or {"requirements.txt", "requirements-dev.txt"} & set(changed):
         return [*ast.literal_eval(listed), "memory_orders"]
     return [name for name in ast.literal_eval(listed) if is_concerned(kernels / f"{name}.py")]
 

@@ -56,7 +56,7 @@ def test_the_nearest_tests_come_first(changed, nearest):
         ("kernels/bucket.py", ["bucket"]),
         ("kernels/all_reduce.py", ["all_reduce"]),
         ("kernels/matmul.py", ["matmul", "all_gather_matmul", "matmul_reduce_scatter", "all_reduce", "grouped_matmul"]),
-        ("kernels/sass.py", check.operations_of(["kernels/check.py"])),
+        ("tests/gate/sass.py", check.operations_of(["tests/gate/gate.py"])),
         ("pytorch_ext/ops/matmul.py", []),
     ],
 )

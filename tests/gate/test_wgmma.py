@@ -3,7 +3,8 @@
 import pytest
 
 pytest.importorskip("triton")
-from weft.kernels import sass, wgmma
+import sass
+import wgmma
 
 # A loop of products with an operand in registers; the next turn loads that operand.
 LOOP = """

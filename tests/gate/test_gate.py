@@ -7,23 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gate as checker
+import memory_orders
 import pytest
+import sass
 import triton
 
-from weft.kernels import archive, check, launch, memory_orders, sass
+from weft.kernels import archive, launch
 from weft.kernels.machine_code import needs_tensor_cores
 
 HERE = Path(__file__).parent
 
 
-def gate(*arguments, program=("-m", "weft.kernels.check"), **environment):
+def gate(*arguments, program=("gate.py",), **environment):
     """Runs it where kernels are not interpreted."""
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, *program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**clean, **environment})
 
 
-@pytest.mark.slow("kernels")  # `make gate` compiles every one of them
+@pytest.mark.slow("kernels", "tests/gate")  # `make gate` compiles every one of them
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not archive.launches_as(triton.__version__), reason=f"what spills is known of triton {archive.TRITON} only"
@@ -38,7 +41,7 @@ def test_a_sample_of_the_listed_variants_passes(architecture, tmp_path):
     assert instructions == {"-", {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}.get(architecture, "HMMA")}
 
 
-@pytest.mark.slow("kernels")
+@pytest.mark.slow("kernels", "tests/gate")
 def test_each_fault_is_named_and_fails_the_gate(tmp_path):
     done = gate(
         "broken",
@@ -64,9 +67,9 @@ def test_each_fault_is_named_and_fails_the_gate(tmp_path):
 
 def test_sums_in_any_order_are_known_by_their_opcodes():
     for opcode in ("UTMAREDG.2D.ADD", "UBLKRED.G.S.ADD.F32.RN", "ATOMG.E.ADD.BF16x2.RN.STRONG.GPU", "RED.E.ADD.F64.RN"):
-        assert check._ADDS_IN_ANY_ORDER.match(opcode), opcode
+        assert checker._ADDS_IN_ANY_ORDER.match(opcode), opcode
     for opcode in ("REDUX.MAX.F32", "RED.E.MAX.F32.STRONG.GPU", "ATOMG.E.ADD.STRONG.GPU", "ATOMG.E.CAS.STRONG.SYS"):
-        assert not check._ADDS_IN_ANY_ORDER.match(opcode), opcode
+        assert not checker._ADDS_IN_ANY_ORDER.match(opcode), opcode
 
 
 OUTER_LOOP = """
@@ -89,10 +92,10 @@ OUTER_LOOP = """
 )
 def test_only_what_an_innermost_loop_reloads_is_a_fault(before, inside, spilled_bytes, fault):
     code = sass.parsed(OUTER_LOOP.format(before=before, inside=inside))
-    assert check.spills(code, spilled_bytes) == fault
+    assert checker.spills(code, spilled_bytes) == fault
 
 
-@pytest.mark.slow("kernels")
+@pytest.mark.slow("kernels", "tests/gate")
 def test_every_flag_function_has_its_memory_order():
     done = gate("memory_orders")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -101,7 +104,7 @@ def test_every_flag_function_has_its_memory_order():
         assert checked == {"wait", "put", "post", "last"}
 
 
-@pytest.mark.slow("kernels")
+@pytest.mark.slow("kernels", "tests/gate")
 def test_a_relaxed_memory_order_is_a_fault(tmp_path):
     table = tmp_path / "table.json"
     done = gate("--architecture", "sm_90", "--json", str(table), program=[str(HERE / "weak_orders.py")])
@@ -144,7 +147,7 @@ def test_a_tensor_load_that_no_fence_separates_from_a_wait_is_a_fault():
     assert fault(around).startswith("at 0040, UTMALDG.2D"), "a path around the fence"
 
 
-@pytest.mark.slow("kernels")
+@pytest.mark.slow("kernels", "tests/gate")
 def test_where_kernels_are_interpreted_there_is_nothing_to_check():
     done = gate("matmul", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "unset it" in done.stderr

@@ -8,7 +8,7 @@ instructions).
 
 import re
 
-from weft.kernels.sass import Code, Instruction
+from sass import Code, Instruction
 
 _MOST_GROUPS = 8  # as many unfinished groups as one wait can name
 _NO_DESTINATION = re.compile(r"ST[GSL]?\b|RED|[IFHD]?SET?P\b|ISETP|FSETP|HSETP|DSETP|PLOP3|VOTE|R2P|BAR|BRA|EXIT|WARP")

@@ -1,4 +1,4 @@
-"""`python -m weft.kernels.check`: compile every listed variant without a GPU and check its machine code.
+"""`make gate`, or `python tests/gate/gate.py OP ...`: compile every listed variant without a GPU and check its machine code.
 
 These are faults and make the exit status non-zero: a variant that does not compile, spilled registers that an innermost
 loop reloads or more than 256 bytes of them, more shared memory than a program may have, a dot that is not on the tensor
@@ -19,8 +19,13 @@ from pathlib import Path
 
 import triton
 
-from weft.kernels import launch, machine_code, memory_orders, sass, wgmma
+from weft.kernels import launch, machine_code
 from weft.kernels.variants import OPS, on_each, places, record
+
+sys.path.insert(0, str(Path(__file__).parent))
+import memory_orders
+import sass
+import wgmma
 
 CHECKED = (*OPS, "memory_orders")
 MOST_SPILLED_BYTES = 256  # outside of the innermost loops, where a load and a store a tile cost next to nothing
@@ -122,7 +127,7 @@ def check_order(op: str, architecture: str, number: int) -> CheckedVariant:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m weft.kernels.check", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python tests/gate/gate.py", description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "ops",
         nargs="*",

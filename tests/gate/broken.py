@@ -1,4 +1,4 @@
-"""A kernel file in which everything is wrong that the static gate looks for; what tests/kernels/test_check.py is for."""
+"""A kernel file in which everything is wrong that the static gate looks for; what test_gate.py is for."""
 
 import torch
 import triton

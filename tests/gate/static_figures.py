@@ -1,4 +1,4 @@
-"""`python -m weft.bench.static_figures`: count instructions of our kernels' loops and of other Triton kernels'.
+"""`python tests/gate/static_figures.py`: count instructions of our kernels' loops and of other Triton kernels'.
 
 The peers are three tutorials of Triton (matmul, persistent matmul, fused attention) and Liger's loss. Their own
 functions launch them here, with every tile that they list for their autotuner, and the launches are recorded. The same
@@ -40,11 +40,14 @@ from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels import attention_tiles, launch, machine_code, matmul_tiles, sass, variants
+from weft.kernels import attention_tiles, launch, machine_code, matmul_tiles, variants
 from weft.kernels.attention import attention_backward, attention_forward
 from weft.kernels.attention_rules import Rules
 from weft.kernels.matmul import matmul
 from weft.kernels.signature import Launch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import sass
 
 RESULTS = Path("bench") / "results" / "static_figures.json"
 ARCHITECTURES = tuple(each for each in launch.ARCHITECTURES if each != "sm_120")  # which has sm_80's kernels
@@ -423,7 +426,7 @@ def _defined(statement: ast.stmt) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.bench.static_figures", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python tests/gate/static_figures.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tutorials", type=Path, metavar="FOLDER", help="Triton's python/tutorials")
     parser.add_argument("--liger", type=Path, metavar="FOLDER", help="folder that liger_kernel is installed in")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help=f"default {RESULTS}")
@@ -440,7 +443,7 @@ def main(arguments: list[str] | None = None) -> None:
         peers["liger-kernel"] = found.version
     for architecture in ARCHITECTURES:
         saved = {
-            "command": "python -m weft.bench.static_figures --tutorials FOLDER --liger FOLDER",
+            "command": "python tests/gate/static_figures.py --tutorials FOLDER --liger FOLDER",
             "triton": triton.__version__,
             "ptxas": {each: machine_code.assembler_version(each) for each in ARCHITECTURES},
             "peers": peers,

@@ -1,7 +1,7 @@
 """memory_orders: the memory order of each flag function of `signal`, in PTX and in machine code.
 
 The interpreter runs one instruction after another, so no result there depends on an order. On a GPU a flag that is set
-too early, or data that is read too early, causes errors, and only rarely. So `weft.kernels.check` compiles each
+too early, or data that is read too early, causes errors, and only rarely. So the gate compiles each
 function alone and looks for the instructions that order its accesses:
 
     release    MEMBAR before the store or the atomic: earlier writes become visible first
@@ -12,9 +12,10 @@ function alone and looks for the instructions that order its accesses:
 import re
 from dataclasses import dataclass
 
+import sass
 import torch
 
-from weft.kernels import launch, sass, signal
+from weft.kernels import launch, signal
 from weft.kernels.language import tl, triton
 
 

@@ -8,12 +8,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import sass
+import static_figures
 import triton
 
-from weft.bench import static_figures
-from weft.kernels import archive, sass
+from weft.kernels import archive
 
 ROOT = Path(__file__).parents[2]
+HERE = {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
 ROWS = json.loads((ROOT / static_figures.RESULTS).read_text())["rows"]
 OURS = [row for row in ROWS if row["kernel"] == "weft"]
 
@@ -36,14 +38,14 @@ def test_every_loop_is_beside_a_peers_on_every_architecture():
     assert {row["kernel"].split()[0] for row in ROWS} == {"weft", "03", "06", "09", "liger"}
 
 
-@pytest.mark.slow("kernels")
+@pytest.mark.slow("kernels", "tests/gate")
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not archive.launches_as(triton.__version__), reason=f"counted with triton {archive.TRITON}")
 @pytest.mark.parametrize("architecture", static_figures.ARCHITECTURES)
 def test_our_committed_figures_are_those_of_the_kernels(architecture):
-    """`python -m weft.bench.static_figures` writes them again."""
-    program = f"import json; from weft.bench.static_figures import rows; print(json.dumps(rows({architecture!r})))"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """`python tests/gate/static_figures.py` writes them again."""
+    program = f"import json; from static_figures import rows; print(json.dumps(rows({architecture!r})))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | HERE
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     compared = {name(row) for row in OURS}
@@ -113,7 +115,7 @@ RECORD = """
 import sys
 from pathlib import Path
 import torch
-from weft.bench import static_figures
+import static_figures
 with static_figures._recording(sys.argv[1]) as made:
     module = static_figures._imported(Path(sys.argv[2]), "03-matrix-multiplication")
     module.matmul(torch.zeros(64, 16), torch.zeros(64))
@@ -122,10 +124,10 @@ for each in made:
 """
 
 
-@pytest.mark.slow("bench")
+@pytest.mark.slow("tests/gate")
 def test_a_peer_is_recorded_with_each_of_its_tiles(tmp_path):
     (tmp_path / "03-matrix-multiplication.py").write_text(TUTORIAL)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | HERE
     found = []
     for architecture in ("sm_90", "sm_100"):
         command = [sys.executable, "-c", RECORD, architecture, str(tmp_path)]
