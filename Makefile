@@ -106,7 +106,7 @@ build/envs/torch-%/ready: requirements.txt requirements-dev.txt
 # its Python, an archive of every kernel, and wheels. Take $(KIT) there with the clone.
 gpu-kit: $(VENV)/built $(PTXAS)
 	rm -rf $(KIT)/site
-	$(PYTHON) bench/gpu_kit.py fetch $(KIT) --python $(GPU_PYTHON)
+	$(PYTHON) tests/on_gpu/gpu_kit.py fetch $(KIT) --python $(GPU_PYTHON)
 	env -u TRITON_INTERPRET WEFT_HOPPER_PTXAS=$(abspath $(PTXAS)) $(BIN)/python -m weft.kernels.aot \
 	  --architecture sm_90 --out $(KIT)
 	test -x build/kit/bin/python || PYENV_VERSION=$(GPU_PYTHON) python$(GPU_PYTHON) -m venv build/kit
@@ -115,10 +115,10 @@ gpu-kit: $(VENV)/built $(PTXAS)
 	cp build/kit/lib/weft/_C.*.so $(KIT)
 
 # Offline, with the python that is there: takes what is missing from $(KIT), or else builds in place, then runs the STEPS
-# of bench/on_gpu.py for SECONDS; what came out is in $(OUT), and in one file with GPU_OPTIONS="--archive FILE".
+# of tests/on_gpu/on_gpu.py for SECONDS; what came out is in $(OUT), and in one file with GPU_OPTIONS="--archive FILE".
 gpu:
-	$(PYTHON) bench/gpu_kit.py install $(KIT)
-	PYTHONPATH=$(abspath src):$(abspath $(KIT))/site $(PYTHON) -m weft.bench.on_gpu $(OUT) $(STEPS) --seconds $(SECONDS) \
+	$(PYTHON) tests/on_gpu/gpu_kit.py install $(KIT)
+	PYTHONPATH=$(abspath src):$(abspath $(KIT))/site $(PYTHON) tests/on_gpu/on_gpu.py $(OUT) $(STEPS) --seconds $(SECONDS) \
 	  $(GPU_OPTIONS)
 
 # The same without a GPU and without a network, in a clone and in a new environment with that machine's Python and

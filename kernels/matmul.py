@@ -615,7 +615,7 @@ def variants(architecture: str) -> None:
     (tests: tests/kernels/test_served.py). Activations and fp32 have one tile each. Of layers with `invariant`, those
     with aligned results are served.
     """
-    m, n, k = 4000, 2000, 1008  # no multiples of a tile: bench/first_launches.py makes these calls
+    m, n, k = 4000, 2000, 1008  # no multiples of a tile: tests/on_gpu/first_launches.py makes these calls
 
     def matrix(rows, columns, dtype):
         return torch.empty(rows, columns, dtype=dtype, device="meta")

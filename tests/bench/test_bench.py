@@ -16,10 +16,11 @@ import types
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
+import on_gpu
 import pytest
 from rich.console import Console
 
-from weft.bench import command, compare, figures, html_report, machine, measure, mpi, on_gpu, progress, report, suites
+from weft.bench import command, compare, figures, html_report, machine, measure, mpi, progress, report, suites
 from weft.bench.device_time import Ceilings
 from weft.bench.measure import Quantiles
 from weft.bench.table import Row

@@ -14,8 +14,13 @@ import time
 import zipfile
 from dataclasses import replace
 
+import first_launches
+import gpu_kit
+import guarded
+import on_gpu
 import pytest
 import torch
+from attention_reference import attention
 
 import weft
 from weft import tuning
@@ -23,15 +28,11 @@ from weft.bench import (
     communicating,
     copy_interference,
     device_time,
-    first_launches,
     flag_tax,
     from_host_memory,
-    gpu_kit,
     grouped_matmul,
-    guarded,
     host_time,
     kernels,
-    on_gpu,
     peer_collectives,
     several_gpus,
     several_gpus_rank,
@@ -46,11 +47,17 @@ from weft.kernels import config, launch
 from weft.kernels.attention import attention_backward
 from weft.ops import library_attention
 from weft.testing import cases
-from weft.testing.attention import attention
 from weft.testing.peers import abandoned, run_as_ranks
 from weft.testing.ranks import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.kernel
+
+
+def compiling():
+    """Return the environment of a process that compiles kernels instead of interpreting them."""
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**outside, "PYTHONPATH": os.pathsep.join(sys.path)}
+
 
 LAYERS = [
     cases.LinearLayer("plain", 24, 20),
@@ -272,12 +279,11 @@ def test_a_product_that_leaves_multiprocessors_to_the_copy_has_the_same_bits(dev
 @pytest.mark.slow("bench")
 def test_the_copy_compiles_without_spilling():
     code = """
-from weft.kernels import check
-for row in check.check(["weft.bench.copy_interference"]):
+import gate
+for row in gate.check(["weft.bench.copy_interference"]):
     assert row.registers and not row.fault and not row.spilled_bytes, row
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=compiling())
     assert done.returncode == 0, done.stderr
 
 
@@ -649,7 +655,8 @@ def test_the_first_launches_are_right_and_a_wrong_kernel_is_found(device):
 
 SERVED_BY_HAND = """
 import torch, sys
-from weft.bench import first_launches, grouped_matmul, matmul
+import first_launches
+from weft.bench import grouped_matmul, matmul
 from weft.kernels import launch, signal, variants
 architecture, device = sys.argv[1], torch.device("meta")
 listed = {variants.variant_of(made) for op in variants.OPS for made in variants.record(op, architecture)}
@@ -684,15 +691,14 @@ for group in ("bucket", "invariant", "communicating"):
 @pytest.mark.slow("bench", "kernels")
 @pytest.mark.parametrize("architecture", launch.ARCHITECTURES[1:2])
 def test_what_is_listed_by_hand_is_compiled_ahead_of_time_too(architecture):
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", SERVED_BY_HAND, architecture]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean)
+    done = subprocess.run(command, capture_output=True, text=True, env=compiling())
     assert done.returncode == 0, done.stderr
 
 
 SERVED_BY_CHECKS = """
 import sys
-from weft.bench import first_launches
+import first_launches
 from weft.kernels import variants
 architecture = sys.argv[1]
 for op in first_launches.REFERENCES:
@@ -711,9 +717,8 @@ for op in first_launches.REFERENCES:
     ],
 )
 def test_every_listed_variant_is_launched_once(architecture):
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", SERVED_BY_CHECKS, architecture]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean)
+    done = subprocess.run(command, capture_output=True, text=True, env=compiling())
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(first_launches.REFERENCES)
 

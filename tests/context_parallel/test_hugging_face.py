@@ -220,9 +220,10 @@ def test_a_softcap_or_a_window_is_never_dropped():
 
 def sinks(rank):
     """As the attention of gpt-oss passes them."""
+    from attention_reference import attention as plain
+
     from weft.context_parallel.hugging_face import Pattern, attention
     from weft.kernels.attention_rules import Rules
-    from weft.testing.attention import attention as plain
 
     class Sinking(torch.nn.Module):
         is_causal = True

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from weft import _C
-from weft.bench.virtual_ranks import (
+from virtual_ranks import (
     OPERATIONS,
     Trial,
     VirtualRanks,
@@ -23,6 +21,8 @@ from weft.bench.virtual_ranks import (
     name_of,
     values,
 )
+
+from weft import _C
 from weft.testing import reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

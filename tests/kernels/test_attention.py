@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_reference import attention, expand_positions
 
 from weft.kernels import launch
 from weft.kernels.attention import attention_backward, attention_delta, attention_forward
@@ -11,7 +12,6 @@ from weft.kernels.attention_rules import Positions, Rules
 from weft.kernels.attention_tiles import listed
 from weft.kernels.config import AttentionConfig
 from weft.ops.dropout import philox
-from weft.testing.attention import attention, expand_positions
 from weft.testing.tolerance import assert_close, error_in_tolerances
 
 pytestmark = pytest.mark.kernel

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attention_reference import attention
 
 import weft
 from weft.kernels import launch
@@ -13,7 +14,6 @@ from weft.kernels.attention_rules import Rules
 from weft.ops import attention_chunk, head_groups, kernel_choice
 from weft.ops.context_attention import choose
 from weft.ops.sequence_layout import SequenceLayout
-from weft.testing.attention import attention
 from weft.testing.ranks import run_ranks
 
 MASKS = {

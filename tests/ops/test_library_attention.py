@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_reference import attention
 from torch.nn.attention import SDPBackend
 
 import weft
@@ -21,7 +22,6 @@ from weft.kernels.config import Entry
 from weft.ops import attention_blocks, attention_chunk, kernel_choice, library_attention
 from weft.ops.attention_blocks import AttentionChunk
 from weft.ops.unit_attention import unit_attention
-from weft.testing.attention import attention
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks
 from weft.testing.tolerance import assert_close

@@ -1,7 +1,7 @@
 """What a machine with a GPU and without a network needs to test weft, in one folder: wheels, extension, archive.
 
-    python bench/gpu_kit.py fetch build/gpu-kit       where there is a network (`make gpu-kit`, which adds the others)
-    python bench/gpu_kit.py install build/gpu-kit     on the machine with the GPU (`make gpu` does that first)
+    python tests/on_gpu/gpu_kit.py fetch build/gpu-kit       where there is a network (`make gpu-kit`, which adds the others)
+    python tests/on_gpu/gpu_kit.py install build/gpu-kit     on the machine with the GPU (`make gpu` does that first)
 
 Runs before weft is installed, so it imports the standard library only.
 """
@@ -15,7 +15,7 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # To build, to test, and what these need; versions are those of requirements*.txt where one of them is named.
 PACKAGES = (
     *("setuptools", "pybind11", "ninja", "safetensors", "rich", "markdown-it-py", "mdurl", "pygments"),

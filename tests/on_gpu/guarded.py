@@ -17,12 +17,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from weft.bench import first_launches
-from weft.bench.first_launches import Check
 from weft.bench.table import Row
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "helpers")]
+import first_launches  # noqa: E402
+from first_launches import Check  # noqa: E402
 
 START_S = 90  # until a worker begins its first check
 CHECK_S = 30  # of one check
@@ -39,7 +42,7 @@ def rows(group: str, end: float, keep: Callable[[dict], None], check_s: float = 
 
 def _run_worker(group: str, first: int, end: float, keep: Callable[[dict], None], check_s: float) -> int | None:
     """Run a worker from a check on; return the check from which the next one goes on, None after the last."""
-    command = [sys.executable, "-u", "-m", "weft.bench.guarded", group, str(first)]
+    command = [sys.executable, "-u", __file__, group, str(first)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace")
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()

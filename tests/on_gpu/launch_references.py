@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import attention_reference as attention
 import torch
 
 from weft.ops.activation import ACTIVATIONS
-from weft.testing import attention
 
 TIMES = 50  # calls where programs count, meet or wait: their order differs from call to call
 FEW_TIMES = 3

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.bench import first_launches, guarded, suites
+from weft.bench import suites
 from weft.bench.device_time import Ceilings, ceilings, geometric_mean, keeping
 from weft.bench.environment import environment, folder_name
 from weft.bench.measure import ROUNDS
@@ -40,6 +40,10 @@ from weft.bench.report import results, save_json
 from weft.bench.table import Row
 from weft.kernels import launch
 from weft.testing import cases
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "helpers")]
+import first_launches  # noqa: E402
+import guarded  # noqa: E402
 
 LEAST_SECONDS = 15  # no step starts with less time left
 MOST_LINES = 60  # of the table
@@ -155,7 +159,7 @@ def _run_all(chosen: dict[str, GpuStep], folder: Path, options, ends: dict[str, 
         if limit < LEAST_SECONDS:
             outcome[name] = "not started: no time left"
             continue
-        command = [sys.executable, "-u", "-m", "weft.bench.on_gpu", str(options.out), "--one", name]
+        command = [sys.executable, "-u", __file__, str(options.out), "--one", name]
         command += ["--until", str(began + now + limit), *["--rehearse"] * options.rehearse]
         code = _streamed(command, folder / "log.txt", name, limit, pack)
         took = f" ({time.monotonic() - began - now:.0f} s)"

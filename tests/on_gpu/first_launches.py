@@ -17,9 +17,9 @@ from itertools import chain
 from unittest.mock import patch
 
 import torch
+from launch_references import FEW_TIMES, REFERENCES, TIMES, Given, Reference, Tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weft.bench.launch_references import FEW_TIMES, REFERENCES, TIMES, Given, Reference, Tensors
 from weft.bench.table import Row
 from weft.kernels import launch, signal, variants
 from weft.kernels.all_gather_matmul import all_gather_matmul
@@ -345,7 +345,7 @@ def _collectives(device: torch.device) -> Iterator[Check]:
     """Yield the extension's collectives on virtual ranks, with the bits of the reduction contract."""
     if device.type == "cpu":
         return
-    from weft.bench.virtual_ranks import OPERATIONS, Trial, VirtualRanks, counts_of
+    from virtual_ranks import OPERATIONS, Trial, VirtualRanks, counts_of
 
     for world in (2, 4):
         for dtype in launch.DTYPES:
