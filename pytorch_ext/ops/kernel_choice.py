@@ -66,15 +66,25 @@ def prefer(preference: str) -> Iterator[None]:
     """
     global _preference
     before, _preference = _preference, _checked(preference)
+    _devices.clear()
     try:
         yield
     finally:
         _preference = before
+        _devices.clear()
 
 
-def on_kernel(device: torch.device) -> bool:
-    """Return True if a product on this device may take weft's kernel at all; a quick check."""
-    return _preference == "kernel" or (device.type == "cuda" and _preference == "auto" and _why_no_code(device) is None)
+class _Devices(dict[torch.device, bool]):
+    """Whether a product on a device may take weft's kernel at all."""
+
+    def __missing__(self, device: torch.device) -> bool:
+        auto = device.type == "cuda" and _preference == "auto"
+        self[device] = _preference == "kernel" or (auto and _why_no_code(device) is None)
+        return self[device]
+
+
+_devices = _Devices()
+on_kernel = _devices.__getitem__  # no call of a Python function: each product of each layer asks
 
 
 def can_run(device: torch.device) -> bool:

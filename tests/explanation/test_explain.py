@@ -176,27 +176,32 @@ def test_where_a_kernels_machine_code_comes_from_is_reported(tmp_path):
         assert done.stdout.startswith(f"{start}this installation has no compiled kernels for sm_90"), done
 
 
+def forget_devices():
+    kernel_choice._why_no_code.cache_clear()
+    kernel_choice._devices.clear()
+
+
 @pytest.mark.kernel
 def test_without_triton_a_gpu_takes_what_was_compiled_ahead_of_time(monkeypatch, tmp_path):
     device = torch.device("cuda")
     monkeypatch.setattr(kernel_choice, "_HAS_TRITON", False)
     for found, taken in (("there is no archive", False), (object(), True)):
         monkeypatch.setattr(dispatch, "archive_of", lambda architecture, found=found: found)
-        kernel_choice._why_no_code.cache_clear()
+        forget_devices()
         with launch.recording("sm_90"):
             assert kernel_choice.on_kernel(device) == kernel_choice.can_run(device) == taken
             if not taken:
                 assert kernel_choice.excluded(device).reason.endswith(
                     "(pip install weft[gpu]), and there is no archive"
                 )
-    kernel_choice._why_no_code.cache_clear()
+    forget_devices()
 
 
 @pytest.mark.kernel
 def test_a_gpu_before_8_0_takes_atens_functions_by_name_and_strict_refuses_it(monkeypatch):
     device = torch.device("cuda:0")
     monkeypatch.setattr(launch, "_properties", lambda index: SimpleNamespace(major=7, minor=0, name="an old GPU"))
-    kernel_choice._why_no_code.cache_clear()
+    forget_devices()
     try:
         assert not kernel_choice.on_kernel(device) and not kernel_choice.can_run(device)
         assert "need compute capability 8.0, the device has 7.0" in str(kernel_choice.excluded(device))
@@ -205,7 +210,7 @@ def test_a_gpu_before_8_0_takes_atens_functions_by_name_and_strict_refuses_it(mo
         with kernel_choice.prefer("library"):
             kernel_choice.check_kernels({device})
     finally:
-        kernel_choice._why_no_code.cache_clear()
+        forget_devices()
 
 
 def asks_for_every_device(rank):
