@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import GradientPlace, is_elsewhere, place_for
 
 # torch's optimizers that update each element by itself. They step a part exactly as within the whole.
-ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
-}
+ELEMENTWISE = frozenset(
+    ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+)
 # They step each parameter by itself, so a pipeline's stage may have some of the model's.
-_EACH_BY_ITSELF = {"Adafactor", "Muon", "SparseAdam"}
+_EACH_BY_ITSELF = frozenset(("Adafactor", "Muon", "SparseAdam"))
 SAVED_BY = "weft_saved_by"  # in a parameter group: the rank whose shards its state belongs to
 # Optimizer to its numbers of parameters by group, to the number of watched parameters at the check, and to this rank's
 # place, by group, among the ranks that share the parameters.
@@ -40,7 +40,8 @@ def is_elementwise(kind: type) -> bool:
     return _steps_as(kind, ELEMENTWISE)
 
 
-def _steps_as(kind: type, names: Collection[str]) -> bool:
+@functools.cache
+def _steps_as(kind: type, names: frozenset[str]) -> bool:
     step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
     known = (getattr(torch.optim, name, None) for name in names)
     return any(base is not None and inspect.unwrap(base.step) is step for base in known)
@@ -159,7 +160,7 @@ def _check_kind(optimizer: Optimizer, group: dict) -> None:
         return
     if any(shard_of(parameter) is not None for parameter in group["params"]):
         problem = "update each element by itself, and this rank has parts of parameters"
-    elif any(map(owners_of, group["params"])) and not _steps_as(kind, _EACH_BY_ITSELF):
+    elif any(map(owners_of, group["params"])) and not _steps_as(kind, _EACH_BY_ITSELF):  # type: ignore[arg-type]
         problem = "step each parameter by itself, and this rank has some of the model's"
     else:
         return
