@@ -367,7 +367,7 @@ def refuse(rank):
         (
             linears,
             pair,
-            r"1 takes \[8, 4\] of its 12 input features on the ranks, and .* give \[6, 6\]: give both the same unit",
+            r"0 gives .* 1 takes \[8, 4\] of them on the ranks, which have \[6, 6\]: give both the same unit",
             {"plan": {"0": "column", "1": {"style": "row", "unit": 4}}},
         ),
         (linears, pair, "no nn.ModuleList or nn.Sequential of blocks", {"plan": None, "recompute": "full"}),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import math
 
@@ -335,6 +336,15 @@ class Warmed(torch.optim.AdamW):
         super().zero_grad(set_to_none)
 
 
+class Clipped(torch.optim.AdamW):
+    """Somebody's: it looks like torch's step, and is not."""
+
+    @functools.wraps(torch.optim.AdamW.step)
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
 class Around(RowNormalised):
     """Somebody's: another optimizer does the work."""
 
@@ -351,7 +361,7 @@ def refused_optimizers(rank, sizes):
     loss_of(model, batches_of(1)[0]).backward()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-    kinds = [OneStepSize, RowNormalised, Signed, torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon]
+    kinds = [OneStepSize, RowNormalised, Signed, Clipped, torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon]
     for kind in kinds:
         before = [parameter.detach().clone() for parameter in parameters]
         optimizer = kind(matrices)

@@ -39,16 +39,21 @@ class ForwardChain:
         self.__signature__ = inspect.signature(module.forward)
 
     @classmethod
-    def of(cls, module: nn.Module) -> "ForwardChain":
-        """Return the module's chain; begin one if there is none."""
+    def of(cls, module: nn.Module, copied_from: nn.Module | None = None) -> "ForwardChain":
+        """Return the module's chain; begin one if there is none.
+
+        Args:
+            copied_from: the module that this one is a shallow copy of, if it may have a forward of its own.
+        """
         found = vars(module).get("forward")
         if isinstance(found, ForwardChain) and found.module is module:
             return found
         made = cls(module)
-        if isinstance(found, ForwardChain):  # of a module that this one is a shallow copy of
+        if isinstance(found, ForwardChain):
             made.steps, made.own = {name: copy(step) for name, step in found.steps.items()}, found.own
-            if isinstance(found.own, MethodType) and found.own.__self__ is found.module:
-                made.own = MethodType(found.own.__func__, module)
+            copied_from = found.module
+        if isinstance(made.own, MethodType) and made.own.__self__ is copied_from:
+            made.own = MethodType(made.own.__func__, module)
         module.forward = made  # type: ignore[method-assign]
         return made
 

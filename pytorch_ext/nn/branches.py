@@ -57,9 +57,11 @@ class Branches(PlacedModules):
         check_choice("Branches: combine", combine, _COMBINE)
         super().__init__()
         self.communicator = ranks = communicator(group)
-        self.combine, self.dim, self._checked = combine, dim, False
+        self._combine, self._dim, self._checked = combine, dim, False
         named = dict(branches) if isinstance(branches, Mapping) else {str(n): m for n, m in enumerate(branches)}
-        tree = nn.ModuleDict(named)
+        tree = nn.Module()
+        for name, module in named.items():
+            tree.add_module(name, module)
         of_branch = [tensors_of(tree, [name]) for name in named]
         check_apart(of_branch, "branches")
         weights = [sum(p.numel() for p in tensors.values() if isinstance(p, nn.Parameter)) for tensors in of_branch]
@@ -73,20 +75,20 @@ class Branches(PlacedModules):
         draws = own_random_numbers(ranks, x.device) if self.training and ranks.world_size > 1 else nullcontext()
         with draws:
             outputs = {number: self.get_submodule(self._names[number])(shared) for number in self._branches_here()}
-        y = total(sum(outputs.values()), ranks) if self.combine == "sum" else self._concatenated(outputs)
+        y = total(sum(outputs.values()), ranks) if self._combine == "sum" else self._concatenated(outputs)
         return with_absent(y, self.absent_parameters())
 
     def _concatenated(self, outputs: dict[int, torch.Tensor]) -> torch.Tensor:
-        joined = torch.cat(list(outputs.values()), self.dim)
+        joined = torch.cat(list(outputs.values()), self._dim)
         where = self.communicator.device_of_numbers(joined.device)
         sizes = torch.zeros(len(self.assignment), dtype=torch.int64, device=where)
         for number, output in outputs.items():
-            sizes[number] = output.size(self.dim)
+            sizes[number] = output.size(self._dim)
         sizes = self.communicator.all_reduce_(sizes)
         ends = list(pairwise(accumulate(sizes.tolist(), initial=0)))
         ranks = range(self.communicator.world_size)
         cut = Cut.of([[ends[n] for n, owner in enumerate(self.assignment) if owner == rank] for rank in ranks])
-        return gather(joined, self.dim, self.communicator, cut)
+        return gather(joined, self._dim, self.communicator, cut)
 
     def _branches_here(self) -> list[int]:
         if not self._checked:
@@ -97,7 +99,7 @@ class Branches(PlacedModules):
         return [number for number, rank in enumerate(self.assignment) if rank == self.communicator.rank]
 
     def extra_repr(self) -> str:
-        how = "summed" if self.combine == "sum" else f"joined along {self.dim}"
+        how = "summed" if self._combine == "sum" else f"joined along {self._dim}"
         return f"{how}, on ranks {', '.join(map(str, self.assignment))}; this is rank {self.communicator.rank}"
 
 

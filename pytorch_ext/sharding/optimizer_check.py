@@ -6,7 +6,6 @@ name: what another one does cannot be seen from outside.
 """
 
 import functools
-import inspect
 import types
 import weakref
 from collections.abc import Sequence
@@ -42,9 +41,14 @@ def is_elementwise(kind: type) -> bool:
 
 @functools.cache
 def _steps_as(kind: type, names: frozenset[str]) -> bool:
-    step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
-    known = (getattr(torch.optim, name, None) for name in names)
-    return any(base is not None and inspect.unwrap(base.step) is step for base in known)
+    step = _step_of(kind)
+    return step is not None and any(step is _step_of(getattr(torch.optim, name, None)) for name in names)
+
+
+def _step_of(kind: object) -> Any:
+    """Return a class's own step, without the wrapper that torch puts around it when the first optimizer is made."""
+    step: Any = getattr(kind, "step", None)
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 _hooks: list = []

@@ -206,4 +206,4 @@ def kind_of_call(args, kwargs) -> tuple:
 def _kind(x):
     if isinstance(x, torch.Tensor):
         return x.dim(), x.dtype, x.requires_grad
-    return _compared(x) if isinstance(x, _SIMPLE) else x if isinstance(x, Enum | torch.dtype) else type(x)
+    return (type(x), x) if isinstance(x, (*_SIMPLE, Enum, torch.dtype)) else type(x)

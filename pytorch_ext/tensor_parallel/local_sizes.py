@@ -7,7 +7,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -63,10 +62,8 @@ def with_numbers(
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     own: Any = vars(module).get("forward")
-    if getattr(own, "__self__", None) is module:
-        vars(twin)["forward"] = MethodType(own.__func__, twin)
-    elif isinstance(own, ForwardChain):
-        ForwardChain.of(twin)
+    if isinstance(own, ForwardChain) or getattr(own, "__self__", None) is module:
+        ForwardChain.of(twin, copied_from=module)
     elif own is not None:
         raise ValueError(
             f"{type(module).__name__} has a forward of its own, which may know the module with the numbers of the "

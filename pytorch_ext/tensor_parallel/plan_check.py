@@ -26,6 +26,7 @@ class OwnPlan:
     Attributes:
         columns: layers that give each rank a part of their features, to the parts of a fused projection.
         rows: layers that take such a part.
+        sizes: each of these layers to the numbers of split features on the ranks.
         summed: modules with gradients that are summed over the ranks.
         drops: modules whose random numbers differ between parts; None if they are not checked.
     """
@@ -33,6 +34,7 @@ class OwnPlan:
     world_size: int
     columns: Mapping[str, tuple[int, ...] | None]
     rows: Collection[str]
+    sizes: Mapping[str, Sequence[int]]
     summed: Collection[str]
     drops: Collection[str] | None = None
 
@@ -64,7 +66,7 @@ class OwnPlan:
                     'them: split the layer before it by columns, or say {"style": "row", "split_input": True}'
                 )
             if isinstance(found, Propagation):
-                misuse = self._of_pieces(found) or self._of_sums(twin, flow, found)
+                misuse = self._of_pieces(found) or self._of_units(found) or self._of_sums(twin, flow, found)
                 return self._message(*misuse) if misuse else self._of_drops(whole, found)
             return self._message(*found)
         return None
@@ -93,6 +95,17 @@ class OwnPlan:
             ends = set(accumulate(self.columns[layer] or [axis.size]))
             if not ends >= set(accumulate(sizes)):
                 return layer, f'the model takes pieces of {sizes} features of it: say "parts": {tuple(sizes)}'
+        return None
+
+    def _of_units(self, found: Propagation) -> tuple[str, str] | None:
+        for row, layout in found.rows.items():
+            column = layout.axis.layer
+            given, taken = self.sizes.get(column, ()), self.sizes.get(row, ())
+            if self.columns.get(column) is None and sum(given) == sum(taken) and given != taken:
+                text = (
+                    f"{row} takes {list(taken)} of them on the ranks, which have {list(given)}: give both the same unit"
+                )
+                return column, text
         return None
 
     def _of_sums(self, twin: nn.Module, flow: Flow, found: Propagation) -> tuple[str, str] | None:
@@ -135,7 +148,6 @@ def own_plan(
         for name, layer in linear.items()
         if layer.style == "column" and not layer.gather_output
     }
-    _check_units([linear[name] for name in columns], linear)
     first = {id(module): name for name, module in model.named_modules()}
     names = set(first.values())
     rows = [name for name, layer in linear.items() if layer.style == "row" and not layer.split_input and name in names]
@@ -146,19 +158,9 @@ def own_plan(
     if any(isinstance(module, ShardedModule) for module in model.modules()):
         return None  # such a module communicates
     drops = [name for name, layer in replacements.items() if draws_for_parts(layer)] if in_units else None
-    return OwnPlan(world, {name: parts for name, parts in columns.items() if name in names}, rows, summed, drops)
-
-
-def _check_units(columns: Sequence[ParallelLinear], linear: Mapping[str, ParallelLinear]) -> None:
-    """Raise ValueError for a row layer that takes as many features as column layers give, cut in other places."""
-    for name, row in linear.items():
-        needed = row.shards["weight"].sizes
-        given = [x.shards["weight"].sizes for x in columns if x.parts is None and x.out_features == row.in_features]
-        if row.style == "row" and not row.split_input and given and needed not in given:
-            raise ValueError(
-                f"parallelize: {name} takes {list(needed)} of its {row.in_features} input features on the ranks, and "
-                f"the layers with as many output features give {list(given[0])}: give both the same unit"
-            )
+    columns = {name: parts for name, parts in columns.items() if name in names}
+    sizes = {name: linear[name].shards["weight"].sizes for name in (*columns, *rows)}
+    return OwnPlan(world, columns, rows, sizes, summed, drops)
 
 
 def check_flow(model: nn.Module, plan: OwnPlan | None) -> None:

@@ -138,10 +138,18 @@ def test_memory_that_a_failed_rank_reuses_is_not_taken_for_data():
 
 def destroy_in_a_handler(rank, asynchronous):
     """A signal arrives while rank 0 waits, and its handler takes the group down."""
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(1.5)
+        store.wait(["destroyed"], timedelta(seconds=10))
         return
-    signal.signal(signal.SIGALRM, lambda *_: dist.destroy_process_group())
+
+    def handler(*_):
+        try:
+            dist.destroy_process_group()
+        finally:
+            store.set("destroyed", "")
+
+    signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     work = dist.all_reduce(torch.ones(1000), async_op=asynchronous)
     work.wait()  # at once: before the queue's thread wakes up, so this thread runs the call

@@ -180,11 +180,18 @@ def test_parameters_of_bf16_are_stepped_in_fp32():
     run_ranks(masters, 2)
 
 
+def made(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def refused(rank):
     model = weft.DataParallel(mlp(), shard_optimizer=True)
     for kind in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam):
         with pytest.raises(TypeError, match=f"{kind.__name__} is not known to update each element by itself"):
             model.optimizer(kind)
+
+    with pytest.raises(TypeError, match="made is not known to update"):
+        model.optimizer(made)
 
     class Own(torch.optim.SGD):
         def step(self, closure=None):

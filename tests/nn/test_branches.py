@@ -208,6 +208,8 @@ def test_replicas_of_branches_and_every_kind_of_optimizer():
 
 
 def check_by_hand(rank):
+    names = ("keys", "dim", "combine")  # of methods and of what a layer might hold
+    assert Branches({name: nn.Linear(2, 2) for name in names})(torch.ones(1, 2)).shape == (1, 6)
     for combine, dim in (("concat", -1), ("sum", 1)):
         torch.manual_seed(0)
         layers = {"left": nn.Linear(4, 3), "middle": nn.Linear(4, 3), "right": nn.Linear(4, 3)}

@@ -2,6 +2,7 @@
 
 import copy
 from collections import namedtuple
+from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
 
@@ -1057,6 +1058,10 @@ def test_what_is_split_is_dropped_by_itself_and_what_is_whole_alike():
     run_ranks(check_dropping, 3)
 
 
+class Norm(IntEnum):
+    NONE, SOFTMAX = 0, 1
+
+
 class Flagged(nn.Module):
     """Normalises over the features where an argument, a flag or a configuration says so."""
 
@@ -1102,7 +1107,8 @@ def check_flags(rank):
     x = torch.randn(2, 6)
     for power in range(5):
         assert flagged(x, power=power).shape == x.shape
-    for options in ({"normalize": True}, {"power": 7}):
+    assert flagged(x, normalize=Norm.NONE).shape == x.shape
+    for options in ({"normalize": True}, {"normalize": Norm.SOFTMAX}, {"power": 7}):
         for _ in range(12):
             with pytest.raises(ValueError, match="softmax"):
                 flagged(x, **options)
