@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.context_parallel.shared_sequence import parts_here
-from weft.data_parallel.batch_units import running_unit, tensors_in
+from weft.data_parallel.batch_units import one_unit_at_a_time, running_unit, tensors_in
 from weft.data_parallel.data_parallel import DataParallel
 from weft.sharding.shard import Shard, shard_of
 
@@ -79,7 +79,8 @@ def recording(model: nn.Module) -> Iterator[StepRecording]:
             found.shards[name] = shard
         hooks.append(module.register_forward_hook(lambda _, args, output, name=name: found.note(name, output)))
     try:
-        yield found
+        with one_unit_at_a_time():
+            yield found
     finally:
         for hook in hooks:
             hook.remove()

@@ -36,7 +36,7 @@ from weft.sharding.shard import shard_of
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
-from weft.tensor_parallel.invariant_plan import check_same_layers, in_units, with_same_bits
+from weft.tensor_parallel.invariant_plan import check_same_layers, in_units
 from weft.tensor_parallel.local_sizes import is_summed
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.patterns import match
@@ -44,6 +44,7 @@ from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, through_wrap
 from weft.tensor_parallel.plan_check import check_flow, own_plan
 from weft.tensor_parallel.styles import KEPT, Plan, part_of
 from weft.tensor_parallel.ties import keep_parameters, tie
+from weft.units.functions import with_same_bits
 
 
 def parallelize(

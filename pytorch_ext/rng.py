@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from weft.comm.communicator import Communicator
@@ -41,7 +41,7 @@ def random_numbers_of(seed: int, device: torch.device) -> Iterator[None]:
 
 
 # Functions that drop elements: the probability's name, place and default; place and default of `training`, if there.
-_DROPS: dict[Callable, tuple[str, int, float, int, bool | None]] = {
+DROPS: dict[Callable, tuple[str, int, float, int, bool | None]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), ("p", 1, 0.5, 2, True)),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), ("p", 1, 0.5, 2, False)),
     F.scaled_dot_product_attention: ("dropout_p", 4, 0.0, 0, None),
@@ -53,9 +53,9 @@ _parts: list[tuple[str, int]] = []
 
 def drops(func: Callable, args: Sequence, kwargs: dict) -> bool:
     """Return whether a call of a function of torch drops elements at random."""
-    if func not in _DROPS:
+    if func not in DROPS:
         return False
-    name, place, default, of_training, training = _DROPS[func]
+    name, place, default, of_training, training = DROPS[func]
     if not kwargs.get(name, args[place] if len(args) > place else default):
         return False
     return training is None or kwargs.get("training", args[of_training] if len(args) > of_training else training)
@@ -103,7 +103,7 @@ class UnitDraws:
     ):
         self._handlers, self._inside = handlers, inside
         more = {} if handlers is None else handlers(self)
-        self.mode = FunctionMode({**dict.fromkeys(_DROPS, self.drop), **more}, inside=inside, owner=self)
+        self.mode = FunctionMode({**dict.fromkeys(DROPS, self.drop), **more}, inside=inside, owner=self)
         self._seeds = [] if seed is None else [seed]
         self._before: Counter[tuple] = Counter()
         self._drew_seed = False  # at the first drop, in the run that this one repeats
@@ -115,19 +115,6 @@ class UnitDraws:
         other._seeds, other._before = self._seeds, self._before.copy()
         other._drew_seed = self._drew_seed or not self._seeds
         return other
-
-    @contextmanager
-    def in_its_place(self) -> Iterator[None]:
-        """Enter this context; it goes on as the innermost one and stands in its place, if that is a UnitDraws."""
-        modes = _get_current_function_mode_stack()
-        before = modes[-1].owner if modes and isinstance(modes[-1], FunctionMode) else None
-        if not isinstance(before, UnitDraws):
-            with self:
-                yield
-            return
-        self._seeds, self._before = before._seeds, before._before
-        with _pop_mode_temporarily(), self:
-            yield
 
     def __enter__(self) -> "UnitDraws":
         self._checkpoints.enter_context(_checkpoints_drop_alike())
@@ -152,8 +139,9 @@ class UnitDraws:
             self._seeds[:] = self._seeds or [number]
             self._drew_seed = False
         place = name, *_parts
-        text = repr((self._seeds, place, self._before[place]))
-        self._before[place] += 1
+        of_seed = self._seeds[0], place
+        text = repr((self._seeds, place, self._before[of_seed]))
+        self._before[of_seed] += 1
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 

@@ -23,6 +23,7 @@ LAYERS = [
     {"weft.ops"},
     {"weft.nn", "weft.tuning"},
     {"weft.context_parallel"},
+    {"weft.units"},
     {"weft.replicas", "weft.activation_checkpoint", "weft.tensor_parallel"},
     {"weft.data_parallel", "weft.explanation"},
     {"weft.pipeline", "weft.clip_grad", "weft.optim", "weft.checkpoint", "weft.first_difference"},

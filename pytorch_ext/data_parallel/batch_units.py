@@ -1,18 +1,20 @@
 """The batch in units: gradients with the same bits on any number of ranks that share it, for `invariant=V`.
 
-A batch is V equal units of sequences. The module runs on one unit at a time, so every call has the same shapes on any
-number of ranks, and each unit has gradients of its own. They are added in the binary tree over units of ops/invariant,
-in fp32, and rounded once.
+A batch is V equal units of sequences. Each has the bits of a call of its own, and gradients of its own. They are added
+in the binary tree over units of ops/invariant, in fp32, and rounded once. The first call of a kind runs the units one
+by one; where a trial gives the same bits, later calls run the units of this rank at once (weft.units).
 
-In autograd's graph, the batch's node stands between the parameters and one node for each unit, which gives the module
-the parameters of that unit. Backward leaves a unit's gradients in the sums at the unit's node. At the batch's node
-the ranks exchange their sums, and the parameters get the gradient of the whole batch.
+In autograd's graph, the batch's node stands between the parameters and one node for each call, which gives the module
+the parameters of that unit or of several. Backward leaves the gradients of units in the sums. At the batch's node the
+ranks exchange their sums, and the parameters get the gradient of the whole batch.
 """
 
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -20,18 +22,28 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.comm.communicator import Communicator
+from weft.context_parallel.region import sharing_in
 from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.forward import Members
 from weft.forward.running import followed
 from weft.metadata import metadata
 from weft.ops import kernel_choice
-from weft.ops.backward import first_order
-from weft.ops.invariant import Tree, Units, in_own_memory, sum_over_nodes
-from weft.rng import UnitDraws, name_modules, random_numbers_of
+from weft.ops.backward import RankFunction, first_order
+from weft.ops.invariant import Tree, Units, in_own_memory, plus, sum_over_nodes
+from weft.ops.unit_parameters import ParameterOfUnits
+from weft.rng import name_modules, random_numbers_of
 from weft.sharding.shard import shard_of
+from weft.units.at_once import NUMBERS, AtOnce, FunctionStep, PathChangedError
+from weft.units.functions import draws_of_units
+from weft.units.trial import NotAloneError, Trial
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)
 _FIRST_GRAPHS = 3  # after a change of what trains; the hooks on parameters look at every gradient
+_MOST_KINDS, _MOST_CHANGES = 16, 3
+_ATOMS = {int, float, bool, str, type(None), torch.dtype}
+# What a call on several units may raise that would not fail unit by unit.
+_ORDINARY_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_at_once = [True]  # the innermost context's last
 _running: list[int] = []  # numbers of the units whose forward runs, the innermost last
 
 
@@ -50,14 +62,42 @@ def within_unit(number: int) -> Iterator[None]:
         _running.pop()
 
 
+@contextmanager
+def one_unit_at_a_time() -> Iterator[None]:
+    """Run each unit in a call of its own inside the context."""
+    _at_once.append(False)
+    try:
+        yield
+    finally:
+        _at_once.pop()
+
+
 def _check_of(reference: "weakref.ref[BatchUnits]", name: str) -> Callable[[torch.Tensor], None]:
-    """Return a hook that checks a gradient while the wrapper lives."""
+    """Return a hook for the wrapper's life: it raises if a parameter gets a gradient that is not of the whole batch."""
 
     def check(parameter: torch.Tensor) -> None:
-        if (units := reference()) is not None:
-            units.check_source(parameter, name)
+        if (units := reference()) is None:
+            return
+        if id(parameter) not in units.expected:
+            units.refuse(name)
+        units.expected.discard(id(parameter))
 
     return check
+
+
+@dataclasses.dataclass(frozen=True)
+class _Learnt:
+    """How calls of a kind run on several units at once.
+
+    Attributes:
+        path: the functions that it calls.
+        cuts: how each tensor of its output is cut into units.
+        draws: it drops elements.
+    """
+
+    path: list[FunctionStep]
+    cuts: list[int]
+    draws: bool
 
 
 class BatchUnits:
@@ -83,7 +123,12 @@ class BatchUnits:
         self.places: list[tuple[dict, str, int]] = []  # of what trains: a module's parameters, name, number
         self._buffers: list[dict] = [part._buffers for part in self._members.modules]
         self.inside = False
-        self._expected: set[torch.Tensor] = set()  # parameters that the batch's node has given a gradient
+        self._learnt: dict[tuple | None, _Learnt | None] = {}
+        self._alone = len(self.here) == 1 or self._device.type != "cpu" or "" in sharing_in(module)
+        self._changes = 0  # times that a forward has left its path
+        shards = filter(None, map(shard_of, module.parameters()))
+        self._beside = list(dict.fromkeys(s.communicator for s in shards if s.communicator.world_size > 1))
+        self.expected: set[int] = set()  # ids of the parameters that the batch's node has given a gradient
         self._watched: set[torch.Tensor] = set()
         self.watch()
 
@@ -101,13 +146,8 @@ class BatchUnits:
                 hook = parameter.register_post_accumulate_grad_hook(_check_of(weakref.ref(self), name))
                 weakref.finalize(self, hook.remove)
 
-    def check_source(self, parameter: torch.Tensor, name: str) -> None:
-        """Raise if a parameter of the module got a gradient that is not of the whole batch."""
-        if parameter not in self._expected:
-            self._refuse(name)
-        self._expected.discard(parameter)
-
-    def _refuse(self, name: str) -> None:
+    def refuse(self, name: str) -> None:
+        """Raise for a gradient of a parameter of the module."""
         raise RuntimeError(
             f"invariant={self.units.total}: {name!r} is used as a parameter of the module, not of a unit, so that its "
             "gradient would be of this rank alone. Checkpoint with use_reentrant=False, call the DataParallel and not "
@@ -118,10 +158,26 @@ class BatchUnits:
         """Call a function with each unit of its arguments; see `DataParallel.in_units`."""
         self._renew()
         arguments, seed = self._cut((args, kwargs))
-        named = self._trained
-        trains = torch.is_grad_enabled() and bool(named)
-        batch = _Batch(self, named) if trains else None
         buffers = [(of, name, x, x._version) for of in self._buffers for name, x in of.items() if x is not None]
+        kind = self._kind(function, args, kwargs)
+        learnt = self._learnt.get(kind)
+        found = None if learnt is None else self._at_once(learnt, function, args, kwargs, seed)
+        if found is None:
+            first = kind is not None and (learnt is not None or kind not in self._learnt)
+            tried = self._try(function, args, kwargs, seed) if first else None
+            found = self._unit_by_unit(function, arguments, seed)
+            if first:
+                self._learn(kind, tried, found)  # type: ignore[arg-type]
+        if changed := [name for of, name, x, version in buffers if x._version != version or of.get(name) is not x]:
+            raise RuntimeError(
+                f"invariant={self.units.total}: forward changed the buffers {', '.join(changed)}, which would depend "
+                "on the units that a rank has"
+            )
+        return found
+
+    def _unit_by_unit(self, function: Callable, arguments: list, seed: int | None) -> Any:
+        named = self._trained
+        batch = _Batch(self, named) if torch.is_grad_enabled() and named else None
         outputs = []
         for unit, (unit_args, unit_kwargs) in zip(self.here, arguments, strict=True):
             own = nullcontext() if batch is None else batch.parameters_of(unit)
@@ -130,12 +186,74 @@ class BatchUnits:
         if batch is not None and self._unchecked:
             self._unchecked -= 1
             self._check_graph(outputs[0], named)
-        if changed := [name for of, name, x, version in buffers if x._version != version or of.get(name) is not x]:
-            raise RuntimeError(
-                f"invariant={self.units.total}: forward changed the buffers {', '.join(changed)}, which would depend "
-                "on the units that a rank has"
-            )
         return self._joined(outputs)
+
+    # Several units at once.
+
+    def _kind(self, function: Callable, args: tuple, kwargs: dict) -> tuple | None:
+        """Return the kind of a call: calls of one kind run alike. None if it cannot run on several units at once."""
+        code = self.module if function is self.module else getattr(function, "__code__", None)
+        if self._alone or torch.is_autocast_enabled("cpu") or not _at_once[-1]:
+            return None
+        leaves, structure = tree_flatten((args, kwargs))
+        if code is None or any(type(leaf) not in _ATOMS and not isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return None
+        return (
+            *(code, str(structure), torch.is_grad_enabled()),
+            *[(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves],
+            *[part.training for part in self._members.modules],
+        )
+
+    def _at_once(self, learnt: "_Learnt", function: Callable, args: tuple, kwargs: dict, seed: int | None) -> Any:
+        """Return the output of all units in one call; None if it called other functions than in its trial."""
+        try:
+            output = self._call(AtOnce(learnt.path, self.here, seed or 0), function, args, kwargs, learnt.draws)
+        except PathChangedError:
+            self._changes += 1
+            return None
+        return self._joined([output], learnt.cuts)
+
+    def _call(self, functions: AtOnce, function: Callable, args: tuple, kwargs: dict, draws: bool) -> Any:
+        batch = _Batch(self, self._trained) if torch.is_grad_enabled() and self._trained else None
+        self.inside = True
+        try:
+            with ExitStack() as stack:
+                if batch is not None:
+                    stack.enter_context(batch.parameters_at_once())
+                if draws:
+                    stack.enter_context(followed(self.module))
+                with functions:
+                    output = function(*args, **kwargs)
+            functions.end()
+            return output
+        finally:
+            self.inside = False
+
+    def _try(self, function: Callable, args: tuple, kwargs: dict, seed: int | None) -> tuple["_Learnt", list] | None:
+        """Call a function on all units at once; return how it runs, and its outputs. None if it cannot."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        size = next(x.size(0) for x in tensors if x.dim() and x.size(0) != 1)
+        of_batch = [bool(x.dim()) and x.size(0) == size for x in tensors]
+        batch, whole = list(compress(tensors, of_batch)), list(compress(tensors, map(not_, of_batch)))
+        try:
+            trial = Trial(self.here, seed or 0, batch, [*self.module.parameters(), *self.module.buffers(), *whole])
+            output = self._call(trial, function, args, kwargs, True)
+            cuts = [trial.cut_of(x) for x in tensors_in(output)]
+            outputs = tensors_in(self._joined([output], cuts))
+        except (NotAloneError, *_ORDINARY_ERRORS):
+            return None
+        return _Learnt(trial.path, cuts, trial.drew), [x.detach() for x in outputs]
+
+    def _learn(self, kind: tuple, tried: tuple["_Learnt", list] | None, found: Any) -> None:
+        """Keep what a trial has shown, if its outputs have the bits of the units' own calls. A collective call."""
+        outputs = tensors_in(found)
+        good = tried is not None and self._changes < _MOST_CHANGES and len(outputs) == len(tried[1])
+        good = good and all(map(_same_bits, outputs, tried[1]))  # type: ignore[index]
+        for ranks in self._beside:
+            good = all(ranks.all_gather_object(good))
+        while len(self._learnt) >= _MOST_KINDS:
+            del self._learnt[next(iter(self._learnt))]
+        self._learnt[kind] = tried[0] if good else None  # type: ignore[index]
 
     def _renew(self) -> None:
         """Record what trains, and where it is, if that has changed."""
@@ -145,6 +263,7 @@ class BatchUnits:
         if [parameter.requires_grad for parameter in self._members.parameters] == self._flags:
             return
         self._flags = [parameter.requires_grad for parameter in self._members.parameters]
+        self._learnt.clear()
         self._trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         indices = {id(parameter): index for index, parameter in enumerate(self._trained.values())}
         self.places = [
@@ -164,7 +283,7 @@ class BatchUnits:
                 if seed is not None:
                     stack.enter_context(random_numbers_of(seed + unit, self._device))
                     stack.enter_context(followed(self.module))
-                    stack.enter_context(UnitDraws(seed + unit))
+                stack.enter_context(draws_of_units(None if seed is None else seed + unit))
                 yield
         finally:
             self.inside = False
@@ -178,7 +297,7 @@ class BatchUnits:
             node = nodes.pop()
             variable = getattr(node, "variable", None)
             if variable is not None and variable in names:
-                self._refuse(names[variable])
+                self.refuse(names[variable])
             if node.name() != "_UnitFunctionBackward":
                 new = {function for function, _ in node.next_functions if function is not None} - seen
                 nodes += new
@@ -234,14 +353,24 @@ class BatchUnits:
 
     # Outputs.
 
-    def _joined(self, outputs: list) -> Any:
-        """Return an output of the batch: tensors joined along the batch, scalars averaged over all units."""
+    def _joined(self, outputs: list, cuts: list[int] | None = None) -> Any:
+        """Return an output of the batch: tensors joined along the batch, scalars averaged over all units.
+
+        Args:
+            outputs: by unit; or one of all units.
+            cuts: how each tensor in the one of all units is cut into units.
+        """
+        return self._join(outputs, None if cuts is None else iter(cuts))
+
+    def _join(self, outputs: list, cuts: Iterator[int] | None) -> Any:
         first = outputs[0]
+        if isinstance(first, torch.Tensor) and cuts is not None:
+            return self._mean(first.unbind()) if next(cuts) == NUMBERS else self._batch_of(outputs)
         if isinstance(first, torch.Tensor):
             return self._mean(outputs) if first.dim() == 0 else self._batch_of(outputs)
         if dataclasses.is_dataclass(first) and not isinstance(first, (type, dict)):
             names = [field.name for field in dataclasses.fields(first)]
-            parts = {name: self._joined([getattr(output, name) for output in outputs]) for name in names}
+            parts = {name: self._join([getattr(output, name) for output in outputs], cuts) for name in names}
             return dataclasses.replace(first, **parts)
         leaves, spec = tree_flatten(first)
         if leaves == [first] and spec.is_leaf():
@@ -249,7 +378,7 @@ class BatchUnits:
         of_units = [tree_flatten(output)[0] for output in outputs]
         if len({len(of_unit) for of_unit in of_units}) > 1:
             raise ValueError(f"invariant={self.units.total}: the units' outputs have different structures")
-        return tree_unflatten([self._joined(list(same)) for same in zip(*of_units, strict=True)], spec)
+        return tree_unflatten([self._join(list(same), cuts) for same in zip(*of_units, strict=True)], spec)
 
     def _batch_of(self, parts: list[torch.Tensor]) -> torch.Tensor:
         if any(part.shape != parts[0].shape for part in parts):
@@ -259,7 +388,7 @@ class BatchUnits:
             )
         return _JoinFunction.apply(self.ranks.world_size if self._average else 1, *parts)
 
-    def _mean(self, scalars: list[torch.Tensor]) -> torch.Tensor:
+    def _mean(self, scalars: Sequence[torch.Tensor]) -> torch.Tensor:
         if not scalars[0].is_floating_point():
             raise TypeError(
                 f"invariant={self.units.total}: the units return a scalar of {scalars[0].dtype}; scalars are averaged "
@@ -271,7 +400,7 @@ class BatchUnits:
 
     def expect(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let these parameters get the gradients that the batch's node returns."""
-        self._expected.update(parameters)
+        self.expected.update(map(id, parameters))
 
     @property
     def norm_squared(self) -> torch.Tensor:
@@ -348,6 +477,11 @@ class UnitSums:
         """Numbers of this rank's units."""
         return self.units.here(self.ranks)
 
+    @property
+    def nodes(self) -> list[tuple[int, int]]:
+        """Nodes of the tree that lie here."""
+        return self.units.of_rank(self.ranks, self.ranks.rank)
+
     def put(self, unit: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of a unit, in the type of the parameters."""
         for name, gradient in zip(self.names, gradients, strict=True):
@@ -357,7 +491,7 @@ class UnitSums:
         self.tree.put(unit, [None if g is None else g.to(w) for g, w in zip(gradients, self.wide, strict=True)])
 
     def _sum(self, left: list, right: list) -> list:
-        return [_plus(x, y) for x, y in zip(left, right, strict=True)]
+        return [plus(x, y) for x, y in zip(left, right, strict=True)]
 
     def absences(self) -> str:
         """Return the parameters without a gradient in some unit, as a text. A collective call, once before `total`."""
@@ -370,12 +504,12 @@ class UnitSums:
 
     def total(self) -> list[torch.Tensor]:
         """Return the gradients of the whole batch, in the parameters' types, and begin anew. A collective call."""
-        nodes = [self.tree.sums[node] for node in self.units.of_rank(self.ranks, self.ranks.rank)]
+        nodes = [self.tree.sums[node] for node in self.nodes]
         self.begin()
         totals = []
         for chunk in self._chunks():
             like = [self.trained[i] for i in chunk]
-            local = [[self._dense(node[i], i) for i in chunk] for node in nodes]
+            local = [[self._zeros(i) if (total := node[i]) is None else total for i in chunk] for node in nodes]
             for i in chunk:
                 for node in nodes:
                     node[i] = None
@@ -383,8 +517,8 @@ class UnitSums:
             totals += [x.view(p.shape).to(p.dtype) for x, p in zip(summed, like, strict=True)]
         return totals
 
-    def _dense(self, gradient: torch.Tensor | None, i: int) -> torch.Tensor:
-        return self.trained[i].new_zeros(self.trained[i].shape, dtype=self.wide[i]) if gradient is None else gradient
+    def _zeros(self, i: int) -> torch.Tensor:
+        return self.trained[i].new_zeros(self.trained[i].shape, dtype=self.wide[i])
 
     def _exchanged(self, local: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         """Return the sums over ranks of the nodes here; all of them are of one type."""
@@ -412,6 +546,7 @@ class _Batch(UnitSums):
     def __init__(self, of: BatchUnits, named: Mapping[str, torch.Tensor]):
         super().__init__(of.units, of.ranks, named, of._chunk_bytes)
         self.of = of
+        self.of_units: list[ParameterOfUnits] = []  # where all units here run at once
         self._token = _BatchFunction.apply(self, *self.trained)
 
     @contextmanager
@@ -426,7 +561,38 @@ class _Batch(UnitSums):
             for members, name, index in self.of.places:
                 members[name] = self.trained[index]
 
+    @contextmanager
+    def parameters_at_once(self) -> Iterator[None]:
+        """Give the module parameters that keep the gradients of all units here apart, while the context lasts."""
+        own = _UnitFunction.apply(self, None, self._token, *[p.detach() for p in self.trained])
+        first, count = self.here.start, len(self.here)
+        nodes = [(low - first, high - first) for low, high in self.nodes]
+        self.of_units = [ParameterOfUnits(x, count, nodes) for x in own]
+        for x in own:
+            x._is_param = True  # for isinstance
+        for members, name, index in self.of.places:
+            members[name] = own[index]
+        try:
+            yield
+        finally:
+            for members, name, index in self.of.places:
+                members[name] = self.trained[index]
+            for of_units in self.of_units:
+                of_units.end()
+
+    def _take(self) -> None:
+        """Put the gradients of all units here into the tree."""
+        found: list[list] = [[] for _ in self.nodes]
+        for index, of_units in enumerate(self.of_units):
+            sums, missing = of_units.take()
+            self.absent[index] += missing
+            for of_node, total in zip(found, sums, strict=True):
+                of_node.append(total)
+        self.tree.sums = dict(zip(self.nodes, found, strict=True))
+
     def total(self) -> list[torch.Tensor]:
+        if self.of_units:
+            self._take()
         absences = self.absences()
         if absences and self.of._unused == "error":
             self.begin()
@@ -438,15 +604,7 @@ class _Batch(UnitSums):
         return super().total()
 
 
-def _plus(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
-    """Return x + y; None counts as zeros."""
-    if x is None or y is None:
-        some = y if x is None else x
-        return None if some is None else some + 0.0  # as a sum with zeros, which makes -0 to 0
-    return x + y
-
-
-class _BatchFunction(torch.autograd.Function):
+class _BatchFunction(RankFunction):
     """A token for the units of a batch; the parameters' gradients are sums over all units on all ranks.
 
     forward   nothing travels
@@ -464,27 +622,30 @@ class _BatchFunction(torch.autograd.Function):
         return None, *ctx.batch.total()
 
 
-class _UnitFunction(torch.autograd.Function):
-    """p_unit = p: the parameters of one unit.
+class _UnitFunction(RankFunction):
+    """p_unit = p: the parameters of one unit; of all units here if `unit` is None.
 
     forward   nothing travels
-    backward  leaves dp_unit with the batch
+    backward  leaves dp_unit with the batch; functions have left those of several units there
     """
 
     @staticmethod
-    def forward(ctx, batch: _Batch, unit: int, token, *parameters):
+    def forward(ctx, batch: _Batch, unit: int | None, token, *parameters):
         ctx.batch, ctx.unit = batch, unit
         ctx.set_materialize_grads(False)
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
+        return tuple([parameter.view_as(parameter) for parameter in parameters])
 
     @staticmethod
     @first_order
     def backward(ctx, *gradients):
-        ctx.batch.put(ctx.unit, gradients)
+        if ctx.unit is not None:
+            ctx.batch.put(ctx.unit, gradients)
+        elif gradients.count(None) < len(gradients):
+            raise RuntimeError(f"invariant={ctx.batch.units.total}: a gradient of several units together")
         return None, None, torch.zeros((), device=ctx.batch.device), *[None] * len(gradients)
 
 
-class _JoinFunction(torch.autograd.Function):
+class _JoinFunction(RankFunction):
     """y = the units' outputs one after another.
 
     backward  dy_unit = dy / W for ranks whose own losses are averaged: where the loss of W ranks is W times that of one
@@ -522,7 +683,7 @@ def mean_of_units(ranks: Communicator, total: int, scalars: Sequence[torch.Tenso
     return (tree.sums[0, total] / total).to(scalars[0].dtype)
 
 
-class _MeanFunction(torch.autograd.Function):
+class _MeanFunction(RankFunction):
     """y = (sum of the V units' numbers, in the tree's order) / V.
 
     forward   all_gather of V numbers in fp32 or fp64
@@ -553,3 +714,9 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 def _same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and isinstance(x, (bool, int, float, str, bytes, type(None))) and x == y
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (x, y)))

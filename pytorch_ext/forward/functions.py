@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 Handler = Callable[[Callable, tuple, dict[str, Any]], Any]  # (function, args, kwargs) -> its result
 
@@ -36,3 +36,14 @@ class FunctionMode(TorchFunctionMode):
                 return self.inside.__torch_function__(func, types, args, kwargs)
         handler = self.table.get(func, self.every)
         return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
+
+
+def seen_by_modes(function: Callable, *args: Any) -> tuple[Any] | None:
+    """Let the innermost function mode handle a call of our own function, as it does with those of torch.
+
+    Returns:
+        The result, in a tuple; None if no mode is active, and the function itself must run.
+    """
+    if not torch._C._is_torch_function_mode_enabled():
+        return None
+    return (handle_torch_function(function, (args[0],), *args),)

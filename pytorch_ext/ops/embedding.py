@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from weft.forward.functions import seen_by_modes
 from weft.ops.backward import RankFunction, first_order
 from weft.sharding.shard import Shard
 
@@ -25,6 +26,8 @@ def parallel_embedding(
         IndexError: a token outside the vocabulary; on a GPU the device raises a RuntimeError.
         TypeError: tokens of another type.
     """
+    if (seen := seen_by_modes(parallel_embedding, tokens, weight, shard, padding_idx)) is not None:
+        return seen[0]
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding: tokens must be int64 or int32, got {tokens.dtype}")
     vocabulary = shard.global_shape[0]

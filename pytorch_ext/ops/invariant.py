@@ -10,9 +10,9 @@ GPU weft's kernel computes leaf by leaf, with one tile for all sizes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ from weft.ops.matmul import check_main_grad
 from weft.sharding.shard import Shard
 from weft.sharding.sizes import Cut
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CODES = {dtype: _C.dtypes[str(dtype).removeprefix("torch.")] for dtype in _DTYPES}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = {dtype: _C.dtypes[str(dtype).removeprefix("torch.")] for dtype in DTYPES}
 _VECTORS = 64  # elements of the most vectors that ATen's loops take at once
 _MOST_THREADS = 8
 _Sum = TypeVar("_Sum")
@@ -104,12 +104,20 @@ def nodes_within(first: int, stop: int, low: int, high: int) -> list[tuple[int, 
     return nodes_within(first, stop, low, middle) + nodes_within(first, stop, middle, high)
 
 
-def add_nodes(sums: dict[tuple[int, int], torch.Tensor], low: int, high: int) -> torch.Tensor:
-    """Return the sum of units low to high from the sums of nodes."""
+def add_nodes(sums: Mapping[tuple[int, int], Any], low: int, high: int) -> Any:
+    """Return the sum of units low to high from the sums of nodes; as `plus`."""
     if (low, high) in sums:
         return sums[low, high]
     middle = _middle(low, high)
-    return add_nodes(sums, low, middle) + add_nodes(sums, middle, high)
+    return plus(add_nodes(sums, low, middle), add_nodes(sums, middle, high))
+
+
+def plus(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
+    """Return x + y; None counts as zeros."""
+    if x is None or y is None:
+        some = y if x is None else x
+        return None if some is None else some + 0.0  # as a sum with zeros, which makes -0 to 0
+    return x + y
 
 
 class Tree(Generic[_Sum]):
@@ -252,12 +260,11 @@ def _of_batch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def in_own_memory(x: torch.Tensor) -> torch.Tensor:
-    """Return x contiguous, and at 16 bytes where kernels run: a part of a tensor begins elsewhere on fewer ranks.
+    """Return x contiguous, and aligned as memory of its own: a part of a tensor begins elsewhere on fewer ranks.
 
-    On GPUs kernels, cuBLAS and ATen choose their code, and lanes their elements, by the alignment.
+    Kernels and libraries choose their code, and lanes their elements, by the alignment.
     """
-    aligned = x.storage_offset() * x.element_size() % 16 == 0 or not kernel_choice.on_kernel(x.device)
-    if x.is_contiguous() and aligned:
+    if x.is_contiguous() and x.storage_offset() * x.element_size() % 64 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -290,20 +297,27 @@ def with_bias(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     return (total if bias is None else total.add_(bias)).to(dtype)
 
 
-def wgrad(dz: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Return dw = dz.T @ x, or add it in fp32 to an fp32 main_grad and return None; raises as `matmul.wgrad`."""
+def wgrad(dz: torch.Tensor, x: torch.Tensor, into=None) -> torch.Tensor | None:
+    """Return dw = dz.T @ x; or give it to a `ParameterOfUnits` or add it to an fp32 main_grad, and return None.
+
+    Raises as `matmul.wgrad`.
+    """
+    if into is None:
+        return product_sum(as_matrix(dz).t(), as_matrix(x)).to(dz.dtype)
+    if not isinstance(into, torch.Tensor):
+        into.put_product(dz, x)
+        return None
     dw = product_sum(as_matrix(dz).t(), as_matrix(x))
-    if main_grad is None:
-        return dw.to(dz.dtype)
-    check_main_grad(main_grad, dw.shape)
-    main_grad.add_(dw)
+    check_main_grad(into, dw.shape)
+    into.add_(dw)
     return None
 
 
-def column_sums(dz: torch.Tensor) -> torch.Tensor:
-    """Return dz.sum over all dimensions but the last."""
+def column_sums(dz: torch.Tensor, into=None) -> torch.Tensor | None:
+    """Return dz.sum over all dimensions but the last; or give it to a `ParameterOfUnits`, and return None."""
     matrix = as_matrix(dz)
-    return product_sum(matrix.new_ones(1, matrix.size(0)), matrix)[0].to(dz.dtype)
+    db = wgrad(matrix.new_ones(matrix.size(0), 1), matrix, into)
+    return None if db is None else db[0]
 
 
 def sum_over_ranks(ranks: Communicator, units: Units, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -445,12 +459,14 @@ def pointwise(function, *tensors: torch.Tensor) -> torch.Tensor:
     vector. Here no share has such a rest. On a GPU one function computes every element.
     """
     first, count = tensors[0], tensors[0].numel()
-    if first.is_cuda:
+    if first.device.type != "cpu":
         return function(*tensors)
     threads = torch.get_num_threads()
     few = threads <= _MOST_THREADS
     step = _VECTORS * (math.lcm(*range(1, threads + 1)) if few else 1)
-    flat = [F.pad(tensor.reshape(-1), (0, -count % step)) for tensor in tensors]
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    if count % step:
+        flat = [F.pad(tensor, (0, -count % step)) for tensor in flat]
     if few:
         y = function(*flat)
     else:  # shares of so many threads cannot all be made of full vectors

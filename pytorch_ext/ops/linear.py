@@ -5,11 +5,13 @@ They include the sequence-parallel region of Korthikanti et al. 2022, section 4.
 
 import torch
 
+from weft.forward.functions import seen_by_modes
 from weft.ops import invariant, matmul
 from weft.ops.autocast import cast_operands
 from weft.ops.backward import RankFunction, first_order
 from weft.ops.overlap import products
 from weft.ops.overlap.products import ParallelContext
+from weft.ops.unit_parameters import parameter_of_units
 from weft.sharding.sizes import split_sizes
 
 _unsafe_view = torch.ops.aten._unsafe_view.default  # the same memory as a tensor that is no view
@@ -30,7 +32,8 @@ def column_parallel_linear(
     Returns:
         [..., N_r], whole along the sequence.
     """
-    return _apply(ColumnParallelLinearFunction, x, weight, bias, place)
+    seen = None if place.units is None else seen_by_modes(column_parallel_linear, x, weight, bias, place)
+    return _apply(ColumnParallelLinearFunction, x, weight, bias, place) if seen is None else seen[0]
 
 
 def row_parallel_linear(
@@ -54,7 +57,8 @@ def row_parallel_linear(
     """
     if addend is not None and place.units is not None:
         raise ValueError("linear: an addend is not supported with invariant")
-    return _apply(RowParallelLinearFunction, x, weight, bias, place, addend)
+    seen = None if place.units is None else seen_by_modes(row_parallel_linear, x, weight, bias, place)
+    return _apply(RowParallelLinearFunction, x, weight, bias, place, addend) if seen is None else seen[0]
 
 
 class ColumnParallelLinearFunction(RankFunction):
@@ -80,6 +84,8 @@ class ColumnParallelLinearFunction(RankFunction):
     def forward(ctx, x, weight, bias, place, main_grad):
         ctx.place, ctx.main_grad, activation = place, main_grad, place.activation
         local, split = _ORDINARY if place.units is None else _IN_UNITS
+        if place.units is not None:
+            ctx.main_grad, ctx.of_bias = parameter_of_units(weight) or main_grad, parameter_of_units(bias)
         if place.sequence_dim is None:
             y, z = local.forward(x, weight, bias, activation)
         else:
@@ -107,7 +113,7 @@ class ColumnParallelLinearFunction(RankFunction):
         if needs_weight:
             dw = local.wgrad(dz, gather_x() if in_region else x, ctx.main_grad)
         if needs_bias:
-            db = local.column_sums(dz)
+            db = matmul.column_sums(dz) if place.units is None else invariant.column_sums(dz, ctx.of_bias)
         return dx, dw, db, None, None
 
 
@@ -131,6 +137,8 @@ class RowParallelLinearFunction(RankFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, place, main_grad, addend):
         ctx.place, ctx.main_grad = place, main_grad
+        if place.units is not None:
+            ctx.main_grad, ctx.of_bias = parameter_of_units(weight) or main_grad, parameter_of_units(bias)
         world, dim = place.ranks.world_size, place.sequence_dim
         if dim is not None:
             ctx.sizes = split_sizes(x.size(dim), world)
@@ -167,9 +175,9 @@ class RowParallelLinearFunction(RankFunction):
         dim = place.sequence_dim
         in_region = dim is not None
         # The sums of shards would depend on their number.
-        bias_of_whole = needs_bias and in_region and place.units is not None
-        if needs_bias and not bias_of_whole:
-            db = local.column_sums(dz)
+        bias_of_whole = needs_bias and place.units is not None
+        if needs_bias and place.units is None:
+            db = matmul.column_sums(dz)
             if in_region:
                 place.ranks.all_reduce_(db)
         if dim is None:
@@ -179,7 +187,7 @@ class RowParallelLinearFunction(RankFunction):
         elif needs_weight or bias_of_whole or needs_addend:
             dz = place.ranks.all_gather(dz, dim, ctx.sizes)
         if bias_of_whole:
-            db = invariant.column_sums(dz)
+            db = invariant.column_sums(dz, ctx.of_bias)
         if needs_weight:
             dw = local.wgrad(dz, x, ctx.main_grad)
         return dx, dw, db, None, None, dz if needs_addend else None
@@ -193,9 +201,6 @@ def _apply(function, x, weight, bias, place, *addend):
         x, weight, bias = cast_operands(x, weight, bias)
     if x.dtype != weight.dtype or x.device != weight.device or not x.dim() or x.size(-1) != weight.size(1):
         _refuse(x, weight)
-    if place.units is not None and torch._C._len_torch_function_stack():  # its functions have the same bits without it
-        with torch._C.DisableTorchFunction():
-            return function.apply(x, weight, bias, place, main_grad, *addend)
     if not casts:
         return function.apply(x, weight, bias, place, main_grad, *addend)
     with torch.autocast(device, enabled=False):

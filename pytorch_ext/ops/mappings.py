@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm.communicator import Communicator
+from weft.forward.functions import seen_by_modes
 from weft.ops.backward import RankFunction, first_order
 from weft.sharding.shard import in_order_of_the_whole, pick
 from weft.sharding.sizes import Cut
@@ -18,7 +19,10 @@ def gather(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Seq
     Args:
         cut: the cut of the whole, or the sizes of the shards if they lie one after another.
     """
-    return x if communicator.world_size == 1 else _Gather.apply(x, dim, communicator, _cut(cut))
+    if communicator.world_size == 1:
+        return x
+    seen = seen_by_modes(gather, x, dim, communicator, cut)
+    return _Gather.apply(x, dim, communicator, _cut(cut)) if seen is None else seen[0]
 
 
 def split(x: torch.Tensor, dim: int, communicator: Communicator, cut: Cut | Sequence[int]) -> torch.Tensor:

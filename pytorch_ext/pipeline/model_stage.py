@@ -14,7 +14,7 @@ from weft.pipeline.forward_cut import ForwardCut
 from weft.pipeline.forward_plan import Call, ForwardPlan
 from weft.pipeline.recording import CallRecording, slots_of
 from weft.pipeline.stage_forward import StageForward
-from weft.rng import UnitDraws
+from weft.units.functions import draws_of_units
 
 _PRIME = 1_000_003  # keeps the seeds of micro-batches apart
 _APART = 7_368_787  # and those of stages, where the code between layers draws nothing
@@ -110,7 +110,7 @@ class ModelStage(HeldLayers):
         if first is None:
             output = cut.forward(run, inputs[microbatch], seed)
         else:
-            with followed(cut.model), UnitDraws(begun + first + microbatch):
+            with followed(cut.model), draws_of_units(begun + first + microbatch):
                 output = cut.forward(run, inputs[microbatch], seed)
         if not self.last or run.ended:
             return None

@@ -16,8 +16,8 @@ from weft.comm.registry import communicator
 from weft.kernels import launch
 from weft.ops import invariant
 from weft.ops.activation import ACTIVATIONS
-from weft.tensor_parallel.invariant_plan import same_bits
 from weft.testing.ranks import run_ranks, try_ranks
+from weft.units.functions import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
