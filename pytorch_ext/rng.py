@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ DROPS: dict[Callable, tuple[str, int, float, int, bool | None]] = {
     F.multi_head_attention_forward: ("dropout_p", 10, 0.0, 13, True),
 }
 # Functions now get this part of a tensor: dimension of the mesh and number of the unit, the outermost first.
-_parts: list[tuple[str, int]] = []
+parts_of_functions: list[tuple[str, int]] = []
 
 
 def drops(func: Callable, args: Sequence, kwargs: dict) -> bool:
@@ -69,11 +69,11 @@ def device_of(args: Sequence, kwargs: dict) -> torch.device:
 @contextmanager
 def part_of(dimension: str, number: int) -> Iterator[None]:
     """Say that inside the context functions get a unit of what the ranks along a dimension of the mesh share."""
-    _parts.append((dimension, number))
+    parts_of_functions.append((dimension, number))
     try:
         yield
     finally:
-        _parts.pop()
+        parts_of_functions.pop()
 
 
 def name_modules(model: nn.Module) -> None:
@@ -138,7 +138,7 @@ class UnitDraws:
             number = int(torch.randint(2**62, (1,)))
             self._seeds[:] = self._seeds or [number]
             self._drew_seed = False
-        place = name, *_parts
+        place = name, *parts_of_functions
         of_seed = self._seeds[0], place
         text = repr((self._seeds, place, self._before[of_seed]))
         self._before[of_seed] += 1
@@ -182,11 +182,16 @@ class _Refused:
         )
 
 
+# Functions that return a context manager with some state of the time of this call.
+states_of_checkpoints: list[Callable[[], AbstractContextManager]] = []
+
+
 class _Resumed:
     """Context with the modes and parts of the time when it was made, in which functions drop what they dropped then."""
 
     def __init__(self) -> None:
-        self._module, self._parts = running(), list(_parts)
+        self._module, self._parts = running(), list(parts_of_functions)
+        self._states = [kept() for kept in states_of_checkpoints]
         modes = _get_current_function_mode_stack()
         self._modes = [_copy_of(mode) for mode in modes if not isinstance(mode, DeviceContext)]  # torch enters that
         self._stack = ExitStack()
@@ -196,6 +201,8 @@ class _Resumed:
             self._stack.enter_context(followed(self._module))
         for part in self._parts:
             self._stack.enter_context(part_of(*part))
+        for kept in self._states:
+            self._stack.enter_context(kept)
         for mode in self._modes:
             self._stack.enter_context(_copy_of(mode))
 

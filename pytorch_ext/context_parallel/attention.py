@@ -42,8 +42,8 @@ def scaled_dot_product_attention(
         return NotImplemented
     attn_mask, is_causal = recognized(attn_mask, query, key, is_causal)
     why = _why_not(query, key, value, attn_mask, enable_gqa)
-    drops_in_unit = dropout_p > 0 and isinstance(query.cut.sharing.ranks, Unit)  # with the numbers of UnitDraws
-    if why is None and not drops_in_unit:
+    by_torch = isinstance(query.cut.sharing.ranks, Unit) and (dropout_p > 0 or query.device.type == "cpu")
+    if why is None and not by_torch:
         return attend(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p)
     if query.ndim < 3 or query.back != -2 or query.cut.blocks > 1:
         return NotImplemented
@@ -55,6 +55,9 @@ def scaled_dot_product_attention(
     key, value = (used(wholes(x), ranks) for x in (key, value))
     if is_causal:
         positions = query.cut.pick(torch.arange(query.size(-2), device=query.device), 0)
+        if isinstance(ranks, Unit):  # one after another: no query sees the keys after the unit
+            stop = min(key.size(-2), sum(query.cut.sizes[: ranks.rank + 1]))
+            key, value = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
         attn_mask = positions.unsqueeze(1) >= torch.arange(key.size(-2), device=query.device)
     elif attn_mask is not None:
         attn_mask = wholes(attn_mask)

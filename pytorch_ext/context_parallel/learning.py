@@ -23,15 +23,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten
 
+from weft.context_parallel.given_out import buckets, give_out
 from weft.context_parallel.pytree import ATOMS, leaves
 from weft.forward.functions import FunctionMode
 from weft.forward.members import Members
 from weft.metadata import ATTRIBUTE
-from weft.ops.backward import RankFunction, first_order
+from weft.ops.unit_parameters import units_of
+from weft.rng import states_of_checkpoints
 from weft.sharding.shard import split_over
 
 _MOST_KINDS = 16
-_BUCKET_BYTES = 25 << 20
 _SIMPLE = frozenset((bool, int, float, str, type(None)))
 _LISTS = (list, tuple, set, frozenset)
 _DEPTH = 4  # of objects in objects that a module holds
@@ -42,31 +43,46 @@ _READS = {
 }
 
 
+@dataclass
 class _ThreadState(threading.local):
     """The forward under way in this thread.
 
     Attributes:
         recorder: learns from it.
         kind: the kind of call that it is, if that was learnt.
+        given_out: for each part of the sequence here, what the modules left alone get in place of `kind.parameters`.
         masks: of attentions, each with what was recognised in it; they are kept, so that no other has their memory.
+        parameters: by id, each with its views for the units of the sequence here; None without units.
     """
 
     recorder: "ForwardRecord | None" = None
     kind: "Kind | None" = None
+    given_out: list[list[torch.Tensor]] = field(default_factory=list)
     masks: dict[tuple, tuple] | None = None
+    parameters: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] | None = None
 
 
 state = _ThreadState()
 
 
 @contextmanager
-def knowing_masks() -> Iterator[None]:
-    """Look at each mask of an attention once inside the context."""
-    before, state.masks = state.masks, {}
+def knowing(in_units: bool) -> Iterator[None]:
+    """Look at each mask of an attention, and give each parameter out to units, once inside the context."""
+    before = state.masks, state.parameters
+    state.masks, state.parameters = {}, {} if in_units else None
     try:
         yield
     finally:
-        state.masks = before
+        _end_uses()
+        state.masks, state.parameters = before
+
+
+def _end_uses() -> None:
+    """Let the parameters that were given out forget their views."""
+    for _, given_out in (state.parameters or {}).values():
+        for x in given_out:
+            if (of_units := units_of(x)) is not None:
+                of_units.end()  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -92,89 +108,66 @@ class Kind:
         call: the ranks' agreement on the sequence (`region.SharedCall`).
         trains: some module is in training.
         alone: the modules that get parts as plain tensors.
-        parameters: of all of these, each once.
-        given_out: the parameters of the call under way, whose gradients are summed over the ranks.
+        parameters: (a module's parameters, name) of the parameters of all of these, each once.
     """
 
     call: Any
     trains: bool = False
     alone: dict[nn.Module, LeftAlone] = field(default_factory=dict)
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    given_out: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[tuple[dict, str]] = field(default_factory=list)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Leave the modules alone inside the context."""
-        before = state.kind, self.given_out
-        state.kind, self.given_out = self, []
-        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):  # the forward may turn gradients on
-            for bucket in _buckets(self.parameters):
-                self.given_out += _GivenOut.apply(self.call.sharing.ranks, *bucket)
-        for parameter, made in zip(self.parameters, self.given_out, strict=True):
-            vars(made).update(vars(parameter))
-            made._is_param = True  # for isinstance
-        try:
+        sharing = self.call.sharing
+        parameters = [members[name] for members, name in self.parameters]
+        given_out: list[list[torch.Tensor]] = [[] for _ in sharing.here]
+        for bucket in buckets(parameters):
+            for part, made in zip(given_out, give_out(sharing.ranks, sharing.units, bucket), strict=True):
+                part += made
+        known = state.parameters
+        if known is not None:
+            known.update({id(x): (x, of_parts) for x, *of_parts in zip(parameters, *given_out, strict=True)})
+        with _state_of(self, given_out, known):
             yield
-        finally:
-            state.kind, self.given_out = before
 
 
-class _GivenOut(RankFunction):
-    """y_i = p_i for each parameter; backward  dp_i = all_reduce(dy_i), of all of them at once.
-
-    A parameter without a gradient on any rank gets none.
-    """
-
-    @staticmethod
-    def forward(ctx, ranks, *parameters):
-        ctx.ranks, ctx.like = ranks, [(p.shape, p.dtype, p.device) for p in parameters]
-        ctx.set_materialize_grads(False)
-        return tuple([p.view_as(p) for p in parameters])
-
-    @staticmethod
-    @first_order
-    def backward(ctx, *gradients):
-        sums: list[torch.Tensor | None] = [None] * len(gradients)
-        of_type: dict[torch.dtype, list[int]] = {}
-        for index, (_, dtype, _) in enumerate(ctx.like):
-            of_type.setdefault(dtype, []).append(index)
-        for dtype, indices in of_type.items():
-            shapes = [ctx.like[index][0] for index in indices]
-            sizes = [shape.numel() for shape in shapes]
-            flat = torch.empty(sum(sizes) + len(indices), dtype=dtype, device=ctx.like[indices[0]][2])
-            *places, used = flat.split([*sizes, len(indices)])
-            used.copy_(torch.tensor([gradients[index] is not None for index in indices]))
-            for index, place, shape in zip(indices, places, shapes, strict=True):
-                gradient = gradients[index]
-                place.zero_() if gradient is None else place.view(shape).copy_(gradient)
-            ctx.ranks.all_reduce_(flat)
-            for index, place, shape, by_some in zip(indices, places, shapes, used.tolist(), strict=True):
-                sums[index] = place.view(shape) if by_some else None
-        return None, *sums
+@contextmanager
+def _state_of(kind: Kind | None, given_out: list[list[torch.Tensor]], parameters: dict | None) -> Iterator[None]:
+    before = state.kind, state.given_out, state.parameters
+    state.kind, state.given_out, state.parameters = kind, given_out, parameters
+    try:
+        yield
+    finally:
+        state.kind, state.given_out, state.parameters = before
 
 
-def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the parameters in groups, so that the gradients of one are summed while those of the next are computed."""
-    bucket: list[torch.Tensor] = []
-    bytes = 0
-    for parameter in parameters:
-        bucket.append(parameter)
-        bytes += parameter.nbytes
-        if bytes >= _BUCKET_BYTES:
-            yield bucket
-            bucket, bytes = [], 0
-    if bucket:
-        yield bucket
+class _StateOfCheckpoint:
+    """Context with this forward's kind and parameters, for the recomputation of a part of it."""
+
+    def __init__(self) -> None:
+        self._kept = state.kind, state.given_out, state.parameters
+
+    def __enter__(self) -> None:
+        self._context = _state_of(*self._kept)
+        self._context.__enter__()
+
+    def __exit__(self, *error) -> None:
+        _end_uses()
+        self._context.__exit__(*error)
+
+
+states_of_checkpoints.append(_StateOfCheckpoint)
 
 
 class Kinds:
     """The kinds of calls of a model that were learnt, as long as nothing in the model changes."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, in_units: bool):
         self._model = model
         self._restless: set[nn.Module] = set()  # they change what they hold from call to call
         self._known: dict[tuple, Kind] = {}
-        self._members = Members(model)
+        self._members = Members(model, parameters=not in_units)  # a unit of the batch has parameters of its own
         self._settings = _settings(self._members.modules)
 
     def find(self, args: tuple, kwargs: dict) -> tuple[tuple | None, Kind | None]:
@@ -202,7 +195,8 @@ class Kinds:
         modules = self._members.modules
         hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks or ())) for m in modules]
         trains = [m.training for m in modules]
-        return (*kinds, *hooks, *trains, *[parameter.requires_grad for parameter in self._members.parameters])
+        trained = [p is not None and p.requires_grad for m in modules for p in m._parameters.values()]
+        return (*kinds, *hooks, *trains, *trained)
 
     def _look_at_settings(self) -> None:
         """Forget all kinds if a module holds something else than before; such a module is not left alone any more."""
@@ -232,9 +226,11 @@ class Kinds:
                 for name, parameter in part._parameters.items():
                     if parameter is None or not parameter.requires_grad or split_over(parameter, ranks):
                         continue
-                    index = indices.setdefault(parameter, len(indices))
-                    alone.places.append((part._parameters, name, index))
-        kind.parameters, kind.trains = list(indices), any(module.training for module in names)
+                    if parameter not in indices:
+                        indices[parameter] = len(indices)
+                        kind.parameters.append((part._parameters, name))
+                    alone.places.append((part._parameters, name, indices[parameter]))
+        kind.trains = any(module.training for module in names)
         self._known[key] = kind
         for old in list(self._known)[:-_MOST_KINDS]:
             del self._known[old]
@@ -277,6 +273,8 @@ def _settings(modules: Sequence[nn.Module]) -> tuple[dict[nn.Module, list], list
                 objects.append(value)
                 more = value if kind is dict else getattr(value, "__dict__", None)
                 if type(more) is not dict or isinstance(value, type | nn.Module | torch.Tensor):
+                    continue
+                if kind.__module__.startswith("weft."):  # its settings are fixed, and some are computed when first read
                     continue
                 if id(more) not in seen:
                     seen.add(id(more))

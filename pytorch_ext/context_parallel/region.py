@@ -15,7 +15,7 @@ from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
 from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
-from weft.context_parallel.learning import ForwardRecord, Kind, Kinds, knowing_masks, state
+from weft.context_parallel.learning import ForwardRecord, Kind, Kinds, knowing, state
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
     SharedSequence,
@@ -164,17 +164,19 @@ class RegionEntry:
         if forward.within:
             return args, kwargs
         uncompile(module)
-        forward.frame.enter_context(knowing_masks())
+        forward.frame.enter_context(knowing(self.sharing.units is not None))
         if self.given is not None:
             forward.frame.enter_context(followed(module))
             return self.given.enter((args, kwargs))
-        always = self.sharing.checks == "always" or self.sharing.units is not None
-        key, kind, seed = (None, None, 0) if always else self._agreed_kind(module, args, kwargs)
-        call = agreed(type(module).__name__, self.sharing, (args, kwargs)) if kind is None else kind.call
+        always = self.sharing.checks == "always"
+        with torch._C.DisableTorchFunction():
+            key, kind, seed = (None, None, 0) if always else self._agreed_kind(module, args, kwargs)
+            call = agreed(type(module).__name__, self.sharing, (args, kwargs)) if kind is None else kind.call
         if any(part.training for part in module.modules()) if kind is None else kind.trains:
             forward.frame.enter_context(random_numbers_of(call.seed if kind is None else seed, call.device))
         if kind is not None:
-            forward.frame.enter_context(kind.running())
+            with torch._C.DisableTorchFunction():
+                forward.frame.enter_context(kind.running())
             return call.enter((args, kwargs))
         forward.frame.enter_context(followed(module))
         if key is not None:
@@ -185,7 +187,7 @@ class RegionEntry:
     def _agreed_kind(self, module: nn.Module, args, kwargs) -> tuple[tuple | None, Kind | None, int]:
         """Return a call's key, its kind if all ranks have learnt it, and a seed. A collective call."""
         if self.kinds is None:
-            self.kinds = Kinds(module)
+            self.kinds = Kinds(module, self.sharing.units is not None)
         key, kind = self.kinds.find(args, kwargs)
         sharing, ranks = self.sharing, self.sharing.ranks
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -211,7 +213,8 @@ class RegionEntry:
         refuse_missing_weights(module, output)
         if forward.learnt is not None and output is not None:
             assert self.kinds is not None
-            self.kinds.add(*forward.learnt)
+            with torch._C.DisableTorchFunction():
+                self.kinds.add(*forward.learnt)
             for part in forward.learnt[1].alone:
                 if step_of(part, "sequence") is None:
                     ForwardChain.of(part).add("sequence", alone_in_known_calls)
@@ -376,6 +379,8 @@ def of_positions(forward: Callable, module: nn.Module, *args, **kwargs):
     if within or any(x.cut != lead.cut or x.axis != lead.axis for x in shared):
         note_gathering("the module works along the sequence", *shared)
         return forward(*wholes(args), **wholes(kwargs))
+    if state.recorder is not None:
+        state.recorder.function(lead, (), {})
     return by_part(partial(_of_part, forward, module), *args, **kwargs)
 
 
@@ -395,8 +400,6 @@ def _of_part(forward: Callable, module: nn.Module, *args, **kwargs):
             out = tree_map_only(torch.Tensor, lambda y: y + total if y.is_floating_point() else y, out)
     if draws or not cut.mine or cut is not lead.cut:
         crossed()
-    elif state.recorder is not None:
-        state.recorder.function(lead, (), {})
 
     def share_again(y: torch.Tensor) -> SharedSequence:
         if y.ndim <= lead.axis or y.size(lead.axis) != cut.blocks * cut.mine:

@@ -1,7 +1,7 @@
 """SharedSequence: a tensor with the shape of the whole and this rank's part of the data."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -188,10 +188,10 @@ class SharedSequence(torch.Tensor):
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=requires_grad
         )
         self.axis, self.cut, self.back = axis, cut, axis - len(shape)
-        if state.recorder is not None:
+        if state.recorder is not None and not isinstance(cut.sharing.ranks, Unit):
             state.recorder.made(self)
         if requires_grad and state.kind is None:  # a call that was learnt had no custom function
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 self.register_hook(_refuse_gradient)
         return self
 
@@ -204,7 +204,7 @@ class SharedSequence(torch.Tensor):
         return self
 
     def _note_gradient(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             if not self.requires_grad and any(part.local.requires_grad for part in self.units or (self,)):
                 self.requires_grad_()
                 self.register_hook(_refuse_gradient)
@@ -215,7 +215,7 @@ class SharedSequence(torch.Tensor):
     def view_of(self, source: "SharedSequence") -> "SharedSequence":
         """Return this tensor, noted as a view of another."""
         self.source = source
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             if not self.requires_grad:
                 source.views = [*(source.views or ()), weakref.ref(self)]
         return self
@@ -360,18 +360,35 @@ def left_alone(forward: Callable, module: torch.nn.Module, args: tuple, kwargs: 
             return NotImplemented
     if lead is None or (lead.axis, lead.ndim, lead.cut.blocks) != alone.given:
         return NotImplemented  # a branch that was not taken in the first call
-    args = tuple([x.local if type(x) is SharedSequence else x for x in args])
-    kwargs = {name: x.local if type(x) is SharedSequence else x for name, x in kwargs.items()}
-    for members, name, index in alone.places:
-        members[name] = kind.given_out[index]
+    outs = []
+    before = [members[name] for members, name, _ in alone.places]
     try:
-        out = forward(*args, **kwargs)
+        for number, given_out in enumerate(state.given_out):
+            for members, name, index in alone.places:
+                members[name] = given_out[index]
+            own = [(x.units[number] if x.units else x).local if type(x) is SharedSequence else x for x in args]
+            options = kwargs
+            if kwargs:
+                of_unit = [
+                    (x.units[number] if x.units else x).local if type(x) is SharedSequence else x
+                    for x in kwargs.values()
+                ]
+                options = dict(zip(kwargs, of_unit, strict=True))
+            outs.append(forward(*own, **options))
     finally:
-        for members, name, index in alone.places:
-            members[name] = kind.parameters[index]
-    if type(out) is tuple:
-        return tuple([SharedSequence(y, axis, lead.cut) for y, axis in zip(out, alone.axes, strict=True)])
-    return SharedSequence(out, alone.axes[0], lead.cut)
+        for (members, name, _), parameter in zip(alone.places, before, strict=True):
+            members[name] = parameter
+    if type(outs[0]) is tuple:
+        return tuple([_of_parts(ys, axis, lead) for *ys, axis in zip(*outs, alone.axes, strict=True)])
+    return _of_parts(outs, alone.axes[0], lead)
+
+
+def _of_parts(parts: Sequence[torch.Tensor], axis: int, like: SharedSequence) -> SharedSequence:
+    """Return the sequence of this rank's part, or of its units, cut as another one."""
+    if not like.units:
+        return SharedSequence(parts[0], axis, like.cut)
+    units = [SharedSequence(part, axis, unit.cut) for part, unit in zip(parts, like.units, strict=True)]
+    return SharedSequence.of_units(units, like.cut.sharing)
 
 
 def by_part(function: Callable, *args, **kwargs):
@@ -383,22 +400,24 @@ def by_part(function: Callable, *args, **kwargs):
     if sharing.units is None:
         return function(*args, **kwargs)
     call, results = _in_each_unit(sharing, function, args, kwargs)
-    if any(result is NotImplemented for result in results):
+    if NotImplemented in [result if result is NotImplemented else None for result in results]:
         return NotImplemented
-    rows = zip(*map(leaves, results), strict=True)
 
-    def joined(_):
-        first, *others = next(rows)
+    def joined(of_units: Sequence):
+        first = of_units[0]
         if not isinstance(first, SharedSequence):
             return first
         target = call.sequence_of(first)
         if target is not None:
             return target.written()
-        made = SharedSequence.of_units([first, *others], sharing)
+        made = SharedSequence.of_units(of_units, sharing)
         source = None if first.source is None else call.sequence_of(first.source)
         return made if source is None else made.view_of(source).written()
 
-    return mapped(joined, results[0])
+    if type(results[0]) is SharedSequence:
+        return joined(results)
+    rows = zip(*map(leaves, results), strict=True)
+    return mapped(lambda _: joined(next(rows)), results[0])
 
 
 def in_each_part(function: Callable, *args, **kwargs) -> list:
@@ -409,19 +428,27 @@ def in_each_part(function: Callable, *args, **kwargs) -> list:
 
 def _in_each_unit(sharing: Sharing, function: Callable, args, kwargs) -> tuple[UnitCall, list]:
     call, state = UnitCall(sharing.ranks, Units(sharing.pieces)), torch.get_rng_state()
+    for x in shared_in((args, kwargs)):
+        call.sequences.update(dict.fromkeys(map(id, x.units), x))
     results = []
     for number, of_unit in enumerate(sharing.of_units):
-
-        def part(x, number=number):
-            if not isinstance(x, SharedSequence):
-                return x
-            call.note(x.units[number], x)
-            return x.units[number]
-
+        own, options = _units_in(args, number), dict(zip(kwargs, _units_in(kwargs.values(), number), strict=True))
         torch.set_rng_state(state)  # the state after the call does not depend on the number of units here
         with of_unit.unit.during(call):
-            results.append(function(*mapped(part, args), **mapped(part, kwargs)))
+            results.append(function(*own, **options))
     return call, results
+
+
+def _units_in(values: Iterable, number: int) -> list:
+    """Return the values with the unit of this number in place of shared sequences."""
+    return [
+        x.units[number]
+        if type(x) is SharedSequence
+        else x
+        if type(x) in ATOMS or isinstance(x, torch.Tensor)
+        else mapped(lambda y: y.units[number] if isinstance(y, SharedSequence) else y, x)
+        for x in values
+    ]
 
 
 def in_units(whole: torch.Tensor, axis: int, cut: SequenceCut) -> SharedSequence:
@@ -579,7 +606,7 @@ def _guarded(name: str, out, given: Sequence[torch.Tensor]):
 
 
 def _memory_of(x: torch.Tensor) -> int | None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return x.untyped_storage().data_ptr() or None if x.layout is torch.strided else None
 
 
@@ -606,7 +633,7 @@ _CUSTOM = (
 def refuse_results_of_custom_functions(tree) -> "SharedSequence | None":
     """Raise ValueError if a shared sequence in the tree has a graph; return the first one in it."""
     shared = shared_in(tree)
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         for x in shared:
             if x.grad_fn is not None:
                 raise ValueError(f"{type(x.grad_fn).__name__}: {_CUSTOM}")

@@ -1,6 +1,6 @@
 """The function mode: handlers in place of functions of torch, while a context lasts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ class FunctionMode(TorchFunctionMode):
         every: handler of all other functions; None leaves them as they are.
         inside: a tensor class with rules of its own; the mode also gets the functions that these rules call.
         owner: the object that the mode works for.
+        passed: functions that are left as they are.
     """
 
     def __init__(
@@ -25,12 +26,15 @@ class FunctionMode(TorchFunctionMode):
         every: Handler | None = None,
         inside: type[torch.Tensor] | None = None,
         owner: object = None,
+        passed: Collection[Callable] = (),
     ):
         super().__init__()
-        self.table, self.every, self.inside, self.owner = table or {}, every, inside, owner
+        self.table, self.every, self.inside, self.owner, self.passed = table or {}, every, inside, owner, passed
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in self.passed:
+            return func(*args, **kwargs)
         if self.inside is not None and self.inside in types and torch._C._is_torch_function_enabled():
             with self:
                 return self.inside.__torch_function__(func, types, args, kwargs)
@@ -38,7 +42,7 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **kwargs) if handler is None else handler(func, args, kwargs)
 
 
-def seen_by_modes(function: Callable, *args: Any) -> tuple[Any] | None:
+def seen_by_modes(function: Callable, *args: Any, **kwargs: Any) -> tuple[Any] | None:
     """Let the innermost function mode handle a call of our own function, as it does with those of torch.
 
     Returns:
@@ -46,4 +50,4 @@ def seen_by_modes(function: Callable, *args: Any) -> tuple[Any] | None:
     """
     if not torch._C._is_torch_function_mode_enabled():
         return None
-    return (handle_torch_function(function, (args[0],), *args),)
+    return (handle_torch_function(function, args, *args, **kwargs),)

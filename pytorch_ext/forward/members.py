@@ -10,9 +10,10 @@ class Members:
         modules, parameters: all of them, each once, as they were recorded.
     """
 
-    def __init__(self, module: nn.Module, buffers: bool = True):
-        """Record the modules and parameters inside of a module, with `buffers` these too."""
-        self._module, self._kinds = module, ("_modules", "_parameters", "_buffers")[: 2 + buffers]
+    def __init__(self, module: nn.Module, *, parameters: bool = True, buffers: bool = True):
+        """Record the modules inside of a module, and its parameters and buffers."""
+        kinds = {"_modules": True, "_parameters": parameters, "_buffers": buffers}
+        self._module, self._kinds = module, [kind for kind, compared in kinds.items() if compared]
         self.record()
 
     def record(self) -> None:

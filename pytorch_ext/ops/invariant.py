@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from weft import _C
 from weft.comm.communicator import Communicator
+from weft.forward.functions import seen_by_modes
 from weft.ops import kernel_choice
 from weft.ops.activation import Activation
 from weft.ops.autocast import cast_operands
@@ -110,6 +111,15 @@ def add_nodes(sums: Mapping[tuple[int, int], Any], low: int, high: int) -> Any:
         return sums[low, high]
     middle = _middle(low, high)
     return plus(add_nodes(sums, low, middle), add_nodes(sums, middle, high))
+
+
+def add_in_tree(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the sum of units one after another; as `plus`."""
+    while len(parts) > 1:  # neighbours first: the left side of the last sum is the largest power of two
+        pairs = zip(parts[::2], parts[1::2], strict=False)
+        sums = [plus(x, y) if x is None or y is None else x + y for x, y in pairs]
+        parts = [*sums, *parts[2 * len(sums) :]]
+    return parts[0]
 
 
 def plus(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
@@ -365,11 +375,15 @@ def total_of_units(ranks: Communicator, units: Units, parts: Sequence[torch.Tens
     Args:
         parts: a tensor of one shape for each unit of this rank.
     """
+    if (seen := seen_by_modes(total_of_units, ranks, units, parts)) is not None:
+        return seen[0]
     return _TotalFunction.apply(ranks, units, *parts)
 
 
 def used_by_units(ranks: Communicator, units: Units, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return x, the same on every rank, once for each unit of this rank; its gradient is the sum over all units."""
+    if (seen := seen_by_modes(used_by_units, ranks, units, x)) is not None:
+        return seen[0]
     return _UsedByUnitsFunction.apply(ranks, units, x) if x.requires_grad else (x,) * len(units.here(ranks))
 
 
@@ -382,7 +396,7 @@ class _TotalFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ranks: Communicator, units: Units, *parts):
         ctx.count = len(parts)
-        return _tree_sum(ranks, units, parts)
+        return tree_sum(ranks, units, parts)
 
     @staticmethod
     @first_order
@@ -404,17 +418,22 @@ class _UsedByUnitsFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, *dys):
-        return None, None, _tree_sum(ctx.ranks, ctx.units, dys)
+        return None, None, tree_sum(ctx.ranks, ctx.units, dys)
 
 
-def _tree_sum(ranks: Communicator, units: Units, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum over all units in at least fp32, rounded once."""
+def tree_sum(ranks: Communicator, units: Units, parts: Sequence[torch.Tensor], overwrite: bool = False) -> torch.Tensor:
+    """Return the sum over all units in at least fp32, rounded once.
+
+    Args:
+        overwrite: the parts may be overwritten.
+    """
     like, tree = parts[0], Tree(units.total, torch.add)
     for unit, part in zip(units.here(ranks), parts, strict=True):
         tree.put(unit, part.to(torch.promote_types(like.dtype, torch.float32)))
-    nodes = [tree.sums[node] for node in units.of_rank(ranks, ranks.rank)]
+    nodes = [tree.sums[node].reshape(1, -1, 1) for node in units.of_rank(ranks, ranks.rank)]
     if ranks.world_size > 1:
-        nodes = [sum_over_nodes(ranks, units, torch.stack([node.reshape(-1, 1) for node in nodes]))]
+        local = torch.cat(nodes) if len(nodes) > 1 or not overwrite else nodes[0]
+        nodes = [sum_over_nodes(ranks, units, local)]
     return nodes[0].to(like.dtype).view(like.shape)
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from weft.forward.functions import seen_by_modes
 from weft.ops.backward import RankFunction, first_order
 from weft.ops.matmul import check_main_grad
 from weft.sharding.shard import Shard, pick
@@ -21,7 +22,10 @@ def held(parameter: torch.Tensor, shard: Shard, transposed: bool = False, *, who
     if as_it_is and whole_use:
         return parameter
     main_grad = getattr(parameter, "main_grad", None)
-    return parameter if as_it_is and main_grad is None else _ShardedParam.apply(parameter, shard, transposed, main_grad)
+    if as_it_is and main_grad is None:
+        return parameter
+    seen = seen_by_modes(held, parameter, shard, transposed)
+    return _ShardedParam.apply(parameter, shard, transposed, main_grad) if seen is None else seen[0]
 
 
 class _ShardedParam(RankFunction):

@@ -10,7 +10,7 @@ from same_bits import DROPS, assert_same_bits, make_model
 from torch import nn
 
 import weft
-from weft.data_parallel import batch_units
+from weft.data_parallel import unit_sums
 from weft.pipeline.unit_gradients import UnitGradients
 from weft.testing.ranks import run_ranks, try_ranks
 
@@ -186,7 +186,7 @@ def sums_in_sequence(self, unit, value):
 
 FAULTS = {
     "none": lambda: None,
-    "sums in sequence": lambda: setattr(batch_units.Tree, "put", sums_in_sequence),
+    "sums in sequence": lambda: setattr(unit_sums.Tree, "put", sums_in_sequence),
     "gradients that add up in .grad": lambda: setattr(UnitGradients, "take", take_after_the_last),
 }
 take = UnitGradients.take
@@ -203,13 +203,13 @@ def step_with_faults(rank):
     """Return the gradients of a step with each fault."""
     found = {}
     for fault, plant in FAULTS.items():
-        put = batch_units.Tree.put
+        put = unit_sums.Tree.put
         plant()
         torch.manual_seed(0)
         pipe = weft.Pipeline(model_of("mlp"), weft.init_mesh(pp=2), invariant=6, loss=F.cross_entropy)
         pipe.step(*batch_of("mlp", 0, 12))
         found[fault] = torch.cat([p.grad.as_subclass(torch.Tensor).flatten() for p in pipe.parameters()])
-        batch_units.Tree.put, UnitGradients.take = put, take
+        unit_sums.Tree.put, UnitGradients.take = put, take
     return found
 
 
