@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.context_parallel.shared_sequence import parts_here
-from weft.data_parallel.batch_units import one_unit_at_a_time, running_unit, tensors_in
+from weft.data_parallel.batch_units import one_unit_at_a_time, running_unit
 from weft.data_parallel.data_parallel import DataParallel
+from weft.data_parallel.unit_outputs import same_bits, tensors_in
 from weft.sharding.shard import Shard, shard_of
 
 
@@ -118,10 +119,3 @@ def _part_of(whole: torch.Tensor, shape: torch.Size, shard: Shard | None) -> tor
         return None
     part = whole[..., [i for start, stop in shard.stretches for i in range(start, stop)]]
     return part if part.shape == shape else None
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors have the same type, shape and bits."""
-    if x.dtype != y.dtype or x.shape != y.shape:
-        return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (x, y)))

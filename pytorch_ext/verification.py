@@ -20,7 +20,8 @@ from weft.context_parallel.region import sharing_in
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import Piece, piece_of
-from weft.first_difference import first_difference, recording, same_bits
+from weft.data_parallel.unit_outputs import same_bits
+from weft.first_difference import first_difference, recording
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 

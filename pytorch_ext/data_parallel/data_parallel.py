@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
-from weft.data_parallel.batch_units import BatchUnits, tensors_in
+from weft.data_parallel.batch_units import BatchUnits
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot, ranks_that_reduce
 from weft.data_parallel.comm_hooks import ByHook, Hook
@@ -18,6 +18,7 @@ from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast, broadcast_buffers
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.sharded_optimizer import Shards
+from weft.data_parallel.unit_outputs import tensors_in
 from weft.data_parallel.wrap_checks import check_wrap, mark_wrapped
 from weft.replicas import check_replicas
 
@@ -217,14 +218,14 @@ class DataParallel(nn.Module):
         The function may call this model. Losses that are computed in it have the same bits on any number of ranks.
 
         Args:
-            function: called once for each unit that this rank has.
+            function: called with each unit that this rank has, or with several at once where that has the same bits.
             *args: passed to the function. In tensors, also in lists and dicts, the first dimension is this rank's part
                 of the batch and is cut; a scalar, or a first dimension of 1, is passed whole.
             **kwargs: as args.
 
         Returns:
             What the function returns: tensors joined along the first dimension, scalars averaged over all units of all
-            ranks, equal numbers and strings as they are, and other objects as the list of the units' objects.
+            ranks, equal numbers and strings as they are, and other objects as a list, one for each call.
 
         Raises:
             ValueError: the model was made without invariant; the batch is not so many equal units; a tensor has another

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from weft.ops.backward import RankFunction, as_matrix, first_order
-from weft.ops.invariant import add_nodes, column_sums, multiply, product_sum, wgrad, with_bias
+from weft.ops.invariant import add_in_tree, column_sums, multiply, product_sum, wgrad, with_bias
 
 _ATTRIBUTE = "_weft_units"
 
@@ -18,17 +18,14 @@ class ValueOfUnits:
     """A tensor that all units use, made of parameters by functions that no unit takes part in.
 
     Args:
-        run: returns the tensor once for each unit.
+        each: the tensor once for each unit; gradients of these are kept apart.
     """
 
-    def __init__(self, run: Callable[[], list[torch.Tensor]]):
-        self._run = run
-        self._each: list[torch.Tensor] | None = None
+    def __init__(self, each: list[torch.Tensor]):
+        self._each = each
 
-    def each(self) -> list[torch.Tensor]:
-        """Return the tensor for each unit; gradients of these are kept apart."""
-        if self._each is None:
-            self._each = self._run()
+    def each(self, _: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor for each unit, given the tensor for all."""
         return self._each
 
 
@@ -37,24 +34,35 @@ class ParameterOfUnits(ValueOfUnits):
 
     Args:
         count: number of the units here.
-        nodes: nodes of the tree that lie here, as (first unit, unit after the last), counted from the first one here.
+        nodes: nodes of the tree that lie here, as (first unit, unit after the last), counted from the first one here;
+            None if `by_unit` is to return the gradients.
+        complete: is called when all uses have given their gradients, if there are no nodes.
     """
 
-    def __init__(self, parameter: torch.Tensor, count: int, nodes: Sequence[tuple[int, int]]):
-        self._run, self._each = lambda: list(_EachUnitFunction.apply(self, parameter)), None
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        count: int,
+        nodes: Sequence[tuple[int, int]] | None,
+        complete: Callable[[], None] | None = None,
+    ):
+        self._each = []
+        self._complete, self._uses = complete, 0
         self.count, self.nodes = count, nodes
         self.products = self.others = 0  # uses in products, and as views for each unit, whose gradients autograd adds
         self._sums: list[torch.Tensor | None] | None = None
         self._of_units: list[torch.Tensor | None] | None = None
         setattr(parameter, _ATTRIBUTE, self)
 
-    def each(self) -> list[torch.Tensor]:
+    def each(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         self.others += 1
-        return super().each()
+        if not self._each:
+            self._each = list(_EachUnitFunction.apply(self, parameter))
+        return self._each
 
     def end(self) -> None:
-        """Forget the views: no function uses the parameter any more."""
-        self._run, self._each = list, None
+        """Forget the views, whose graph holds this: no function uses the parameter any more."""
+        self._each = []
 
     def put(self, of_units: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of one use, by unit."""
@@ -64,26 +72,34 @@ class ParameterOfUnits(ValueOfUnits):
             if held is None
             else [y if x is None else x if y is None else x + y for x, y in zip(held, of_units, strict=True)]
         )
-        if not (self.products and self.others) and self.products < 2 and None not in self._of_units:
-            self._sums, self._of_units = self._of_nodes(self._of_units), None
+        once = not (self.products and self.others) and self.products < 2
+        if once and self.nodes is not None and None not in self._of_units:
+            self._sums, self._of_units = self.sums_of(self._of_units), None
+        self._uses += 1
+        if self._complete is not None and self._uses == self.products + (self.others > 0):
+            self._complete()
 
     def put_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Take a.T @ b as the gradient of one use: a [M, N], b [M, K], with M the rows of all units."""
         a, b = as_matrix(a), as_matrix(b)
         rows = a.size(0) // self.count
-        if self.products + self.others == 1 and a.dtype == torch.float32:
+        if self.products + self.others == 1 and a.dtype == torch.float32 and self.nodes is not None:
             cuts = [(slice(low * rows, high * rows), high - low) for low, high in self.nodes]
             self._sums = [product_sum(a[part].t(), b[part], leaves) for part, leaves in cuts]
         else:
             pairs = zip(a.split(rows), b.split(rows), strict=True)
             self.put([product_sum(x.t(), y).to(x.dtype) for x, y in pairs])
 
-    def _of_nodes(self, of_units: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        by_unit = {
-            (unit, unit + 1): None if x is None else x.to(torch.promote_types(x.dtype, torch.float32))
-            for unit, x in enumerate(of_units)
-        }
-        return [add_nodes(by_unit, *node) for node in self.nodes]
+    def sums_of(self, of_units: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the sums of the nodes here of gradients by unit."""
+        wide = [None if x is None else x.to(torch.promote_types(x.dtype, torch.float32)) for x in of_units]
+        return [add_in_tree(wide[low:high]) for low, high in self.nodes or ()]
+
+    def by_unit(self) -> list[torch.Tensor | None]:
+        """Return the gradients of the units, and begin anew."""
+        found = self._of_units or [None] * self.count
+        self._of_units, self._uses = None, 0
+        return found
 
     def take(self) -> tuple[list[torch.Tensor | None], int]:
         """Return the sums of the nodes and the number of units without a gradient, and begin anew."""
@@ -92,7 +108,7 @@ class ParameterOfUnits(ValueOfUnits):
         if sums is not None:
             return sums, 0  # type: ignore[return-value]
         of_units = of_units or [None] * self.count
-        return self._of_nodes(of_units), sum(x is None for x in of_units)
+        return self.sums_of(of_units), sum(x is None for x in of_units)
 
 
 def give_units(x: torch.Tensor, value: ValueOfUnits) -> None:
@@ -105,12 +121,15 @@ def units_of(x: object) -> ValueOfUnits | None:
     return getattr(x, _ATTRIBUTE, None)
 
 
-def parameter_of_units(x: torch.Tensor | None) -> ParameterOfUnits | None:
-    """Return the parameter that a product is about to use for several units; None if it is not one."""
+def parameter_of_units(x: torch.Tensor | None, product: bool = True) -> ParameterOfUnits | None:
+    """Return the parameter that is about to be used for several units, in a product or otherwise; None for others."""
     found = getattr(x, _ATTRIBUTE, None)
     if type(found) is not ParameterOfUnits:
         return None
-    found.products += 1
+    if product:
+        found.products += 1
+    else:
+        found.others += 1
     return found
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import sharing_in
-from weft.data_parallel.batch_units import UnitSums, check_units, within_unit
+from weft.data_parallel.batch_units import check_units, within_unit
+from weft.data_parallel.unit_sums import UnitSums
 from weft.metadata import set_metadata
 from weft.ops.invariant import Units
 from weft.pipeline.cut import PipelineCut

@@ -10,11 +10,11 @@ written, and end with `PathChangedError` as soon as a function is not the one th
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from weft.context_parallel.shared_sequence import SharedSequence
 from weft.forward import FunctionMode
 from weft.ops.unit_parameters import ValueOfUnits, give_units, units_of
 from weft.rng import UnitDraws
@@ -22,18 +22,21 @@ from weft.units.functions import functions_in_any_shape
 
 ROWS, NUMBERS = 1, 2  # how a tensor is cut into units: along the first dimension, or into one number for each
 AS_IT_IS, EACH, BY_UNIT = range(3)
-COMPARED = frozenset((int, bool, str, type(None), torch.dtype))
+COMPARED = frozenset((int, float, bool, str, type(None), torch.dtype))
 _BYTES = 64  # at which libraries choose other code
 
 _METHODS = """
     size dim stride numel nelement element_size __len__ is_contiguous is_floating_point is_complex storage_offset
+    _is_view
 """
-_PROPERTIES = "shape ndim dtype device layout requires_grad grad_fn is_cuda is_cpu is_meta is_nested is_leaf itemsize"
+_PROPERTIES = (
+    "shape ndim dtype device layout requires_grad grad_fn is_cuda is_cpu is_meta is_nested is_leaf itemsize nbytes"
+)
 # They read no values.
 READS: set[Callable] = {
     *[getattr(torch.Tensor, name) for name in _METHODS.split()],
     *[getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()],
-    *(torch.numel, torch.is_floating_point, torch.is_complex),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch._C._set_grad_enabled),
 }
 
 
@@ -45,16 +48,15 @@ class FunctionStep(NamedTuple):
     """How a function runs that the forward calls.
 
     Attributes:
-        plain: the whole numbers, flags, texts and types among its arguments.
-        how: AS_IT_IS; EACH: it makes a value of parameters that all units use, once for each when that is needed;
-            or BY_UNIT.
-        cut: of the arguments by place or name: how they are cut into units.
+        plain: the numbers, flags, texts and types among its arguments.
+        how: AS_IT_IS; EACH: it makes a value of parameters that all units use, and once more for each; or BY_UNIT.
+        cut: of the arguments by place or name: how they are cut into units; of a list, that of each element.
     """
 
     func: Callable
     plain: list
     how: int
-    cut: dict[int | str, int]
+    cut: dict[int | str, Any]
 
 
 class AtOnce(UnitDraws):
@@ -70,7 +72,7 @@ class AtOnce(UnitDraws):
         super().__init__(seed, functions_in_any_shape)
         self.path, self.units, self.seed = path, units, seed
         self._handlers_of = self.mode.table
-        self.mode = FunctionMode(every=self.function, owner=self)
+        self.mode = FunctionMode(every=self.function, inside=SharedSequence, owner=self, passed=READS)
         self._number = 0
 
     def copy(self) -> "AtOnce":
@@ -80,8 +82,6 @@ class AtOnce(UnitDraws):
 
     def function(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function as the next step says."""
-        if func in READS:
-            return func(*args, **kwargs)
         if self._number == len(self.path):
             raise PathChangedError
         step = self.path[self._number]
@@ -100,11 +100,11 @@ class AtOnce(UnitDraws):
         handler = self._handlers_of.get(step.func)
         result = step.func(*args, **kwargs) if handler is None else handler(step.func, args, kwargs)
         if step.how == EACH:
-            whole = ValueOfUnits(lambda: self.by_unit(step, args, kwargs))
+            each = self.by_unit(step, args, kwargs)
             for number, x in enumerate(result if isinstance(result, (tuple, list)) else ()):
-                give_units(x, ValueOfUnits(partial(_parts_of, whole, number)))
+                give_units(x, ValueOfUnits([of_unit[number] for of_unit in each]))
             if isinstance(result, torch.Tensor) and units_of(result) is None:
-                give_units(result, whole)
+                give_units(result, ValueOfUnits(each))
         return result
 
     def by_unit(self, step: FunctionStep, args: tuple, kwargs: dict) -> list:
@@ -122,15 +122,18 @@ class AtOnce(UnitDraws):
             results.append(step.func(*own, **options) if handler is None else handler(step.func, own, options))
         return results
 
-    def _parts(self, x: Any, cut: int | None) -> Sequence:
+    def _parts(self, x: Any, cut: Any) -> Sequence:
         """Return an argument's part of each unit, where a tensor of its own would be aligned too."""
+        if type(x) in (list, tuple):
+            every = [self._parts(y, of_y) for y, of_y in zip(x, cut or [None] * len(x), strict=True)]
+            return [type(x)([parts[number] for parts in every]) for number in range(len(self.units))]
         if cut == ROWS:
             parts = x.chunk(len(self.units))
             return [y.clone() if y.storage_offset() * y.element_size() % _BYTES else y for y in parts]
         if cut == NUMBERS:
             return x.unbind()
         of_units = units_of(x)
-        return [x] * len(self.units) if of_units is None else of_units.each()
+        return [x] * len(self.units) if of_units is None else of_units.each(x)
 
 
 def sizes_of(args: tuple) -> list[int]:
@@ -148,15 +151,17 @@ def _expanding(count: int, x: torch.Tensor, *args) -> tuple:
     return x, sizes
 
 
-def _parts_of(whole: ValueOfUnits, number: int) -> list[torch.Tensor]:
-    return [of_unit[number] for of_unit in whole.each()]
-
-
 def joined(results: list) -> Any:
-    """Return the units' results as one."""
+    """Return the units' results as one.
+
+    Raises:
+        PathChangedError: they have different shapes, which follow from values.
+    """
     first = results[0]
     if isinstance(first, (tuple, list)):
         return type(first)([joined(list(same)) for same in zip(*results, strict=True)])
     if not isinstance(first, torch.Tensor):
         return first
+    if any([x.shape != first.shape for x in results]):  # noqa: C419 - in fewer calls
+        raise PathChangedError
     return torch.stack(results) if first.dim() == 0 else torch.cat(results)

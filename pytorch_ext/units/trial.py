@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from weft.ops import column_parallel_linear, invariant, row_parallel_linear
 from weft.ops.mappings import gather
@@ -22,7 +23,6 @@ from weft.units.at_once import (
     COMPARED,
     EACH,
     NUMBERS,
-    READS,
     ROWS,
     AtOnce,
     FunctionStep,
@@ -46,7 +46,8 @@ _VIEWS = """
 """
 EVERY_ELEMENT, MOVES = frozenset(_ELEMENTS.split()), frozenset(_VIEWS.split())
 EVERY_ROW = frozenset(("softmax", "log_softmax", "sum", "mean", "layer_norm"))
-LINEAR = {F.linear, column_parallel_linear, row_parallel_linear, gather}
+LINEAR = {F.linear, column_parallel_linear, row_parallel_linear}
+OVER_POSITIONS = {invariant.used_by_units, invariant.total_of_units}  # sums of the same element of several tensors
 # Autograd's nodes between a unit's functions and the batch.
 _BORDERS = ("SplitBackward0", "UnbindBackward0", "CloneBackward0", "_EachUnitFunctionBackward")
 
@@ -96,14 +97,18 @@ class _FunctionCall:
             self.name = "clone"
         tensors: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         self.marks = {at: mark_of(x) for at, x in tensors.items() if isinstance(x, torch.Tensor)}
-        lists = [x for x in tensors.values() if isinstance(x, (tuple, list))]
-        self.inside = [mark_of(x) for x in _tensors(lists)]
+        self.lists = {
+            at: [mark_of(y) if isinstance(y, torch.Tensor) else None for y in x]
+            for at, x in tensors.items()
+            if type(x) in (tuple, list)
+        }
+        self.inside = [mark for of_list in self.lists.values() for mark in of_list if mark is not None]
         self.every = [*self.marks.values(), *self.inside]
 
     def argument(self, name: str, place: int) -> Any:
         return self.kwargs.get(name, self.args[place] if len(self.args) > place else None)
 
-    def step(self, how: int, cut: dict[int | str, int] | None = None) -> FunctionStep:
+    def step(self, how: int, cut: dict[int | str, Any] | None = None) -> FunctionStep:
         plain = [x for x in (*self.args, *self.kwargs.values()) if type(x) in COMPARED]
         return FunctionStep(self.func, plain, how, cut or {})
 
@@ -129,6 +134,7 @@ class Trial(AtOnce):
         for x in batch:
             self._mark(x, self._one_after_another(x))
             self._size = x.size(0)
+        self._arguments = {mark.x.untyped_storage().data_ptr() for mark in self._marks.values()}
         self.drew = False
 
     def end(self) -> None:
@@ -139,14 +145,13 @@ class Trial(AtOnce):
 
     def function(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function, and write down how."""
-        if func in READS:
-            return func(*args, **kwargs)
         call = _FunctionCall(func, args, kwargs, self._mark_of)
+        self._number += 1
         before = torch.get_rng_state()
         if all(mark.units is None for mark in call.every):
             result = self._of_no_unit(call)
         else:
-            if call.in_place and next(iter(call.marks.values())).units is None:
+            if call.in_place and not self._may_write(next(iter(call.marks.values()))):
                 raise NotAloneError(call.name)
             units = self._units_of_results(call)
             result = self._by_unit(call) if units is None else self._at_once(call, units)
@@ -154,16 +159,20 @@ class Trial(AtOnce):
             raise NotAloneError(call.name)  # each unit draws numbers of its own
         return result
 
+    def _may_write(self, mark: _UnitMark) -> bool:
+        """Return whether a tensor has rows of units, and is none of the arguments, which may be needed again."""
+        return mark.units is not None and mark.x.untyped_storage().data_ptr() not in self._arguments
+
     def _run(self, call: _FunctionCall, how: int) -> Any:
         self.path.append(call.step(how))
         return self.run(self.path[-1], call.args, call.kwargs)
 
     def _of_no_unit(self, call: _FunctionCall) -> Any:
-        trained = any(units_of(mark.x) for mark in call.marks.values())
+        trained = any(units_of(mark.x) for mark in call.every)
         expands = call.func is torch.Tensor.expand and call.args[0].shape[:1] == (1,)
         if expands and sizes_of(call.args[1:])[0] == self._size:  # it becomes rows of the batch
             return self._by_unit(call)
-        if any(units_of(mark.x) for mark in call.inside) or drops(call.func, call.args, call.kwargs):
+        if drops(call.func, call.args, call.kwargs) or (call.in_place and trained):
             raise NotAloneError(call.name)
         result = self._run(call, EACH if trained else AS_IT_IS)
         for x in _tensors(result):
@@ -181,29 +190,33 @@ class Trial(AtOnce):
         return result
 
     def _by_unit(self, call: _FunctionCall) -> Any:
-        if call.in_place or any(mark.units is not None or units_of(mark.x) for mark in call.inside):
+        trained = [id(mark.x) for mark in call.every if mark.trains]
+        if call.in_place or len(trained) > len(set(trained)):  # autograd would add gradients in another order
             raise NotAloneError(call.name)
-        cut: dict[int | str, int] = {}
-        for at, mark in call.marks.items():
-            if mark.units is not None:
-                if not mark.numbers and not torch.equal(mark.units, self._one_after_another(mark.x)):
-                    raise NotAloneError(call.name)
-                cut[at] = NUMBERS if mark.numbers else ROWS
-            elif mark.trains and units_of(mark.x) is None:
-                raise NotAloneError(call.name)
+        cut: dict[int | str, Any] = {at: self._cut(call, mark) for at, mark in call.marks.items()}
+        for at, marks in call.lists.items():
+            cut[at] = [None if mark is None else self._cut(call, mark) for mark in marks]
         self.path.append(call.step(BY_UNIT, cut))
         dropped = self._before.total()
         results = self.by_unit(self.path[-1], call.args, call.kwargs)
         self.drew = self.drew or self._before.total() > dropped
         if _uses_twice(results[0]):
             raise NotAloneError(call.name)  # autograd would add gradients in another order
-        shapes = [[x.shape for x in _tensors(of_unit)] for of_unit in results]
-        if not shapes[0] or any(of_unit != shapes[0] for of_unit in shapes):
+        result, of_first = joined(results), _tensors(results[0])
+        if not of_first:
             raise NotAloneError(call.name)
-        result = joined(results)
-        for x, shape in zip(_tensors(result), shapes[0], strict=True):
-            self._mark(x, self._one_after_another(x), not shape)
+        for x, first in zip(_tensors(result), of_first, strict=True):
+            self._mark(x, self._one_after_another(x), first.dim() == 0)
         return result
+
+    def _cut(self, call: _FunctionCall, mark: _UnitMark) -> int | None:
+        if mark.units is None:
+            if mark.trains and units_of(mark.x) is None:
+                raise NotAloneError(call.name)
+            return None
+        if not mark.numbers and not torch.equal(mark.units, self._one_after_another(mark.x)):
+            raise NotAloneError(call.name)
+        return NUMBERS if mark.numbers else ROWS
 
     def _units_of_results(self, call: _FunctionCall) -> list[torch.Tensor] | None:
         """Return the unit of each element of the results; None if the function must run unit by unit."""
@@ -212,6 +225,9 @@ class Trial(AtOnce):
         if trained and (call.func not in LINEAR or any(type(units_of(x)) is not ParameterOfUnits for x in trained)):
             return None  # only products keep the gradients of units apart
         numbers = any(mark.numbers for mark in call.every)
+        if call.func in OVER_POSITIONS:
+            units = _agreed(call, [mark.all_units for mark in call.every])
+            return [units] * (len(call.args[1].here(call.args[0])) if marks else 1)
         if call.name in EVERY_ELEMENT and not call.inside:
             return self._of_every_element(call, marks, numbers)
         if numbers or (0 not in call.marks and not call.inside):
@@ -222,6 +238,9 @@ class Trial(AtOnce):
             return _of_product(call, marks[0].all_units, marks[1].all_units)
         if call.func is F.scaled_dot_product_attention:
             return _of_attention(call, marks)
+        if call.func is gather:
+            dim = call.args[1]
+            return [marks[0].all_units.narrow(dim, 0, 1)] if _is_one(marks[0].all_units, (dim,)) else None
         if any(mark.units is not None for mark in marks[1:]) or not _along_the_last_dim(call, marks):
             return None
         units = marks[0].all_units
@@ -257,7 +276,7 @@ class Trial(AtOnce):
         if type(of_units) is ParameterOfUnits:
             self._parameters.add(of_units)
         mark = self._marks.get(id(x))
-        if mark is None and of_units is None:
+        if mark is None and of_units is None and not isinstance(x, nn.Parameter):
             raise NotAloneError("a tensor that no function of torch has made")
         return mark or _UnitMark(x, None)
 
@@ -332,7 +351,7 @@ def _along_the_last_dim(call: _FunctionCall, marks: list[_UnitMark]) -> bool:
     if call.func is F.linear:
         return x.dtype in invariant.DTYPES and x.device.type == "cpu" and len(marks) > 1 and marks[1].x.dim() == 2
     if call.func in LINEAR:
-        return call.args[1] in last if call.func is gather else call.args[3].sequence_dim is None
+        return call.args[3].sequence_dim is None
     if call.name == "layer_norm":
         return len(call.argument("normalized_shape", 1)) == 1
     dims = call.argument("dim", 1)

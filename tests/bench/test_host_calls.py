@@ -15,10 +15,10 @@ CEILINGS = {
     "dp=2": 2020,
     "pp=2": 3190,
     "cp=2": 5490,
-    "invariant=4": 7110,
-    "invariant=4, tp=2": 7370,
-    "invariant=4, dp=2": 6700,
-    "invariant=4, cp=2 in two units": 172400,
+    "invariant=4": 6880,
+    "invariant=4, tp=2": 7140,
+    "invariant=4, dp=2": 6480,
+    "invariant=4, cp=2 in two units": 20000,
 }
 
 

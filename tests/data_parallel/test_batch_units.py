@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.data_parallel import batch_units, grad_norm
+from weft.data_parallel import batch_units, grad_norm, unit_sums
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks, try_ranks
 
@@ -203,15 +203,15 @@ def add_in_rank_order(ranks, units, local):
 
 
 def draw_on_each_rank(self, arguments):
-    units, seed = cut_batch(self, arguments)
-    return units, None if seed is None else seed + self.ranks.rank
+    whole, units, seed = cut_batch(self, arguments)
+    return whole, units, None if seed is None else seed + self.ranks.rank
 
 
 make_units, cut_batch = batch_units.BatchUnits.__init__, batch_units.BatchUnits._cut
 FAULTS = {
     "none": lambda: None,
     "kernels that follow the ranks' batch": lambda: setattr(batch_units.BatchUnits, "__init__", make_units_of_ranks),
-    "rank order": lambda: setattr(batch_units, "sum_over_nodes", add_in_rank_order),
+    "rank order": lambda: setattr(unit_sums, "sum_over_nodes", add_in_rank_order),
     "random numbers of ranks": lambda: setattr(batch_units.BatchUnits, "_cut", draw_on_each_rank),
 }
 

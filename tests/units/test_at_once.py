@@ -1,19 +1,24 @@
 """Several units of a batch in one call: the bits of calls unit by unit, for whatever a model does."""
 
+import gc
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from same_bits import make_model
+from same_bits import assert_same_bits, make_model
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.data_parallel.batch_units import BatchUnits, one_unit_at_a_time
+from weft.data_parallel.batch_units import one_unit_at_a_time
+from weft.data_parallel.known_calls import KnownCalls
 from weft.testing.ranks import run_ranks, try_ranks
 from weft.units.at_once import AtOnce
 
@@ -108,7 +113,7 @@ class Does(nn.Module):
 
     def __init__(self, function):
         super().__init__()
-        self.layer, self.function = nn.Linear(16, 16), function
+        self.layer, self.function, self.rnn = nn.Linear(16, 16), function, nn.GRU(16, 16, batch_first=True)
 
     def forward(self, x):
         return self.function(self, self.layer(x))
@@ -148,75 +153,78 @@ UNIT_BY_UNIT = {
 }
 
 
-def bits(rank, make, kind, loss):
-    """Return whether three steps have the bits of calls unit by unit, and the classes of the calls at once."""
-    torch.manual_seed(0)
-    module = make()
-    if isinstance(module, Does):
-        module.rnn = nn.GRU(16, 16, batch_first=True)
-    model = weft.DataParallel(module.to(kind), invariant=4, unused_parameters="zero")
-    seen = []
-    call = BatchUnits._call
-    BatchUnits._call = lambda self, functions, *args: (
+def recording(seen):
+    """Append the class of each call at once to a list."""
+    call = KnownCalls._call
+    KnownCalls._call = lambda self, functions, *args: (
         seen.append(type(functions).__name__),
         call(self, functions, *args),
     )[1]
 
-    def step(x):
-        model.zero_grad()
-        x.grad = None
-        torch.manual_seed(7)
-        if loss == "none":
-            y = model(x)
-            y.float().square().sum().backward()
-        elif loss == "mean":
-            y = model.in_units(lambda x: 0.5 * model(x).float().square().mean() + 1, x)
-            y.backward()
-        else:
-            y = model.in_units(
-                lambda x, to: F.cross_entropy(model(x).flatten(0, -2).float(), to.flatten()), x, target_of(x)
-            )
-            y.backward()
-        return [y.detach(), *[p.grad for p in (x, *model.parameters()) if p.grad is not None]]
 
-    def target_of(x):
+def loss_of(kind):
+    """Return a function of a model and its input: the output, or a loss in units."""
+
+    def cross_entropy(model, x):
         with torch.no_grad(), one_unit_at_a_time():
-            sizes = model(x).shape[:-1]
-        return torch.arange(sizes.numel()).view(sizes) % 3
+            sizes = model.eval()(x).shape[:-1]
+        to = torch.arange(sizes.numel()).view(sizes) % 3
+        model.train()
+        return model.in_units(lambda x, to: F.cross_entropy(model(x).flatten(0, -2).float(), to.flatten()), x, to)
 
-    same = []
-    for _ in range(3):
-        x = torch.randn(8, 9, 16).to(kind).requires_grad_()
-        found = step(x)
-        with one_unit_at_a_time():
-            expected = step(x)
-        same.append(len(found) == len(expected) and all(map(torch.equal, found, expected)))
+    return {
+        "none": lambda model, x: model(x),
+        "mean": lambda model, x: model.in_units(lambda x: 0.5 * model(x).float().square().mean() + 1, x),
+        "cross entropy": cross_entropy,
+    }[kind]
+
+
+def train(make, kind, loss, alone, before=None, steps=4):
+    """Return outputs and gradients of some steps, and the state of random numbers after them."""
+    torch.manual_seed(0)
+    model = weft.DataParallel(make().to(kind), invariant=4, unused_parameters="zero")
+    found = []
+    for step in range(steps):
+        x = torch.randn(8, 9, 16, generator=torch.Generator().manual_seed(step)).to(kind).requires_grad_()
+        model.zero_grad()
+        if before is not None:
+            before(model.module, step)
+        with one_unit_at_a_time() if alone else nullcontext():
+            y = loss(model, x)
+        (y if y.dim() == 0 else y.float().square().sum()).backward()
+        found.append([y.detach(), x.grad, *[p.grad for p in model.parameters()]])
     model.eval()
-    seen.append("eval")
-    with torch.no_grad():
-        outputs = [model(x) for _ in range(2)]
-        with one_unit_at_a_time():
-            outputs.append(model(x))
-    return all(same), seen, all(torch.equal(y, outputs[0]) for y in outputs)
+    with torch.no_grad(), one_unit_at_a_time() if alone else nullcontext():
+        found += [[model(x)] for _ in range(2)]
+    return [*found, [torch.get_rng_state()]]
+
+
+def bits(rank, make, kind, loss, before=None, steps=4):
+    """Return whether all steps have the bits of calls unit by unit, and the classes of the calls at once."""
+    expected, seen = train(make, kind, loss, True, before, steps), []
+    recording(seen)
+    found = train(make, kind, loss, False, before, steps)
+    pairs = [pair for step in zip(found, expected, strict=True) for pair in zip(*step, strict=True)]
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs), seen
 
 
 @pytest.mark.parametrize("loss", ["none", "mean", "cross entropy"])
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_units_at_once_have_the_bits_of_units_alone(name, loss):
     for kind in (torch.float32, torch.bfloat16):
-        ((same, seen, same_in_eval),) = run_ranks(bits, 1, AT_ONCE[name], kind, loss)
-        assert same and same_in_eval, kind
-        assert seen == ["Trial", "AtOnce", "AtOnce", "eval", "Trial", "AtOnce"], seen
+        ((same, seen),) = run_ranks(bits, 1, AT_ONCE[name], kind, loss_of(loss))
+        assert same, kind
+        assert seen == ["Trial", "AtOnce", "AtOnce", "AtOnce", "Trial", "AtOnce"], seen
 
 
 @pytest.mark.parametrize("name", UNIT_BY_UNIT)
 def test_what_is_not_alone_in_its_row_runs_unit_by_unit(name):
-    ((same, seen, same_in_eval),) = run_ranks(bits, 1, UNIT_BY_UNIT[name], torch.float32, "none")
-    assert same and (same_in_eval or "random" in name)
-    assert "AtOnce" not in seen[: seen.index("eval")]
+    ((same, seen),) = run_ranks(bits, 1, UNIT_BY_UNIT[name], torch.float32, loss_of("none"))
+    assert same
+    assert seen[:3] == ["Trial"] * 3  # of the steps; without gradients some may run at once
 
 
-def train(rank, family, attention, kind):
+def train_a_family(rank, family, attention, kind):
     model = weft.parallelize(make_model(family, attention).to(kind), weft.init_mesh(), invariant=4)
 
     def step(tokens):
@@ -230,7 +238,7 @@ def train(rank, family, attention, kind):
         found = step(tokens)
         with one_unit_at_a_time():
             assert all(map(torch.equal, found, step(tokens)))
-    return [learnt is not None for learnt in model._batch._learnt.values()]
+    return [learnt is not None for learnt in model._batch.known._learnt.values()]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -238,7 +246,158 @@ def train(rank, family, attention, kind):
     ("family", "attention"), [("llama", "eager"), ("gpt2", "sdpa"), ("gemma", "sdpa"), ("qwen2", "sdpa")]
 )
 def test_models_of_transformers_run_at_once(family, attention, kind):
-    assert run_ranks(train, 1, family, attention, kind) == [[True]]
+    assert run_ranks(train_a_family, 1, family, attention, kind) == [[True]]
+
+
+class Holds(Does):
+    """A layer, a norm, words, parameters of its own and a number that changes from step to step."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.norm, self.words, self.kept = nn.LayerNorm(16), nn.Embedding(5, 16), None
+        self.weight, self.other, self.number = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16)), 0.0
+
+
+def masked(model, x):
+    def loss(x, shown):
+        return model(x)[shown].float().square().mean()
+
+    return model.in_units(loss, x, x[..., 0].detach() > -10 * (model.module.number == 0))
+
+
+def auxiliary(model, x):
+    def loss(x):
+        y = model(x).float()
+        return y.abs().mean() + model.module.number * y.square().sum() / x.size(0)
+
+    return model.in_units(loss, x)
+
+
+def uses_three_times(module, y):
+    first = module.weight.exp()
+    y = y * module.weight
+    return (torch.tanh(y) + y * module.weight) * first
+
+
+def normed_twice(module, y):
+    more = module.norm.weight + 1
+    return module.norm(module.layer(module.norm(y))) * more
+
+
+def looked_up_twice(module, y):
+    normed, ids = F.normalize(module.words.weight, dim=-1), (y[..., 0].abs() * 3).long().clamp(max=3)
+    y = module.layer(module.words(ids) + module.words(ids + 1) * y)
+    return torch.einsum("btd,vd->btv", y, normed)
+
+
+def in_checkpoints(module, y):
+    offset = module.words(torch.arange(y.size(1)) % 5).mean(-1) * module.other[0]
+    return checkpoint(lambda y: module.layer(y) * offset[:, None], y, use_reentrant=False)
+
+
+def keeps_a_size(module, y):
+    if module.kept is None:
+        module.kept = torch.ones(y.size(0), 1, 1)
+    return y * module.kept
+
+
+HABITS = {
+    "a mask of other counts": (lambda module, y: y, masked),
+    "noise": (lambda module, y: y + torch.randn_like(y), None),
+    "a dropout that begins later": (lambda module, y: F.dropout(y, module.number, module.training), None),
+    "a loss that begins later": (lambda module, y: y, auxiliary),
+    "a gradient by the number of rows": (lambda module, y: y.detach() + (y - y.detach()) / len(y), None),
+    "a parameter in three places": (uses_three_times, None),
+    "a norm in two places": (normed_twice, None),
+    "words in three places": (looked_up_twice, None),
+    "a value of parameters in checkpoints": (in_checkpoints, None),
+    "one tensor in three places": (lambda module, y: y.tanh() + torch.addcmul(y, y, y), None),
+    "a size that is kept": (keeps_a_size, None),
+    "writes to its input": (lambda module, y: module.layer(y.detach().mul_(0.5)), None),
+}
+
+
+def begin_later(module, step):
+    module.number = 0.0 if step < 2 else 0.3
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_habits_of_models_keep_their_bits(name):
+    function, loss = HABITS[name]
+    for kind in (torch.float32, torch.bfloat16):
+        ((same, _),) = run_ranks(bits, 1, lambda: Holds(function), kind, loss or loss_of("none"), begin_later, 5)
+        assert same, kind
+
+
+def give_other_things(rank):
+    """Return what calls give that is no tensor, and outputs of inputs with other strides."""
+    found = []
+    for function in (
+        lambda module, y: (y, y.numel()),
+        lambda module, y: None,
+        lambda module, y: {"a": (y, "text", None)},
+    ):
+        model = weft.DataParallel(Does(function), invariant=4)
+        outputs = [model(torch.ones(8, 9, 16)) for _ in range(3)]
+        found.append(
+            [tree_map(lambda x: x if not isinstance(x, torch.Tensor) else len(x), output) for output in outputs]
+        )
+    model = weft.DataParallel(Does(lambda module, y: y * y.sum(-1, keepdim=True)), invariant=4)
+    x = torch.randn(16, 9, 8).permute(2, 1, 0)
+    y = [model(x.contiguous()) for _ in range(2)][1]
+    return found, torch.equal(model(x), y)
+
+
+def test_outputs_that_are_no_tensors_do_not_change():
+    (((numbers, nothing, trees), same_for_any_strides),) = run_ranks(give_other_things, 1)
+    assert numbers == [(8, 2 * 9 * 16)] * 3
+    assert nothing == [None] * 3
+    assert trees == [{"a": (8, "text", None)}] * 3
+    assert same_for_any_strides
+
+
+def train_with_masks(rank):
+    """Train with masks, so that ranks learn in other steps."""
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    model = weft.DataParallel(nn.Linear(16, 16), invariant=4)
+    found = {}
+    for step in range(4):
+        draw = torch.Generator().manual_seed(step)
+        x, shown = torch.randn(8, 9, 16, generator=draw), torch.rand(8, 9, generator=draw) > 0.3
+        shown[:4] |= step < 2
+        x, shown = x.chunk(world)[rank], shown.chunk(world)[rank]
+        loss = model.in_units(lambda x, shown: model(x)[shown].square().mean(), x, shown)
+        loss.backward()
+        found |= {f"{step} loss": loss.detach(), f"{step} gradient": model.module.weight.grad.clone()}
+    return found
+
+
+def test_ranks_that_learn_in_other_steps_have_the_same_bits():
+    (of_one,) = run_ranks(train_with_masks, 1)
+    for world in (2, 4):
+        assert_same_bits(of_one, run_ranks(train_with_masks, world))
+
+
+def count_tensors(rank, sizes, context):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), Adapted(), Attends(1), nn.LayerNorm(16), nn.Linear(16, 20))
+    model = weft.parallelize(model, weft.init_mesh(**sizes), plan=None, invariant=4, **context)
+    counts, seen = [], []
+    recording(seen)
+    for _ in range(3):
+        for _ in range(3):
+            model(torch.zeros(8, 12, dtype=torch.long)).sum().backward()
+        gc.collect()
+        counts.append(sum(isinstance(x, torch.Tensor) for x in gc.get_objects()))
+    return counts, seen[-1]
+
+
+@pytest.mark.parametrize(("sizes", "context"), [({}, {}), ({"cp": 2}, {"context": {"units": 2}})])
+def test_no_tensors_are_left_of_a_step(sizes, context):
+    for (_, second, third), last in run_ranks(count_tensors, max(sizes.values(), default=1), sizes, context):
+        assert last == "AtOnce"
+        assert second == third
 
 
 class Wanders(nn.Module):
@@ -255,27 +414,21 @@ class Wanders(nn.Module):
 def change_the_path(rank):
     model = weft.DataParallel(Wanders(), invariant=4)
     seen, found = [], []
-    call = BatchUnits._call
-    BatchUnits._call = lambda self, functions, *args: (
-        seen.append(type(functions) is AtOnce),
-        call(self, functions, *args),
-    )[1]
+    recording(seen)
     x = torch.randn(8, 16)
-    for function in (torch.tanh, torch.tanh, torch.relu, torch.relu, torch.tanh, torch.relu, torch.relu):
+    for function in (torch.tanh, torch.tanh, *[torch.relu, torch.tanh] * 3, torch.tanh):
         model.module.after = function
         y = model(x)
         with one_unit_at_a_time():
             found.append(torch.equal(y, model(x)))
-    model.module.layer.weight.requires_grad_(False)
-    model(x).sum().backward()
     return found, seen
 
 
 def test_a_forward_that_leaves_its_path_runs_unit_by_unit():
     ((same, seen),) = run_ranks(change_the_path, 1)
     assert all(same)
-    # Trial, at once, [left, trial], at once, [left, trial], [left, and no trial is kept], unit by unit; then a new kind.
-    assert seen == [False, True, True, False, True, True, False, True, False, False]
+    # A path, and five times another one. Then no trial is made, until other parameters train.
+    assert seen == ["Trial", "AtOnce", *["AtOnce", "Trial"] * 4, "AtOnce"]
 
 
 def misuse(rank):
