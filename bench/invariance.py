@@ -1,29 +1,38 @@
-"""weft bench invariance: a Llama's step with invariant=8 and without, on ranks that split layers or sequence."""
+"""weft bench invariance: training steps with invariant and without, on every kind of mesh.
+
+Each is beside the ordinary step on the same mesh. Memory is what the tensors of a step hold at its peak, with the
+parameters and the optimizer's state.
+"""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 
 import weft
+from weft.bench.host_calls import GPT, StepCase, calls_of, step_of
 from weft.bench.measure import alternate, slowest_rank
+from weft.bench.suites import RefusedError
 from weft.bench.table import Row
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks
 
-UNITS, POSITION_UNITS = 8, 4
-CASES = (("tp", torch.float32), ("tp", torch.bfloat16), ("cp", torch.float32))
-BLOCKS, BATCH, SEQUENCE = 2, 2, 256
+UNITS, BLOCKS, BATCH, SEQUENCE = 4, 2, 2, 256
 PEER = "without invariant"
 LIMIT = "the ordinary step: the same products by MKL or oneDNN, and sums in the order of ranks"
-
-
-class Llama256(Llama):
-    """Hidden size 256, 16 query heads, 8 KV heads."""
-
-    HEAD, KV_HEADS, HIDDEN, WORDS = 16, 8, 1024, 4096
+_GPT = "GPT of 6 layers of width 256, 1024 tokens float32"
+_IN_UNITS = {"invariant": UNITS, "context": {"units": 2}}
+# mesh: options with invariant
+MESHES: list[tuple[str, Mapping[str, int], Mapping]] = [
+    ("one process", {}, {"invariant": UNITS}),
+    ("tp=2", {"tp": 2}, {"invariant": UNITS}),
+    ("dp=2", {"dp": 2}, {"invariant": UNITS}),
+    ("cp=2, sequence in 2 units", {"cp": 2}, _IN_UNITS),
+    ("one process, sequence in 2 units", {}, _IN_UNITS),
+]
 
 
 class Llama1024(Llama):
@@ -37,25 +46,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
-    for model, width in ((Llama256, 256), (Llama1024, 1024)):
-        for split, dtype in CASES:
-            samples = run_ranks(_measure, options.world, model, dtype, split, options.rounds, timeout_s=300)
-            times = slowest_rank(samples)
-            shape = f"hidden {width}, {BATCH * SEQUENCE} tokens {str(dtype).removeprefix('torch.')}"
-            shape += f", sequence in {POSITION_UNITS} units" if split == "cp" else ""
-            facts = {"of_limit": times[PEER].p50_us / times["weft"].p50_us}
-            yield Row({"shape": shape, "world": options.world}, times, PEER, facts)
+    if options.world != 2:
+        raise RefusedError("weft bench invariance runs on one and on two ranks; it takes no --world")
+    for mesh, sizes, invariant in MESHES:
+        world = max(sizes.values(), default=1)
+        cases = [StepCase("weft", sizes, invariant), StepCase(PEER, sizes or {"tp": 1})]
+        per_rank = run_ranks(_measure_gpt, world, cases, options.rounds, timeout_s=600)
+        times = slowest_rank([samples for samples, *_ in per_rank])
+        (held, calls), (held_without, _) = (per_rank[0][1][name] for name in ("weft", PEER))
+        facts = {"calls": calls, "memory_ratio": held / held_without}
+        yield _row({"model": _GPT, "mesh": mesh, "world": world}, times, facts)
+    for dtype in (torch.float32, torch.bfloat16):
+        times = slowest_rank(run_ranks(_measure_llama, 2, dtype, options.rounds, timeout_s=300))
+        name = f"Llama of 2 blocks, hidden 1024, {BATCH * SEQUENCE} tokens {str(dtype).removeprefix('torch.')}"
+        yield _row({"model": name, "mesh": "tp=2", "world": 2}, times, {})
 
 
-def _measure(rank: int, kind: type[Llama], dtype: torch.dtype, split: str, rounds: int) -> dict[str, list[float]]:
-    world = dist.get_world_size()
-    mesh = (weft.init_mesh(cp=world) if split == "cp" else weft.init_mesh(tp=world))["cp", "tp"]
+def _row(of: dict[str, str | int], times, facts: dict) -> Row:
+    return Row(of, times, PEER, {**facts, "of_limit": times[PEER].p50_us / times["weft"].p50_us})
+
+
+def _measure_gpt(rank: int, cases: list[StepCase], rounds: int) -> tuple[dict, dict[str, tuple[int, int]]]:
+    steps = {case.name: step_of(case) for case in cases}
+    calls = {name: calls_of(step) for name, step in steps.items()}
+    state = 12 * sum(parameter.numel() for parameter in GPT().parameters()) // dict(cases[0].sizes or {}).get("tp", 1)
+    held = {name: (state + peak_bytes(step), calls[name]) for name, step in steps.items()}
+    return alternate(steps, meet=dist.barrier, rounds=rounds, calls=1), held
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Return the most bytes that tensors of a step hold at a time, beside those that were there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    assert profiled.profiler is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def _measure_llama(rank: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
+    mesh = weft.init_mesh(tp=dist.get_world_size())["tp"]
     steps = {}
-    for name, units in (("weft", UNITS), (PEER, None)):
+    for name, units in (("weft", 8), (PEER, None)):
         torch.manual_seed(0)
-        context: str | dict[str, int] = {"units": POSITION_UNITS} if units and split == "cp" else "auto"
-        model = weft.parallelize(kind(BLOCKS).to(dtype), mesh, invariant=units, context=context)
-        tokens = torch.randint(0, kind.WORDS, (BATCH, SEQUENCE))
+        model = weft.parallelize(Llama1024(BLOCKS).to(dtype), mesh, invariant=units)
+        tokens = torch.randint(0, Llama1024.WORDS, (BATCH, SEQUENCE))
         steps[name] = _step(model, torch.optim.AdamW(model.parameters()), tokens)
     return alternate(steps, meet=dist.barrier, rounds=rounds, calls=2)
 

@@ -129,10 +129,13 @@ def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
 
 
 def _invariance(rows: list[Row]) -> list[list[str]]:
-    names = ("weft", "without invariant")
-    return [["training step", "`invariant=8`", "without", "cost"]] + [
-        [row["shape"], *(_ms(row["times"][name]) for name in names), f"{1 / row['ratio']:.2f}x"] for row in rows
-    ]
+    found = [["training step", "mesh", "with `invariant`", "without", "time", "memory", "Python calls"]]
+    for row in rows:
+        times = [_ms(row["times"][name]) for name in ("weft", "without invariant")]
+        held, calls = row.get("memory_ratio"), row.get("calls")
+        more = f"{1 / row['ratio']:.2f}x", f"{held:.2f}x" if held else "", f"{calls:,}" if calls else ""
+        found.append([row["model"], row["mesh"], *times, *more])
+    return found
 
 
 def _attention(rows: list[Row]) -> list[list[str]]:
@@ -290,7 +293,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "data_parallel memory": (f"{_CPU}/data_parallel", _data_parallel_memory),
     "sharded_optimizer": (f"{_CPU}/sharded_optimizer", _sharded_optimizer),
     "beside mpi": ("intel-xeon-2-cores/collectives_beside_mpi", _beside_mpi),
-    "invariance": ("intel-xeon-2-cores/invariance", _invariance),
+    "invariance": (f"{_CPU}/invariance", _invariance),
     "host_calls": (f"{_CPU}/host_calls", _host_calls),
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
