@@ -135,7 +135,7 @@ class BatchUnits:
     def run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function with each unit of its arguments; see `DataParallel.in_units`."""
         self._renew()
-        whole, arguments, seed = self._cut((args, kwargs))
+        whole, size, seed = self._agreed((args, kwargs))
         buffers = [(of, name, x, x._version) for of in self._buffers for name, x in of.items() if x is not None]
         kind = None
         if _at_once[-1] and not self._alone and not torch.is_autocast_enabled("cpu"):
@@ -143,15 +143,15 @@ class BatchUnits:
             kind = self.known.kind_of(function, whole, training + self._flags)
         self.inside = True
         try:
-            known = None if kind is None else self.known.run(kind, self._batch(), function, whole, seed or 0)
+            known = None if kind is None else self.known.run(kind, self._batch, function, whole, seed or 0)
             if known is not None:
                 found = self._joined([known[0]], known[1])
             else:
                 first = kind is not None and self.known.is_tried(kind)
                 copies = tree_map_only(torch.Tensor, _copied, whole) if first else None
-                units = self._unit_by_unit(function, arguments, seed)
+                units = self._unit_by_unit(function, self._cut(whole, size), seed)
                 if first:
-                    self.known.learn(kind, self._batch(), function, copies, seed or 0, units)  # type: ignore[arg-type]
+                    self.known.learn(kind, self._batch(), function, copies, size, seed or 0, units)  # type: ignore[arg-type]
                 found = self._joined(units.outputs)
         finally:
             self.inside = False
@@ -228,8 +228,8 @@ class BatchUnits:
 
     # Arguments.
 
-    def _cut(self, arguments: Any) -> tuple[Any, list, int | None]:
-        """Return the arguments, those of each unit here, and the number that random numbers of units follow from.
+    def _agreed(self, arguments: Any) -> tuple[Any, int, int | None]:
+        """Return the arguments, the size of the batch here, and the number that random numbers of units follow from.
 
         A collective call: the units of all ranks have the same size, and the number is the first rank's.
         """
@@ -249,16 +249,18 @@ class BatchUnits:
                 "of ATen's functions follow their number: set OMP_NUM_THREADS alike in every process"
             )
         self._check_sizes(size, wrong, notes[:, 0].tolist())
-        count = len(self.here)
-        along = [isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == size for leaf in leaves]
-        leaves = [in_own_memory(leaf) if cut else leaf for leaf, cut in zip(leaves, along, strict=True)]
+        whole = [in_own_memory(leaf) if _is_cut(leaf, size) else leaf for leaf in leaves]
+        return tree_unflatten(whole, spec), size, int(notes[0, 1]) if draws else None
+
+    def _cut(self, arguments: Any, size: int) -> list:
+        """Return the arguments of each unit here."""
+        count, (leaves, spec) = len(self.here), tree_flatten(arguments)
         parts = [
-            [in_own_memory(part) for part in leaf.chunk(count)] if cut else [leaf] * count
-            for leaf, cut in zip(leaves, along, strict=True)
+            [in_own_memory(part) for part in leaf.chunk(count)] if _is_cut(leaf, size) else [leaf] * count
+            for leaf in leaves
         ]
         units = [tree_unflatten(list(of_unit), spec) for of_unit in zip(*parts, strict=True)] if parts else []
-        whole = tree_unflatten(leaves, spec)
-        return whole, units or [arguments] * count, int(notes[0, 1]) if draws else None
+        return units or [arguments] * count
 
     def _check_sizes(self, size: int, wrong: list[torch.Tensor], sizes: list[int]) -> None:
         total, world = self.units.total, self.ranks.world_size
@@ -378,3 +380,8 @@ def check_units(module: nn.Module, ranks: Communicator, units: int) -> None:
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _is_cut(leaf: Any, size: int) -> bool:
+    """Return whether an argument is cut into units of a batch of this size."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == size

@@ -4,6 +4,7 @@ A first call runs unit by unit. Then a trial runs on copies of its arguments, al
 gradients of both are compared, bit by bit. Later calls of that kind run as the trial did.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from weft.forward.running import followed
 from weft.units.at_once import NUMBERS, AtOnce, FunctionStep, PathChangedError
 from weft.units.trial import Trial
 
+_log = logging.getLogger("weft")
 _MOST_TRIALS = 16  # of a model: each takes three times as long as the call itself
 _MOST_CHANGES, _MOST_FAILED = 5, 3  # after which fewer trials are made
 
@@ -87,7 +89,7 @@ class KnownCalls:
         return kind not in self._learnt and self._trials < _MOST_TRIALS
 
     def run(
-        self, kind: tuple, batch: UnitBatch | None, function: Callable, arguments: Any, seed: int
+        self, kind: tuple, make_batch: Callable[[], UnitBatch | None], function: Callable, arguments: Any, seed: int
     ) -> tuple[Any, list[int]] | None:
         """Run a call on all units at once; return its output, and how each tensor in that is cut into units.
 
@@ -99,7 +101,7 @@ class KnownCalls:
             return None
         functions = AtOnce(learnt.path, self._units, seed)
         try:
-            return self._call(functions, batch, function, arguments, learnt.draws)[0], learnt.cuts
+            return self._call(functions, make_batch(), function, arguments, learnt.draws)[0], learnt.cuts
         except PathChangedError:
             self._changes += 1
             del self._learnt[kind]
@@ -120,12 +122,19 @@ class KnownCalls:
         return output, parameters
 
     def learn(
-        self, kind: tuple, batch: UnitBatch | None, function: Callable, arguments: Any, seed: int, units: UnitCalls
+        self,
+        kind: tuple,
+        batch: UnitBatch | None,
+        function: Callable,
+        arguments: Any,
+        size: int,
+        seed: int,
+        units: UnitCalls,
     ) -> None:
         """Try a call on all units at once, after it has run unit by unit. A collective call of the ranks beside.
 
         Args:
-            arguments: copies of those of the whole.
+            arguments: copies of those of the whole, a batch of this size.
             units: the calls unit by unit.
         """
         learnt = None
@@ -133,9 +142,9 @@ class KnownCalls:
         if self._changes < _MOST_CHANGES:
             with torch.random.fork_rng([]):
                 try:
-                    learnt = self._tried(batch, function, arguments, seed, units)
-                except Exception:
-                    learnt = None
+                    learnt = self._tried(batch, function, arguments, size, seed, units)
+                except Exception as error:  # a module's code may raise anything with other sizes; alone, it did not
+                    _log.debug("units of %s run one by one: %r", type(self._module).__name__, error)
         for ranks in self._beside:
             found = ranks.all_gather_object(learnt is not None)
             learnt = learnt if all(found) else None
@@ -144,10 +153,9 @@ class KnownCalls:
             self._learnt[kind] = learnt
 
     def _tried(
-        self, batch: UnitBatch | None, function: Callable, arguments: Any, seed: int, units: UnitCalls
+        self, batch: UnitBatch | None, function: Callable, arguments: Any, size: int, seed: int, units: UnitCalls
     ) -> _Learnt | None:
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
-        size = next(x.size(0) for x in tensors if x.dim() and x.size(0) != 1)
         of_batch: list[torch.Tensor] = []
         others = [*self._module.parameters(), *self._module.buffers()]
         for x in tensors:

@@ -10,9 +10,9 @@ GPU weft's kernel computes leaf by leaf, with one tile for all sizes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -105,12 +105,12 @@ def nodes_within(first: int, stop: int, low: int, high: int) -> list[tuple[int, 
     return nodes_within(first, stop, low, middle) + nodes_within(first, stop, middle, high)
 
 
-def add_nodes(sums: Mapping[tuple[int, int], Any], low: int, high: int) -> Any:
-    """Return the sum of units low to high from the sums of nodes; as `plus`."""
+def add_nodes(sums: dict[tuple[int, int], torch.Tensor], low: int, high: int) -> torch.Tensor:
+    """Return the sum of units low to high from the sums of nodes."""
     if (low, high) in sums:
         return sums[low, high]
     middle = _middle(low, high)
-    return plus(add_nodes(sums, low, middle), add_nodes(sums, middle, high))
+    return add_nodes(sums, low, middle) + add_nodes(sums, middle, high)
 
 
 def add_in_tree(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -274,7 +274,8 @@ def in_own_memory(x: torch.Tensor) -> torch.Tensor:
 
     Kernels and libraries choose their code, and lanes their elements, by the alignment.
     """
-    if x.is_contiguous() and x.storage_offset() * x.element_size() % 64 == 0:
+    bytes = 64 if x.device.type == "cpu" else 16
+    if x.is_contiguous() and x.storage_offset() * x.element_size() % bytes == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

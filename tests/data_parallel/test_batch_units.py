@@ -203,16 +203,16 @@ def add_in_rank_order(ranks, units, local):
 
 
 def draw_on_each_rank(self, arguments):
-    whole, units, seed = cut_batch(self, arguments)
-    return whole, units, None if seed is None else seed + self.ranks.rank
+    whole, size, seed = agree(self, arguments)
+    return whole, size, None if seed is None else seed + self.ranks.rank
 
 
-make_units, cut_batch = batch_units.BatchUnits.__init__, batch_units.BatchUnits._cut
+make_units, agree = batch_units.BatchUnits.__init__, batch_units.BatchUnits._agreed
 FAULTS = {
     "none": lambda: None,
     "kernels that follow the ranks' batch": lambda: setattr(batch_units.BatchUnits, "__init__", make_units_of_ranks),
     "rank order": lambda: setattr(unit_sums, "sum_over_nodes", add_in_rank_order),
-    "random numbers of ranks": lambda: setattr(batch_units.BatchUnits, "_cut", draw_on_each_rank),
+    "random numbers of ranks": lambda: setattr(batch_units.BatchUnits, "_agreed", draw_on_each_rank),
 }
 
 

@@ -64,6 +64,7 @@ def test_leaves_are_added_in_the_tree_that_ranks_add(leaves):
     a, b = matrices(9, 7 * leaves, 33)
     sums = {(i, i + 1): product(a[:, 7 * i : 7 * i + 7], b[7 * i : 7 * i + 7]) for i in range(leaves)}
     assert torch.equal(product(a, b, leaves), invariant.add_nodes(sums, 0, leaves))
+    assert torch.equal(product(a, b, leaves), invariant.add_in_tree(list(sums.values())))
     exact = [float(total[0, 0]) for total in sums.values()]
     for low, high in ((0, leaves), (1, leaves)):
         if high - low > 1:

@@ -1,6 +1,7 @@
 """Several units of a batch in one call: the bits of calls unit by unit, for whatever a model does."""
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -377,6 +378,56 @@ def test_ranks_that_learn_in_other_steps_have_the_same_bits():
     (of_one,) = run_ranks(train_with_masks, 1)
     for world in (2, 4):
         assert_same_bits(of_one, run_ranks(train_with_masks, world))
+
+
+class Mixed(nn.Module):
+    """Words, an adapted block, attention, and a matrix that is tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.adapted, self.attention = nn.Embedding(24, 16), Adapted(), Attends(2)
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 24, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, tokens):
+        return self.out(self.norm(self.attention(self.adapted(self.words(tokens)))))
+
+
+def train_on_a_mesh(rank, sizes, units, context, kind):
+    torch.manual_seed(0)
+    mesh = weft.init_mesh(**sizes)
+    model = weft.parallelize(Mixed().to(kind), mesh, plan=None, invariant=units, **context)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found, seen = {}, []
+    recording(seen)
+    for step in range(4):
+        tokens = torch.randint(0, 24, (12, 7), generator=torch.Generator().manual_seed(step))
+        tokens = tokens.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+        loss = model.in_units(lambda x: F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten()), tokens)
+        loss.backward()
+        named = model.module.named_parameters()
+        found |= {f"{step} gradient {name}": p.grad.clone() for name, p in named if p.requires_grad}
+        found |= {f"{step} loss": loss.detach(), f"{step} norm": weft.clip_grad_norm_(model, 0.5)}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(model._batch.here) == 1 or seen[-1] == "AtOnce", seen
+    return found
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("units", "context", "meshes"),
+    [
+        (6, {}, ({"dp": 2}, {"dp": 3}, {"dp": 6})),
+        (12, {}, ({"dp": 2}, {"dp": 3}, {"dp": 4})),
+        (6, {"context": {"units": 3}}, ({"cp": 3}, {"dp": 2})),
+        (4, {"context": {"units": 2}}, ({"cp": 2}, {"dp": 2, "cp": 2})),
+    ],
+)
+def test_any_number_of_units_has_the_same_bits_on_any_ranks(units, context, meshes, kind):
+    (of_one,) = run_ranks(train_on_a_mesh, 1, {}, units, context, kind)
+    for sizes in meshes:
+        assert_same_bits(of_one, run_ranks(train_on_a_mesh, math.prod(sizes.values()), sizes, units, context, kind))
 
 
 def count_tensors(rank, sizes, context):
