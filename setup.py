@@ -41,6 +41,7 @@ INSTRUCTION_SETS = {
     "reduce_avx512": AVX512,
     "product_avx2": "-mavx2 -mfma",
     "product_avx512": f"{AVX512} -mfma",
+    "product_avx512_bf16": f"{AVX512} -mfma -mavx512bf16",
 }
 # pybind11's headers and inline functions take five seconds in each translation unit. So the sources that include it are
 # compiled in two, as long as each other, and what CUDA changes is in one.

@@ -1,12 +1,11 @@
 #include "product.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
-#include <exception>
+#include <atomic>
 #include <new>
 #include <stdexcept>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "../shm/reduce.h"
 
@@ -16,15 +15,18 @@ extern const ProductTable product_table_baseline;
 #if defined(__x86_64__)
 extern const ProductTable product_table_avx2;
 extern const ProductTable product_table_avx512;
+extern const ProductTable product_table_avx512_bf16;
 #endif
 
 namespace {
 
-constexpr int64_t least_work = int64_t{1} << 22;  // multiply-adds of a thread: far more time than starting it
+constexpr int64_t least_work = int64_t{1} << 22;  // multiply-adds of a thread: far more time than waking it
 
-const ProductTable& table_of(const std::string& instruction_set) {
+const ProductTable& table_of(const Product& product, const std::string& instruction_set) {
 #if defined(__x86_64__)
-  if (instruction_set == "avx512") return product_table_avx512;
+  const bool in_pairs = product.type == shm::DType::bfloat16 && product.depth / product.leaves % 2 == 0;
+  if (instruction_set == "avx512_bf16" && in_pairs) return product_table_avx512_bf16;
+  if (instruction_set == "avx512" || instruction_set == "avx512_bf16") return product_table_avx512;
   if (instruction_set == "avx2") return product_table_avx2;
 #endif
   return product_table_baseline;
@@ -49,6 +51,17 @@ Product part_of(const Product& whole, const ProductTable& table, int64_t number,
   return part;
 }
 
+// Calls `work` at once on up to `count` of OpenMP's threads, which are ATen's too: after a function of ATen they wait
+// for the next one for a while, on the cores that other threads would need. Without OpenMP it is called here alone.
+template <class Work>
+void on_threads(const Work& work, int64_t count) {
+  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  if (count == 1 || parallel == nullptr) return work();
+  const auto call = [](void* data) { (*static_cast<const Work*>(data))(); };
+  parallel(call, const_cast<Work*>(&work), static_cast<unsigned>(count), 0);
+}
+
 }  // namespace
 
 void multiply(const Product& product, int threads, const std::string& instruction_set) {
@@ -56,7 +69,7 @@ void multiply(const Product& product, int threads, const std::string& instructio
     throw std::invalid_argument("a depth of " + std::to_string(product.depth) + " does not divide into " +
                                 std::to_string(product.leaves) + " leaves");
   shm::reduce_table(instruction_set);  // throws if it does not run here
-  const ProductTable& table = table_of(instruction_set);
+  const ProductTable& table = table_of(product, instruction_set);
   const ProductFunction function = table.functions[static_cast<size_t>(product.type)];
   if (function == nullptr)
     throw std::invalid_argument(std::string("no product of ") + name_of(product.type) +
@@ -68,24 +81,17 @@ void multiply(const Product& product, int threads, const std::string& instructio
   }
   const int64_t work = product.rows * product.columns * product.depth;
   const int64_t parts = std::clamp<int64_t>(work / least_work, 1, std::max(1, threads));
-  std::vector<std::exception_ptr> failed(static_cast<size_t>(parts));
-  const auto run = [&](int64_t number) {
-    try {
-      function(part_of(product, table, number, parts));
-    } catch (const std::bad_alloc&) {
-      failed[static_cast<size_t>(number)] = std::current_exception();
-    }
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> no_memory{false};
+  const auto work_on = [&] {
+    for (int64_t number = next++; number < parts; number = next++) try {
+        function(part_of(product, table, number, parts));
+      } catch (const std::bad_alloc&) {
+        no_memory = true;
+      }
   };
-  std::vector<std::thread> others;
-  for (int64_t number = 1; number < parts; ++number) try {
-      others.emplace_back(run, number);
-    } catch (const std::system_error&) {  // no thread to be had
-      run(number);
-    }
-  run(0);
-  for (std::thread& other : others) other.join();
-  for (const std::exception_ptr& failure : failed)
-    if (failure != nullptr) std::rethrow_exception(failure);
+  on_threads(work_on, parts);
+  if (no_memory) throw std::bad_alloc();
 }
 
 }  // namespace weft::matmul

@@ -2,8 +2,8 @@
 // computed with it, on every instruction set and number of threads.
 //
 // The depth is cut into `leaves` equal parts. Within a leaf an element is one chain of fused multiply-adds in fp32, in
-// the order of the depth. The leaves' sums are added in a binary tree: of n leaves, the largest power of two below n
-// makes the left side.
+// the order of the depth; in bf16, of two neighbours the second comes first, and denormals are 0. The leaves' sums are
+// added in a binary tree: of n leaves, the largest power of two below n makes the left side.
 #pragma once
 #include <cstdint>
 #include <string>

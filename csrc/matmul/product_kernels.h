@@ -2,10 +2,14 @@
 // this one; everything is in an unnamed namespace, as in shm/reduce_kernels.h.
 //
 // A tile of rows x columns sums stays in registers for a whole leaf. Both operands are copied to panels before, in the
-// order in which the tile reads them, and converted to fp32 there.
+// order in which the tile reads them. There they become lanes of 4 bytes, as `Element` says: a number in fp32, or two
+// neighbours of bf16 for the instruction that multiplies and adds such pairs.
 #pragma once
 #include <cstdlib>
 #include <new>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "../shm/element_types.h"
 #include "product.h"
@@ -13,28 +17,69 @@
 namespace weft::matmul {
 namespace {
 
-constexpr int64_t block_depth = 4096;
-constexpr int64_t most_panels = 32;
+constexpr int64_t most_lanes = 4096;  // of a panel's depth that are multiplied at once; if there are more,
+constexpr int64_t block_lanes = 1024;  // in blocks of these, for as many tiles as there are sums that wait
+constexpr int64_t most_columns = 32, most_rows = 64;  // panels of b and a
 constexpr int64_t floats_in_cache = 1 << 20;  // of b's panels; about what a core has of the last-level cache
 constexpr int64_t transposed_at_once = 16;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t panels_of(int64_t size, int64_t width) { return (size + width - 1) / width; }
 
-// panel[k][lane] = source[lane * lane_stride + k * depth_stride], and 0 from `lanes` on.
-template <class Type, int width>
-void pack(const typename Type::Stored* source, int64_t lane_stride, int64_t depth_stride, int64_t lanes, int64_t depth,
-          float* panel) {
+template <class Type>
+struct Single {
+  using Stored = typename Type::Stored;
+  static constexpr int64_t numbers = 1;
+  static float load(const Stored* source, int64_t) { return Type::load(*source); }
+};
+
+struct Pair {
+  using Stored = uint16_t;
+  static constexpr int64_t numbers = 2;
+  static float load(const uint16_t* source, int64_t depth_stride) {
+    return shm::bits_of<float>(source[0] | static_cast<uint32_t>(source[depth_stride]) << 16);
+  }
+};
+
+using Four = float __attribute__((vector_size(16)));
+
+// to[k * width + lane] = from[lane * stride + k], for 4 lanes and 4 k. The stride is in bytes.
+inline void transpose(const void* from, int64_t stride, float* to, int width) {
+  Four x[4], y[4];
+  for (int lane = 0; lane < 4; ++lane) __builtin_memcpy(&x[lane], static_cast<const char*>(from) + lane * stride, 16);
+  for (int half = 0; half < 2; ++half) {
+    y[half] = __builtin_shufflevector(x[half], x[half + 2], 0, 4, 1, 5);
+    y[half + 2] = __builtin_shufflevector(x[half], x[half + 2], 2, 6, 3, 7);
+  }
+  for (int pair = 0; pair < 4; pair += 2) {
+    x[pair] = __builtin_shufflevector(y[pair], y[pair + 1], 0, 4, 1, 5);
+    x[pair + 1] = __builtin_shufflevector(y[pair], y[pair + 1], 2, 6, 3, 7);
+  }
+  for (int k = 0; k < 4; ++k) __builtin_memcpy(to + k * width, &x[k], 16);
+}
+
+// panel[k][lane] = the element of source at lane * lane_stride + places[k] * depth_stride, and 0 from `lanes` on.
+template <class Element, int width>
+void pack(const typename Element::Stored* source, int64_t lane_stride, int64_t depth_stride, int64_t lanes,
+          const int64_t* places, int64_t depth, float* panel) {
   if (lane_stride == 1 && lanes == width) {
     for (int64_t k = 0; k < depth; ++k)
-      for (int lane = 0; lane < width; ++lane) panel[k * width + lane] = Type::load(source[k * depth_stride + lane]);
+      for (int lane = 0; lane < width; ++lane)
+        panel[k * width + lane] = Element::load(source + places[k] * depth_stride + lane, depth_stride);
     return;
   }
+  constexpr int64_t bytes = sizeof(typename Element::Stored);
+  const bool by_fours = bytes * Element::numbers == 4 && depth_stride == 1;  // then places are in order
   for (int64_t begin = 0; begin < depth; begin += transposed_at_once) {
-    const int64_t end = smaller(depth, begin + transposed_at_once);
+    const int64_t end = smaller(depth, begin + transposed_at_once), done = by_fours ? (end - begin) / 4 * 4 : 0;
+    const int64_t lanes_done = done == 0 ? 0 : lanes / 4 * 4;
+    for (int64_t lane = 0; lane < lanes_done; lane += 4)
+      for (int64_t k = begin; k < begin + done; k += 4)
+        transpose(source + lane * lane_stride + places[k], lane_stride * bytes, panel + k * width + lane, width);
     for (int lane = 0; lane < width; ++lane)
-      for (int64_t k = begin; k < end; ++k)
-        panel[k * width + lane] = lane < lanes ? Type::load(source[lane * lane_stride + k * depth_stride]) : 0.0f;
+      for (int64_t k = lane < lanes_done ? begin + done : begin; k < end; ++k)
+        panel[k * width + lane] =
+            lane < lanes ? Element::load(source + lane * lane_stride + places[k] * depth_stride, depth_stride) : 0.0f;
   }
 }
 
@@ -88,6 +133,19 @@ struct Tree {
   }
 };
 
+// Numbers below fp32's normal ones are 0 while it lives, as for the instructions that multiply bf16.
+class WithoutDenormals {
+#if defined(__x86_64__)
+ public:
+  WithoutDenormals() { _mm_setcsr(before_ | 0x8040u); }
+  WithoutDenormals(const WithoutDenormals&) = delete;
+  ~WithoutDenormals() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_ = _mm_getcsr();
+#endif
+};
+
 struct Memory {
   explicit Memory(int64_t floats)
       : data(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>((floats * 4 + 63) / 64 * 64)))) {
@@ -99,41 +157,48 @@ struct Memory {
   float* const data;
 };
 
-template <class Lanes, class Type>
-void multiply(const Product& p) {
+// As `Product` says. A leaf has a whole number of elements.
+template <class Lanes, class Element>
+void multiply_elements(const Product& p, bool second_first) {
   constexpr int rows = Lanes::rows, columns = 2 * Lanes::width, size = rows * columns;
-  using Stored = typename Type::Stored;
+  using Stored = typename Element::Stored;
   const auto* a = static_cast<const Stored*>(p.a);
   const auto* b = static_cast<const Stored*>(p.b);
-  const int64_t leaf_depth = p.depth / p.leaves;
+  const int64_t whole_depth = p.depth / Element::numbers, leaf_depth = whole_depth / p.leaves;
   int64_t levels = 2;  // of a tree: sums that wait, and the unfinished leaf
   while ((int64_t{1} << (levels - 2)) < p.leaves) ++levels;
-  const bool at_once = p.depth <= block_depth;
-  const int64_t depth_of_panels = smaller(p.depth, block_depth);
-  const int64_t column_panels = smaller(most_panels, floats_in_cache / (columns * depth_of_panels));
-  const int64_t row_panels = at_once ? 8 : most_panels;  // b's panels are made anew for each of several blocks of depth
+  const bool at_once = whole_depth <= most_lanes;
+  const int64_t block_depth = at_once ? whole_depth : block_lanes;
+  const int64_t column_panels = smaller(most_columns, floats_in_cache / (columns * block_depth));
+  const int64_t row_panels = at_once ? 8 : most_rows;  // b's panels are made anew for each of several blocks of depth
   const int64_t kept = at_once ? 1 : row_panels * column_panels;  // tiles whose trees are unfinished at a time
-  const Memory panels_a(row_panels * rows * depth_of_panels), panels_b(column_panels * columns * depth_of_panels);
+  const Memory panels_a(row_panels * rows * block_depth), panels_b(column_panels * columns * block_depth);
   const Memory trees(kept * levels * size);
-  Tree<size> tree[most_panels * most_panels];
+  Tree<size> tree[most_rows * most_columns];
+  int64_t places[most_lanes];
 
   for (int64_t j0 = 0; j0 < p.columns; j0 += column_panels * columns) {
     const int64_t across = panels_of(smaller(p.columns - j0, column_panels * columns), columns);
     for (int64_t i0 = 0; i0 < p.rows; i0 += row_panels * rows) {
       const int64_t down = panels_of(smaller(p.rows - i0, row_panels * rows), rows);
       for (int64_t tile = 0; tile < down * across; ++tile) tree[tile] = {trees.data + (at_once ? 0 : tile * levels * size)};
-      for (int64_t begin = 0; begin < p.depth; begin += block_depth) {
-        const int64_t end = smaller(p.depth, begin + block_depth), depth = end - begin;
+      for (int64_t begin = 0; begin < whole_depth; begin += block_depth) {
+        const int64_t end = smaller(whole_depth, begin + block_depth), depth = end - begin;
+        for (int64_t k = begin; k < end; ++k) {
+          const int64_t in_leaf = k % leaf_depth, other = in_leaf ^ 1;
+          const bool swapped = second_first && other < leaf_depth;
+          places[k - begin] = (swapped ? k - in_leaf + other : k) * Element::numbers;
+        }
         if (!at_once || i0 == 0)
           for (int64_t panel = 0; panel < across; ++panel) {
             const int64_t j = j0 + panel * columns;
-            pack<Type, columns>(b + begin * p.b_depth + j * p.b_column, p.b_column, p.b_depth,
-                                smaller(columns, p.columns - j), depth, panels_b.data + panel * columns * depth);
+            pack<Element, columns>(b + j * p.b_column, p.b_column, p.b_depth, smaller(columns, p.columns - j), places,
+                                   depth, panels_b.data + panel * columns * depth);
           }
         for (int64_t panel = 0; panel < down; ++panel) {
           const int64_t i = i0 + panel * rows;
-          pack<Type, rows>(a + i * p.a_row + begin * p.a_depth, p.a_row, p.a_depth, smaller(rows, p.rows - i), depth,
-                           panels_a.data + panel * rows * depth);
+          pack<Element, rows>(a + i * p.a_row, p.a_row, p.a_depth, smaller(rows, p.rows - i), places, depth,
+                              panels_a.data + panel * rows * depth);
         }
         for (int64_t tile = 0; tile < down * across; ++tile) {
           Tree<size>& of_tile = tree[tile];
@@ -146,7 +211,7 @@ void multiply(const Product& p) {
             if (stop == (leaf + 1) * leaf_depth) of_tile.finish(leaf);
             k = stop;
           }
-          if (end < p.depth) continue;
+          if (end < whole_depth) continue;
           of_tile.add_all();
           const int64_t i = i0 + tile % down * rows, j = j0 + tile / down * columns;
           for (int64_t row = 0; row < smaller(rows, p.rows - i); ++row)
@@ -158,11 +223,22 @@ void multiply(const Product& p) {
   }
 }
 
+template <class Lanes, class Type>
+void multiply(const Product& p) {
+  multiply_elements<Lanes, Single<Type>>(p, false);
+}
+
+template <class Lanes>
+void multiply_bf16(const Product& p) {
+  const WithoutDenormals while_it_lives;
+  multiply_elements<Lanes, Single<shm::BFloat16>>(p, true);
+}
+
 template <class Lanes>
 constexpr ProductTable make_product_table() {
   ProductTable table{};
   table.functions[static_cast<size_t>(shm::DType::float32)] = multiply<Lanes, shm::Native<float>>;
-  table.functions[static_cast<size_t>(shm::DType::bfloat16)] = multiply<Lanes, shm::BFloat16>;
+  table.functions[static_cast<size_t>(shm::DType::bfloat16)] = multiply_bf16<Lanes>;
   table.functions[static_cast<size_t>(shm::DType::float16)] = multiply<Lanes, shm::Float16>;
   table.row_tile = Lanes::rows;
   table.column_tile = 2 * Lanes::width;

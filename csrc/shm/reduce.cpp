@@ -16,8 +16,10 @@ std::vector<std::string> supported_instruction_sets() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512bf16")) names.emplace_back("avx512_bf16");  // for products; sums are as avx512's
     names.emplace_back("avx512");
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) names.emplace_back("avx2");
 #endif
   names.emplace_back("baseline");
@@ -30,7 +32,7 @@ const ReduceTable& reduce_table(const std::string& instruction_set) {
     known += known.empty() ? name : ", " + name;
     if (name != instruction_set) continue;
 #if defined(__x86_64__)
-    if (name == "avx512") return reduce_table_avx512;
+    if (name == "avx512" || name == "avx512_bf16") return reduce_table_avx512;
     if (name == "avx2") return reduce_table_avx2;
 #endif
     return reduce_table_baseline;

@@ -38,7 +38,10 @@ inline std::string multiply_at_random(Random& plan) {
       return static_cast<float>(decode(type, bits));
     };
     std::vector<float> sums(static_cast<size_t>(leaves));
-    for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t place = 0; place < depth; ++place) {
+      const int64_t in_leaf = place % (depth / leaves), other = in_leaf ^ 1;
+      const bool swapped = type == DType::bfloat16 && other < depth / leaves;
+      const int64_t k = swapped ? place - in_leaf + other : place;
       float& sum = sums[static_cast<size_t>(k / (depth / leaves))];
       sum = std::fma(element(a, i * product.a_row + k * product.a_depth),
                      element(b, k * product.b_depth + j * product.b_column), sum);

@@ -74,12 +74,26 @@ def test_leaves_are_added_in_the_tree_that_ranks_add(leaves):
     assert math.isclose(float(product(a, b, leaves)[0, 0]), sum(exact), abs_tol=1e-4)
 
 
-def test_a_leaf_is_one_chain_of_fused_multiply_adds():
-    a, b = matrices(3, 40, 5)
+def zero_denormals(x):
+    return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [40, 41])
+@pytest.mark.parametrize("scales", [(0, 0), (-64, -64), (-128, 3)])  # normal numbers; denormal sums; denormal operands
+def test_a_leaf_is_one_chain_of_fused_multiply_adds(scales, depth, dtype):
+    if dtype == torch.float16 and any(scales):
+        pytest.skip("fp16 has no such numbers")
+    a, b = ((x * 2.0**scale).to(dtype) for x, scale in zip(matrices(3, depth, 5), scales, strict=True))
+    in_pairs = dtype == torch.bfloat16
+    order = [k ^ 1 if in_pairs and k ^ 1 < depth else k for k in range(depth)]
     y = torch.zeros(3, 5)
-    for k in range(40):  # in fp64 a product of two fp32 is exact; torch rounds its sum with an fp32 twice, seldom seen
-        y = (a[:, k : k + 1].double() * b[k : k + 1].double() + y.double()).float()
-    assert torch.equal(product(a, b), y)
+    for k in order:  # in fp64 a product of two fp32 is exact; torch rounds its sum with an fp32 twice, seldom seen
+        column, row = (zero_denormals(x) if in_pairs else x for x in (a[:, k : k + 1], b[k : k + 1]))
+        y = (column.double() * row.double() + y.double()).float()
+        y = zero_denormals(y) if in_pairs else y
+    for instruction_set in _C.instruction_sets():
+        assert torch.equal(product(a, b, 1, 1, instruction_set), y), instruction_set
 
 
 def test_products_without_rows_columns_or_depth():
