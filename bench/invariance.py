@@ -1,11 +1,13 @@
-"""weft bench invariance: training steps with invariant and without, on every kind of mesh.
+"""weft bench invariance: training steps with invariant and without, on every kind of mesh, and their products.
 
-Each is beside the ordinary step on the same mesh. Memory is what the tensors of a step hold at its peak, with the
-parameters and the optimizer's state.
+Each step is beside the ordinary one on the same mesh. Memory is what the tensors of a step hold at its peak, with the
+parameters and the optimizer's state. Each product is beside torch's, by every instruction set but the slowest.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,15 +15,18 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 import weft
+from weft import _C
 from weft.bench.host_calls import GPT, StepCase, calls_of, step_of
 from weft.bench.measure import alternate, slowest_rank
 from weft.bench.suites import RefusedError
 from weft.bench.table import Row
+from weft.ops import invariant
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks
 
 UNITS, BLOCKS, BATCH, SEQUENCE = 4, 2, 2, 256
 PEER = "without invariant"
+OF_TORCH = "torch.mm"
 LIMIT = "the ordinary step: the same products by MKL or oneDNN, and sums in the order of ranks"
 _GPT = "GPT of 6 layers of width 256, 1024 tokens float32"
 _IN_UNITS = {"invariant": UNITS, "context": {"units": 2}}
@@ -33,6 +38,8 @@ MESHES: list[tuple[str, Mapping[str, int], Mapping]] = [
     ("cp=2, sequence in 2 units", {"cp": 2}, _IN_UNITS),
     ("one process, sequence in 2 units", {}, _IN_UNITS),
 ]
+# tokens, input features, output features: the first is the bench's GPT
+LAYERS = [(1024, 256, 1024), (512, 1024, 4096), (256, 4096, 4096)]
 
 
 class Llama1024(Llama):
@@ -48,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Iterator[Row]:
     if options.world != 2:
         raise RefusedError("weft bench invariance runs on one and on two ranks; it takes no --world")
-    for mesh, sizes, invariant in MESHES:
+    for mesh, sizes, in_units in MESHES:
         world = max(sizes.values(), default=1)
-        cases = [StepCase("weft", sizes, invariant), StepCase(PEER, sizes or {"tp": 1})]
+        cases = [StepCase("weft", sizes, in_units), StepCase(PEER, sizes or {"tp": 1})]
         per_rank = run_ranks(_measure_gpt, world, cases, options.rounds, timeout_s=600)
         times = slowest_rank([samples for samples, *_ in per_rank])
         (held, calls), (held_without, _) = (per_rank[0][1][name] for name in ("weft", PEER))
@@ -60,6 +67,14 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         times = slowest_rank(run_ranks(_measure_llama, 2, dtype, options.rounds, timeout_s=300))
         name = f"Llama of 2 blocks, hidden 1024, {BATCH * SEQUENCE} tokens {str(dtype).removeprefix('torch.')}"
         yield _row({"model": name, "mesh": "tp=2", "world": 2}, times, {})
+    for dtype in (torch.float32, torch.bfloat16):
+        unlike = {"avx512_bf16"} if dtype == torch.float32 else set()  # its fp32 product is avx512's
+        for instructions in (name for name in _C.instruction_sets()[:-1] if name not in unlike):
+            with patch.dict(os.environ, WEFT_ISA=instructions):
+                [measured] = run_ranks(_measure_products, 1, dtype, options.rounds, timeout_s=600)
+            of = {"op": f"product {instructions}", "dtype": str(dtype).removeprefix("torch.")}
+            for shape, samples in measured.items():
+                yield Row({**of, "shape": shape}, slowest_rank([samples]), OF_TORCH)
 
 
 def _row(of: dict[str, str | int], times, facts: dict) -> Row:
@@ -85,6 +100,22 @@ def peak_bytes(step: Callable[[], object]) -> int:
         held += event.nbytes()
         most = max(most, held)
     return most
+
+
+def _measure_products(rank: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, list[float]]]:
+    found = {}
+    for threads, text in ((1, "one thread"), (2, "two threads")):
+        torch.set_num_threads(threads)
+        for tokens, inputs, outputs in LAYERS:
+            x, weight, dy = (torch.randn(s).to(dtype) for s in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+            for kind, a, b in (("forward", x, weight.t()), ("dgrad", dy, weight), ("wgrad", dy.t(), x)):
+                contenders = {
+                    "weft": lambda a=a, b=b: invariant.multiply(a, b),
+                    OF_TORCH: lambda a=a, b=b: torch.mm(a, b),
+                }
+                shape = f"{tokens}x{inputs}x{outputs} {kind}, {text}"
+                found[shape] = alternate(contenders, meet=dist.barrier, rounds=rounds, calls=2)
+    return found
 
 
 def _measure_llama(rank: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:

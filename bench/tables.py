@@ -130,12 +130,25 @@ def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
 
 def _invariance(rows: list[Row]) -> list[list[str]]:
     found = [["training step", "mesh", "with `invariant`", "without", "time", "memory", "Python calls"]]
-    for row in rows:
+    for row in (row for row in rows if "mesh" in row):
         times = [_ms(row["times"][name]) for name in ("weft", "without invariant")]
         held, calls = row.get("memory_ratio"), row.get("calls")
         more = f"{1 / row['ratio']:.2f}x", f"{held:.2f}x" if held else "", f"{calls:,}" if calls else ""
         found.append([row["model"], row["mesh"], *times, *more])
     return found
+
+
+def _products(rows: list[Row]) -> list[list[str]]:
+    shares: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in (row for row in rows if row.get("op", "").startswith("product")):
+        size, threads = row["shape"].split(", ")
+        of = shares.setdefault((row["dtype"], row["op"].removeprefix("product ")), {})
+        of.setdefault(f"{size.split()[0]}, {threads}", []).append(1 / row["ratio"])
+    columns = list(next(iter(shares.values())))
+    return [["", "instruction set", *columns]] + [
+        [*of, *(f"{min(found[column]):.2f} to {max(found[column]):.2f}" for column in columns)]
+        for of, found in shares.items()
+    ]
 
 
 def _attention(rows: list[Row]) -> list[list[str]]:
@@ -294,6 +307,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "sharded_optimizer": (f"{_CPU}/sharded_optimizer", _sharded_optimizer),
     "beside mpi": ("intel-xeon-2-cores/collectives_beside_mpi", _beside_mpi),
     "invariance": (f"{_CPU}/invariance", _invariance),
+    "invariant products": (f"{_CPU}/invariance", _products),
     "host_calls": (f"{_CPU}/host_calls", _host_calls),
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),

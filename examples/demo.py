@@ -1,6 +1,7 @@
 """`make demo`: train one model alone and split in several ways; only time and memory change.
 
-The runs with invariant=4 have the same losses and weights to the bit. `make demo ALL=1` has more of them.
+The runs with invariant=4 have the same losses, weights and optimizer state to the bit. `make demo ALL=1` has more of
+them.
 """
 
 import argparse
@@ -49,7 +50,7 @@ LARGEST_DIFFERENCE = 0.01
 COLUMNS = "{:<35}{:>5}{:>10}{:>11}{:>12}{:>12}{:>9}{:>12}  {:<8}"
 HEADINGS = (
     ("", "", "", "beside one", "parameters", "MB on the", "last", "largest", "hash of"),
-    ("run", "cores", "tokens/s", "process", "on a rank", "fullest", "loss", "difference", "weights"),
+    ("run", "cores", "tokens/s", "process", "on a rank", "fullest", "loss", "difference", "state"),
 )
 
 
@@ -74,7 +75,7 @@ def main():
         console.print(row(name, run, trained, figures[ALONE], differences[name]))
         if differences[name] > LARGEST_DIFFERENCE:
             raise SystemExit("the losses differ by more than rounding can explain")
-        if run.equals != ALONE and (differences[name] or trained["weights"] != figures[run.equals]["weights"]):
+        if run.equals != ALONE and (differences[name] or trained["hashes"] != figures[run.equals]["hashes"]):
             raise SystemExit("the runs with invariant have different bits")
     plot(figures, options.out / "loss.png")
     console.print(f"loss curves: {options.out / 'loss.png'}")
@@ -117,7 +118,7 @@ def row(name: str, run: Run, trained: dict, alone: dict, difference: float) -> s
         max(trained["peak_memory_mb"]),
         f"{trained['losses'][-1]:.4f}",
         f"{difference:.1e}" if difference else "0",
-        trained["weights"][:8],
+        trained["hashes"][str(len(trained["losses"]))][:8],
     )
 
 

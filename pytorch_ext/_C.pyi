@@ -45,6 +45,7 @@ def multiply(
     sizes: tuple[int, int, int],
     dtype: int,
     leaves: int,
+    rounds: bool,
     threads: int,
     instruction_set: str = "",
 ) -> None: ...

@@ -10,6 +10,7 @@ from weft.checkpoint import full_state_dict as full_state_dict
 from weft.checkpoint import load_checkpoint as load_checkpoint
 from weft.checkpoint import load_safetensors as load_safetensors
 from weft.checkpoint import save_checkpoint as save_checkpoint
+from weft.checkpoint import state_hash as state_hash
 from weft.clip_grad import clip_grad_norm_ as clip_grad_norm_
 from weft.comm.registry import check_waits as check_waits
 from weft.comm.symmetric_tensor import empty_symmetric as empty_symmetric

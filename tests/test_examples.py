@@ -6,6 +6,7 @@ One test runs it under torchrun, the others on ranks that are forked from here.
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -93,7 +94,18 @@ UNITS = ["--invariant", "4", "--batch", "8", "--sequence", "32"]
 )
 def test_the_example_trains_to_the_same_bits_on_any_mesh(arguments, alone_in_units, tmp_path):
     figures = train(tmp_path, 2, *UNITS, *arguments)
-    assert figures["losses"] == alone_in_units["losses"] and figures["weights"] == alone_in_units["weights"]
+    assert figures["losses"] == alone_in_units["losses"] and figures["hashes"] == alone_in_units["hashes"]
+
+
+@pytest.mark.slow("examples", "pytorch_ext/data_parallel", "pytorch_ext/checkpoint")
+def test_steps_of_eight_ranks_are_replayed_on_one(tmp_path):
+    eight = [8, *UNITS, "--pp", "2", "--dp", "2", "--tp", "2", "--checkpoint", tmp_path / "run"]
+    train(tmp_path, *eight, "--steps", "2")
+    shutil.copytree(tmp_path / "run", tmp_path / "audit")
+    more = ["--steps", "4", "--hash-every", "1"]
+    figures = train(tmp_path, *eight, *more)
+    replayed = train(tmp_path, None, *UNITS, "--checkpoint", tmp_path / "audit", *more)
+    assert set(figures["hashes"]) == {"3", "4"} and figures["hashes"] == replayed["hashes"]
 
 
 def machine(number, port, arguments, log):
@@ -137,7 +149,7 @@ def test_a_run_survives_a_machine_and_ends_with_the_same_bits(tmp_path):
     text = (tmp_path / "log").read_text()
     assert re.search(r"continues at step [2-6] on 2 ranks", text) and "4 ranks" not in text, text
     figures = json.loads(out.read_text())
-    assert figures["losses"] == of_one["losses"] and figures["weights"] == of_one["weights"]
+    assert figures["losses"] == of_one["losses"] and figures["hashes"] == of_one["hashes"]
 
 
 def example(name, *arguments, ranks=2):

@@ -32,6 +32,10 @@ const ProductTable& table_of(const Product& product, const std::string& instruct
   return product_table_baseline;
 }
 
+int64_t out_bytes(const Product& product) {
+  return static_cast<int64_t>(shm::size_of(product.rounds ? product.type : shm::DType::float32));
+}
+
 // Part `number` of `parts`, cut along the rows or the columns at multiples of the tile.
 Product part_of(const Product& whole, const ProductTable& table, int64_t number, int64_t parts) {
   Product part = whole;
@@ -41,13 +45,11 @@ Product part_of(const Product& whole, const ProductTable& table, int64_t number,
   const int64_t share = (size + parts * tile - 1) / (parts * tile) * tile, begin = std::min(size, number * share);
   size = std::min(size - begin, share);
   const auto bytes = static_cast<int64_t>(shm::size_of(whole.type));
-  if (by_columns) {
+  if (by_columns)
     part.b = static_cast<const char*>(whole.b) + begin * whole.b_column * bytes;
-    part.out += begin;
-  } else {
+  else
     part.a = static_cast<const char*>(whole.a) + begin * whole.a_row * bytes;
-    part.out += begin * whole.out_row;
-  }
+  part.out = static_cast<char*>(whole.out) + begin * (by_columns ? 1 : whole.out_row) * out_bytes(whole);
   return part;
 }
 
@@ -75,8 +77,9 @@ void multiply(const Product& product, int threads, const std::string& instructio
     throw std::invalid_argument(std::string("no product of ") + name_of(product.type) +
                                 " elements that is the same in any shape: there are float32, bfloat16 and float16");
   if (product.depth == 0) {
+    const int64_t bytes = out_bytes(product);
     for (int64_t row = 0; row < product.rows; ++row)
-      std::fill_n(product.out + row * product.out_row, product.columns, 0.0f);
+      std::fill_n(static_cast<char*>(product.out) + row * product.out_row * bytes, product.columns * bytes, '\0');
     return;
   }
   const int64_t work = product.rows * product.columns * product.depth;

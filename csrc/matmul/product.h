@@ -12,7 +12,7 @@
 
 namespace weft::matmul {
 
-// out[i, j] = sum over k of a[i, k] b[k, j], in fp32. Strides are in elements.
+// out[i, j] = sum over k of a[i, k] b[k, j]. Strides are in elements.
 struct Product {
   int64_t rows, columns, depth;
   int64_t leaves;  // divides the depth
@@ -21,8 +21,9 @@ struct Product {
   int64_t a_row, a_depth;
   const void* b;
   int64_t b_depth, b_column;
-  float* out;
+  void* out;
   int64_t out_row;  // its columns are adjacent
+  bool rounds;  // out has the type of a and b; fp32 otherwise
 };
 
 // Throws std::invalid_argument if the type has no product, or an instruction set does not run here.

@@ -21,20 +21,19 @@ constexpr int64_t most_lanes = 4096;  // of a panel's depth that are multiplied 
 constexpr int64_t block_lanes = 1024;  // in blocks of these, for as many tiles as there are sums that wait
 constexpr int64_t most_columns = 32, most_rows = 64;  // panels of b and a
 constexpr int64_t floats_in_cache = 1 << 20;  // of b's panels; about what a core has of the last-level cache
-constexpr int64_t transposed_at_once = 16;
+constexpr int64_t transposed_at_once = 16, read_ahead = 64;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t panels_of(int64_t size, int64_t width) { return (size + width - 1) / width; }
 
 template <class Type>
-struct Single {
+struct Single : Type {
   using Stored = typename Type::Stored;
   static constexpr int64_t numbers = 1;
   static float load(const Stored* source, int64_t) { return Type::load(*source); }
 };
 
-struct Pair {
-  using Stored = uint16_t;
+struct Pair : shm::BFloat16 {
   static constexpr int64_t numbers = 2;
   static float load(const uint16_t* source, int64_t depth_stride) {
     return shm::bits_of<float>(source[0] | static_cast<uint32_t>(source[depth_stride]) << 16);
@@ -73,6 +72,9 @@ void pack(const typename Element::Stored* source, int64_t lane_stride, int64_t d
   for (int64_t begin = 0; begin < depth; begin += transposed_at_once) {
     const int64_t end = smaller(depth, begin + transposed_at_once), done = by_fours ? (end - begin) / 4 * 4 : 0;
     const int64_t lanes_done = done == 0 ? 0 : lanes / 4 * 4;
+    if (lanes_done != 0 && begin + read_ahead < depth)
+      for (int64_t lane = 0; lane < lanes; ++lane)
+        __builtin_prefetch(source + lane * lane_stride + places[begin + read_ahead], 0, 2);
     for (int64_t lane = 0; lane < lanes_done; lane += 4)
       for (int64_t k = begin; k < begin + done; k += 4)
         transpose(source + lane * lane_stride + places[k], lane_stride * bytes, panel + k * width + lane, width);
@@ -157,6 +159,15 @@ struct Memory {
   float* const data;
 };
 
+template <class Element>
+void write(const Product& p, int64_t row, int64_t column, int64_t count, const float* sums) {
+  const int64_t at = row * p.out_row + column;
+  if (p.rounds)
+    for (int64_t i = 0; i < count; ++i) static_cast<typename Element::Stored*>(p.out)[at + i] = Element::store(sums[i]);
+  else
+    for (int64_t i = 0; i < count; ++i) static_cast<float*>(p.out)[at + i] = sums[i];
+}
+
 // As `Product` says. A leaf has a whole number of elements.
 template <class Lanes, class Element>
 void multiply_elements(const Product& p, bool second_first) {
@@ -215,8 +226,7 @@ void multiply_elements(const Product& p, bool second_first) {
           of_tile.add_all();
           const int64_t i = i0 + tile % down * rows, j = j0 + tile / down * columns;
           for (int64_t row = 0; row < smaller(rows, p.rows - i); ++row)
-            for (int64_t column = 0; column < smaller(columns, p.columns - j); ++column)
-              p.out[(i + row) * p.out_row + j + column] = of_tile.sums[row * columns + column];
+            write<Element>(p, i + row, j, smaller(columns, p.columns - j), of_tile.sums + row * columns);
         }
       }
     }

@@ -3,6 +3,7 @@
 from weft.checkpoint.checkpoint import CheckpointError, export_safetensors, load_checkpoint, save_checkpoint
 from weft.checkpoint.full_state import full_state_dict
 from weft.checkpoint.pretrained import load_safetensors
+from weft.checkpoint.state_hash import state_hash
 
 __all__ = [
     "CheckpointError",
@@ -11,4 +12,5 @@ __all__ = [
     "load_checkpoint",
     "load_safetensors",
     "save_checkpoint",
+    "state_hash",
 ]

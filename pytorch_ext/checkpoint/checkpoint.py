@@ -11,7 +11,7 @@ removes the files of the previous save. So there is one whole checkpoint at any 
 import json
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from weft.checkpoint import contents, safetensors_io, save_plan, validation
 from weft.checkpoint.chunks import TensorPart
-from weft.checkpoint.contents import HeldTensor, Tensors
+from weft.checkpoint.contents import HeldTensor, Optimizers, Tensors
 from weft.checkpoint.on_all_ranks import CheckpointError, ranks_of, together
 from weft.checkpoint.safetensors_io import Files, Source
 from weft.comm.purpose import calls_for
@@ -32,7 +32,6 @@ from weft.rng import restore_rng_state, rng_states
 
 __all__ = ["CheckpointError", "Loaded", "export_safetensors", "load_checkpoint", "save_checkpoint"]
 
-Optimizers = Optimizer | Sequence[Optimizer] | None
 _DATA = "weft-"
 
 
@@ -101,11 +100,7 @@ def save_checkpoint(
     def describe():
         if weights:
             contents.refuse_quantized(model)
-        tensors = contents.of_model(model)
-        states = [
-            contents.of_optimizer(number, single, tensors.name_of)
-            for number, single in enumerate(contents.optimizers_in(optimizer))
-        ]
+        tensors, states = contents.of_training(model, optimizer)
         here["model"] = tensors.held if weights else {}
         here["training"] = {name: held for state in states for name, held in state.tensors.items()}
         for kind, numbers in rng_states(model).items():

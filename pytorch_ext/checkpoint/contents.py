@@ -20,6 +20,7 @@ from weft.sharding.optimizer_check import SAVED_BY
 from weft.sharding.quantized import is_quantized, numbers_in, stored_name
 from weft.sharding.shard import shard_of
 
+Optimizers = Optimizer | Sequence[Optimizer] | None
 # A sharded optimizer may step wider copies of the parameters. Their values are stored as a state of this name.
 MASTER = "weft_master"
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel)
@@ -145,7 +146,7 @@ def _in_quantized(
         yield HeldTensor(known, whole, part.dtype, tuple(parts))
 
 
-def optimizers_in(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+def optimizers_in(given: Optimizers) -> list[Optimizer]:
     """Return the optimizers, each followed by its `inner` one if it has one."""
     listed: list = [given] if isinstance(given, Optimizer) else list(given or [])
     found = []
@@ -194,6 +195,13 @@ def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) 
                 else:
                     state.values.setdefault(name, {})[key] = [_as_json(value, f"{name}: {key}")]
     return state
+
+
+def of_training(model: nn.Module, optimizer: Optimizers) -> tuple[Tensors, list[State]]:
+    """Return the model's tensors, and the state of each optimizer; raise TypeError or ValueError as those below."""
+    tensors = of_model(model)
+    optimizers = enumerate(optimizers_in(optimizer))
+    return tensors, [of_optimizer(number, single, tensors.name_of) for number, single in optimizers]
 
 
 def _base(parameter: torch.Tensor) -> torch.Tensor:

@@ -173,15 +173,16 @@ def _middle(low: int, high: int) -> int:
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b, with a [..., K] and b [K, N]."""
-    return product_sum(a, b).to(a.dtype)
+    return product_sum(a, b, 1, a.dtype)
 
 
-def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tensor:
-    """Return a @ b in fp32, added in a tree over `leaves` equal parts of K.
+def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a @ b, added in fp32 in a tree over `leaves` equal parts of K.
 
     Args:
         a: [..., K], fp32, bf16 or fp16.
         b: [K, N].
+        dtype: of the result: fp32, or the type of a.
 
     Raises:
         TypeError: another type, two types, or tensors that are neither on the CPU nor on a GPU that runs weft's
@@ -195,9 +196,9 @@ def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tens
         )
     matrix = as_matrix(a)
     if by_kernel:
-        return _sum_by_kernel(matrix, b, leaves).view(*a.shape[:-1], b.size(1))
+        return _sum_by_kernel(matrix, b, leaves).to(dtype).view(*a.shape[:-1], b.size(1))
     rows, depth = matrix.shape
-    out = torch.empty(rows, b.size(1), dtype=torch.float32)
+    out = torch.empty(rows, b.size(1), dtype=dtype)
     _C.multiply(
         (matrix.data_ptr(), matrix.stride(0), matrix.stride(1)),
         (b.data_ptr(), b.stride(0), b.stride(1)),
@@ -205,6 +206,7 @@ def product_sum(a: torch.Tensor, b: torch.Tensor, leaves: int = 1) -> torch.Tens
         (rows, b.size(1), depth),
         _CODES[a.dtype],
         leaves,
+        dtype == a.dtype,
         torch.get_num_threads(),
     )
     return out.view(*a.shape[:-1], b.size(1))
@@ -300,8 +302,15 @@ def forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y = act(z) and z = x @ weight.T + bias, rounded once."""
-    z = with_bias(product_sum(x, weight.t()), bias, x.dtype)
+    z = linear(x, weight, bias)
     return (z, z) if activation is None else (activation.apply(z), z)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight.T + bias, rounded once."""
+    if bias is None:
+        return product_sum(x, weight.t(), 1, x.dtype)
+    return product_sum(x, weight.t()).add_(bias).to(x.dtype)
 
 
 def with_bias(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -314,7 +323,7 @@ def wgrad(dz: torch.Tensor, x: torch.Tensor, into=None) -> torch.Tensor | None:
     Raises as `matmul.wgrad`.
     """
     if into is None:
-        return product_sum(as_matrix(dz).t(), as_matrix(x)).to(dz.dtype)
+        return product_sum(as_matrix(dz).t(), as_matrix(x), 1, dz.dtype)
     if not isinstance(into, torch.Tensor):
         into.put_product(dz, x)
         return None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from weft.ops.backward import RankFunction, as_matrix, first_order
-from weft.ops.invariant import add_in_tree, column_sums, multiply, product_sum, wgrad, with_bias
+from weft.ops.invariant import add_in_tree, column_sums, linear, multiply, product_sum, wgrad
 
 _ATTRIBUTE = "_weft_units"
 
@@ -88,7 +88,7 @@ class ParameterOfUnits(ValueOfUnits):
             self._sums = [product_sum(a[part].t(), b[part], leaves) for part, leaves in cuts]
         else:
             pairs = zip(a.split(rows), b.split(rows), strict=True)
-            self.put([product_sum(x.t(), y).to(x.dtype) for x, y in pairs])
+            self.put([multiply(x.t(), y) for x, y in pairs])
 
     def sums_of(self, of_units: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the sums of the nodes here of gradients by unit."""
@@ -169,7 +169,7 @@ class WholeLinearFunction(RankFunction):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.of_units = parameter_of_units(weight), parameter_of_units(bias)
-        y = with_bias(product_sum(x, weight.t()), bias, x.dtype)
+        y = linear(x, weight, bias)
         return torch.ops.aten._unsafe_view(y, y.shape)  # autograd forbids writing to a function's view
 
     @staticmethod

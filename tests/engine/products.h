@@ -25,7 +25,7 @@ inline std::string multiply_at_random(Random& plan) {
   std::vector<float> out(static_cast<size_t>(rows * columns));
   const weft::matmul::Product product{rows, columns, depth, leaves, type,
                                       a.data(), a_turned ? 1 : depth, a_turned ? rows : 1,
-                                      b.data(), b_turned ? 1 : columns, b_turned ? depth : 1, out.data(), columns};
+                                      b.data(), b_turned ? 1 : columns, b_turned ? depth : 1, out.data(), columns, false};
   const std::vector<std::string> sets = supported_instruction_sets();
   weft::matmul::multiply(product, static_cast<int>(size(3)), sets[plan.below(sets.size())]);
 

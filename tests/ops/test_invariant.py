@@ -27,7 +27,7 @@ def product(a, b, leaves=1, threads=1, instruction_set=""):
     sizes = (a.size(0), b.size(1), a.size(1))
     code = _C.dtypes[str(a.dtype).removeprefix("torch.")]
     operands = [(x.data_ptr(), *x.stride()) for x in (a, b)]
-    _C.multiply(*operands, (out.data_ptr(), out.stride(0)), sizes, code, leaves, threads, instruction_set)
+    _C.multiply(*operands, (out.data_ptr(), out.stride(0)), sizes, code, leaves, False, threads, instruction_set)
     return out
 
 
@@ -48,6 +48,7 @@ def test_products_are_near_fp64_and_the_same_on_every_instruction_set(rows, dept
     torch.testing.assert_close(y, (a.double() @ b.double()).float(), atol=1e-5 * math.sqrt(depth), rtol=1e-5)
     for instruction_set in _C.instruction_sets():
         assert torch.equal(product(a, b, leaves, 1, instruction_set), y), instruction_set
+    assert torch.equal(invariant.product_sum(a, b, leaves, dtype), y.to(dtype))
 
 
 def test_an_element_has_the_same_bits_beside_any_others():

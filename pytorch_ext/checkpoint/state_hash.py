@@ -1,0 +1,108 @@
+"""A hash of a model and its training that no mesh changes."""
+
+from hashlib import blake2b
+from math import prod
+
+import torch
+from torch import nn
+
+from weft.checkpoint import contents, save_plan
+from weft.checkpoint.chunks import Extent, TensorPart
+from weft.checkpoint.contents import HeldTensor, Optimizers
+from weft.checkpoint.on_all_ranks import ranks_of, together
+from weft.comm.purpose import calls_for
+from weft.comm.registry import Group
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 1 << 16  # elements: their hashes stay in a core's cache
+_MODULUS = 1 << 64
+# Odd factors, and shifts between them, after which one other bit of a number changes half of the bits of its hash
+# (splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+_OF_PLACE, _FACTORS, _SHIFTS = 0x1E3779B97F4A7C15, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15), (30, 27, 31)
+
+
+@calls_for("weft.state_hash, which every rank calls")
+@torch.no_grad()
+def state_hash(model: nn.Module, optimizer: Optimizers = None, *, group: Group = None) -> str:
+    """Return a hash of every bit of the model and of the optimizer's tensors, the same on every rank and every mesh.
+
+        print(step, weft.state_hash(model, optimizer))
+
+    A collective call. Each rank reads its share once, and nothing but sums travels. The hash finds differences; it does
+    not stand against forgery.
+
+    Args:
+        model, optimizer, group: as for weft.save_checkpoint.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Raises:
+        CheckpointError, ValueError, TypeError: as in weft.save_checkpoint.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        >>> alone = weft.state_hash(model)
+        >>> weft.state_hash(weft.parallelize(model, weft.init_mesh(tp=2))) == alone
+        True
+    """
+    ranks = ranks_of(group)
+    here: dict[str, dict[str, HeldTensor]] = {}
+
+    def describe():
+        tensors, states = contents.of_training(model, optimizer)
+        here["model"] = tensors.held
+        here["training"] = {name: held for state in states for name, held in state.tensors.items()}
+        return save_plan.outlines_of(here), {place: held.own for place, held, _ in save_plan.places_in(here)}
+
+    gathered = together(ranks, describe)
+    outlines = save_plan.merged([outline for outline, _ in gathered])
+    owner = save_plan.owners([places for _, places in gathered], outlines)
+
+    def sums():
+        found: dict[tuple[str, str], int] = {}
+        for place, held, part in save_plan.places_in(here):
+            if owner[place] == ranks.rank:
+                key = place.section, place.name
+                found[key] = (found.get(key, 0) + _sum(part, held.shape)) % _MODULUS
+        return found
+
+    totals = dict.fromkeys(outlines, 0)
+    for share in together(ranks, sums):
+        for key, total in share.items():
+            totals[key] = (totals[key] + total) % _MODULUS
+    names = {name: outline.names for (section, name), outline in outlines.items() if section == "model"}
+    lines = []
+    for (section, name), total in totals.items():
+        # A tied parameter has all its names in one process, and one of them on each of its stages.
+        before, of, after = ("", name, "") if section == "model" else _around(name)
+        shape, code = outlines[section, name].shape, outlines[section, name].code
+        lines += [f"{section} {before}{other}{after} {shape} {code} {total}" for other in names.get(of, (of,))]
+    return blake2b("\n".join(sorted(lines)).encode(), digest_size=8).hexdigest()
+
+
+def _around(name: str) -> tuple[str, str, str]:
+    """Return what stands before a parameter's name in that of its state, the name, and what stands after it."""
+    kind, number, rest = name.split("/", 2)
+    parameter, _, key = rest.rpartition("/")
+    return f"{kind}/{number}/", parameter, f"/{key}"
+
+
+def _sum(part: TensorPart, shape: Extent) -> int:
+    """Return the sum of a hash of each element's bits and of its place in the whole tensor, modulo 2^64."""
+    bits, offset = part.tensor.detach().view(_BITS[part.tensor.element_size()]), part.offset
+    if not shape:
+        bits, offset, shape = bits[None], (0,), (1,)
+    columns = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for dim in range(1, len(shape)):
+        along = torch.arange(offset[dim], offset[dim] + bits.size(dim), device=bits.device)
+        columns = columns[..., None] + along * prod(shape[dim + 1 :])
+    total, first = 0, offset[0]
+    for some in bits.split(max(1, _AT_ONCE // max(1, columns.numel()))):
+        rows = torch.arange(first, first + len(some), device=bits.device) * prod(shape[1:])
+        mixed = (rows.view(-1, *[1] * columns.dim()) + columns) * _OF_PLACE + some
+        for factor, shift in zip(_FACTORS, _SHIFTS, strict=False):
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total += int((mixed ^ (mixed >> _SHIFTS[-1])).sum())
+        first += len(some)
+    return total % _MODULUS
