@@ -19,14 +19,9 @@ struct Avx512Bf16 {
   }
 };
 
-void multiply_pairs(const Product& p) {
-  const WithoutDenormals while_it_lives;
-  multiply_elements<Avx512Bf16, Pair>(p, false);
-}
-
 constexpr ProductTable make_table() {
   ProductTable table{};
-  table.functions[static_cast<size_t>(shm::DType::bfloat16)] = multiply_pairs;
+  table.functions[static_cast<size_t>(shm::DType::bfloat16)] = multiply<Avx512Bf16, Pair>;
   table.row_tile = Avx512Bf16::rows;
   table.column_tile = 2 * Avx512Bf16::width;
   return table;

@@ -7,9 +7,6 @@
 #pragma once
 #include <cstdlib>
 #include <new>
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 #include "../shm/element_types.h"
 #include "product.h"
@@ -135,19 +132,6 @@ struct Tree {
   }
 };
 
-// Numbers below fp32's normal ones are 0 while it lives, as for the instructions that multiply bf16.
-class WithoutDenormals {
-#if defined(__x86_64__)
- public:
-  WithoutDenormals() { _mm_setcsr(before_ | 0x8040u); }
-  WithoutDenormals(const WithoutDenormals&) = delete;
-  ~WithoutDenormals() { _mm_setcsr(before_); }
-
- private:
-  const unsigned before_ = _mm_getcsr();
-#endif
-};
-
 struct Memory {
   explicit Memory(int64_t floats)
       : data(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>((floats * 4 + 63) / 64 * 64)))) {
@@ -169,8 +153,8 @@ void write(const Product& p, int64_t row, int64_t column, int64_t count, const f
 }
 
 // As `Product` says. A leaf has a whole number of elements.
-template <class Lanes, class Element>
-void multiply_elements(const Product& p, bool second_first) {
+template <class Lanes, class Element, bool second_first = false>
+void multiply(const Product& p) {
   constexpr int rows = Lanes::rows, columns = 2 * Lanes::width, size = rows * columns;
   using Stored = typename Element::Stored;
   const auto* a = static_cast<const Stored*>(p.a);
@@ -195,17 +179,18 @@ void multiply_elements(const Product& p, bool second_first) {
       for (int64_t tile = 0; tile < down * across; ++tile) tree[tile] = {trees.data + (at_once ? 0 : tile * levels * size)};
       for (int64_t begin = 0; begin < whole_depth; begin += block_depth) {
         const int64_t end = smaller(whole_depth, begin + block_depth), depth = end - begin;
-        for (int64_t k = begin; k < end; ++k) {
-          const int64_t in_leaf = k % leaf_depth, other = in_leaf ^ 1;
-          const bool swapped = second_first && other < leaf_depth;
-          places[k - begin] = (swapped ? k - in_leaf + other : k) * Element::numbers;
-        }
-        if (!at_once || i0 == 0)
+        if (!at_once || i0 == 0) {
+          for (int64_t k = begin; k < end; ++k) {
+            const int64_t in_leaf = k % leaf_depth, other = in_leaf ^ 1;
+            const bool swapped = second_first && other < leaf_depth;
+            places[k - begin] = (swapped ? k - in_leaf + other : k) * Element::numbers;
+          }
           for (int64_t panel = 0; panel < across; ++panel) {
             const int64_t j = j0 + panel * columns;
             pack<Element, columns>(b + j * p.b_column, p.b_column, p.b_depth, smaller(columns, p.columns - j), places,
                                    depth, panels_b.data + panel * columns * depth);
           }
+        }
         for (int64_t panel = 0; panel < down; ++panel) {
           const int64_t i = i0 + panel * rows;
           pack<Element, rows>(a + i * p.a_row, p.a_row, p.a_depth, smaller(rows, p.rows - i), places, depth,
@@ -233,23 +218,12 @@ void multiply_elements(const Product& p, bool second_first) {
   }
 }
 
-template <class Lanes, class Type>
-void multiply(const Product& p) {
-  multiply_elements<Lanes, Single<Type>>(p, false);
-}
-
-template <class Lanes>
-void multiply_bf16(const Product& p) {
-  const WithoutDenormals while_it_lives;
-  multiply_elements<Lanes, Single<shm::BFloat16>>(p, true);
-}
-
 template <class Lanes>
 constexpr ProductTable make_product_table() {
   ProductTable table{};
-  table.functions[static_cast<size_t>(shm::DType::float32)] = multiply<Lanes, shm::Native<float>>;
-  table.functions[static_cast<size_t>(shm::DType::bfloat16)] = multiply_bf16<Lanes>;
-  table.functions[static_cast<size_t>(shm::DType::float16)] = multiply<Lanes, shm::Float16>;
+  table.functions[static_cast<size_t>(shm::DType::float32)] = multiply<Lanes, Single<shm::Native<float>>>;
+  table.functions[static_cast<size_t>(shm::DType::bfloat16)] = multiply<Lanes, Single<shm::BFloat16>, true>;
+  table.functions[static_cast<size_t>(shm::DType::float16)] = multiply<Lanes, Single<shm::Float16>>;
   table.row_tile = Lanes::rows;
   table.column_tile = 2 * Lanes::width;
   return table;

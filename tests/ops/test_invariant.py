@@ -60,6 +60,17 @@ def test_an_element_has_the_same_bits_beside_any_others():
         assert torch.equal(product(a, b, 8, threads), whole), threads
 
 
+def test_threads_treat_denormals_as_their_caller_does():
+    a, b = (x * 2.0**-64 for x in matrices(256, 64, 1024))
+    with_denormals = product(a, b)
+    assert torch.set_flush_denormal(True)
+    try:
+        without = [product(a, b, 1, threads) for threads in (1, 3)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(*without) and not torch.equal(without[0], with_denormals)
+
+
 @pytest.mark.parametrize("leaves", [1, 2, 3, 5, 8, 12])
 def test_leaves_are_added_in_the_tree_that_ranks_add(leaves):
     a, b = matrices(9, 7 * leaves, 33)
