@@ -1,12 +1,18 @@
-"""init_mesh: the device mesh of a run."""
+"""init_mesh: the device mesh of a run, and the groups of ranks along it."""
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from weft.comm.communicator import Communicator
+from weft.comm.registry import communicator
 from weft.metadata import metadata, set_metadata
+
+DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 def init_mesh(
@@ -84,6 +90,54 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 def ranks_of_experts(mesh: DeviceMesh):
     """Return the group of "ep" and "tp" together, ep changing slowest, for a mesh with ep."""
     return metadata(mesh._get_root_mesh(), "experts")[1]
+
+
+@dataclass(frozen=True)
+class MeshRanks:
+    """Groups of ranks by kind of parallelism. `stages` and `replicas` are None for a single rank."""
+
+    tp: Communicator | None
+    cp: Communicator | None
+    stages: DeviceMesh | None
+    replicas: DeviceMesh | None
+    experts: dict[str, Any] | None = None  # options of ParallelExperts, where ranks of dp hold experts
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of ranks by mesh dimension."""
+        split = {name: comm.world_size for name, comm in (("cp", self.cp), ("tp", self.tp)) if comm is not None}
+        outer = {name: mesh.size() for name, mesh in (("pp", self.stages), ("dp", self.replicas)) if mesh is not None}
+        return {**outer, **split}
+
+
+def ranks_along(mesh, in_units: bool) -> MeshRanks:
+    """Return the groups of a mesh, or of a group that splits the layers.
+
+    Args:
+        in_units: the batch is in units, on one rank of "dp" too.
+
+    Raises:
+        ValueError: the mesh has other dimensions than those of init_mesh.
+    """
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    if not isinstance(mesh, DeviceMesh) or (mesh.ndim == 1 and not set(names) & set(DIMENSIONS)):
+        return MeshRanks(communicator(mesh), None, None, None)
+    if not names or not set(names) <= set(DIMENSIONS):
+        raise ValueError(
+            f"parallelize: the mesh has the dimensions {names or 'without names'}; it takes those of weft.init_mesh, "
+            f"{', '.join(DIMENSIONS)}, or one dimension alone"
+        )
+    along = {name: mesh if mesh.ndim == 1 else mesh[name] for name in names}
+    tp, cp = (communicator(along[name]) if name in along else None for name in ("tp", "cp"))
+    stages = along["pp"] if "pp" in along and along["pp"].size() > 1 else None
+    replicas = along["dp"] if "dp" in along and (along["dp"].size() > 1 or in_units) else None
+    apart = expert_mesh(mesh)
+    experts: dict[str, Any] | None = None
+    if apart is not None:
+        experts = {"ep_group": apart["ep"], "replica_group": apart["edp"]}
+        if tp is not None and tp.world_size > 1:
+            experts["all_group"] = ranks_of_experts(mesh)
+    return MeshRanks(tp, cp, stages, replicas, experts)
 
 
 def _start(device_type: str) -> None:

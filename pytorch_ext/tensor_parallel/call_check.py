@@ -84,9 +84,10 @@ class CallCheck:
         self.known: set[tuple] = set()
         self.numbers: Counter[tuple] = Counter()
 
-    def watch(self, model: nn.Module) -> None:
-        """Start to compare the attributes of the model, which is split now."""
+    def install(self, model: nn.Module) -> None:
+        """Check the calls of the model, which is split now, and compare its attributes."""
         self.settings = Settings(model, self.model)
+        model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __call__(self, module: nn.Module, args, kwargs) -> None:
         if torch.compiler.is_compiling():
