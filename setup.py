@@ -317,7 +317,7 @@ setup(
     package_dir=FOLDERS,
     package_data={
         "weft": ["py.typed", "*.pyi"],
-        "weft.planner": ["data/*.json", "data/*.csv"],
+        "weft.tools.planner": ["data/*.json", "data/*.csv"],
         "weft.kernels": ["configs/*/*.json"],
         "weft.comm": ["crossovers/*.json"],
         "weft.kernels.compiled": COMPILED_KERNELS[0],

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.diagnosis import version_of
+from weft.tools.diagnosis import version_of
 
 
 def environment() -> dict:

@@ -43,9 +43,9 @@ from weft.bench.measure import Quantiles, alternate, slowest_rank
 from weft.bench.report import console
 from weft.bench.suites import RefusedError
 from weft.comm.registry import communicator
-from weft.planner.hardware import VERSION, Hardware
-from weft.planner.step import CAUSAL_BACKWARD, KERNELS_BACKWARD, KERNELS_FORWARD
 from weft.testing.ranks import on_machines, run_ranks
+from weft.tools.planner.hardware import VERSION, Hardware
+from weft.tools.planner.step import CAUSAL_BACKWARD, KERNELS_BACKWARD, KERNELS_FORWARD
 
 # m, n, k of [m, k] @ [n, k].T: tokens, outputs and inputs of the layers of small and middle models and of their shards.
 SHAPES = [

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from weft import tuning
 from weft.bench import grouped_matmul as grouped_bench
 from weft.bench.environment import environment
 from weft.bench.matmul import products, shards
@@ -23,6 +22,7 @@ from weft.ops import kernel_choice, library_attention
 from weft.ops.attention_blocks import AttentionChunk
 from weft.ops.matmul import gated
 from weft.testing import cases
+from weft.tools import tuning
 
 # A row serves sizes within a factor of two, so these serve 1k to 16k tokens and 1 to 16 ranks.
 TOKENS, TENSOR_PARALLEL = (2048, 8192), (2, 8)

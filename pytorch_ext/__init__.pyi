@@ -19,8 +19,6 @@ from weft.data_parallel import FSDPAllGather as FSDPAllGather
 from weft.data_parallel import FSDPReduceScatter as FSDPReduceScatter
 from weft.data_parallel import HookState as HookState
 from weft.data_parallel import ddp_hook as ddp_hook
-from weft.diagnosis import doctor as doctor
-from weft.explanation import explain as explain
 from weft.mesh import init_mesh as init_mesh
 from weft.nn import ColumnParallelLinear as ColumnParallelLinear
 from weft.nn import ParallelConv1d as ParallelConv1d
@@ -54,15 +52,17 @@ from weft.optim import linear_scaling as linear_scaling
 from weft.parallelization import parallelize as parallelize
 from weft.pipeline import LayerSplit as LayerSplit
 from weft.pipeline import Pipeline as Pipeline
-from weft.planner import plan as plan
 from weft.pretrained import from_pretrained as from_pretrained
 from weft.replicas import check_replicas as check_replicas
 from weft.sharding.dtensors import as_dtensors as as_dtensors
 from weft.sharding.shard import Shard as Shard
 from weft.sharding.shard import shard_of as shard_of
 from weft.sharding.sizes import split_sizes as split_sizes
-from weft.tuning import warm_up as warm_up
-from weft.verification import causal_probe as causal_probe
-from weft.verification import verify as verify
+from weft.tools.diagnosis import doctor as doctor
+from weft.tools.explanation import explain as explain
+from weft.tools.planner import plan as plan
+from weft.tools.tuning import warm_up as warm_up
+from weft.tools.verification import causal_probe as causal_probe
+from weft.tools.verification import verify as verify
 
 __version__: str

@@ -21,7 +21,6 @@ from weft.context_parallel.shared_sequence import Sharing
 from weft.data_parallel.batch_units import check_units
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import mark_invariant
-from weft.explanation.summary import log_summary
 from weft.forward import ForwardChain
 from weft.mesh import MeshRanks, ranks_along
 from weft.metadata import set_metadata
@@ -38,6 +37,7 @@ from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, without_peft, wrappers_in
 from weft.tensor_parallel.split import Split, chosen_plan
 from weft.tensor_parallel.styles import Plan
+from weft.tools.explanation.summary import log_summary
 from weft.units.functions import with_same_bits
 
 
@@ -341,7 +341,7 @@ def _cut(model: nn.Module, ranks: MeshRanks, checks: str) -> nn.Module:
 
 def _tune_at_first_call(model: nn.Module, tune: bool) -> None:
     if tune or os.environ.get("WEFT_TUNE") == "1":
-        from weft.tuning import before_first_call  # imports Triton, which takes a second
+        from weft.tools.tuning import before_first_call  # imports Triton, which takes a second
 
         before_first_call(model)
 

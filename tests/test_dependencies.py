@@ -17,26 +17,24 @@ ROOT = Path(__file__).parent.parent
 
 # From the bottom up: a part imports those of lines above its own, and itself. Imports inside of functions count.
 LAYERS = [
-    {"weft._C", "weft.kernels", "weft.planner"},
+    {"weft._C", "weft.kernels", "weft.tools.planner"},
     {"weft.build", "weft.arguments", "weft.metadata", "weft.forward", "weft.comm"},
     {"weft.mesh", "weft.sharding", "weft.rng", "weft.layer_lists"},
     {"weft.ops"},
-    {"weft.nn", "weft.tuning"},
+    {"weft.nn", "weft.testing"},
     {"weft.context_parallel"},
     {"weft.units"},
     {"weft.replicas", "weft.activation_checkpoint", "weft.tensor_parallel"},
-    {"weft.data_parallel", "weft.explanation"},
-    {"weft.pipeline", "weft.clip_grad", "weft.optim", "weft.checkpoint", "weft.first_difference"},
-    {"weft.verification"},
+    {"weft.data_parallel"},
+    {"weft.pipeline", "weft.clip_grad", "weft.optim", "weft.checkpoint"},
     {"weft.adapters"},
+    {"weft.tools"},
     {"weft.parallelization"},
     {"weft.pretrained"},
-    {"weft.testing"},
-    {"weft.diagnosis"},
     {"weft.bench", "weft.cli"},
     {"weft.__main__"},
 ]
-WITHOUT_WEFT = {"weft.kernels", "weft.planner"}  # import nothing of weft but themselves, weft._C included
+WITHOUT_WEFT = {"weft.kernels", "weft.tools.planner"}  # import nothing of weft but themselves, weft._C included
 
 
 def imports_of(path):
@@ -51,7 +49,7 @@ def imports_of(path):
 
 
 def part_of(module):
-    return ".".join(module.split(".")[:2])
+    return ".".join(module.split(".")[: 3 if module.startswith("weft.tools.planner") else 2])
 
 
 PUBLIC = """

@@ -9,7 +9,7 @@ import pytest
 
 import weft
 from weft import cli
-from weft.diagnosis import PROBES, Diagnosis, Finding
+from weft.tools.diagnosis import PROBES, Diagnosis, Finding
 
 
 def test_this_machine_is_healthy_and_every_probe_says_something():
@@ -37,7 +37,7 @@ def test_a_probe_that_fails_is_a_finding_and_stops_no_other(monkeypatch, capsys)
     "torch, ok", [("2.10.1", False), ("2.11.0", True), ("2.15.3+cu132", True), ("2.16.0a0", True), ("3.0", True)]
 )
 def test_a_torch_that_the_tests_never_ran_with_is_named(monkeypatch, torch, ok):
-    monkeypatch.setattr("weft.diagnosis.version_of", lambda package: torch if package == "torch" else None)
+    monkeypatch.setattr("weft.tools.diagnosis.version_of", lambda package: torch if package == "torch" else None)
     found, text = PROBES["versions"]()
     assert found is ok
     assert (f"ran with torch 2.11 to 2.15; this one is {torch}" in text) == (not torch.startswith(("2.11", "2.15")))

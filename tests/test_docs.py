@@ -321,7 +321,7 @@ def test_every_command_can_be_given(page, words, tmp_path, monkeypatch, capsys):
             '"intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 4096}'
         )
         shutil.copy(next((ROOT / "bench/results").rglob("hw.json")), "hw.json")
-        shutil.copy(ROOT / "pytorch_ext/planner/data/published_training_runs.csv", "FILE.csv")
+        shutil.copy(ROOT / "pytorch_ext/tools/planner/data/published_training_runs.csv", "FILE.csv")
         assert cli.main(rest) == 0, capsys.readouterr()
     elif program == "weft":
         cli.make_parser().parse_args(rest)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft import tuning
 from weft.kernels import config, launch
 from weft.kernels.matmul_tiles import Problem, listed
 from weft.ops import kernel_choice
 from weft.ops.matmul import FusedLinearFunction, GatedLinearFunction
 from weft.testing.ranks import run_ranks
+from weft.tools import tuning
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="CPU tensors, which kernels take interpreted")

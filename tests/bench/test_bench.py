@@ -25,8 +25,8 @@ from weft.bench.device_time import Ceilings
 from weft.bench.measure import Quantiles
 from weft.bench.table import Row
 from weft.cli import main
-from weft.planner.hardware import Hardware
 from weft.testing.ranks import run_ranks
+from weft.tools.planner.hardware import Hardware
 
 SHAPES = ["8x8", "<script>alert('x')</script> & 4x4", "[bold]16x16[/bold]"]
 

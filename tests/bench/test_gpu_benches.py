@@ -23,7 +23,6 @@ import torch
 from attention_reference import attention
 
 import weft
-from weft import tuning
 from weft.bench import (
     communicating,
     copy_interference,
@@ -49,6 +48,7 @@ from weft.ops import library_attention
 from weft.testing import cases
 from weft.testing.peers import abandoned, run_as_ranks
 from weft.testing.ranks import RanksFailedError, run_ranks
+from weft.tools import tuning
 
 pytestmark = pytest.mark.kernel
 

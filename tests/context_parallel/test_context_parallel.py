@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 import weft.parallelization
-import weft.verification
+import weft.tools.verification
 from weft.testing.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import weft
 import weft.parallelization
-import weft.verification
+import weft.tools.verification
 from weft.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -161,7 +161,7 @@ def test_an_explanation_is_text_a_table_and_json():
     run_ranks(shows, 2)
 
 
-@pytest.mark.slow("pytorch_ext/explanation", "kernels")
+@pytest.mark.slow("pytorch_ext/tools/explanation", "kernels")
 def test_where_a_kernels_machine_code_comes_from_is_reported(tmp_path):
     """In a process that does not interpret, with no archive: by triton, and why."""
     code = (

@@ -29,7 +29,6 @@ from torch import nn
 
 import weft
 from weft.context_parallel.hugging_face import models_of_transformers
-from weft.explanation.command import share_of_plan
 from weft.pipeline.cut import RECORDED
 from weft.pipeline.hugging_face import without_caches
 from weft.pipeline.microbatches import microbatches_of
@@ -37,6 +36,7 @@ from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.auto.trace import tensors_in
 from weft.tensor_parallel.hugging_face import calls_of_transformers
 from weft.testing.ranks import RanksFailedError, run_ranks
+from weft.tools.explanation.command import share_of_plan
 
 WORLD = 2
 WIDTH, HEADS, HEAD_SIZE, LAYERS, VOCABULARY, IMAGE, PATCH = 64, 4, 16, 2, 256, 16, 4

@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'triton', 'numpy', 'safetensors']))\n"
-PUBLISHED = str(files("weft.planner").joinpath("data/published_training_runs.csv"))
+PUBLISHED = str(files("weft.tools.planner").joinpath("data/published_training_runs.csv"))
 LLAMA = ["llama-3-8b", "--gpus", "16", "--hardware", "h100", "--sequence-length", "8192", "--global-batch", "128"]
 
 
@@ -34,9 +34,7 @@ def test_a_command_that_needs_torch_says_so(command):
 
 
 def test_the_arithmetic_imports_the_standard_library_only():
-    code = (
-        "import sys, weft.planner; print({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
-    )
+    code = "import sys, weft.tools.planner; print({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
     before = "import sys; print({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
     loaded, site = (
         eval(subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout)
@@ -59,7 +57,7 @@ def test_no_digit_is_cut_at_80_columns(monkeypatch, capsys):
     from rich.console import Console
 
     from weft.cli import main
-    from weft.planner import command
+    from weft.tools.planner import command
 
     monkeypatch.setattr(command, "_console", lambda: Console(width=80))
     gpt = ["gpt-3-175b", "--gpus", "3072", "--hardware", "a100", "--sequence-length", "2048", "--global-batch", "1536"]
@@ -99,7 +97,7 @@ def test_a_leaner_way_is_called_so():
     from dataclasses import replace
 
     from weft import plan
-    from weft.planner.search import Plan, _slower
+    from weft.tools.planner.search import Plan, _slower
 
     chosen = plan("gpt2", gpus=2, hardware="a100", sequence_length=512, global_batch=8)[0]
     memory = replace(chosen.memory, activations=chosen.memory.activations - 0.2 * chosen.memory.total)

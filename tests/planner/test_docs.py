@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.planner import Clock, Hardware, Job, Layout, Model, Scale, mean_error, search, validate
+from weft.tools.planner import Clock, Hardware, Job, Layout, Model, Scale, mean_error, search, validate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
@@ -114,7 +114,7 @@ def test_a_figure_of_the_page_is_what_the_planner_says(figure):
 
 
 def test_the_page_s_validation_table_is_what_the_planner_says():
-    compared = validate(str(files("weft.planner").joinpath("data/published_training_runs.csv")))
+    compared = validate(str(files("weft.tools.planner").joinpath("data/published_training_runs.csv")))
     papers = dict.fromkeys(row.source for row in compared)
     for source in papers:
         rows = [row for row in compared if row.source == source]
@@ -162,6 +162,6 @@ def test_the_page_s_hardware_file_is_read(tmp_path):
     hardware = Hardware.of(path)
     assert (hardware.devices_per_node, hardware.full_speed_ranks) == (4, 2)
     named = set(re.findall(r"`(\w+)`", PAGE.split("Required\n")[1])) | set(re.findall(r'"(\w+)":', path.read_text()))
-    from weft.planner.hardware import _OPTIONAL, _REQUIRED
+    from weft.tools.planner.hardware import _OPTIONAL, _REQUIRED
 
     assert {*_OPTIONAL, *_REQUIRED} <= named

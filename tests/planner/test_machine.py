@@ -9,7 +9,7 @@ import pytest
 
 from weft.bench import machine, paradigms
 from weft.bench.suites import RefusedError
-from weft.planner import Clock, Hardware, Job, Layout, Model, search
+from weft.tools.planner import Clock, Hardware, Job, Layout, Model, search
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "amd-epyc-2-cores"
 DIMENSIONS = ("pp", "dp", "cp", "tp")

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from weft.planner import Hardware, Job, Layout, Model, Scale
-from weft.planner.job import LayerShare
-from weft.planner.memory import in_flight, layer_of
+from weft.tools.planner import Hardware, Job, Layout, Model, Scale
+from weft.tools.planner.job import LayerShare
+from weft.tools.planner.memory import in_flight, layer_of
 
 A100 = Hardware.of("a100")
 # Korthikanti et al. 2022, table 3.
@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
         return self.logits(self.norm(x))
 
 
-@pytest.mark.slow("pytorch_ext/planner")
+@pytest.mark.slow("pytorch_ext/tools/planner")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_step_holds_at_its_peak_what_is_predicted(gated, recompute):

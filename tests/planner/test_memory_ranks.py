@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 import weft
 from weft.bench.data_parallel import demo_gpt
 from weft.nn import Experts
-from weft.planner import Hardware, Job, Layout, Model, Scale
-from weft.planner.memory import in_flight, split_layers
 from weft.testing.models import LLAMA_PLAN, Llama
 from weft.testing.ranks import run_ranks
+from weft.tools.planner import Hardware, Job, Layout, Model, Scale
+from weft.tools.planner.memory import in_flight, split_layers
 
 BATCH, SEQUENCE = 8, 64
 MACHINE = Hardware("cpu", 1e12, {"fp32": 1e9}, 1e9, 1e9, 1e9)
@@ -274,7 +274,7 @@ def cases_of(demo, ranks):
                 yield demo, layout
 
 
-slow = pytest.mark.slow("pytorch_ext/planner", "pytorch_ext/pipeline")
+slow = pytest.mark.slow("pytorch_ext/tools/planner", "pytorch_ext/pipeline")
 ALL = {(demo, ranks): pytest.param(demo, ranks, 1, marks=slow) for demo in DEMOS for ranks in (1, 2, 4)}
 del ALL["mixture", 1], ALL["mixture", 4]
 

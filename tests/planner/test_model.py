@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from weft.planner import Hardware, Job, Model
-from weft.planner.model import presets
+from weft.tools.planner import Hardware, Job, Model
+from weft.tools.planner.model import presets
 
 # Narayanan et al. 2021, table 1: billions of parameters, layers, hidden, heads.
 NARAYANAN = [

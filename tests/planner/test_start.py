@@ -10,10 +10,10 @@ from torch import nn
 
 import weft
 from weft.nn import Experts
-from weft.planner import Hardware, Job, Layout, Model
-from weft.planner.search import Plan
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks
+from weft.tools.planner import Hardware, Job, Layout, Model
+from weft.tools.planner.search import Plan
 
 BATCH, SEQUENCE = 8, 12
 JOB = Job(
@@ -97,13 +97,16 @@ def train(rank, layouts, kind=Llama, job=JOB):
 
 @pytest.mark.parametrize(
     "ranks",
-    [pytest.param(ranks, marks=pytest.mark.slow("pytorch_ext/planner")) if ranks > 2 else ranks for ranks in PLANS],
+    [
+        pytest.param(ranks, marks=pytest.mark.slow("pytorch_ext/tools/planner")) if ranks > 2 else ranks
+        for ranks in PLANS
+    ],
 )
 def test_the_code_of_a_plan_takes_the_plain_step(ranks):
     run_ranks(train, ranks, PLANS[ranks], timeout_s=500)
 
 
-@pytest.mark.slow("pytorch_ext/planner", "pytorch_ext/pipeline")
+@pytest.mark.slow("pytorch_ext/tools/planner", "pytorch_ext/pipeline")
 @pytest.mark.parametrize("ranks", PLANS_OF_MIXTURES)
 def test_so_does_the_code_of_a_plan_with_experts(ranks):
     run_ranks(train, ranks, PLANS_OF_MIXTURES[ranks], Mixture, MIXTURE, timeout_s=500)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.planner import Hardware, mean_error, validate
+from weft.tools.planner import Hardware, mean_error, validate
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "planner.md").read_text().split())
-PUBLISHED = files("weft.planner").joinpath("data/published_training_runs.csv")
+PUBLISHED = files("weft.tools.planner").joinpath("data/published_training_runs.csv")
 # The five rows that the planner was asked to reproduce.
 ASKED_FOR = {(32, 137.0), (128, 142.0), (512, 138.0), (1536, 148.0), (2520, 163.0)}
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from math import ceil
 
-from weft.planner.hardware import Hardware, check_count
-from weft.planner.model import Model
+from weft.tools.planner.hardware import Hardware, check_count
+from weft.tools.planner.model import Model
 
 # Bytes of an element of weights and activations, and whether there is an additional fp32 copy of the weights.
 PRECISIONS = {"fp32": (4, False), "bf16": (2, True), "fp16": (2, True)}

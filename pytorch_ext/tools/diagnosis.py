@@ -240,7 +240,7 @@ def _environment() -> tuple[bool | None, str]:
 
 def _self_test() -> tuple[bool | None, str]:
     """Run two ranks in a new process, because CUDA does not survive a fork and this process may have touched it."""
-    command = [sys.executable, "-c", "from weft.diagnosis import two_ranks; two_ranks()"]
+    command = [sys.executable, "-c", "from weft.tools.diagnosis import two_ranks; two_ranks()"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SELF_TEST_S)
     if done.returncode:
         return False, "\n".join(done.stderr.splitlines()[-20:]) or f"exit status {done.returncode}"

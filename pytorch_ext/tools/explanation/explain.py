@@ -9,7 +9,14 @@ from torch import nn
 
 from weft.context_parallel.notes import notes
 from weft.context_parallel.region import sharing_in
-from weft.explanation.reports import (
+from weft.forward import ORDER, steps_of
+from weft.metadata import metadata
+from weft.nn import ParallelEmbedding, ParallelExpertList, ParallelExperts, ParallelLinear
+from weft.nn.sharded import ShardHolder
+from weft.ops import grouped_matmul, kernel_choice
+from weft.ops.overlap import products
+from weft.tensor_parallel.auto.trace import tensors_in
+from weft.tools.explanation.reports import (
     ATEN,
     OVERLAPPED,
     Communication,
@@ -19,14 +26,7 @@ from weft.explanation.reports import (
     SequenceReport,
     Traffic,
 )
-from weft.explanation.summary import share_held
-from weft.forward import ORDER, steps_of
-from weft.metadata import metadata
-from weft.nn import ParallelEmbedding, ParallelExpertList, ParallelExperts, ParallelLinear
-from weft.nn.sharded import ShardHolder
-from weft.ops import grouped_matmul, kernel_choice
-from weft.ops.overlap import products
-from weft.tensor_parallel.auto.trace import tensors_in
+from weft.tools.explanation.summary import share_held
 
 
 def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None, calls: bool = False) -> Explanation:

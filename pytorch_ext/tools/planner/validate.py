@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-from weft.planner.hardware import Hardware
-from weft.planner.job import OVERLAP, RECOMPUTE, Job, Layout
-from weft.planner.memory import Scale
-from weft.planner.model import Model
-from weft.planner.step import Clock
+from weft.tools.planner.hardware import Hardware
+from weft.tools.planner.job import OVERLAP, RECOMPUTE, Job, Layout
+from weft.tools.planner.memory import Scale
+from weft.tools.planner.model import Model
+from weft.tools.planner.step import Clock
 
 _REQUIRED = (
     *("source", "hardware", "gpus", "layers", "hidden", "heads", "intermediate", "seq", "vocab"),

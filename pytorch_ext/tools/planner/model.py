@@ -246,7 +246,7 @@ class Model:
             return _from_config(config, type(source).__name__)
         raise TypeError(
             f"a model for the planner is a preset's name, a config.json, its content, a module with a .config or a "
-            f"weft.planner.Model(...), and not a {type(source).__name__}"
+            f"weft.tools.planner.Model(...), and not a {type(source).__name__}"
         )
 
 

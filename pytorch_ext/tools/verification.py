@@ -21,9 +21,9 @@ from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import Piece, piece_of
 from weft.data_parallel.unit_outputs import same_bits
-from weft.first_difference import first_difference, recording
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
+from weft.tools.first_difference import first_difference, recording
 
 FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once more per rank
 ZERO = 1e-12  # a smaller share of the whole gradient's norm is 0, up to fp64 rounding

@@ -2,7 +2,7 @@
 
 import math
 
-from weft.planner.hardware import Hardware
+from weft.tools.planner.hardware import Hardware
 
 TILE_M, TILE_N = 128, 256  # output tile of a processor: the libraries' usual large tile
 PROLOGUE_K = 128  # a tile's start and end cost as much as this many further elements of the summed dimension

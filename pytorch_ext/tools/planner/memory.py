@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 
-from weft.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
+from weft.tools.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ reads its inputs and writes its output. The counts below leave out vectors that 
 
 from dataclasses import dataclass
 
-from weft.planner.job import GRADIENT_BYTES, OPTIMIZERS, Job
-from weft.planner.model import Model
+from weft.tools.planner.job import GRADIENT_BYTES, OPTIMIZERS, Job
+from weft.tools.planner.model import Model
 
 
 @dataclass(frozen=True)

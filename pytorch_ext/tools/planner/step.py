@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log, log2, sqrt
 
-from weft.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
-from weft.planner.passes import passes_of, update_bytes
-from weft.planner.rates import attention_s, elementwise_s, exchange_s, gather_s, matmul_s, memory_s, send_s
+from weft.tools.planner.job import GRADIENT_BYTES, Job, LayerShare, Layout
+from weft.tools.planner.passes import passes_of, update_bytes
+from weft.tools.planner.rates import attention_s, elementwise_s, exchange_s, gather_s, matmul_s, memory_s, send_s
 
 CAUSAL_BACKWARD = 2.5  # attention's backward has five products, forward has two (Dao et al. 2022)
 KERNELS_FORWARD, KERNELS_BACKWARD = 12, 22  # launches in a layer

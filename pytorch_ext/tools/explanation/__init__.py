@@ -1,5 +1,5 @@
 """`weft.explain`: algorithm and traffic of each parallel layer of a model, and why no faster one."""
 
-from weft.explanation.explain import explain
+from weft.tools.explanation.explain import explain
 
 __all__ = ["explain"]

@@ -82,7 +82,7 @@ class Hardware:
             return source
         if not isinstance(source, str | Path):
             raise TypeError(
-                f"hardware for the planner is a preset's name, a file or a weft.planner.Hardware(...), and not a "
+                f"hardware for the planner is a preset's name, a file or a weft.tools.planner.Hardware(...), and not a "
                 f"{type(source).__name__}"
             )
         name = str(source).strip().lower().replace("_", "-").replace(" ", "-")

@@ -8,8 +8,8 @@ import sys
 import torch
 from torch import nn
 
-from weft.explanation.reports import Explanation
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
+from weft.tools.explanation.reports import Explanation
 
 USAGE_ERROR = 2
 

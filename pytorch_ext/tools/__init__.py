@@ -1,0 +1,1 @@
+"""What one runs beside training: explanations, checks, measurements and the planner. No layer imports them."""
