@@ -35,7 +35,7 @@ from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
 from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, without_peft, wrappers_in
-from weft.tensor_parallel.split import Split, chosen_plan
+from weft.tensor_parallel.split import SplitLayers, chosen_plan
 from weft.tensor_parallel.styles import Plan
 from weft.tools.explanation.summary import log_summary
 from weft.units.functions import with_same_bits
@@ -161,7 +161,7 @@ def parallelize(
     refuse_other_tuners(model)
     automatic, entries = chosen_plan(model, plan, ranks, sequence_parallel, strict, invariant)
     between = _ranks_between_layers(model, ranks, automatic, sequence_parallel, invariant)
-    split = Split.of(model, automatic, entries, ranks, invariant)
+    split = SplitLayers.of(model, automatic, entries, ranks, invariant)
     adapters = _split_adapters(model, split.replacements)
     recomputed = recomputed_in(model, recompute)
     _check_ranks(model, ranks, strict)

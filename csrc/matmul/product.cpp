@@ -78,7 +78,7 @@ class Denormals {
   const unsigned before_ = mode();
 };
 
-// Calls `work` at once on up to `count` of OpenMP's threads, which are ATen's too: after a function of ATen they wait
+// Calls `work` at once on up to `count` of OpenMP's threads, which are torch's too: after a function of torch they wait
 // for the next one for a while, on the cores that other threads would need. Without OpenMP it is called here alone.
 template <class Work>
 void on_threads(const Work& work, int64_t count) {

@@ -20,7 +20,7 @@ from weft.tensor_parallel.ties import keep_parameters, tie
 
 
 @dataclass
-class Split:
+class SplitLayers:
     """A model's split layers.
 
     Attributes:
@@ -40,7 +40,7 @@ class Split:
     @classmethod
     def of(
         cls, model: nn.Module, automatic: AutomaticPlan | None, plan: Plan, ranks: MeshRanks, invariant: int | None
-    ) -> "Split":
+    ) -> "SplitLayers":
         """Make the split layers of a plan. The model stays as it is.
 
         Raises:
