@@ -44,7 +44,7 @@ def archive_of(architecture: str) -> Archive | str:
 
 
 def kind(arguments: tuple, options: dict[str, Any], tensors: list) -> bytes | None:
-    """Return all of a call but its tensors' addresses, and append its tensors; None if there is no launcher for it."""
+    """Return the key of a call, everything but addresses, and append its tensors; None if it has no launcher."""
     return None if _launcher is None else _launcher.kind(arguments, options, tensors)
 
 

@@ -40,9 +40,9 @@ def _run(arguments: list[str]) -> int:
     if options.command == "doctor":
         return _doctor()
     if options.command == "plan":
-        return importlib.import_module("weft.tools.planner.command").run(options)
+        return importlib.import_module("weft.tools.planner.plan_command").run(options)
     if options.command == "explain":
-        return importlib.import_module("weft.tools.explanation.command").run(options)
+        return importlib.import_module("weft.tools.explanation.explain_command").run(options)
     if options.command == "run":
         environment = {**os.environ, "WEFT_AS_GLOO": "1"}
         os.execve(sys.executable, [sys.executable, options.script, *options.rest], environment)
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument("op", choices=_TUNED)
     tune.add_argument("rest", nargs=argparse.REMAINDER, help="its options; --help lists them")
     plan = commands.add_parser("plan", help="compute which mesh to train a model on; needs no GPU")
-    importlib.import_module("weft.tools.planner.command").add_arguments(plan)
+    importlib.import_module("weft.tools.planner.plan_command").add_arguments(plan)
     run = commands.add_parser("run", help="run a Python script, with weft's groups where it asks for gloo's")
     run.add_argument("--as-gloo", action="store_true", required=True, help="set WEFT_AS_GLOO=1 for it and its children")
     run.add_argument("script", help="a Python file")

@@ -12,7 +12,7 @@ from weft.activation_checkpoint import recompute as recompute_modules
 from weft.activation_checkpoint import recomputed_in
 from weft.adapters.peft_import import register_with_peft
 from weft.arguments import check_choice
-from weft.checkpoint.pretrained import save_pretrained
+from weft.checkpoint.pretrained_files import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.context_parallel.between_layers import refuse_adapters, share_between_layers
@@ -38,7 +38,7 @@ from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, without_peft
 from weft.tensor_parallel.split import SplitLayers, chosen_plan
 from weft.tensor_parallel.styles import Plan
 from weft.tools.explanation.summary import log_summary
-from weft.units.functions import with_same_bits
+from weft.units.exact_functions import with_same_bits
 
 
 def parallelize(

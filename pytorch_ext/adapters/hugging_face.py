@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from weft.adapters import need
-from weft.context_parallel import hugging_face
-from weft.context_parallel.hugging_face import Pattern, mask
+from weft.context_parallel import transformers_attention
+from weft.context_parallel.transformers_attention import Pattern, mask
 
 NAME = "weft"
 
@@ -53,4 +53,4 @@ def attention(module, query, key, value, attention_mask, **options):
             f'{type(module).__name__}: attn_implementation="weft" takes a mask that is a tensor or none, got '
             f"{type(attention_mask).__name__}: pass a tensor, or use the attention that this mask is for"
         )
-    return hugging_face.attention(module, query, key, value, attention_mask, **options)
+    return transformers_attention.attention(module, query, key, value, attention_mask, **options)

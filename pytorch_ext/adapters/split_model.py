@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Trainer, TrainerCallback
 
-from weft.checkpoint.pretrained import save_pretrained
+from weft.checkpoint.pretrained_files import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.pipeline import Pipeline

@@ -2,7 +2,7 @@
 
 from weft.checkpoint.checkpoint import CheckpointError, export_safetensors, load_checkpoint, save_checkpoint
 from weft.checkpoint.full_state import full_state_dict
-from weft.checkpoint.pretrained import load_safetensors
+from weft.checkpoint.pretrained_files import load_safetensors
 from weft.checkpoint.state_hash import state_hash
 
 __all__ = [

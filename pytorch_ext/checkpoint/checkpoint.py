@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import contents, safetensors_io, save_plan, validation
-from weft.checkpoint.chunks import TensorPart
+from weft.checkpoint.boxes import TensorPart
 from weft.checkpoint.contents import HeldTensor, Optimizers, Tensors
 from weft.checkpoint.on_all_ranks import CheckpointError, ranks_of, together
 from weft.checkpoint.safetensors_io import Files, Source

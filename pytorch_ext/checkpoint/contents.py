@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from weft.checkpoint.chunks import Extent, TensorPart, parts_of, whole_shape
+from weft.checkpoint.boxes import Extent, TensorPart, parts_of, whole_shape
 from weft.checkpoint.on_all_ranks import CheckpointError
 from weft.checkpoint.safetensors_io import StoredTensor, dtype_of
 from weft.data_parallel.data_parallel import DataParallel

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weft.checkpoint.chunks import Extent, TensorPart, overlap, seen_from
+from weft.checkpoint.boxes import Extent, TensorPart, overlap, seen_from
 from weft.checkpoint.on_all_ranks import CheckpointError
 
 MANIFEST = "manifest.json"

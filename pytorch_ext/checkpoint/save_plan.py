@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 
 from weft.checkpoint import safetensors_io
-from weft.checkpoint.chunks import Extent, TensorPart
+from weft.checkpoint.boxes import Extent, TensorPart
 from weft.checkpoint.contents import HeldTensor
 from weft.checkpoint.on_all_ranks import CheckpointError
 from weft.checkpoint.safetensors_io import Box, StoredTensor

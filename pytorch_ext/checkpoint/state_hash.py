@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint import contents, save_plan
-from weft.checkpoint.chunks import Extent, TensorPart
+from weft.checkpoint.boxes import Extent, TensorPart
 from weft.checkpoint.contents import HeldTensor, Optimizers
 from weft.checkpoint.on_all_ranks import ranks_of, together
 from weft.comm.purpose import calls_for

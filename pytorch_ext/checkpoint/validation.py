@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from weft.checkpoint import safetensors_io
-from weft.checkpoint.chunks import TensorPart
+from weft.checkpoint.boxes import TensorPart
 from weft.checkpoint.contents import HeldTensor
 from weft.checkpoint.on_all_ranks import CheckpointError
 from weft.checkpoint.safetensors_io import Box, Files, Source, StoredTensor

@@ -122,7 +122,7 @@ class Communicator:
     def drain(self) -> None:
         """Wait for the kernels that this rank has launched.
 
-        Call it before the rank leaves: its peers end their waits then, and so spoil what they share with such kernels.
+        Call it before the rank leaves: a peer that sees it exit stops waiting, and may read unfinished data.
         """
         for device in self._records:
             if device.type == "cuda":

@@ -10,7 +10,7 @@ necessary.
     shared_sequence.py  the tensor, and the gather for a function without a rule
     function_rules.py   the rule of each function
     attention.py        scaled_dot_product_attention, MultiheadAttention
-    hugging_face.py     the attention interface of transformers
+    transformers_attention.py  the attention interface of transformers
     region.py           the model's edge: whole tensors become shared, shared tensors become whole
     uncompiled.py       what torch.compile leaves out of its graphs
     notes.py            records of the run, for weft.explain

@@ -14,7 +14,6 @@ import weft.context_parallel.attention  # noqa: F401 - registers its rules
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.context_parallel.function_rules import own_random_numbers, used
-from weft.context_parallel.hugging_face import refuse_missing_weights, use_context_attention
 from weft.context_parallel.learning import ForwardRecord, Kind, Kinds, knowing, state
 from weft.context_parallel.shared_sequence import (
     SequenceCut,
@@ -32,6 +31,7 @@ from weft.context_parallel.shared_sequence import (
     wholes,
     without_guards,
 )
+from weft.context_parallel.transformers_attention import refuse_missing_weights, use_context_attention
 from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
 from weft.forward.chain import ForwardChain, step_of
 from weft.forward.running import followed

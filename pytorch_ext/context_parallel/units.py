@@ -1,8 +1,8 @@
 """A sequence in units of positions, for models with `invariant`: the same bits on any number of ranks that share it.
 
 A rank has some of the units, one after another, and every rule and every layer runs on one unit at a time. So its calls
-have the same shapes on any number of ranks. A unit stands in the place of a rank: it is the `ranks` of a
-`SharedSequence` that has this unit alone. Sums over the sequence are sums over units, in the tree of ops/invariant.
+have the same shapes on any number of ranks. A unit is modelled as a group of one rank, the `ranks` of
+a `SharedSequence` that has this unit alone. Sums over the sequence are sums over units, in the tree of ops/invariant.
 """
 
 from typing import Any

@@ -33,7 +33,7 @@ from weft.ops.invariant import Units, in_own_memory
 from weft.rng import name_modules, random_numbers_of
 from weft.sharding.shard import shard_of
 from weft.units.at_once import NUMBERS
-from weft.units.functions import draws_of_units
+from weft.units.exact_functions import draws_of_units
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)
 _FIRST_GRAPHS = 3  # after a change of what trains; the hooks on parameters look at every gradient

@@ -77,7 +77,7 @@ class Bucket:
         slots: parameters with their gradients in this bucket.
         shard_ranks: ranks that hold the other shards of the parameters, under tensor parallelism.
         replicated: some of these ranks have rows of the parameters that a lower rank has too.
-        counts: no lower rank of a model in stages has the same parameters.
+        counted_here: this is the first stage that holds the parameters, so it alone adds them to norms.
         ranks: ranks that reduce the bucket: all of the wrapper's, or those that have the same experts.
         is_last: the bucket travels last.
         missing: number of slots that wait for their gradient in this backward.
@@ -91,7 +91,7 @@ class Bucket:
     slots: list[Slot]
     shard_ranks: Communicator | None
     replicated: bool
-    counts: bool
+    counted_here: bool
     ranks: Communicator
     is_last: bool
     missing: int = 0
@@ -184,7 +184,7 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
         shard = shard_of(slot.parameter)
         kinds = slot.dtype, slot.parameter.dtype  # main_grad makes them differ; a bucket's parameters are gathered too
         of_shard = (shard.communicator, shard.replicated, shard.replicas) if shard else None
-        key = kinds, of_shard, _counts(slot)
+        key = kinds, of_shard, _counted_here(slot)
         members = opened.setdefault(key, [])
         members.append(slot)
         opened_bytes[key] = opened_bytes.get(key, 0) + _largest_bytes(slot)
@@ -195,9 +195,9 @@ def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     return full + rest
 
 
-def _counts(slot: Slot) -> bool:
+def _counted_here(slot: Slot) -> bool:
     owners = owners_of(slot.parameter)
-    return owners is None or owners.counts
+    return owners is None or owners.counted_here
 
 
 def padded_bytes(slot: Slot) -> int:
@@ -244,8 +244,8 @@ def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucke
         shard = shard_of(members[0].parameter)
         shard_ranks, replicated = (shard.communicator, shard.replicated) if shard else (None, False)
         is_last = index == len(groups) - 1
-        flat, counts = part.view(members[0].dtype), _counts(members[0])
-        bucket = Bucket(index, flat, list(members), shard_ranks, replicated, counts, those, is_last)
+        flat, counted = part.view(members[0].dtype), _counted_here(members[0])
+        bucket = Bucket(index, flat, list(members), shard_ranks, replicated, counted, those, is_last)
         offset = 0
         for slot in members:
             _settle(slot, bucket, offset)

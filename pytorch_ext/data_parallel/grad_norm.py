@@ -52,7 +52,7 @@ def norm_of(parameters: Sequence[torch.Tensor], norm_type: float, stages: Commun
     for parameter in parameters:
         shard, owners, gradient = shard_of(parameter), owners_of(parameter), gradient_of(parameter)
         same = together.setdefault(() if shard is None else (shard.communicator,), [])  # also without a gradient
-        if gradient is not None and (owners is None or owners.counts):
+        if gradient is not None and (owners is None or owners.counted_here):
             same.append(counted(parameter, gradient))
 
     def joined(function, like: torch.Tensor, largest: bool = False) -> torch.Tensor:

@@ -53,8 +53,8 @@ class Reducer:
         slots: the module's parameters, each with the place of its gradient.
         transport: transport of the buckets; `transport_of` gives that of experts, which fewer ranks have.
         ranks: ranks that reduce.
-        sync: a forward's backward reduces; otherwise gradients add up on each rank. A backward that reaches outputs of
-            forwards has the value of those.
+        sync: a forward's backward reduces; otherwise gradients add up on each rank. The value is stored with each
+            forward's outputs and used by their backward.
         buckets: the buckets in the order in which they travel; [] until they are laid out.
         backwards: number of backwards that have reduced.
         norm_squared: float64 [1], squared norm of all gradients at the last reduction or the last `measure_anew`.
@@ -450,7 +450,7 @@ class Reducer:
 
     def _counted_norm(self, bucket: Bucket) -> torch.Tensor:
         """Return the squared norm of this rank's part of the bucket, without elements that another rank counts."""
-        if not bucket.counts:
+        if not bucket.counted_here:
             return torch.zeros_like(bucket.squared_norm)
         if not bucket.replicated:
             return bucket.squared_norm

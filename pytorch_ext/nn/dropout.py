@@ -79,8 +79,8 @@ def drop_in_units(
     """Return F.dropout of this rank's units of split features or heads, with the random numbers of each unit.
 
     Args:
-        drops: (dimension, size on all ranks of its inner part that is split), as (0, heads) of weights
-            [batch * heads, T, S]. None: the whole of the usual dimension.
+        drops: (dimension, full size of the split axis inside it), as (0, heads) of weights [batch * heads, T, S].
+            None: all of the default dimension, that of split features.
 
     Raises:
         ValueError: the split features are not as many equal units.

@@ -1,6 +1,6 @@
 """The products of linear layers with the same bits on any number of ranks, for layers with `invariant=V`.
 
-They stand in the place of the functions of `matmul` and `overlap.products` with the same names.
+They have the signatures of the functions of `matmul` and `overlap.products`, so layers can swap them.
 
 The split features are V equal units whatever the number of ranks, and every rank has V / ranks of them, one after
 another. A sum over the split features is one sum for each unit, in fp32, and then a binary tree over the V units. Ranks

@@ -2,8 +2,8 @@
 
 Every stage runs the whole forward of the model. Layers of its own run. Layers of earlier stages are skipped: a result
 that this stage needs was sent, the others are absent. The first layer of a later stage ends the forward. The code
-between layers runs on every stage, on the same inputs and with the same random numbers; of absent values it computes
-shapes only. So masks and angles are made where they are used, and nothing is sent that a later stage does not need.
+between layers runs on every stage, on the same inputs and with the same random numbers; results of layers on other
+stages are meta tensors. So masks and angles are made where they are used, and nothing is sent that a later stage does not need.
 
 A layer is an element of the model's outermost lists, or another module with parameters that the code around these lists
 calls. The values that cross are found in one run of a call through all stages (walk.py): results of layers, and what
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.context_parallel.hugging_face import models_of_transformers
 from weft.context_parallel.region import SharedCall, entry_of
+from weft.context_parallel.transformers_attention import models_of_transformers
 from weft.forward import ForwardChain, step_of
 from weft.layer_lists import layers_of
 from weft.pipeline.forward_plan import Call
-from weft.pipeline.hugging_face import without_caches
+from weft.pipeline.transformers_stages import without_caches
 from weft.rng import random_numbers_of
 
 _NOTHING = nullcontext()

@@ -19,11 +19,11 @@ from weft.context_parallel.region import agreed, share_in_stages, sharing_in
 from weft.forward import ForwardChain
 from weft.layer_lists import layers_of, tensors_outside
 from weft.pipeline.forward_cut import ForwardCut, cut_layers
-from weft.pipeline.hugging_face import refuse_records
 from weft.pipeline.model_stage import HeldLayers, leave_out, outside_of, outside_of_inference
 from weft.pipeline.placement import placed
 from weft.pipeline.stage_params import StageParams, hold
 from weft.pipeline.transfers import Transfers
+from weft.pipeline.transformers_stages import refuse_records
 from weft.pipeline.walk import walk
 from weft.replicas import SameCalls, check_replicas
 from weft.sharding.owners import mark

@@ -29,7 +29,6 @@ from weft.ops.invariant import Units
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
 from weft.pipeline.forward_plan import Call, ForwardPlan
-from weft.pipeline.hugging_face import refuse_layerdrop, refuse_records
 from weft.pipeline.microbatches import check_means, microbatches_of
 from weft.pipeline.model_stage import ModelStage, leave_out, outside_of_inference
 from weft.pipeline.schedules import SCHEDULES
@@ -39,6 +38,7 @@ from weft.pipeline.tied_params import Ties, users_of
 from weft.pipeline.timeline import Timeline, timeline_of
 from weft.pipeline.timing import ClockedStage, StageClock
 from weft.pipeline.transfers import Transfers
+from weft.pipeline.transformers_stages import refuse_layerdrop, refuse_records
 from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatches_in_units, name_modules_in_stages
 from weft.pipeline.walk import walk
 from weft.replicas import SameCalls, check_replicas

@@ -23,7 +23,7 @@ class Owners:
     holders: tuple[int, ...]
 
     @property
-    def counts(self) -> bool:
+    def counted_here(self) -> bool:
         """True on the first holder, which counts the parameter in sums over the model."""
         return self.ranks.rank == self.holders[0]
 

@@ -30,8 +30,7 @@ class Shard:
         dim: the dimension that is cut.
         cut: the stretches that each rank has.
         communicator: the ranks that hold the parts.
-        replicas: of the ranks of data parallelism, those that have the same part, if the others have other parts
-            (experts over "ep"); None if all of them have the same.
+        replicas: data-parallel ranks that hold this same part. Set only for experts over "ep"; None: all of them do.
         across: (dimension, cut) of a second cut, or None. Each rank has its stretches of both, and no other rank has
             the same.
 

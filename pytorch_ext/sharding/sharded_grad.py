@@ -295,7 +295,7 @@ class _Norms(TensorRule):
         if len(stages) > 1:
             raise TypeError("the norm of gradients of several pipelines together: take each pipeline's alone")
         parts = [
-            (power if place.owners is None or place.owners.counts else torch.zeros_like(power), place.ranks)
+            (power if place.owners is None or place.owners.counted_here else torch.zeros_like(power), place.ranks)
             for power, place in zip(powers, self.places, strict=True)
         ]
         with calls_for(_OVER_RANKS.format("norm")):

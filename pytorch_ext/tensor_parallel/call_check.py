@@ -20,8 +20,8 @@ from weft.comm.communicator import Communicator
 from weft.tensor_parallel.auto.example_inputs import calling
 from weft.tensor_parallel.auto.plan import AutomaticPlan, conflict_in
 from weft.tensor_parallel.auto.trace import without_values
-from weft.tensor_parallel.hugging_face import is_transformers
 from weft.tensor_parallel.plan_check import OwnPlan
+from weft.tensor_parallel.transformers_calls import is_transformers
 
 Conflict = Callable[[nn.Module, Callable, bool], str | None]  # (unsplit model, call, whether it trains) -> conflict
 

@@ -7,8 +7,8 @@ from weft.context_parallel.shared_sequence import SharedSequence, by_part
 from weft.metadata import metadata
 from weft.ops.mappings import gather
 from weft.tensor_parallel.auto.trace import tensors_in
-from weft.tensor_parallel.hugging_face import is_transformers
 from weft.tensor_parallel.local_sizes import InParts
+from weft.tensor_parallel.transformers_calls import is_transformers
 
 _OBJECTS = 3
 

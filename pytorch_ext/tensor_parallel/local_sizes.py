@@ -49,9 +49,8 @@ def with_numbers(
         drops: with `invariant`, where the split heads are in what is dropped; see `drop_in_units`.
         summed: sum the gradients of the module's parameters over the ranks, as with the style "sequence";
             parallelize does that.
-        results: outputs that are this rank's part and that no other module computes with (attention weights): index
-            in the returned tuple or list, to the dimension and every rank's size. Models return them whole
-            (gather_outputs.py).
+        results: outputs to gather before the model returns them (attention weights; gather_outputs.py): index in the
+            returned tuple or list to (dimension, every rank's size).
         numbers: attribute to its number on each rank. The attribute is "num_heads", or "config.num_heads" for an
             attribute of the module's `config`. "x.shape[-1]" is the width that the module's own code reads from its
             argument x; modules that it calls read the true width.

@@ -12,8 +12,8 @@ from weft.nn.sharded import ShardedModule
 from weft.tensor_parallel.auto.example_inputs import calls
 from weft.tensor_parallel.auto.propagation import Flow, Propagation
 from weft.tensor_parallel.auto.trace import Trace, trace, without_values
-from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.local_sizes import draws_for_parts, has_numbers
+from weft.tensor_parallel.transformers_calls import attentions, prepare
 
 _log = logging.getLogger(__name__)
 _FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, ShardedDropout, OwnDropout2d)

@@ -29,7 +29,7 @@ from weft.units.at_once import (
     joined,
     sizes_of,
 )
-from weft.units.functions import PRODUCTS, heads_alone
+from weft.units.exact_functions import PRODUCTS, heads_alone
 
 # Names of functions and methods, without underscores around them. tests/helpers/bits_of_rows.py tries them
 # on CPUs: forward and backward have the same bits for any number of rows.

@@ -200,7 +200,7 @@ def test_attention_alone_is_sdpa(kind):
 
 def test_attention_refuses_what_it_does_not_know():
     from weft.adapters.hugging_face import attention, register
-    from weft.context_parallel.hugging_face import Pattern
+    from weft.context_parallel.transformers_attention import Pattern
 
     register()
     q = torch.randn(1, 2, 5, 4)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.checkpoint.chunks import TensorPart, boxes_of_stretch
+from weft.checkpoint.boxes import TensorPart, boxes_of_stretch
 from weft.checkpoint.safetensors_io import Box, Files, StoredTensor, dtype_of, source_at
 from weft.checkpoint.save_plan import Written, check_seen
 from weft.testing.ranks import run_ranks, try_ranks

@@ -10,7 +10,7 @@ from torch import nn
 
 import weft
 from weft.checkpoint import safetensors_io
-from weft.checkpoint.pretrained import load_safetensors
+from weft.checkpoint.pretrained_files import load_safetensors
 from weft.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -222,7 +222,7 @@ def sinks(rank):
     """As the attention of gpt-oss passes them."""
     from attention_reference import attention as plain
 
-    from weft.context_parallel.hugging_face import Pattern, attention
+    from weft.context_parallel.transformers_attention import Pattern, attention
     from weft.kernels.attention_rules import Rules
 
     class Sinking(torch.nn.Module):
@@ -256,7 +256,7 @@ def test_a_mask_of_chunks_is_not_taken_for_a_window():
         sliding_window_causal_mask_function,
     )
 
-    from weft.context_parallel.hugging_face import Pattern, mask
+    from weft.context_parallel.transformers_attention import Pattern, mask
 
     def made(function, length, size):
         return mask(1, length, length, mask_function=function, local_size=size, otherwise=sdpa_mask)

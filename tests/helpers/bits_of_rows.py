@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.units.functions import draws_of_units
+from weft.units.exact_functions import draws_of_units
 from weft.units.trial import EVERY_ELEMENT
 
 METHODS = """

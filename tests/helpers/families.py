@@ -28,15 +28,15 @@ import torch
 from torch import nn
 
 import weft
-from weft.context_parallel.hugging_face import models_of_transformers
+from weft.context_parallel.transformers_attention import models_of_transformers
 from weft.pipeline.cut import RECORDED
-from weft.pipeline.hugging_face import without_caches
 from weft.pipeline.microbatches import microbatches_of
+from weft.pipeline.transformers_stages import without_caches
 from weft.tensor_parallel.auto import AutomaticPlan, automatic_plan
 from weft.tensor_parallel.auto.trace import tensors_in
-from weft.tensor_parallel.hugging_face import calls_of_transformers
+from weft.tensor_parallel.transformers_calls import calls_of_transformers
 from weft.testing.ranks import RanksFailedError, run_ranks
-from weft.tools.explanation.command import share_of_plan
+from weft.tools.explanation.explain_command import share_of_plan
 
 WORLD = 2
 WIDTH, HEADS, HEAD_SIZE, LAYERS, VOCABULARY, IMAGE, PATCH = 64, 4, 16, 2, 256, 16, 4

@@ -17,7 +17,7 @@ from weft.kernels import launch
 from weft.ops import invariant
 from weft.ops.activation import ACTIVATIONS
 from weft.testing.ranks import run_ranks, try_ranks
-from weft.units.functions import same_bits
+from weft.units.exact_functions import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

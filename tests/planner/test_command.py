@@ -57,9 +57,9 @@ def test_no_digit_is_cut_at_80_columns(monkeypatch, capsys):
     from rich.console import Console
 
     from weft.cli import main
-    from weft.tools.planner import command
+    from weft.tools.planner import plan_command
 
-    monkeypatch.setattr(command, "_console", lambda: Console(width=80))
+    monkeypatch.setattr(plan_command, "_console", lambda: Console(width=80))
     gpt = ["gpt-3-175b", "--gpus", "3072", "--hardware", "a100", "--sequence-length", "2048", "--global-batch", "1536"]
     mixtral = [
         "mixtral-8x7b",
@@ -97,7 +97,7 @@ def test_a_leaner_way_is_called_so():
     from dataclasses import replace
 
     from weft import plan
-    from weft.tools.planner.search import Plan, _slower
+    from weft.tools.planner.layout_search import Plan, _slower
 
     chosen = plan("gpt2", gpus=2, hardware="a100", sequence_length=512, global_batch=8)[0]
     memory = replace(chosen.memory, activations=chosen.memory.activations - 0.2 * chosen.memory.total)

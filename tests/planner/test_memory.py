@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.tools.planner import Hardware, Job, Layout, Model, Scale
 from weft.tools.planner.job import LayerShare
-from weft.tools.planner.memory import in_flight, layer_of
+from weft.tools.planner.step_memory import in_flight, layer_of
 
 A100 = Hardware.of("a100")
 # Korthikanti et al. 2022, table 3.

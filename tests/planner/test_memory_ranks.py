@@ -21,7 +21,7 @@ from weft.nn import Experts
 from weft.testing.models import LLAMA_PLAN, Llama
 from weft.testing.ranks import run_ranks
 from weft.tools.planner import Hardware, Job, Layout, Model, Scale
-from weft.tools.planner.memory import in_flight, split_layers
+from weft.tools.planner.step_memory import in_flight, split_layers
 
 BATCH, SEQUENCE = 8, 64
 MACHINE = Hardware("cpu", 1e12, {"fp32": 1e9}, 1e9, 1e9, 1e9)

@@ -13,7 +13,7 @@ from weft.nn import Experts
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks
 from weft.tools.planner import Hardware, Job, Layout, Model
-from weft.tools.planner.search import Plan
+from weft.tools.planner.layout_search import Plan
 
 BATCH, SEQUENCE = 8, 12
 JOB = Job(

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.tools.planner import Clock, Hardware, Job, Layout, Model, Scale, plan, search
+from weft.tools.planner.layout_search import meshes
 from weft.tools.planner.rates import exchange_s, gather_s, matmul_s, memory_s, send_s
-from weft.tools.planner.search import meshes
 from weft.tools.planner.step import NODE_SPREAD, beside
 
 # Round numbers, no latencies: everything can be computed by hand.

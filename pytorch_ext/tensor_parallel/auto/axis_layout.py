@@ -26,7 +26,7 @@ class Axis:
         pieces: the parts of the axis that are used separately (queries, keys and values of a fused projection).
         apart: the pieces lie along a dimension of their own, [pieces, ...], instead of one after another.
         used: the axis was also used as a whole.
-        lone: a view took a dimension of size 1 from the axis, and that dimension might be the split one.
+        lone: a view dropped a dimension of size 1 that may have been split.
         summed: whole parameters that meet the axis. Their gradients are summed over the ranks.
     """
 

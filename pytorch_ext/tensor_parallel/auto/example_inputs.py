@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.nn import ParallelEmbedding, ParallelLinear
 from weft.tensor_parallel.auto.trace import constant
-from weft.tensor_parallel.hugging_face import calls_of_transformers, is_transformers
+from weft.tensor_parallel.transformers_calls import calls_of_transformers, is_transformers
 
 BATCH, LENGTH = 3, 5  # the batch is not 2, so a pair is not mistaken for a batch
 _IMAGES = (32, 64, 28, 224, 299)  # heights and widths

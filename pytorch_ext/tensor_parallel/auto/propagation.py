@@ -14,9 +14,9 @@ from weft.tensor_parallel.auto.axis_layout import Axis, AxisLayout, ConflictErro
 from weft.tensor_parallel.auto.layer_specs import known, sizes_of
 from weft.tensor_parallel.auto.op_rules import AxisJoin, Layouts, UnknownOperationError, rule_of
 from weft.tensor_parallel.auto.trace import ACTIVATION, Node, Trace, Value
-from weft.tensor_parallel.hugging_face import is_transformers
 from weft.tensor_parallel.peft_wrappers import inseparable
 from weft.tensor_parallel.styles import kind_of
+from weft.tensor_parallel.transformers_calls import is_transformers
 
 CONVOLUTIONS = ("nn.Conv1d", "nn.Conv2d", "nn.Conv3d")
 SPLIT = ("nn.Linear", "transformers.Conv1D", *CONVOLUTIONS)  # by columns and rows

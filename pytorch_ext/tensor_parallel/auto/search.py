@@ -15,9 +15,9 @@ from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.layer_specs import is_experts, known, sizes_of
 from weft.tensor_parallel.auto.propagation import RETURNED, SPLIT, Flow, Propagation
 from weft.tensor_parallel.auto.trace import Trace, UntraceableError, Value, trace, without_values
-from weft.tensor_parallel.hugging_face import attentions, prepare
 from weft.tensor_parallel.peft_wrappers import is_of_adapter, wrappers_in
 from weft.tensor_parallel.styles import kind_of
+from weft.tensor_parallel.transformers_calls import attentions, prepare
 
 DENSE = ("nn.Linear", "transformers.Conv1D")
 _MOST_CLOSED = 200  # modules that cannot be followed inside

@@ -4,10 +4,10 @@ from typing import Any
 
 from weft.tools.planner.hardware import Hardware
 from weft.tools.planner.job import Job, Layout
-from weft.tools.planner.memory import Memory, Scale
+from weft.tools.planner.layout_search import Candidates, Plan, Rejection, search, too_big
 from weft.tools.planner.model import Model
-from weft.tools.planner.search import Candidates, Plan, Rejection, search, too_big
 from weft.tools.planner.step import Clock, Step
+from weft.tools.planner.step_memory import Memory, Scale
 from weft.tools.planner.validate import Comparison, mean_error, validate
 
 __all__ = [

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from weft.tools.planner.job import Job, Layout
-from weft.tools.planner.memory import split_layers
+from weft.tools.planner.step_memory import split_layers
 
 _OPTIMIZERS = {
     "adamw": ("torch.optim.AdamW", ""),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from weft.tools.planner.hardware import Hardware
 from weft.tools.planner.job import OVERLAP, RECOMPUTE, Job, Layout
-from weft.tools.planner.memory import Scale
 from weft.tools.planner.model import Model
 from weft.tools.planner.step import Clock
+from weft.tools.planner.step_memory import Scale
 
 _REQUIRED = (
     *("source", "hardware", "gpus", "layers", "hidden", "heads", "intermediate", "seq", "vocab"),

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.context_parallel import hugging_face
+from weft.context_parallel import transformers_attention
 from weft.tensor_parallel.peft_wrappers import without_peft
 
 
 def is_transformers(model: nn.Module) -> bool:
     """Return whether the model is of transformers, with or without peft's wrapper around it."""
-    return hugging_face.is_transformers(without_peft(model))
+    return transformers_attention.is_transformers(without_peft(model))
 
 
 def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[nn.Module], Any]]:

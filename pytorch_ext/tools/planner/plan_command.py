@@ -7,9 +7,9 @@ from textwrap import fill
 
 from weft.tools.planner.hardware import Hardware, check_count, presets
 from weft.tools.planner.job import OPTIMIZERS, OVERLAP, PRECISIONS, RECOMPUTE, Job
+from weft.tools.planner.layout_search import Candidates, Plan, search, too_big
 from weft.tools.planner.model import Model
 from weft.tools.planner.model import presets as models
-from weft.tools.planner.search import Candidates, Plan, search, too_big
 from weft.tools.planner.validate import Comparison, mean_error, validate
 
 USAGE_ERROR = 2
@@ -120,7 +120,7 @@ def _plan(options: argparse.Namespace) -> int:
             print(f"By default: {', '.join(taken)}.\n")
         _print_plans(job, options.gpus, found, plans)
     if options.plot:
-        from weft.tools.planner.plot import plot
+        from weft.tools.planner.chart import plot
 
         plot(plans, options.plot)
     return 0

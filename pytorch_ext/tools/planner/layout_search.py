@@ -8,9 +8,9 @@ from typing import Any
 
 from weft.tools.planner.hardware import check_count, presets
 from weft.tools.planner.job import RECOMPUTE, SCHEDULES, Job, Layout
-from weft.tools.planner.memory import Memory, Scale
 from weft.tools.planner.start import DIMENSIONS, code, dimensions, init_mesh
 from weft.tools.planner.step import Clock, Step
+from weft.tools.planner.step_memory import Memory, Scale
 
 # Each further mechanism (a dimension, a ZeRO stage, recomputation, chunks) must make a step faster by this share: the
 # model is not more exact, and every mechanism is one more thing to get right.

@@ -1,6 +1,6 @@
 """A picture of plans: memory by part, and time against memory. Needs matplotlib."""
 
-from weft.tools.planner.search import Plan, describe
+from weft.tools.planner.layout_search import Plan, describe
 
 
 def plot(plans: list[Plan], path: str) -> None:
