@@ -3,7 +3,8 @@
 Every stage runs the whole forward of the model. Layers of its own run. Layers of earlier stages are skipped: a result
 that this stage needs was sent, the others are absent. The first layer of a later stage ends the forward. The code
 between layers runs on every stage, on the same inputs and with the same random numbers; results of layers on other
-stages are meta tensors. So masks and angles are made where they are used, and nothing is sent that a later stage does not need.
+stages are meta tensors. So masks and angles are made where they are used, and nothing is sent that a later stage does
+not need.
 
 A layer is an element of the model's outermost lists, or another module with parameters that the code around these lists
 calls. The values that cross are found in one run of a call through all stages (walk.py): results of layers, and what
