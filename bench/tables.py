@@ -1,11 +1,14 @@
-"""`make tables`: write the measured tables of README.md and docs/ from the committed results.
+"""`make tables`: write the measured tables of README.md and docs/ from the committed results, and lines of sources.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; the text between is replaced.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, lines between `<!-- lines: FILE | FIRST | AFTER -->`
+and `<!-- end -->`; the text between is replaced. The lines are those of the file from the first that has the text FIRST
+to the one before the next that has the text AFTER.
 """
 
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,18 +16,33 @@ from typing import Any
 RESULTS = Path("bench") / "results"
 _CPU = "amd-epyc-2-cores"
 _PLACE = re.compile(r"(<!-- table: ([a-z_ ]+) -->\n)(.*?)(<!-- end -->)", re.S)
+_LINES = re.compile(r"(<!-- lines: (\S+) \| (.+?) \| (.+?) -->\n)(.*?)(<!-- end -->)", re.S)
+_LANGUAGES = {".py": "py", ".cpp": "cpp", ".h": "cpp"}
 Row = dict[str, Any]
 
 
 def written(page: str, root: Path) -> str:
-    """Return the page with tables from the results under `root`; raise KeyError for an unknown table."""
+    """Return the page with tables and lines from the files under `root`.
+
+    Raises:
+        KeyError: there is no such table.
+        StopIteration: a file has no such lines.
+    """
 
     def table(place: re.Match) -> str:
         file, make = TABLES[place[2]]
         saved = json.loads((root / RESULTS / f"{file}.json").read_text())
         return f"{place[1]}\n{_markdown(make(saved['rows']))}\n{place[4]}"
 
-    return _PLACE.sub(table, page)
+    def lines(place: re.Match) -> str:
+        marker, file, first, after, _, end = place.groups()
+        source = (root / file).read_text().splitlines()
+        begin = next(number for number, line in enumerate(source) if first in line)
+        stop = next(number for number in range(begin + 1, len(source)) if after in source[number])
+        code = textwrap.dedent("\n".join(source[begin:stop])).rstrip()
+        return f"{marker}\n```{_LANGUAGES[Path(file).suffix]}\n{code}\n```\n\n{end}"
+
+    return _LINES.sub(lines, _PLACE.sub(table, page))
 
 
 def pages(root: Path) -> list[Path]:

@@ -20,11 +20,11 @@ TOPICS = {
         "parallelization",
         "pretrained",
         "mesh",
-        "explanation",
-        "verification",
-        "tuning",
+        "tools.explanation",
+        "tools.verification",
+        "tools.tuning",
         "replicas",
-        "diagnosis",
+        "tools.diagnosis",
         "build",
     ],
     "Layers": ["nn", "ops", "ops.topk_gating", "ops.router_losses"],
@@ -35,7 +35,7 @@ TOPICS = {
     "Checkpoints": ["checkpoint"],
     "Shards": ["sharding.shard", "sharding.sizes", "sharding.dtensors"],
     "Optimizers": ["optim"],
-    "The planner": ["planner"],
+    "The planner": ["tools.planner"],
 }
 _WHERE = (
     "Every example runs in each of two processes, with the same random numbers, after `import copy`, "
