@@ -1,19 +1,12 @@
 // The product of bf16 by the instruction that adds two products to each lane: first that of the second numbers, then
 // that of the first, as two fused multiply-adds that take and make no denormals (Intel's manual of VDPBF16PS).
-#include <immintrin.h>
-
+#include "lanes_avx512.h"
 #include "product_kernels.h"
 
 namespace weft::matmul {
 namespace {
 
-struct Avx512Bf16 {
-  using Vector = __m512;
-  static constexpr int rows = 14, width = 16;
-  static Vector zero() { return _mm512_setzero_ps(); }
-  static Vector all(float value) { return _mm512_set1_ps(value); }
-  static Vector load(const float* from) { return _mm512_load_ps(from); }
-  static void store(float* to, Vector value) { _mm512_store_ps(to, value); }
+struct Avx512Bf16 : Avx512 {
   static Vector multiply_add(Vector a, Vector b, Vector sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
