@@ -71,21 +71,8 @@ def state_hash(model: nn.Module, optimizer: Optimizers = None, *, group: Group =
     for share in together(ranks, sums):
         for key, total in share.items():
             totals[key] = (totals[key] + total) % _MODULUS
-    names = {name: outline.names for (section, name), outline in outlines.items() if section == "model"}
-    lines = []
-    for (section, name), total in totals.items():
-        # A tied parameter has all its names in one process, and one of them on each of its stages.
-        before, of, after = ("", name, "") if section == "model" else _around(name)
-        shape, code = outlines[section, name].shape, outlines[section, name].code
-        lines += [f"{section} {before}{other}{after} {shape} {code} {total}" for other in names.get(of, (of,))]
+    lines = [f"{section} {name} {outlines[section, name]} {total}" for (section, name), total in totals.items()]
     return blake2b("\n".join(sorted(lines)).encode(), digest_size=8).hexdigest()
-
-
-def _around(name: str) -> tuple[str, str, str]:
-    """Return what stands before a parameter's name in that of its state, the name, and what stands after it."""
-    kind, number, rest = name.split("/", 2)
-    parameter, _, key = rest.rpartition("/")
-    return f"{kind}/{number}/", parameter, f"/{key}"
 
 
 def _sum(part: TensorPart, shape: Extent) -> int:
