@@ -1,9 +1,6 @@
 #include "product.h"
 
 #include <dlfcn.h>
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +8,7 @@
 #include <stdexcept>
 
 #include "../shm/reduce.h"
+#include "denormals.h"
 
 namespace weft::matmul {
 
@@ -56,30 +54,9 @@ Product part_of(const Product& whole, const ProductTable& table, int64_t number,
   return part;
 }
 
-// How a thread's floating-point units treat denormals while it lives.
-class Denormals {
- public:
-  explicit Denormals(unsigned mode) { set(mode); }
-  Denormals(const Denormals&) = delete;
-  ~Denormals() { set(before_); }
-#if defined(__x86_64__)
-  static constexpr unsigned none = 0x8040;
-  static unsigned mode() { return _mm_getcsr(); }
-
- private:
-  static void set(unsigned mode) { _mm_setcsr(mode); }
-#else
-  static constexpr unsigned none = 0;
-  static unsigned mode() { return 0; }
-
- private:
-  static void set(unsigned) {}
-#endif
-  const unsigned before_ = mode();
-};
-
 // Calls `work` at once on up to `count` of OpenMP's threads, which are torch's too: after a function of torch they wait
-// for the next one for a while, on the cores that other threads would need. Without OpenMP it is called here alone.
+// for the next one for a while, on the cores that other threads would need. Without OpenMP it is called here alone. In
+// a forked child they are gone, and a call of several hangs as torch's own do.
 template <class Work>
 void on_threads(const Work& work, int64_t count) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
@@ -111,7 +88,7 @@ void multiply(const Product& product, int threads, const std::string& instructio
   const int64_t parts = std::clamp<int64_t>(work / least_work, 1, std::max(1, threads));
   std::atomic<int64_t> next{0};
   std::atomic<bool> no_memory{false};
-  const unsigned mode = Denormals::mode() | (product.type == shm::DType::bfloat16 ? Denormals::none : 0);
+  const unsigned mode = Denormals::mode();
   const auto work_on = [&] {
     const Denormals while_it_works(mode);
     for (int64_t number = next++; number < parts; number = next++) try {

@@ -1,5 +1,6 @@
 // Products of matrices on CPUs whose bits depend on no shape: an element is the same whatever rows and columns are
-// computed with it, on every instruction set and number of threads.
+// computed with it, on every instruction set and number of threads (NaNs may have other bits, and bf16 other denormals
+// off x86).
 //
 // The depth is cut into `leaves` equal parts. Within a leaf an element is one chain of fused multiply-adds in fp32, in
 // the order of the depth; in bf16, of two neighbours the second comes first, and denormals are 0. The leaves' sums are

@@ -1,5 +1,5 @@
 // The product of bf16 by the instruction that adds two products to each lane: first that of the second numbers, then
-// that of the first, as two fused multiply-adds that take and make no denormals (Intel's manual of VDPBF16PS).
+// that of the first, as two fused multiply-adds that take and make denormals as 0 (Intel's manual of VDPBF16PS).
 #include "lanes_avx512.h"
 #include "product_kernels.h"
 

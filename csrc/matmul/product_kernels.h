@@ -7,8 +7,10 @@
 #pragma once
 #include <cstdlib>
 #include <new>
+#include <optional>
 
 #include "../shm/element_types.h"
+#include "denormals.h"
 #include "product.h"
 
 namespace weft::matmul {
@@ -152,8 +154,8 @@ void write(const Product& p, int64_t row, int64_t column, int64_t count, const f
     for (int64_t i = 0; i < count; ++i) static_cast<float*>(p.out)[at + i] = sums[i];
 }
 
-// As `Product` says. A leaf has a whole number of elements.
-template <class Lanes, class Element, bool second_first = false>
+// As `Product` says. A leaf has a whole number of elements. `as_pairs`: single numbers are added as `Pair`s would be.
+template <class Lanes, class Element, bool as_pairs = false>
 void multiply(const Product& p) {
   constexpr int rows = Lanes::rows, columns = 2 * Lanes::width, size = rows * columns;
   using Stored = typename Element::Stored;
@@ -182,7 +184,7 @@ void multiply(const Product& p) {
         if (!at_once || i0 == 0) {
           for (int64_t k = begin; k < end; ++k) {
             const int64_t in_leaf = k % leaf_depth, other = in_leaf ^ 1;
-            const bool swapped = second_first && other < leaf_depth;
+            const bool swapped = as_pairs && other < leaf_depth;
             places[k - begin] = (swapped ? k - in_leaf + other : k) * Element::numbers;
           }
           for (int64_t panel = 0; panel < across; ++panel) {
@@ -202,8 +204,12 @@ void multiply(const Product& p) {
           const float* panel_b = panels_b.data + tile / down * columns * depth;
           for (int64_t k = begin; k < end;) {
             const int64_t leaf = k / leaf_depth, stop = smaller(end, (leaf + 1) * leaf_depth);
-            add_products<Lanes>(stop - k, panel_a + (k - begin) * rows, panel_b + (k - begin) * columns, of_tile.leaf(),
-                                k == leaf * leaf_depth);
+            {
+              std::optional<Denormals> in_leaf;  // the tree's additions are as those of sums elsewhere
+              if (as_pairs) in_leaf.emplace(Denormals::mode() | Denormals::none);
+              add_products<Lanes>(stop - k, panel_a + (k - begin) * rows, panel_b + (k - begin) * columns,
+                                  of_tile.leaf(), k == leaf * leaf_depth);
+            }
             if (stop == (leaf + 1) * leaf_depth) of_tile.finish(leaf);
             k = stop;
           }

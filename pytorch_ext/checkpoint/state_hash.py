@@ -1,5 +1,6 @@
 """A hash of a model and its training that no mesh changes."""
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import prod
 
@@ -24,12 +25,14 @@ _OF_PLACE, _FACTORS, _SHIFTS = 0x1E3779B97F4A7C15, (-0x40A7B892E31B1A47, -0x6B2F
 @calls_for("weft.state_hash, which every rank calls")
 @torch.no_grad()
 def state_hash(model: nn.Module, optimizer: Optimizers = None, *, group: Group = None) -> str:
-    """Return a hash of every bit of the model and of the optimizer's tensors, the same on every rank and every mesh.
+    """Return a hash of every bit of the model and of the optimizer's state, the same on every rank and every mesh.
 
         print(step, weft.state_hash(model, optimizer))
 
-    A collective call. Each rank reads its share once, and nothing but sums travels. The hash finds differences; it does
-    not stand against forgery.
+    A collective call. Each rank reads its share once, and nothing but sums travels. Of a replicated tensor one rank's
+    copy is read (`model.check_replicas()` compares them). Options of the optimizer's groups are not in the hash. State
+    that only some meshes have is: the fp32 copies of a sharded optimizer's bf16 parameters. The hash finds differences;
+    it does not stand against forgery.
 
     Args:
         model, optimizer, group: as for weft.save_checkpoint.
@@ -50,6 +53,7 @@ def state_hash(model: nn.Module, optimizer: Optimizers = None, *, group: Group =
     here: dict[str, dict[str, HeldTensor]] = {}
 
     def describe():
+        contents.refuse_quantized(model)
         tensors, states = contents.of_training(model, optimizer)
         here["model"] = tensors.held
         here["training"] = {name: held for state in states for name, held in state.tensors.items()}
@@ -80,16 +84,28 @@ def _sum(part: TensorPart, shape: Extent) -> int:
     bits, offset = part.tensor.detach().view(_BITS[part.tensor.element_size()]), part.offset
     if not shape:
         bits, offset, shape = bits[None], (0,), (1,)
-    columns = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for dim in range(1, len(shape)):
-        along = torch.arange(offset[dim], offset[dim] + bits.size(dim), device=bits.device)
-        columns = columns[..., None] + along * prod(shape[dim + 1 :])
+    return _sum_from(0, bits, offset, [prod(shape[dim + 1 :]) for dim in range(len(shape))]) % _MODULUS
+
+
+def _sum_from(place: int, bits: torch.Tensor, offset: Extent, strides: Sequence[int]) -> int:
+    """Return the sum for a box that begins at `offset` from a place; its dimensions have these strides in the whole."""
+    if bits.dim() > 1 and bits[0].numel() > _AT_ONCE:
+        each = enumerate(bits, offset[0])
+        return sum(_sum_from(place + row * strides[0], x, offset[1:], strides[1:]) for row, x in each)
+    columns = torch.full((), place, dtype=torch.int64, device=bits.device)
+    for begin, size, stride in zip(offset[1:], bits.shape[1:], strides[1:], strict=True):
+        columns = columns[..., None] + torch.arange(begin, begin + size, device=bits.device) * stride
     total, first = 0, offset[0]
-    for some in bits.split(max(1, _AT_ONCE // max(1, columns.numel()))):
-        rows = torch.arange(first, first + len(some), device=bits.device) * prod(shape[1:])
+    for some in bits.split(max(1, _AT_ONCE // columns.numel())):
+        rows = torch.arange(first, first + len(some), device=bits.device) * strides[0]
         mixed = (rows.view(-1, *[1] * columns.dim()) + columns) * _OF_PLACE + some
         for factor, shift in zip(_FACTORS, _SHIFTS, strict=False):
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        total += int((mixed ^ (mixed >> _SHIFTS[-1])).sum())
+            mixed = (mixed ^ _shifted(mixed, shift)) * factor
+        total += int((mixed ^ _shifted(mixed, _SHIFTS[-1])).sum())
         first += len(some)
-    return total % _MODULUS
+    return total
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return x shifted to the right without its sign, which `>>` would repeat: x and ~x would have one hash."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -92,6 +92,30 @@ def test_any_other_bit_is_another_hash():
     assert len(set(seen)) == len(seen)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 300, 300)])
+def test_a_number_has_the_hash_of_no_other_at_its_place(shape, dtype):
+    model = nn.Module()
+    model.register_buffer("numbers", torch.zeros(shape, dtype=dtype))
+    of = model.numbers.view(-1).view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    seen = {weft.state_hash(model)}
+    for place in {0, len(of) // 2, len(of) - 1}:
+        for bits in (1,) if dtype == torch.bool else (1, -1, 5, ~5):
+            of[place] = bits
+            seen.add(weft.state_hash(model))
+            of[place] = 0
+    count = 1 if dtype == torch.bool else 4
+    assert len(seen) == 1 + count * len({0, len(of) // 2, len(of) - 1})
+
+
+def test_quantised_weights_are_refused():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(TypeError, match="is quantised"):
+        weft.state_hash(model)
+
+
 def different_models(rank):
     model = nn.Linear(3, 4 + rank)
     with pytest.raises(weft.CheckpointError, match="weight is .* on an earlier rank"):

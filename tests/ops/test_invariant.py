@@ -71,6 +71,15 @@ def test_threads_treat_denormals_as_their_caller_does():
     assert torch.equal(*without) and not torch.equal(without[0], with_denormals)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaves_keep_denormals_in_the_tree_as_ranks_do(dtype):
+    a, b = (x.to(dtype) for x in (torch.tensor([[1.5, 1.0]]) * 2.0**-63, torch.tensor([[1.0], [-1.0]]) * 2.0**-63))
+    apart = invariant.add_in_tree([product(a[:, k : k + 1], b[k : k + 1]) for k in range(2)])
+    assert apart.item() == 2.0**-127
+    for instruction_set in _C.instruction_sets():
+        assert torch.equal(product(a, b, 2, 1, instruction_set), apart), instruction_set
+
+
 @pytest.mark.parametrize("leaves", [1, 2, 3, 5, 8, 12])
 def test_leaves_are_added_in_the_tree_that_ranks_add(leaves):
     a, b = matrices(9, 7 * leaves, 33)
