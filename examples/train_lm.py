@@ -7,6 +7,7 @@
     torchrun --nproc-per-node 4 examples/train_lm.py --pp 2 --tp 2               the layers cut in two stages as well
     torchrun --nproc-per-node 2 examples/train_lm.py --tp 2 --invariant 4        the same bits on any number of ranks
     torchrun --nproc-per-node 2 examples/train_lm.py --cp 2 --invariant 4 --units 2
+    torchrun --nproc-per-node 2 examples/train_lm.py --dp 2 --invariant 4 --hash-every 10     one hash on any mesh
 
 The model in gpt.py is plain PyTorch. (1) is its plan in the same file; the lines marked (2) to (8) make it parallel.
 
