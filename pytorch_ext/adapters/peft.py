@@ -130,7 +130,7 @@ class SplitDora(ShardHolder, DoraLinearLayer):
         super().__init__(fan_in_fan_out)
         self.communicator = base.communicator if base.style == "row" else None
         shard = None if base.style == "row" else base.shard_of_outputs()
-        self.adopt("weight", weight, shard)
+        self.register_part("weight", weight, shard)
 
     def get_weight_norm(self, weight, lora_weight, scaling, adapter_name: str | None = None) -> torch.Tensor:
         norm = super().get_weight_norm(weight, lora_weight, scaling, adapter_name=adapter_name)
@@ -142,11 +142,11 @@ class SplitDora(ShardHolder, DoraLinearLayer):
             product = (lora_B.weight @ lora_A.weight).to(x.dtype)
             weight = values_of(base_layer.weight).to(x.dtype)
             norm = self.get_weight_norm(weight, product, scaling, adapter_name=adapter_name)
-        factor = (self.held("weight", whole_use=False) / norm).view(1, -1)
+        factor = (self.operand("weight", whole_use=False) / norm).view(1, -1)
         if base_result is None:
             base_result = base_layer.without_bias(x)
         elif base_layer.bias is not None:
-            base_result = base_result - base_layer.held("bias", whole_use=False)
+            base_result = base_result - base_layer.operand("bias", whole_use=False)
         return (factor - 1) * base_result + factor * lora_B(lora_A(x)) * scaling
 
 

@@ -48,13 +48,11 @@ class ParallelMultiheadAttention(ShardHolder):
         self._heads: Cut = heads.cut
         self._width = heads.size * self.head_dim  # of this rank's heads
         self._largest = max(heads.sizes) * self.head_dim
-        for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
-            parameter = getattr(whole, name)
-            shard = None
+        for name, parameter in whole._parameters.items():
             if parameter is not None:
                 parts = [self.embed_dim] * 3 if name.startswith("in") else None
-                shard = Shard.of_shape(tuple(parameter.shape), 0, ranks, self.head_dim, parts=parts)
-            self.adopt(name, parameter, shard)
+                self.shards[name] = Shard.of_shape(tuple(parameter.shape), 0, ranks, self.head_dim, parts=parts)
+        self.register_parts(whole)
         self.out_proj = ParallelLinear.from_linear(whole.out_proj, style="row", group=ranks, unit=self.head_dim)
         self.train(whole.training)
 
@@ -103,22 +101,22 @@ class ParallelMultiheadAttention(ShardHolder):
     def _project(self, query, key, value) -> list[torch.Tensor]:
         """Return queries, keys and values of this rank's heads; each different tensor is projected once."""
         weights = self._weights()
-        bias = self.held("in_proj_bias", whole_use=False)
+        bias = self.operand("in_proj_bias", whole_use=False)
         biases = [None] * 3 if bias is None else list(bias.split(self._width))
         if query is key is value and self._qkv_same_embed_dim:
-            whole = self._linear(query, self.held("in_proj_weight", whole_use=False), bias)
+            whole = self._linear(query, self.operand("in_proj_weight", whole_use=False), bias)
             return list(whole.split(self._width, -1))
         if key is value and self._qkv_same_embed_dim:
             q = self._linear(query, weights[0], biases[0])
             both = None if bias is None else bias[self._width :]
-            fused = self.held("in_proj_weight", whole_use=False)[self._width :]
+            fused = self.operand("in_proj_weight", whole_use=False)[self._width :]
             return [q, *self._linear(key, fused, both).split(self._width, -1)]
         return [self._linear(*given) for given in zip((query, key, value), weights, biases, strict=True)]
 
     def _weights(self) -> list[torch.Tensor]:
         if self._qkv_same_embed_dim:
-            return list(self.held("in_proj_weight", whole_use=False).split(self._width))
-        return [self.held(f"{name}_proj_weight") for name in "qkv"]
+            return list(self.operand("in_proj_weight", whole_use=False).split(self._width))
+        return [self.operand(f"{name}_proj_weight") for name in "qkv"]
 
     def _linear(self, x, weight, bias) -> torch.Tensor:
         fused = weight.size(0) // self._width

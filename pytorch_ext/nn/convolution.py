@@ -52,34 +52,31 @@ class ParallelConv(ShardHolder):
     ):
         super().__init__()
         _check_options(type(self).__name__, style, gather_output, split_input, groups)
-        where: dict[str, Any] = {
-            "stride": stride,
-            "padding": padding,
-            "dilation": dilation,
-            "padding_mode": padding_mode,
-        }
-        like: dict[str, Any] = {"device": device, "dtype": dtype}
-        sizes: Any = kernel_size
-        whole = self.kind(in_channels, out_channels, sizes, groups=groups, bias=bias, **where, **like)
+        kind: Any = self.kind
+        where = kernel_size, stride, padding, dilation, groups
+        whole = kind(in_channels, out_channels, *where, bias, padding_mode, device, dtype)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, whole.kernel_size
         self.stride, self.padding, self.dilation = whole.stride, whole.padding, whole.dilation
         self.groups, self.padding_mode, self.style = groups, padding_mode, style
         self.gather_output, self.split_input = gather_output, split_input
         self.communicator = communicator(group)
         self._inputs, self._outputs = self._cuts(unit)
-        self._geometry = self._geometry_here()
-        self._hold(whole)
+        pads = None if padding_mode == "zeros" else whole._reversed_padding_repeated_twice
+        self._geometry = Geometry(self.stride, self.dilation, self.padding, pads, padding_mode, self._groups_here())
+        by_filters = style != "row" or groups > 1
+        dim, cut = (0, self._outputs) if by_filters else (1, self._inputs)
+        self.shards["weight"] = Shard(tuple(whole.weight.shape), dim, cut, self.communicator)
+        if style != "row":
+            self.shards["bias"] = Shard((out_channels,), 0, self._outputs, self.communicator)
+        self.register_parts(whole)
 
     @classmethod
     def from_conv(cls, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, *, style: str, group: Group = None, **options: Any):
         """Return this rank's part of an existing layer of torch; options: gather_output, split_input, unit."""
         if not isinstance(conv, cls.kind):
             raise TypeError(f"{cls.__name__} takes an nn.{cls.kind.__name__}, got {type(conv).__name__}")
-        same: dict[str, Any] = {name: getattr(conv, name) for name in ("kernel_size", *_OPTIONS)}
-        like: dict[str, Any] = {"bias": conv.bias is not None, "device": "meta", "dtype": conv.weight.dtype}
-        layer = cls(conv.in_channels, conv.out_channels, style=style, group=group, **same, **like, **options)
-        layer._hold(conv)
-        return layer.train(conv.training)
+        same = {name: getattr(conv, name) for name in ("kernel_size", *_OPTIONS)} | {"bias": conv.bias is not None}
+        return cls._part_of(conv, conv.in_channels, conv.out_channels, style=style, group=group, **same, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:
@@ -129,30 +126,10 @@ class ParallelConv(ShardHolder):
         )
         return ins, outs
 
-    def _geometry_here(self) -> Geometry:
-        here = self.groups
-        if self.groups > 1:
-            here = self._outputs.sizes[self.communicator.rank] // (self.out_channels // self.groups)
-        pads = None if self.padding_mode == "zeros" else self._pads()
-        return Geometry(self.stride, self.dilation, self.padding, pads, self.padding_mode, here)
-
-    def _pads(self) -> list[int]:
-        """Return the padding as F.pad takes it, the last dimension first, as torch's layer pads."""
-        found: list[int] = []
-        for at in reversed(range(len(self.kernel_size))):
-            if self.padding == "same":
-                all_of_it = self.dilation[at] * (self.kernel_size[at] - 1)
-                found += [all_of_it // 2, all_of_it - all_of_it // 2]
-            else:
-                found += [0 if self.padding == "valid" else int(self.padding[at])] * 2
-        return found
-
-    def _hold(self, conv) -> None:
-        by_filters = self.style != "row" or self.groups > 1
-        dim, cut = (0, self._outputs) if by_filters else (1, self._inputs)
-        self.adopt("weight", conv.weight, Shard(tuple(conv.weight.shape), dim, cut, self.communicator))
-        of_bias = Shard((self.out_channels,), 0, self._outputs, self.communicator) if self.style != "row" else None
-        self.adopt("bias", conv.bias, of_bias)
+    def _groups_here(self) -> int:
+        if self.groups == 1:
+            return 1
+        return self._outputs.sizes[self.communicator.rank] // (self.out_channels // self.groups)
 
     def _draw_whole(self) -> nn.Module:
         same: dict[str, Any] = {name: getattr(self, name) for name in ("kernel_size", *_OPTIONS)}

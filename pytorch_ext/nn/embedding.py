@@ -45,10 +45,10 @@ class ParallelEmbedding(ShardedModule):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.communicator = communicator(group)
-        shard = Shard.of_shape((num_embeddings, embedding_dim), 0, self.communicator)
+        self.shards["weight"] = Shard.of_shape((num_embeddings, embedding_dim), 0, self.communicator)
         whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.padding_idx = whole.padding_idx
-        self.adopt("weight", whole.weight, shard)
+        self.register_parts(whole)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: Group = None) -> "ParallelEmbedding":
@@ -58,17 +58,8 @@ class ParallelEmbedding(ShardedModule):
                 raise ValueError(
                     f"ParallelEmbedding does not take {option}={getattr(embedding, option)}; keep this embedding whole"
                 )
-        weight = embedding.weight
-        layer = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            embedding.padding_idx,
-            group=group,
-            device="meta",
-            dtype=weight.dtype,
-        )
-        layer.adopt("weight", weight, layer.shards["weight"])
-        return layer.train(embedding.training)
+        sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        return cls._part_of(embedding, *sizes, group=group)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return parallel_embedding(tokens, self.weight, self.shards["weight"], self.padding_idx)

@@ -290,15 +290,15 @@ class ParallelExperts(_Routed, ShardedModule):
     def _split(
         self, experts: nn.Module, form: ExpertForm, place: ExpertRanks, all_group: Group, replica_group: Group
     ) -> None:
-        """Adopt this rank's experts, and a copy of the module that runs its own forward with them."""
+        """Register this rank's experts, and a copy of the module that runs its own forward with them."""
         self.place, self._ranks, self._form = place, _ranks_of_all(place, all_group), form
         inner = _inner(experts, place)
         replicas = None if place.ep is None or replica_group is None else communicator(replica_group)
         for name, parameter in experts._parameters.items():
-            shard = None
             if parameter is not None and self._ranks is not None:
                 shard = _shard(name, tuple(parameter.shape), place, self._ranks, replicas, inner)
-            self.adopt(name, parameter, shard)
+                self.shards |= {} if shard is None else {name: shard}
+        self.register_parts(experts)
         self._modules.update(experts._modules)
         part = form.part_of(experts, self._parameters, len(place.own))
         vars(part)["_modules"] = self._modules

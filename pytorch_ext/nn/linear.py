@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from weft.arguments import check_choice
 from weft.comm.registry import Group, communicator
@@ -120,7 +119,10 @@ class ParallelLinear(ShardedModule):
                 raise ValueError('ParallelLinear: overlap="always" is not supported with invariant')
             units, apply = self._units(invariant), activation_in_any_shape(apply)
         self.place = ParallelContext(self.communicator, region, apply, overlap, share, units)
-        self._hold(self._whole(bias, device, dtype))
+        self.shards["weight"] = self._split
+        if style == "column":
+            self.shards["bias"] = self.shard_of_outputs()
+        self.register_parts(self._whole(bias, device, dtype))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, style: str, group: Group = None, **options: Any) -> "ParallelLinear":
@@ -131,21 +133,8 @@ class ParallelLinear(ShardedModule):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
-        if is_parametrized(linear):
-            raise ValueError(f"{type(linear).__name__}: its part would lose its parametrizations: remove them first")
-        weight, has_bias = linear.weight, linear.bias is not None
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            has_bias,
-            style=style,
-            group=group,
-            device="meta",
-            dtype=weight.dtype,
-            **options,
-        )
-        layer._hold(linear)
-        return layer.train(linear.training)
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        return cls._part_of(linear, *sizes, style=style, group=group, **options)
 
     def forward(
         self,
@@ -167,7 +156,7 @@ class ParallelLinear(ShardedModule):
             x = self.part_of_input(x)
         place = self.place if region is None else self.place._replace(sequence_dim=region)
         more = () if addend is None else (addend,)
-        y = self._op(x, self.held("weight"), self.held("bias"), place, *more)
+        y = self._op(x, self.operand("weight"), self.operand("bias"), place, *more)
         return self.whole_output(y) if self.gather_output and not in_parts else y
 
     def part_of_input(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +169,7 @@ class ParallelLinear(ShardedModule):
 
     def without_bias(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product of x, as with in_parts, without the bias."""
-        return self._op(x, self.held("weight"), None, self.place)
+        return self._op(x, self.operand("weight"), None, self.place)
 
     @property
     def parts_here(self) -> tuple[int, ...]:
@@ -237,13 +226,27 @@ class ParallelLinear(ShardedModule):
             ) from None
         return shard
 
-    def _hold(self, linear) -> None:
-        self.adopt("weight", linear.weight, self._split)
-        of_bias = self.shard_of_outputs() if self.style == "column" else None
-        self.adopt("bias", linear.bias, of_bias)
+
+class _OneStyle(ParallelLinear):
+    """ParallelLinear of the style that its class names."""
+
+    only: str
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, style: str | None = None, **options: Any
+    ):
+        if style not in (None, self.only):
+            raise ValueError(f"{type(self).__name__} has style {self.only!r}, got {style!r}; use ParallelLinear")
+        super().__init__(in_features, out_features, bias, style=self.only, **options)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, style: str | None = None, group: Group = None, **options: Any
+    ) -> "ParallelLinear":
+        return super().from_linear(linear, style=style or cls.only, group=group, **options)
 
 
-class ColumnParallelLinear(ParallelLinear):
+class ColumnParallelLinear(_OneStyle):
     """ParallelLinear with style="column".
 
     Examples:
@@ -251,20 +254,10 @@ class ColumnParallelLinear(ParallelLinear):
         torch.Size([4, 32])
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, style: str = "column", **options: Any
-    ):
-        _check_fixed_style(self, style, "column")
-        super().__init__(in_features, out_features, bias, style=style, **options)
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, *, style: str = "column", group: Group = None, **options: Any
-    ) -> "ParallelLinear":
-        return super().from_linear(linear, style=style, group=group, **options)
+    only = "column"
 
 
-class RowParallelLinear(ParallelLinear):
+class RowParallelLinear(_OneStyle):
     """ParallelLinear with style="row".
 
     Examples:
@@ -272,20 +265,29 @@ class RowParallelLinear(ParallelLinear):
         torch.Size([4, 16])
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, style: str = "row", **options: Any):
-        _check_fixed_style(self, style, "row")
-        super().__init__(in_features, out_features, bias, style=style, **options)
+    only = "row"
+
+
+class ParallelConv1D(ParallelLinear):
+    """ParallelLinear with a weight [in_features, out_features], as in `transformers.pytorch_utils.Conv1D`.
+
+    Options are ParallelLinear's. A layer built from a seed holds this rank's slice of the Conv1D built from that seed.
+    """
+
+    transposed = True
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, *, style: str = "row", group: Group = None, **options: Any
-    ) -> "ParallelLinear":
-        return super().from_linear(linear, style=style, group=group, **options)
+    def from_conv1d(cls, layer, *, style: str, group: Group = None, **options: Any) -> "ParallelConv1D":
+        """Return this rank's part of an existing Conv1D."""
+        return cls._part_of(layer, *layer.weight.shape, style=style, group=group, **options)
 
-
-def _check_fixed_style(layer: ParallelLinear, style: str, only: str) -> None:
-    if style != only:
-        raise ValueError(f"{type(layer).__name__} has style {only!r}, got {style!r}; use ParallelLinear")
+    def _whole(self, bias: bool, device, dtype) -> nn.Module:
+        whole = nn.Module()
+        like = {"device": device, "dtype": dtype}
+        whole.weight = nn.Parameter(torch.empty(self.in_features, self.out_features, **like))
+        whole.register_parameter("bias", nn.Parameter(torch.zeros(self.out_features, **like)) if bias else None)
+        nn.init.normal_(whole.weight, std=0.02)
+        return whole
 
 
 def _check_options(style, gather_output, split_input, overlap, dtype) -> None:

@@ -86,7 +86,7 @@ def add_adapters(base: ParallelLinear, x: torch.Tensor, adapters: Iterable[Adapt
         return base.whole_output(y.to(dtype))
     addend, bias = None, None
     for adapter in adapters:
-        low = F.linear(adapter.dropout(_as(adapter, x)), adapter.a.held("weight", whole_use=False))
+        low = F.linear(adapter.dropout(_as(adapter, x)), adapter.a.operand("weight", whole_use=False))
         term = F.linear(low, used_by_parts(adapter.b.weight, base.communicator)) * adapter.scaling
         addend = term if addend is None else addend + term
         if adapter.b.bias is not None:

@@ -5,67 +5,94 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.nn.sharded import ShardHolder
 from weft.sharding.shard import Shard
 
 
-class ChannelBatchNorm(ShardHolder, nn.modules.batchnorm._BatchNorm):
-    """nn.BatchNorm1d, 2d or 3d of this rank's channels, as a split convolution returns them.
+class ChannelNorm(ShardHolder):
+    """One of torch's norms of this rank's channels, as a split convolution returns them. Nothing travels.
 
-    Nothing travels: each channel has statistics of its own, taken over the batch. Running statistics are this rank's
-    shards, like weight and bias.
+    Running statistics are this rank's shards, like weight and bias.
 
     `from_norm` makes it. In a plan it is {"style": "channels", "unit": ...} with the unit of the convolution before it.
     """
 
+    kind: type[nn.Module]  # the whole layer's
     whole_features: int
 
     @classmethod
-    def from_norm(cls, norm: nn.modules.batchnorm._BatchNorm, *, group: Group = None, unit: int = 1):
+    def from_norm(cls, norm: Any, *, group: Group = None, unit: int | None = None) -> Any:
         """Return this rank's channels of an existing layer of torch.
 
         Args:
-            unit: channels are cut at multiples of it.
+            unit: channels are cut at multiples of it. None is 1, or the channels of a group in nn.GroupNorm.
 
         Raises:
-            ValueError: fewer units than ranks.
+            ValueError: fewer units than ranks; a unit that cuts a group.
             TypeError: another layer.
         """
-        return _of_channels(cls, norm, nn.modules.batchnorm._BatchNorm, group, unit)
+        if not isinstance(norm, cls.kind):
+            kind = cls.kind.__name__.removeprefix("_")
+            raise TypeError(f"{cls.__name__}.from_norm takes an nn.{kind}, got {type(norm).__name__}")
+        channels, each = cls._sizes(norm)
+        if (unit or each) % each:
+            raise ValueError(f"{cls.__name__}: unit={unit} cuts a group of {each} channels: use a multiple of {each}")
+        shard = Shard.of_shape((channels,), 0, communicator(group), unit or each)
+        layer = cls._empty(norm, shard.size)
+        layer.whole_features = channels
+        layer.bias = None
+        layer.shards |= dict.fromkeys(("weight", "bias", "running_mean", "running_var"), shard)
+        layer.register_parts(norm)
+        return layer.train(norm.training)
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        _check_channels(self, input, 1, self.num_features, self.whole_features, "unit")
+    @classmethod
+    def _sizes(cls, norm: Any) -> tuple[int, int]:
+        """Return the number of channels, and how many of them must stay together."""
+        return norm.num_features, 1
+
+    @classmethod
+    def _empty(cls, norm: Any, size: int) -> Any:
+        """Return a layer with the options of the norm, for so many channels."""
+        return cls(size, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
+
+    def _check_channels(self, x: torch.Tensor, dim: int, unit: str = "unit") -> None:
+        local = self._sizes(self)[0]
+        if not 0 <= dim < x.dim() or x.size(dim) != local:
+            raise ValueError(
+                f"{type(self).__name__}: the input has shape {tuple(x.shape)}; this rank has {local} of "
+                f"{self.whole_features} channels. It stands behind a convolution whose filters are cut alike: give "
+                f"both the same {unit}"
+            )
 
     def reset_parameters(self) -> None:
-        nn.modules.batchnorm._BatchNorm.reset_parameters(self)  # all channels start alike
+        super(ShardHolder, self).reset_parameters()  # type: ignore[misc]  # all channels start alike
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, of {self.whole_features} channels"
 
 
-class ChannelInstanceNorm(ShardHolder, nn.modules.instancenorm._InstanceNorm):
-    """nn.InstanceNorm1d, 2d or 3d of this rank's channels. Nothing travels: each channel is normalised alone.
+class ChannelBatchNorm(ChannelNorm, nn.modules.batchnorm._BatchNorm):
+    """nn.BatchNorm1d, 2d or 3d of this rank's channels, each with statistics of its own, taken over the batch.
 
-    `from_norm` makes it. In a plan it is {"style": "channels", "unit": ...} with the unit of the convolution before it.
+    See ChannelNorm.
     """
 
-    whole_features: int
+    kind = nn.modules.batchnorm._BatchNorm
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        self._check_channels(input, 1)
+
+
+class ChannelInstanceNorm(ChannelNorm, nn.modules.instancenorm._InstanceNorm):
+    """nn.InstanceNorm1d, 2d or 3d of this rank's channels: see ChannelNorm."""
+
+    kind = nn.modules.instancenorm._InstanceNorm
     unbatched_dims: int
 
     @classmethod
-    def from_norm(cls, norm: nn.modules.instancenorm._InstanceNorm, *, group: Group = None, unit: int = 1):
-        """Return this rank's channels of an existing layer of torch.
-
-        Args:
-            unit: channels are cut at multiples of it.
-
-        Raises:
-            ValueError: fewer units than ranks.
-            TypeError: another layer.
-        """
-        layer = _of_channels(cls, norm, nn.modules.instancenorm._InstanceNorm, group, unit)
+    def _empty(cls, norm: Any, size: int) -> Any:
+        layer = super()._empty(norm, size)
         layer.unbatched_dims = norm._get_no_batch_dim()
         return layer
 
@@ -73,84 +100,26 @@ class ChannelInstanceNorm(ShardHolder, nn.modules.instancenorm._InstanceNorm):
         return self.unbatched_dims
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        channels = input.dim() - self.unbatched_dims
-        _check_channels(self, input, channels, self.num_features, self.whole_features, "unit")
-
-    def reset_parameters(self) -> None:
-        nn.modules.instancenorm._InstanceNorm.reset_parameters(self)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, of {self.whole_features} channels"
+        self._check_channels(input, input.dim() - self.unbatched_dims)
 
 
-def _of_channels(cls, norm: Any, kind: type, group: Group, unit: int) -> Any:
-    """Return this rank's channels of a norm that treats each channel alone."""
-    whole: Any = norm
-    if not isinstance(norm, kind):
-        raise TypeError(f"{cls.__name__}.from_norm takes an nn.{kind.__name__[1:]}, got {type(norm).__name__}")
-    shard = _shard(whole.num_features, communicator(group), unit)
-    layer: Any = cls(shard.size, whole.eps, whole.momentum, whole.affine, whole.track_running_stats, device="meta")
-    layer.whole_features = whole.num_features
-    layer.bias = None
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        layer.adopt(name, getattr(whole, name), shard)
-    layer.adopt("num_batches_tracked", whole.num_batches_tracked, None)
-    return layer.train(whole.training)
+class ChannelGroupNorm(ChannelNorm, nn.GroupNorm):
+    """nn.GroupNorm of this rank's channels, in whole groups: see ChannelNorm.
 
-
-class ChannelGroupNorm(ShardHolder, nn.GroupNorm):
-    """nn.GroupNorm of this rank's channels, in whole groups. Nothing travels.
-
-    `from_norm` makes it. In a plan it is {"style": "channels"}; the convolution before it must be cut at the same unit,
-    a multiple of channels / groups.
+    In a plan it is {"style": "channels"}; the convolution before it must be cut at the same unit, a multiple of
+    channels / groups.
     """
 
-    whole_features: int
+    kind = nn.GroupNorm
 
     @classmethod
-    def from_norm(cls, norm: nn.GroupNorm, *, group: Group = None, unit: int | None = None) -> "ChannelGroupNorm":
-        """Return this rank's groups of an existing nn.GroupNorm.
+    def _sizes(cls, norm: Any) -> tuple[int, int]:
+        return norm.num_channels, norm.num_channels // norm.num_groups
 
-        Args:
-            unit: channels are cut at multiples of it; by default at multiples of a group's channels.
-
-        Raises:
-            ValueError: fewer units than ranks; a unit that cuts a group.
-            TypeError: another layer.
-        """
-        if not isinstance(norm, nn.GroupNorm):
-            raise TypeError(f"ChannelGroupNorm.from_norm takes an nn.GroupNorm, got {type(norm).__name__}")
-        each = norm.num_channels // norm.num_groups
-        if (unit or each) % each:
-            raise ValueError(f"ChannelGroupNorm: unit={unit} cuts a group of {each} channels: use a multiple of {each}")
-        ranks = communicator(group)
-        shard = _shard(norm.num_channels, ranks, unit or each)
-        layer: Any = cls(shard.size // each, shard.size, norm.eps, norm.affine, device="meta")
-        layer.whole_features = norm.num_channels
-        for name in ("weight", "bias"):
-            layer.adopt(name, getattr(norm, name), shard)
-        return layer.train(norm.training)
+    @classmethod
+    def _empty(cls, norm: Any, size: int) -> Any:
+        return cls(size // cls._sizes(norm)[1], size, norm.eps, norm.affine, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _check_channels(
-            self, x, 1, self.num_channels, self.whole_features, f"unit={self.num_channels // self.num_groups}"
-        )
+        self._check_channels(x, 1, f"unit={self._sizes(self)[1]}")
         return super().forward(x)
-
-    def reset_parameters(self) -> None:
-        nn.GroupNorm.reset_parameters(self)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, of {self.whole_features} channels"
-
-
-def _shard(channels: int, ranks: Communicator, unit: int) -> Shard:
-    return Shard.of_shape((channels,), 0, ranks, unit)
-
-
-def _check_channels(layer: nn.Module, x: torch.Tensor, dim: int, local: int, whole: int, unit: str) -> None:
-    if not 0 <= dim < x.dim() or x.size(dim) != local:
-        raise ValueError(
-            f"{type(layer).__name__}: the input has shape {tuple(x.shape)}; this rank has {local} of {whole} channels. "
-            f"It stands behind a convolution whose filters are cut alike: give both the same {unit}"
-        )

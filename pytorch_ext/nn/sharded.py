@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer once there are split parameters
 from weft.metadata import ATTRIBUTE
-from weft.ops.sharded_param import held
+from weft.ops.sharded_param import operand
 from weft.sharding.part_of_state import is_part, part_of_state
 from weft.sharding.quantized import is_quantized, values_of
 from weft.sharding.shard import Shard
@@ -88,9 +89,30 @@ class ShardHolder(nn.Module):
         # their parts without calling them. With split parts its result is wrong.
         torch.backends.mha.set_fastpath_enabled(False)
 
-    def adopt(self, name: str, whole: torch.Tensor | None, shard: Shard | None) -> None:
+    @classmethod
+    def _part_of(cls, whole: Any, *sizes: Any, **options: Any) -> Any:
+        """Return the layer of these sizes and options, with this rank's parts of a whole layer's parameters."""
+        layer: Any = cls(*sizes, device="meta", dtype=whole.weight.dtype, **options)
+        layer.register_parts(whole)
+        return layer.train(whole.training)
+
+    def register_parts(self, whole: nn.Module) -> None:
+        """Register this rank's parts of a whole layer's parameters and buffers, cut as `shards` says.
+
+        Raises:
+            ValueError: the layer is parametrized, so some of them are not its own.
+        """
+        tensors = {**whole._parameters, **whole._buffers}
+        names = [*self._parameters, *self._buffers] or list(tensors)  # a constructor has registered none yet
+        if is_parametrized(whole) or not tensors.keys() >= set(names):
+            raise ValueError(f"{type(whole).__name__}: its part would lose its parametrizations: remove them first")
+        for name in names:
+            self.register_part(name, tensors[name], self.shards.get(name))
+
+    def register_part(self, name: str, whole: torch.Tensor | None, shard: Shard | None) -> None:
         """Register this rank's part of a whole parameter or buffer under `name`; all of it if `shard` is None."""
         if whole is None:
+            self.shards.pop(name, None)
             if not hasattr(self, name):
                 self.register_parameter(name, None)
         elif isinstance(whole, nn.Parameter):
@@ -102,7 +124,7 @@ class ShardHolder(nn.Module):
         if whole is not None and shard is not None:
             self.shards[name] = shard
 
-    def held(self, name: str, whole_use: bool = True):
+    def operand(self, name: str, whole_use: bool = True):
         """Return a parameter for use in a product: [out, in], with its gradient summed over ranks with the same rows.
 
         Args:
@@ -115,7 +137,7 @@ class ShardHolder(nn.Module):
             return parameter  # in few calls: each layer asks in each forward
         if is_quantized(parameter):
             return values_of(parameter)
-        return held(parameter, shard, self.transposed and parameter.dim() == 2, whole_use=whole_use)
+        return operand(parameter, shard, self.transposed and parameter.dim() == 2, whole_use=whole_use)
 
     def reset_parameters(self) -> None:
         """Draw the whole layer's parameters as its constructor does and keep this rank's part."""

@@ -8,7 +8,7 @@ from weft.ops.matmul import check_main_grad
 from weft.sharding.shard import Shard, pick
 
 
-def held(parameter: torch.Tensor, shard: Shard, transposed: bool = False, *, whole_use: bool = True) -> torch.Tensor:
+def operand(parameter: torch.Tensor, shard: Shard, transposed: bool = False, *, whole_use: bool = True) -> torch.Tensor:
     """Return the parameter for use in a product, transposed if it is a matrix stored as [in, out].
 
     Where several ranks have the same rows, the gradient from each rank covers that rank's use of them (the query heads
@@ -24,7 +24,7 @@ def held(parameter: torch.Tensor, shard: Shard, transposed: bool = False, *, who
     main_grad = getattr(parameter, "main_grad", None)
     if as_it_is and main_grad is None:
         return parameter
-    seen = seen_by_modes(held, parameter, shard, transposed)
+    seen = seen_by_modes(operand, parameter, shard, transposed)
     return _ShardedParam.apply(parameter, shard, transposed, main_grad) if seen is None else seen[0]
 
 

@@ -34,7 +34,7 @@ def split_lookup(embedding: nn.Module, *, group: Communicator) -> nn.Module:
     part: Any = copy.copy(embedding)
     part.__class__ = _derived(type(embedding))
     part._parameters, part._buffers, part.shards = dict(part._parameters), dict(part._buffers), {}
-    part.adopt("weight", embedding.weight, Shard.of_shape(tuple(embedding.weight.shape), 0, group))
+    part.register_part("weight", embedding.weight, Shard.of_shape(tuple(embedding.weight.shape), 0, group))
     return part
 
 
