@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,19 +80,6 @@ class InnerForm:
         return dim, cut_over(length, world, unit=unit, parts=[length // parts] * parts)
 
 
-def inner_of(module: nn.Module) -> InnerForm | str:
-    """Return how the intermediate dimension of a module of fused experts is cut, or the reason why it cannot be."""
-    form = form_of(module)
-    if isinstance(form, str):
-        return form
-    key = _signature(module)
-    if key not in _known_inner:
-        devices = torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu")
-        with devices[0], devices[1], torch.random.fork_rng([]), torch.enable_grad():
-            _known_inner[key] = _shown_inner(module, form)
-    return _known_inner[key]
-
-
 def has_form(module: nn.Module) -> bool:
     """Return whether the module's parameters look like fused experts. It may still be refused by `form_of`."""
     return _stacked(module) is not None and len(_arguments(module)) >= 3
@@ -99,19 +87,28 @@ def has_form(module: nn.Module) -> bool:
 
 def form_of(module: nn.Module) -> ExpertForm | str:
     """Return the form of a module of experts, or the reason why it has none."""
-    experts = _stacked(module)
-    if experts is None or len(_arguments(module)) < 3:
+    if not has_form(module):
         return "it is no layer of fused experts, forward(tokens, chosen experts, routing weights)"
-    key = _signature(module)
+    return _tried(_shown, module)
+
+
+def inner_of(module: nn.Module) -> InnerForm | str:
+    """Return how the intermediate dimension of a module of fused experts is cut, or the reason why it cannot be."""
+    form = form_of(module)
+    return form if isinstance(form, str) else _tried(_shown_inner, module, form)
+
+
+_known: dict[tuple, Any] = {}
+
+
+def _tried(trial: Callable, module: nn.Module, *given: ExpertForm) -> Any:
+    """Return the result of a trial of the module, which is run once for all modules like it."""
+    key = trial, *_signature(module)
     if key not in _known:
         devices = torch.utils._python_dispatch._disable_current_modes(), torch.device("cpu")
         with devices[0], devices[1], torch.random.fork_rng([]), torch.enable_grad():
-            _known[key] = _shown(module, experts)
+            _known[key] = trial(module, *given)
     return _known[key]
-
-
-_known: dict[tuple, ExpertForm | str] = {}
-_known_inner: dict[tuple, InnerForm | str] = {}
 
 
 def _stacked(module: nn.Module) -> int | None:
@@ -141,38 +138,48 @@ def _signature(module: nn.Module) -> tuple:
     return type(module), shapes, repr(attributes), kind, children
 
 
-def _shown(module: nn.Module, experts: int) -> ExpertForm | str:
+def _shown(module: nn.Module) -> ExpertForm | str:
     reasons: list[str] = []
-    for small in (True, False):
-        sizes = _small_sizes(module, experts) if small else {experts: _EXPERTS}
-        numbers = sum(p.numel() for p in module.parameters()) // experts * _EXPERTS
-        if not small and numbers > _MOST_NUMBERS:
-            break
-        for order in ((0, 1, 2), (0, 2, 1)):
-            for counts in _counts(module, experts):
-                for hidden in sorted({size for p in module.parameters() for size in p.shape[1:]}):
-                    form = ExpertForm(experts, hidden, counts, order)
-                    failed = _difference(module, form, sizes, sizes.get(hidden, hidden))
-                    if not failed:
-                        return form
-                    reasons.append(failed)
+    for sizes, form in product(_sizes_of_trials(module), _forms(module)):
+        failed = _difference(module, form, None, sizes)
+        if not failed:
+            return form
+        reasons.append(failed)
     return next((reason for found in (_DROPS, _NO_SUM) for reason in reasons if found in reason), reasons[0])
 
 
 def _shown_inner(module: nn.Module, form: ExpertForm) -> InnerForm | str:
     reason = "no dimension of its parameters is that inside of an expert"
-    for small in (True, False):
-        sizes = _small_sizes(module, form.experts) if small else {form.experts: _EXPERTS}
-        numbers = sum(p.numel() for p in module.parameters()) // form.experts * _EXPERTS
-        if not small and numbers > _MOST_NUMBERS:
-            break
-        for inner in _inner_forms(module, form):
-            summed = partial(_summed_inner, form, inner, sizes.get(inner.size, inner.size))
-            failed = _difference(module, form, sizes, sizes.get(form.hidden, form.hidden), summed)
-            if not failed:
-                return inner
-            reason = failed.replace(_NO_SUM, "the sum over parts of their intermediate dimension is not the whole")
+    for sizes, inner in product(_sizes_of_trials(module), _inner_forms(module, form)):
+        failed = _difference(module, form, inner, sizes)
+        if not failed:
+            return inner
+        reason = failed.replace(_NO_SUM, "the sum over parts of their intermediate dimension is not the whole")
     return reason
+
+
+def _sizes_of_trials(module: nn.Module) -> Iterator[dict[int, int]]:
+    """Yield sizes of the layer to those of a trial: small ones in the same proportions by two, then its own widths."""
+    parameters = list(module.parameters())
+    experts = parameters[0].size(0)
+    sizes: dict[int, int] = {}
+    for size in sorted({size for parameter in parameters for size in parameter.shape[1:]}):
+        half = sizes.get(size // 2) if size % 2 == 0 else None
+        sizes[size] = 2 * half if half else 2 * len(sizes) + 6
+    yield {experts: _EXPERTS, **sizes}
+    if sum(parameter.numel() for parameter in parameters) // experts * _EXPERTS <= _MOST_NUMBERS:
+        yield {experts: _EXPERTS}
+
+
+def _forms(module: nn.Module) -> Iterator[ExpertForm]:
+    """Yield forms that may be right, the likeliest first."""
+    parameters = list(module.parameters())
+    experts = parameters[0].size(0)
+    equal = tuple(name for name, value in vars(module).items() if type(value) is int and value == experts)
+    named = tuple(name for name in equal if "expert" in name)
+    widths = sorted({size for parameter in parameters for size in parameter.shape[1:]})
+    for order, counts, hidden in product(((0, 1, 2), (0, 2, 1)), dict.fromkeys([named, equal, ()]), widths):
+        yield ExpertForm(experts, hidden, counts, order)
 
 
 def _inner_forms(module: nn.Module, form: ExpertForm) -> Iterator[InnerForm]:
@@ -203,30 +210,16 @@ def _inner_forms(module: nn.Module, form: ExpertForm) -> Iterator[InnerForm]:
                 yield InnerForm(size, cuts, tuple(name for name in own if name not in cuts), attributes)
 
 
-def _counts(module: nn.Module, experts: int) -> Iterator[tuple[str, ...]]:
-    """Yield attributes that may be the number of experts, the likeliest first."""
-    equal = tuple(name for name, value in vars(module).items() if type(value) is int and value == experts)
-    named = tuple(name for name in equal if "expert" in name)
-    yield from dict.fromkeys([named, equal, ()])
+def _difference(module: nn.Module, form: ExpertForm, inner: InnerForm | None, sizes: dict[int, int]) -> str:
+    """Run a layer of these sizes whole and in parts; return how the results differ, "" if they do not.
 
-
-def _small_sizes(module: nn.Module, experts: int) -> dict[int, int]:
-    """Return the layer's sizes, to small ones in the same proportions by two."""
-    sizes: dict[int, int] = {}
-    for size in sorted({size for p in module.parameters() for size in p.shape[1:]}):
-        half = sizes.get(size // 2) if size % 2 == 0 else None
-        sizes[size] = 2 * half if half else 2 * len(sizes) + 6
-    return {experts: _EXPERTS, **sizes} if experts not in sizes else sizes
-
-
-def _difference(
-    module: nn.Module, form: ExpertForm, sizes: dict[int, int], hidden: int, summed: Callable | None = None
-) -> str:
-    """Run the small layer whole and in parts; return how the results differ, "" if they do not."""
+    Args:
+        inner: how the parts are cut; None: by experts.
+    """
     message = ""
     for dtype in (torch.float64, torch.float32):
         try:
-            difference = _unlike(module, form, sizes, hidden, dtype, summed or partial(_summed, form))
+            difference = _unlike(module, form, inner, sizes, dtype)
             if not difference:
                 return ""
             message = message or difference
@@ -236,9 +229,14 @@ def _difference(
 
 
 def _unlike(
-    module: nn.Module, form: ExpertForm, sizes: dict[int, int], hidden: int, dtype: torch.dtype, summed: Callable
+    module: nn.Module, form: ExpertForm, inner: InnerForm | None, sizes: dict[int, int], dtype: torch.dtype
 ) -> str:
-    """Return how the small layer differs whole and in parts, in training and in evaluation; "" if it does not."""
+    """Return how the layer differs whole and in parts, in training and in evaluation; "" if it does not."""
+    hidden = sizes.get(form.hidden, form.hidden)
+    if inner is None:
+        summed: Callable = partial(_summed, form)
+    else:
+        summed = partial(_summed_inner, form, inner, sizes.get(inner.size, inner.size))
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
