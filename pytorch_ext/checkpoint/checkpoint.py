@@ -98,32 +98,23 @@ def save_checkpoint(
     here: dict[str, dict[str, HeldTensor]] = {}
 
     def describe():
-        if weights:
-            contents.refuse_quantized(model)
-        tensors, states = contents.of_training(model, optimizer)
-        here["model"] = tensors.held if weights else {}
-        here["training"] = {name: held for state in states for name, held in state.tensors.items()}
-        for kind, numbers in rng_states(model).items():
-            name = _random_name(ranks.rank, kind)
-            here["training"][name] = contents.whole(name, numbers)
+        sections, states = contents.of_training(model, optimizer, weights)
+        here.update(sections)
+        numbers = {_random_name(ranks.rank, kind): state for kind, state in rng_states(model).items()}
+        here["training"] |= {name: contents.whole(name, state) for name, state in numbers.items()}
         json.dumps([step, extras])  # raises TypeError before anything is written
-        places = {place: held.own for place, held, _ in save_plan.places_in(here)}
-        known = [state.without_tensors() for state in states]
-        return secrets.token_hex(8), step, save_plan.outlines_of(here), places, known
+        return secrets.token_hex(8), step, save_plan.described(here), states
 
-    gathered = together(ranks, describe)
-    identity = gathered[0][0]
+    (identity, *_), steps, described, states = zip(*together(ranks, describe), strict=True)
     data = f"{_DATA}{identity}"
-    steps = [step_of_rank for _, step_of_rank, *_ in gathered]
     if len(set(steps)) > 1:
         raise CheckpointError(f"the ranks save different steps: {', '.join(map(str, steps))}")
-    outlines = save_plan.merged([outline for *_, outline, _, _ in gathered])
-    owner = save_plan.owners([places for *_, places, _ in gathered], outlines)
+    outlines, owner = save_plan.owners(described)
     about = {
         "step": step,
         "extras": dict(extras or {}),
         "ranks": ranks.world_size,
-        "optimizers": contents.merged([states for *_, states in gathered]),
+        "optimizers": contents.merged(states),
     }
 
     def commit() -> None:

@@ -166,20 +166,19 @@ class State:
     Attributes:
         groups: options of each parameter group; "params" has the names of its parameters.
         values: by parameter and key, the name of a tensor, or [value] for a value that JSON can hold.
-        tensors: tensors by name.
     """
 
     groups: list[dict]
     values: dict[str, dict[str, Any]]
-    tensors: dict[str, HeldTensor]
-
-    def without_tensors(self) -> "State":
-        return State(self.groups, self.values, {})
 
 
-def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) -> State:
-    """Return an optimizer's state; raise TypeError or ValueError for a value that cannot be stored."""
-    state = State([], {}, {})
+def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) -> tuple[State, dict[str, HeldTensor]]:
+    """Return an optimizer's state and its tensors by name.
+
+    Raises:
+        TypeError, ValueError: a value cannot be stored.
+    """
+    state, tensors = State([], {}), dict[str, HeldTensor]()
     for group in optimizer.param_groups:
         options = {key: _as_json(value, key) for key, value in group.items() if key not in ("params", SAVED_BY)}
         state.groups.append({**options, "params": [name for name, _ in _named(group["params"], name_of)]})
@@ -190,18 +189,32 @@ def of_optimizer(number: int, optimizer: Optimizer, name_of: Mapping[int, str]) 
             for key, value in held.items():
                 if isinstance(value, torch.Tensor):
                     tensor = f"optimizers/{number}/{name}/{key}"
-                    state.tensors[tensor] = _state_tensor(tensor, value, parameter)
+                    tensors[tensor] = _state_tensor(tensor, value, parameter)
                     state.values.setdefault(name, {})[key] = tensor
                 else:
                     state.values.setdefault(name, {})[key] = [_as_json(value, f"{name}: {key}")]
-    return state
+    return state, tensors
 
 
-def of_training(model: nn.Module, optimizer: Optimizers) -> tuple[Tensors, list[State]]:
-    """Return the model's tensors, and the state of each optimizer; raise TypeError or ValueError as those below."""
-    tensors = of_model(model)
-    optimizers = enumerate(optimizers_in(optimizer))
-    return tensors, [of_optimizer(number, single, tensors.name_of) for number, single in optimizers]
+def of_training(
+    model: nn.Module, optimizer: Optimizers, weights: bool = True
+) -> tuple[dict[str, dict[str, HeldTensor]], list[State]]:
+    """Return the tensors of the sections "model" and "training" by name, and the state of each optimizer.
+
+    Args:
+        weights: False leaves out the model's tensors.
+
+    Raises:
+        TypeError, ValueError: a value cannot be stored.
+    """
+    if weights:
+        refuse_quantized(model)
+    tensors, states, training = of_model(model), list[State](), dict[str, HeldTensor]()
+    for number, single in enumerate(optimizers_in(optimizer)):
+        state, of_state = of_optimizer(number, single, tensors.name_of)
+        states.append(state)
+        training |= of_state
+    return {"model": tensors.held if weights else {}, "training": training}, states
 
 
 def _base(parameter: torch.Tensor) -> torch.Tensor:
@@ -251,7 +264,7 @@ def _as_json(value: Any, name: str) -> Any:
 
 
 def merged(states: Sequence[Sequence[State]]) -> list[dict]:
-    """Merge the ranks' states, without tensors, into one for each optimizer.
+    """Merge the ranks' states into one for each optimizer.
 
     The options are the first rank's; the parameters are those of all ranks.
 

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
 from zlib import crc32
-
-import torch
 
 from weft.checkpoint import safetensors_io
 from weft.checkpoint.boxes import Extent, TensorPart
@@ -40,6 +37,7 @@ class Outline:
 
 
 Sections = Mapping[str, Mapping[str, HeldTensor]]
+Outlines = dict[tuple[str, str], Outline]  # by section and name
 
 
 def places_in(sections: Sections) -> Iterator[tuple[Place, HeldTensor, TensorPart]]:
@@ -51,44 +49,45 @@ def places_in(sections: Sections) -> Iterator[tuple[Place, HeldTensor, TensorPar
                     yield Place(section, name, part.offset, part.shape), held, part
 
 
-def outlines_of(sections: Sections) -> dict[tuple[str, str], Outline]:
-    return {
+def described(sections: Sections) -> tuple[Outlines, dict[Place, bool]]:
+    """Return what the other ranks must know of this rank's tensors, for `owners`.
+
+    Returns:
+        The outlines, and this rank's places, with True if ranks may have different values there.
+    """
+    outlines = {
         (section, name): Outline(held.names, held.shape, safetensors_io.code_of(held.dtype))
         for section in SECTIONS
         for name, held in sections[section].items()
     }
+    return outlines, {place: held.own for place, held, _ in places_in(sections)}
 
 
-def merged(outlines: Sequence[Mapping[tuple[str, str], Outline]]) -> dict[tuple[str, str], Outline]:
-    """Merge the outlines of all ranks; raise CheckpointError, the same on every rank, if two differ."""
-    found: dict[tuple[str, str], Outline] = {}
-    for rank, of_rank in enumerate(outlines):
-        for key, outline in of_rank.items():
-            if found.setdefault(key, outline) != outline:
-                raise CheckpointError(f"{key[1]} is {found[key]} on an earlier rank, and {outline} on rank {rank}")
-    return found
+def owners(ranks_described: Sequence[tuple[Outlines, Mapping[Place, bool]]]) -> tuple[Outlines, dict[Place, int]]:
+    """Return the outlines of all tensors, and the rank that writes each place. Bytes are spread evenly over the ranks.
 
-
-def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, str], Outline]) -> dict[Place, int]:
-    """Return the rank that writes each place. Bytes are spread evenly over the ranks.
+    The first rank writes a place where ranks may have different values.
 
     Args:
-        places: each rank's places, with True if ranks may have different values there. The first rank writes those.
-        outlines: the merged outlines of all ranks.
+        ranks_described: result of `described` on each rank.
 
     Raises:
-        CheckpointError: the places of all ranks do not cover each tensor exactly once. Every rank raises the same
-            error.
+        CheckpointError: two ranks' outlines differ, or the places of all ranks do not cover each tensor exactly once.
+            Every rank raises the same error.
     """
+    outlines: Outlines = {}
     holders: dict[Place, list[int]] = {}
-    for rank, of_rank in enumerate(places):
-        for place in of_rank:
+    for rank, (of_rank, places) in enumerate(ranks_described):
+        for key, outline in of_rank.items():
+            if outlines.setdefault(key, outline) != outline:
+                raise CheckpointError(f"{key[1]} is {outlines[key]} on an earlier rank, and {outline} on rank {rank}")
+        for place in places:
             holders.setdefault(place, []).append(rank)
-    load_bytes = [0] * len(places)
+    load_bytes = [0] * len(ranks_described)
     owner: dict[Place, int] = {}
     elements = dict.fromkeys(outlines, 0)
     for place, ranks in holders.items():
-        first = places[ranks[0]][place]
+        first = ranks_described[ranks[0]][1][place]
         owner[place] = ranks[0] if first else min(ranks, key=lambda rank: load_bytes[rank])
         key = place.section, place.name
         elements[key] += prod(place.shape)
@@ -103,7 +102,7 @@ def owners(places: Sequence[Mapping[Place, bool]], outlines: Mapping[tuple[str, 
             f"the ranks together do not have every element of these tensors once: {_first(wrong)} elements. All ranks "
             "that share a model must save it together, and ranks of different models must not: pass their group"
         )
-    return owner
+    return outlines, owner
 
 
 @dataclass
@@ -148,17 +147,14 @@ def write_share(
         if not by_key:
             continue
         file = f"{data}/{section}-{rank:05d}.safetensors"
-        kinds = {key: (part.tensor.dtype, part.shape) for key, (_, part) in by_key.items()}
-        checksums = safetensors_io.write_tensors(folder / file, kinds, partial(_tensor_of, by_key))
+        tensors = {key: part.tensor for key, (_, part) in by_key.items()}
+        kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        checksums = safetensors_io.write_tensors(folder / file, kinds, tensors.__getitem__)
         written.bytes[file] = (folder / file).stat().st_size
         for key, (place, _) in by_key.items():
             written.boxes[place] = Box(file, key, place.offset, place.shape, checksums[key])
     safetensors_io.sync_folder(folder / data)
     return written
-
-
-def _tensor_of(by_key: Mapping[str, tuple[Place, TensorPart]], key: str) -> torch.Tensor:
-    return by_key[key][1].tensor
 
 
 def check_same(written: Sequence[Written], owner: Mapping[Place, int]) -> None:
@@ -185,9 +181,7 @@ def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
     return sizes
 
 
-def entries(
-    written: Sequence[Written], outlines: Mapping[tuple[str, str], Outline]
-) -> dict[str, dict[str, StoredTensor]]:
+def entries(written: Sequence[Written], outlines: Outlines) -> dict[str, dict[str, StoredTensor]]:
     """Return the stored tensors by section and name. A tied tensor is there under each of its names."""
     boxes: dict[tuple[str, str], list[Box]] = {key: [] for key in outlines}
     for share in written:

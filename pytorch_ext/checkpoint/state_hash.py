@@ -53,15 +53,10 @@ def state_hash(model: nn.Module, optimizer: Optimizers = None, *, group: Group =
     here: dict[str, dict[str, HeldTensor]] = {}
 
     def describe():
-        contents.refuse_quantized(model)
-        tensors, states = contents.of_training(model, optimizer)
-        here["model"] = tensors.held
-        here["training"] = {name: held for state in states for name, held in state.tensors.items()}
-        return save_plan.outlines_of(here), {place: held.own for place, held, _ in save_plan.places_in(here)}
+        here.update(contents.of_training(model, optimizer)[0])
+        return save_plan.described(here)
 
-    gathered = together(ranks, describe)
-    outlines = save_plan.merged([outline for outline, _ in gathered])
-    owner = save_plan.owners([places for _, places in gathered], outlines)
+    outlines, owner = save_plan.owners(together(ranks, describe))
 
     def sums():
         found: dict[tuple[str, str], int] = {}
