@@ -75,20 +75,9 @@ class SplitLoraLinear(ShardedModule, of_peft.Linear):
             super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         finally:
             self.base_layer = base
-        check_same_draw(self._own(adapter_name), base.communicator)
-        self.install(adapter_name, self.parts_of(adapter_name, base))
-
-    def _own(self, adapter_name: str) -> dict[str, torch.Tensor]:
-        return {name: x for name, x in self.named_parameters() if f".{adapter_name}." in f".{name}."}
-
-    def parts_of(self, name: str, base: ParallelLinear) -> tuple[Adapter, nn.Module | None]:
-        """Return this rank's part of an adapter whose matrices are whole, and of its magnitudes (DoRA) if it has any.
-
-        Args:
-            name: the adapter.
-            base: the split layer.
-        """
-        return _parts_of(self, name, base)
+        drawn = {name: x for name, x in self.named_parameters() if f".{adapter_name}." in f".{name}."}
+        check_same_draw(drawn, base.communicator)
+        self.install(adapter_name, _parts_of(self, adapter_name, base))
 
     def install(self, name: str, parts: tuple[Adapter, nn.Module | None]) -> None:
         """Put the parts in the place of the whole adapter, with the same Parameter objects."""
@@ -115,8 +104,7 @@ class SplitLoraLinear(ShardedModule, of_peft.Linear):
         if through_peft or not self.cast_input_dtype_enabled or any(name in self.lora_variant for name in active):
             y = super().forward(base.part_of_input(x), *args, in_parts=True, **kwargs)
             return base.whole_output(y)
-        held = self.lora_A, self.lora_B, self.lora_dropout, self.scaling
-        return add_adapters(base, x, [Adapter(*(by_name[name] for by_name in held)) for name in active])
+        return add_adapters(base, x, [_adapter_of(self, name) for name in active])
 
 
 class SplitDora(ShardHolder, DoraLinearLayer):
@@ -200,9 +188,24 @@ def _whole_layer(base: ParallelLinear, with_values: bool) -> nn.Module:
     return whole
 
 
+def _base_of(layer: nn.Module) -> nn.Module:
+    """Return the layer inside of peft's wrapper; any other layer itself."""
+    return layer.get_base_layer() if isinstance(layer, of_peft.BaseTunerLayer) else layer
+
+
+def _adapter_of(layer: of_peft.Linear, name: str) -> Adapter:
+    return Adapter(layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name])
+
+
 def _parts_of(layer: of_peft.Linear, name: str, base: ParallelLinear) -> tuple[Adapter, nn.Module | None]:
-    held = layer.lora_A, layer.lora_B, layer.lora_dropout, layer.scaling
-    adapter = split_adapter(base, Adapter(*(by_name[name] for by_name in held)))
+    """Return this rank's part of an adapter whose matrices are whole, and of its magnitudes (DoRA) if it has any.
+
+    Args:
+        layer: peft's layer.
+        name: the adapter.
+        base: the split layer.
+    """
+    adapter = split_adapter(base, _adapter_of(layer, name))
     if name not in layer.lora_magnitude_vector:
         return adapter, None
     if base.sequence_parallel:
@@ -259,7 +262,7 @@ def register() -> None:
 def _dispatching(default: Callable) -> Callable:
     @functools.wraps(default)
     def dispatch(target, adapter_name, config, parameter_name=None, **kwargs):
-        base = target.get_base_layer() if isinstance(target, of_peft.BaseTunerLayer) else target
+        base = _base_of(target)
         if not isinstance(base, ShardHolder):
             return default(target, adapter_name, config=config, parameter_name=parameter_name, **kwargs)
         if parameter_name is None and target is base and isinstance(base, ParallelLinear):
@@ -278,8 +281,7 @@ def _passing_split_layers(dispatch: Callable) -> Callable:
 
     @functools.wraps(dispatch)
     def passing(target, adapter_name, **kwargs):
-        base = target.get_base_layer() if isinstance(target, of_peft.BaseTunerLayer) else target
-        return None if isinstance(base, ShardHolder) else dispatch(target, adapter_name, **kwargs)
+        return None if isinstance(_base_of(target), ShardHolder) else dispatch(target, adapter_name, **kwargs)
 
     return passing
 
@@ -373,12 +375,12 @@ def check_file(model: nn.Module, folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     if not path.exists():
         return
-    wrong = []
+    wrong, modules = [], dict(model.named_modules(remove_duplicate=False))
     for key, stored in source_at(path).model.items():
         name, kind, *_ = [*re.split(r"\.(lora_\w+|base_layer)\b", key), None]
         if kind is None:  # a parameter of a module that is trained whole
             name = name.rpartition(".")[0]
-        layer = _submodule(model, name.removeprefix("base_model.model."))
+        layer = modules.get(name.removeprefix("base_model.model."))
         if layer is None:
             wrong.append(f"the model has no {name}")
         elif kind in _SIDE and (size := _size_at(layer, kind)) not in (None, stored.shape[_SIDE[kind][0]]):
@@ -392,17 +394,12 @@ def check_file(model: nn.Module, folder: Path) -> None:
 _SIDE = {"lora_A": (1, 0), "lora_B": (0, 1), "lora_embedding_A": (1, 0), "lora_embedding_B": (0, 1)}
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def _size_at(layer: nn.Module, kind: str) -> int | None:
-    layer = layer.get_base_layer() if isinstance(layer, of_peft.BaseTunerLayer) else layer
+    layer = _base_of(layer)
     if isinstance(layer, ParallelLinear):
-        return (layer.in_features, layer.out_features)[_SIDE[kind][1]]
-    if isinstance(layer, ParallelEmbedding):
-        return (layer.num_embeddings, layer.embedding_dim)[_SIDE[kind][1]]
-    return _get_in_out_features(layer)[_SIDE[kind][1]]
+        sizes: tuple = layer.in_features, layer.out_features
+    elif isinstance(layer, ParallelEmbedding):
+        sizes = layer.num_embeddings, layer.embedding_dim
+    else:
+        sizes = _get_in_out_features(layer)
+    return sizes[_SIDE[kind][1]]
