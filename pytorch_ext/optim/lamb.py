@@ -85,5 +85,4 @@ class LAMB(Layerwise):
         return weight_norms.clamp(*group["bounds"]) / measured_norms
 
     def _take(self, step: LayerwiseStep) -> None:
-        if step.parameters:
-            torch._foreach_add_(step.weights, step.updates, alpha=-float(step.group["lr"]))
+        torch._foreach_add_(step.weights, step.updates, alpha=-float(step.group["lr"]))

@@ -68,8 +68,7 @@ class LARS(Layerwise):
         return group["trust"] * weight_norms / (measured_norms + group["weight_decay"] * weight_norms + group["eps"])
 
     def _take(self, step: LayerwiseStep) -> None:
-        if step.parameters:
-            momenta = [self.state[parameter]["momentum_buffer"] for parameter in step.parameters]
-            torch._foreach_mul_(momenta, step.group["momentum"])
-            torch._foreach_add_(momenta, step.updates, alpha=float(step.group["lr"]))
-            torch._foreach_sub_(step.weights, momenta)
+        momenta = [self.state[parameter]["momentum_buffer"] for parameter in step.parameters]
+        torch._foreach_mul_(momenta, step.group["momentum"])
+        torch._foreach_add_(momenta, step.updates, alpha=float(step.group["lr"]))
+        torch._foreach_sub_(step.weights, momenta)

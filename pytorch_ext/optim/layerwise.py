@@ -10,6 +10,7 @@ reduced gradients, and no sum is needed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import nn
 
 from weft._C import CollectiveMismatchError
 from weft.comm.communicator import Communicator
-from weft.data_parallel.grad_norm import counted, gradient_of
+from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import piece_of
-from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import place_for
 
 
 def layerwise_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -96,8 +97,8 @@ class Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        steps = [self._prepare(group) for group in self.param_groups]
-        self._scale([step for step in steps if step.group["adapt"] and step.parameters])
+        steps = [step for step in map(self._prepare, self.param_groups) if step.parameters]
+        self._scale([step for step in steps if step.group["adapt"]])
         for step in steps:
             self._take(step)
             for parameter, weight in zip(step.parameters, step.weights, strict=True):
@@ -195,26 +196,17 @@ def whole_norms(rows: Sequence[Sequence[torch.Tensor]], parameters: Sequence[nn.
     Returns:
         [rows, parameters] in fp32, or in fp64 for fp64 tensors.
     """
-    own = [[counted(parameter, x) for parameter, x in zip(parameters, row, strict=True)] for row in rows]
+    places = [place_for(parameter) for parameter in parameters]
+    own = [[place.counted(x) for place, x in zip(places, row, strict=True)] for row in rows]
     squares = torch.stack([torch.stack(torch._foreach_norm(row)) for row in own]).square()
-    pieces = [piece_of(parameter) for parameter in parameters]
-    shards = [
-        shard_of(parameter if piece is None else piece.parameter)
-        for parameter, piece in zip(parameters, pieces, strict=True)
-    ]
-    _sum_over_ranks(squares, [None if piece is None else piece.ranks for piece in pieces])
-    _sum_over_ranks(squares, [None if shard is None else shard.communicator for shard in shards])
+    for holders in zip_longest(*(place.ranks for place in places)):  # of each parameter's pieces, then of its shards
+        together: dict[Communicator, list[int]] = {}
+        for column, ranks in enumerate(holders):
+            if ranks is not None and ranks.world_size > 1:
+                together.setdefault(ranks, []).append(column)
+        for ranks, columns in together.items():
+            squares[:, columns] = ranks.all_reduce_(squares[:, columns].contiguous())
     return squares.sqrt()
-
-
-def _sum_over_ranks(squares: torch.Tensor, holders: Sequence[Communicator | None]) -> None:
-    """Sum each column over the ranks that hold parts of its parameter, in one collective for each set of ranks."""
-    together: dict[Communicator, list[int]] = {}
-    for place, ranks in enumerate(holders):
-        if ranks is not None and ranks.world_size > 1:
-            together.setdefault(ranks, []).append(place)
-    for ranks, places in together.items():
-        squares[:, places] = ranks.all_reduce_(squares[:, places].contiguous())
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

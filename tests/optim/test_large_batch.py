@@ -11,6 +11,7 @@ import weft
 from weft.comm.engine_communicator import EngineCommunicator
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.optim import layerwise
+from weft.sharding.sharded_grad import WHOLE
 from weft.testing import tolerance
 from weft.testing.ranks import run_ranks
 
@@ -104,7 +105,7 @@ def reference(kind, dtype, steps=STEPS):
 
 def train_split(rank, kind, broken=False):
     if broken:
-        layerwise.shard_of = lambda parameter: None  # each rank takes its shard for the whole
+        layerwise.place_for = lambda parameter: WHOLE  # each rank takes its shard for the whole
     model = net(weft.init_mesh(tp=dist.get_world_size(), device_type="cpu")["tp"])
     train(model, OURS[kind](model))
     return whole(model)
@@ -231,7 +232,7 @@ def test_pieces_are_stepped_as_the_whole_parameters_are(kind, world, bucket_mb):
 
 
 def broken_pieces(rank):
-    layerwise.piece_of = lambda parameter: None  # each rank takes its piece for the whole
+    layerwise.place_for = lambda parameter: WHOLE  # each rank takes its piece for the whole
     with pytest.raises(AssertionError, match="off by|not close"):
         as_the_whole_optimizer(rank, "lamb", {})
 
