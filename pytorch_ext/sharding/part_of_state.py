@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from weft.sharding.ruled_tensor import TensorRule, rule_of, ruled
+from weft.sharding.ruled_tensor import TensorRule, rule_of, ruled, unruled
 from weft.sharding.shard import Shard
 
 _INSTEAD = (
@@ -31,8 +31,7 @@ class PartOfState(TensorRule):
     def function(self, function, types, arguments, options):
         if function in _WRITTEN:
             self.refuse_to_write(arguments[0])
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*arguments, **options)
+        result = unruled(function, arguments, options)
         if function in _ALIKE and rule_of(arguments[0], PartOfState) and result.shape == arguments[0].shape:
             return ruled(result, arguments[0].rule)
         return result

@@ -74,6 +74,12 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x.as_subclass(torch.Tensor)
 
 
+def unruled(function, arguments: Sequence, options: dict) -> Any:
+    """Return what a function of torch gives for the tensors without their rules."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*arguments, **options)
+
+
 def rule_of(x: Any, kind: type) -> Any:
     """Return the rule of x if it is of this kind; None for other tensors and values."""
     return x.rule if type(x) is RuledTensor and type(x.rule) is kind else None

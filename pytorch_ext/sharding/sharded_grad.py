@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
 from weft.metadata import ATTRIBUTE, metadata, set_metadata
-from weft.sharding.ruled_tensor import RuledTensor, TensorRule, plain, rule_of, ruled
+from weft.sharding.ruled_tensor import RuledTensor, TensorRule, plain, rule_of, ruled, unruled
 
 _WAY_OUT = (
     "use gradient.as_subclass(torch.Tensor) for this rank's part, or weft.shard_of(parameter).gather(gradient) for the "
@@ -125,8 +125,7 @@ class GradientPlace(TensorRule):
             raise TypeError(
                 f"{name} of a gradient that is split over ranks would be that of this rank's part alone: {_WAY_OUT}"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return _marked_again(function(*arguments, **options), arguments)
+        return _marked_again(unruled(function, arguments, options), arguments)
 
     def refuse_to_join(self, operation: str, members: Iterable[int]) -> None:
         owners = () if self.owners is None else (self.owners.ranks,)
@@ -201,8 +200,7 @@ class GradientElsewhere(TensorRule):
 
     def function(self, function, types, arguments, options):
         if function.__name__ == "__get__":
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*arguments, **options)
+            return unruled(function, arguments, options)
 
         def gradient(x: RuledTensor) -> torch.Tensor | None:
             return x.rule.piece.grad if is_elsewhere(x) else x
@@ -259,8 +257,7 @@ class _Norms(TensorRule):
                 places = [place for rule in rules for place in (rule.places if rule else [WHOLE])]
                 return ruled(torch.stack([plain(x) for x in first]), _Norms(places, self.p))
         if function in _MOVES or (function.__name__ in ("__get__", "dim") and function != _BASE):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = function(*arguments, **options)
+            result = unruled(function, arguments, options)
             return ruled(result, self) if type(result) is torch.Tensor else result
 
         def each(x: RuledTensor) -> torch.Tensor:
@@ -281,8 +278,7 @@ class _Norms(TensorRule):
         for ranks, numbers in of_parts.items():
             powers = flat[numbers].double() if largest else flat[numbers].double().pow(self.p)
             with calls_for(_OVER_RANKS.format("norm")):
-                for group in ranks:
-                    powers = joined_over(powers, group, largest)
+                powers = joined_over(powers, ranks, largest)
             flat[numbers] = (powers if largest else powers.pow(1 / self.p)).to(flat.dtype)
         return values
 
@@ -318,8 +314,7 @@ def _norm(function: Callable, arguments: Sequence, options: dict) -> torch.Tenso
     gradient, p = arguments[0], _only_p(function, arguments, options)
     place = place_of(gradient)
     if p is None and not place.ranks:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*arguments, **options)
+        return unruled(function, arguments, options)
     if p is None or not p > 0:
         raise TypeError(f"the norm of a gradient that is split over ranks is of all its elements: {_WAY_OUT}")
     return ruled(_local_norm(gradient, p, options.get("dtype")), _Norms([place], p))
@@ -350,8 +345,7 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
         gradient, *others = arguments
         place = place_of(gradient)
         if not place.ranks:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*arguments, **options)
+            return unruled(function, arguments, options)
         if others or any(name != "dtype" for name in options):
             raise TypeError(
                 f"{function.__name__} of a gradient that is split over ranks, other than of all its elements, would be "
@@ -365,8 +359,7 @@ def _reduction(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
     def joined(function: Callable, part: torch.Tensor, groups: Sequence[Communicator], options: dict) -> torch.Tensor:
         if function in _MEANS:
             sums = torch.stack([part.sum(dtype=torch.float64), torch.ones_like(part).sum(dtype=torch.float64)])
-            for ranks in groups:
-                sums = ranks.all_reduce_(sums)
+            sums = joined_over(sums, groups, largest=False)
             return (sums[0] / sums[1]).to(options.get("dtype") or part.dtype)
         total = function(part, **options) if part.numel() or combine is torch.sum else _extreme_of_none(function, part)
         for ranks in groups:
@@ -397,11 +390,17 @@ def _found_overflow(function: Callable, arguments: Sequence, options: dict) -> N
             ranks.all_reduce_(found, dist.ReduceOp.MAX)
 
 
-def joined_over(x: torch.Tensor, ranks: Communicator, largest: bool) -> torch.Tensor:
-    """Return the sum of x over the ranks, or the maximum of each element. NaN stays NaN. A collective call."""
-    if not largest:
-        return ranks.all_reduce_(x)
-    return ranks.all_gather(x.reshape(1, -1), 0, [1] * ranks.world_size).amax(0).reshape(x.shape)
+def joined_over(x: torch.Tensor, groups: Iterable[Communicator], largest: bool) -> torch.Tensor:
+    """Return the sum of x over one group after another, or the maximum of each element. A collective call.
+
+    NaN stays NaN.
+    """
+    for ranks in groups:
+        if largest:
+            x = ranks.all_gather(x.reshape(1, -1), 0, [1] * ranks.world_size).amax(0).reshape(x.shape)
+        else:
+            x = ranks.all_reduce_(x)
+    return x
 
 
 def over_ranks(
@@ -427,18 +426,13 @@ def over_ranks(
     for part, groups in parts:
         of_groups[groups] = joined(of_groups.get(groups, torch.zeros_like(like)), part)
     for groups, part in of_groups.items():
-        for ranks in groups:
-            part = joined_over(part, ranks, largest)
-        total = joined(total, part)
-    for ranks in then:
-        total = joined_over(total, ranks, largest)
-    return total
+        total = joined(total, joined_over(part, groups, largest))
+    return joined_over(total, then, largest)
 
 
 def _base(function: Callable, arguments: Sequence, options: dict) -> torch.Tensor | None:
     """Return the tensor behind a view as it is: marked again, it would be a view with a tensor behind it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return function(*arguments)
+    return unruled(function, arguments, options)
 
 
 _T = torch.Tensor
