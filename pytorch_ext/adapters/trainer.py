@@ -7,7 +7,7 @@ that would give wrong results are refused.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.adapters import need
-from weft.adapters.trainer_options import check_options
 from weft.pipeline import Pipeline
 
 # Environment variables by which accelerate detects other processes.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _DIMENSIONS = "dp", "cp", "tp"
+_SHARDING = "would shard what is split already: call Trainer without it"
+# Options of TrainingArguments that do not work with shards: the value that is possible, and the way out of others.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "push_to_hub": (False, "has not been tried: upload the folder that is saved"),
+    "fsdp": (None, _SHARDING),
+    "deepspeed": (None, _SHARDING),
+    "parallelism_config": (None, _SHARDING),
+    "use_liger_kernel": (False, "would compute with this rank's shards as if they were whole: call Trainer without it"),
+    "auto_find_batch_size": (False, "could choose another batch on each rank: give per_device_train_batch_size"),
+}
 
 
 def settings(
@@ -61,7 +70,7 @@ def settings(
     from weft.adapters.trainer_loop import register
 
     _check_mesh(mesh, pipeline)
-    check_options(options, mesh.device_type)
+    _check_options(options, mesh.device_type)
     register()
     on_cpu = mesh.device_type == "cpu"
     configured = {**(options.pop("accelerator_config", None) or {}), "use_configured_state": True}
@@ -89,6 +98,16 @@ def _check_mesh(mesh: DeviceMesh, pipeline: Pipeline | None) -> None:
             f"settings: this rank sees {gpus} GPUs, and Trainer would use the first, or all: start each rank with "
             "CUDA_VISIBLE_DEVICES set to its own"
         )
+
+
+def _check_options(options: Mapping[str, Any], device_type: str) -> None:
+    """Raise ValueError for an option that does not work with shards."""
+    on_cpu = device_type == "cpu"
+    device = {"use_cpu": (on_cpu, f"is not possible with a mesh of {device_type}: leave it out")}
+    for name, (value, why) in {**device, **_REFUSED}.items():
+        given = options.get(name, value)
+        if given != value and (given or value):
+            raise ValueError(f"settings: {name}={given!r} {why}")
 
 
 def _be_alone(on_cpu: bool) -> None:

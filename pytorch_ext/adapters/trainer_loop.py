@@ -92,10 +92,7 @@ def _load_model(plain: Callable, trainer: Any, folder: str, model: nn.Module | N
 
 
 def _load_best(plain: Callable, trainer: Any) -> None:
-    if has_adapters(trainer.model):
-        plain()
-    else:
-        load_checkpoint(_held(trainer), None, trainer.state.best_model_checkpoint, cast=True)
+    _load_model(lambda *_: plain(), trainer, trainer.state.best_model_checkpoint)
 
 
 def _load_training(plain: Callable, trainer: Any, checkpoint: str | None) -> None:

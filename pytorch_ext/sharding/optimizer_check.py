@@ -51,13 +51,10 @@ def _step_of(kind: object) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-_hooks: list = []
-
-
+@functools.cache
 def check_every_optimizer() -> None:
     """Check every optimizer from now on, by torch's hook for all of them."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(check_optimizer))
+    register_optimizer_step_pre_hook(check_optimizer)
 
 
 sharded_grad.when_watched.append(check_every_optimizer)
