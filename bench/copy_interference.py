@@ -17,6 +17,7 @@ from weft.bench.table import Row
 from weft.kernels import launch
 from weft.kernels.all_gather_matmul import all_gather_matmul
 from weft.kernels.matmul import matmul
+from weft.tools.rounds import in_turn
 
 BLOCKS = (0, 1, 2, 4, 8, 16, 32)
 PRODUCT = (8192, 7168, 8192)  # m, n, k: a gated layer's of Llama 3 70B over 8 ranks, 8192 tokens
@@ -129,14 +130,11 @@ def times(
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     beside = torch.cuda.Stream()
     samples: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in calls}
-    order = list(calls.items())
-    for round_number in range(rounds + 2):
-        order.append(order.pop(0))
-        for key, call in order:
-            flush.zero_()
-            sample = _run(call, key[1], copier, beside)
-            if round_number >= 2 and sample is not None:
-                samples[key].append(sample)
+    for key, call, counts in in_turn(calls, rounds):
+        flush.zero_()
+        sample = _run(call, key[1], copier, beside)
+        if counts and sample is not None:
+            samples[key].append(sample)
     for (name, blocks), found in samples.items():
         if not found:
             raise AssertionError(f"{name}, k={blocks}: the copy ended before the product in every round")

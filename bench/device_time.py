@@ -9,8 +9,8 @@ import torch
 from weft.bench import progress
 from weft.bench.measure import ROUNDS, Quantiles
 from weft.bench.table import Row
+from weft.tools import tuning
 
-_FLUSH_BYTES = 256 << 20  # more than any L2: 50 MB on an H100 and an H200, 126 MB on a B200
 LIMIT = "a large bf16 product and a large copy, measured in the same run"
 
 
@@ -55,27 +55,11 @@ def ceilings() -> Ceilings:
 
 
 def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Quantiles]:
-    """Return the quantiles over rounds of each call's time on the device, with a cold L2; two rounds more warm up."""
+    """Return the quantiles over rounds of each call's time on the device, with a cold L2."""
     if not calls:  # no call of the contest can be captured
         return {}
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    events: dict[str, list] = {name: [] for name in calls}
-    order = list(calls.items())
-    for round_number in range(rounds + 2):
-        progress.set_round(max(0, round_number - 1), rounds)
-        order.append(order.pop(0))
-        for name, call in order:
-            flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            if round_number >= 2:
-                events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {
-        name: Quantiles.of([start.elapsed_time(end) * 1e3 for start, end in pairs]) for name, pairs in events.items()
-    }
+    samples = tuning.device_us(calls, torch.device("cuda"), rounds, progress.set_round)
+    return {name: Quantiles.of(times) for name, times in samples.items()}
 
 
 def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:

@@ -23,6 +23,7 @@ from weft.ops.overlap.peer_copies import start_gathering, window_bytes
 from weft.sharding.sizes import split_sizes
 from weft.testing.peers import virtual_peers
 from weft.testing.ranks import RanksFailedError, run_ranks
+from weft.tools.rounds import in_turn
 
 WORLD = 2
 TOKENS, WIDTH, DEPTH = 1024, 2048, 2048
@@ -152,14 +153,13 @@ def host_us(calls: Calls, rounds: int, meet: Callable[[], object]) -> dict[str, 
     Before each call the ranks meet and the device is idle.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for round_number in range(rounds + _WARM_UP):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            meet()
-            start = time.perf_counter()
-            call()
-            elapsed_us = (time.perf_counter() - start) * 1e6
-            torch.cuda.synchronize()
-            if round_number >= _WARM_UP:
-                samples[name].append(elapsed_us)
+    for name, call, counts in in_turn(calls, rounds, _WARM_UP):
+        torch.cuda.synchronize()
+        meet()
+        start = time.perf_counter()
+        call()
+        elapsed_us = (time.perf_counter() - start) * 1e6
+        torch.cuda.synchronize()
+        if counts:
+            samples[name].append(elapsed_us)
     return samples

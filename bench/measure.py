@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.bench import progress
+from weft.tools.rounds import in_turn
 
 ROUNDS = 21
 
@@ -32,7 +33,7 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Return each contender's microseconds a call in each round, measured in alternation.
 
-    One round more runs first to warm up. Each round starts with another contender, so that none always comes first.
+    One round more runs first to warm up.
 
     Args:
         contenders: Function of each contender by name.
@@ -41,18 +42,14 @@ def alternate(
         calls: Calls in one measurement.
     """
     samples: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders.items())
-    for round_number in range(rounds + 1):
-        progress.set_round(round_number, rounds)
-        order.append(order.pop(0))
-        for name, call in order:
-            meet()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            elapsed_us = (time.perf_counter() - start) / calls * 1e6
-            if round_number > 0:
-                samples[name].append(elapsed_us)
+    for name, call, counts in in_turn(contenders, rounds, warm_up=1, report=progress.set_round):
+        meet()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        elapsed_us = (time.perf_counter() - start) / calls * 1e6
+        if counts:
+            samples[name].append(elapsed_us)
     return samples
 
 

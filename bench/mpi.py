@@ -27,6 +27,7 @@ from weft.bench.suites import RefusedError
 from weft.bench.table import Row
 from weft.comm.registry import communicator
 from weft.testing.ranks import run_ranks
+from weft.tools.rounds import in_turn
 
 MPIS = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "impi-rt"}  # and their packages
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
@@ -148,14 +149,10 @@ def rows(folder: Path, world: int, sizes: Sequence[int], rounds: int) -> Iterato
     with tempfile.TemporaryDirectory() as built:
         contenders = {"weft": lambda: run_ranks(_measured, world, tuple(sizes), pinned, timeout_s=600)[0]}
         contenders |= _mpis(folder, Path(built), world, sizes, pinned)
-        order = list(contenders.items())
-        for number in range(rounds):
-            progress.set_round(number, rounds)
-            order.append(order.pop(0))
-            for contender, run in order:
-                for subject, us in run().items():
-                    operation, _, way = subject.partition(", ")
-                    samples[operation][way or contender].append(us)
+        for contender, run, _ in in_turn(contenders, rounds, warm_up=0, report=progress.set_round):
+            for subject, us in run().items():
+                operation, _, way = subject.partition(", ")
+                samples[operation][way or contender].append(us)
     for subject, of in samples.items():
         operation, size = subject.split()
         if operation == "barrier" and int(size) != sizes[0]:

@@ -27,6 +27,7 @@ from weft.comm.registry import communicator
 from weft.ops.overlap import products
 from weft.sharding.sizes import split_sizes
 from weft.testing.tolerance import assert_close
+from weft.tools.rounds import in_turn
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 ORDINARY, SYMMETRIC, ANY_ORDER = "ordinary", "symmetric", "symmetric, any order"
@@ -490,19 +491,16 @@ def device_us(calls: dict[str, Callable[[], object]], rounds: int, repeats: int)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     if not calls:
         return samples
-    order = list(calls.items())
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for round_number in range(rounds + 2):
-        order.append(order.pop(0))
-        for name, call in order:
-            torch.cuda.synchronize()
-            weft.barrier()
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            if round_number >= 2:
-                samples[name].append(start.elapsed_time(end) * 1e3 / repeats)
+    for name, call, counts in in_turn(calls, rounds):
+        torch.cuda.synchronize()
+        weft.barrier()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        if counts:
+            samples[name].append(start.elapsed_time(end) * 1e3 / repeats)
     return samples
 
 

@@ -69,7 +69,7 @@ def run(op: str, options) -> int:
 
 def layers(shards, device: torch.device, dtype: torch.dtype) -> Named:
     """Yield an entry for each product of each layer."""
-    problems = [product.problem for _, layer, m in shards for product in products(layer, m, device, dtype)]
+    problems = [problem for _, layer, m in shards for problem in products(layer, m, dtype).values()]
     for problem in dict.fromkeys(problems):
         yield "matmul", tuning.measured(problem, device)
 
@@ -101,7 +101,7 @@ def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype)
     gate_t, up_t = up.transpose(1, 2).chunk(2, 2)
 
     def entry(problem, tiles, ours, library, exact) -> configs.Entry | None:
-        return tuning.fastest(problem.key(), dtype, tiles, ours, library, exact, device)
+        return tuning.fastest(problem.key(), dtype, tiles, tuning.TileCalls(ours, library, exact), device)
 
     tiles_of = partial(grouped.tiles_of, launch.architecture_of(device), dtype)
     exact = gated(x[first].double() @ up[0].double().t(), "silu")
@@ -168,7 +168,7 @@ def _of_attention(case: cases.AttentionCase, batch: int, device, dtype) -> Named
     exact = _first_rows(q, k, v, dout, lse, delta, case)
 
     def entry(tiles, ours, library, exact) -> configs.Entry | None:
-        return tuning.fastest(key, dtype, tiles, ours, library, exact, device)
+        return tuning.fastest(key, dtype, tiles, tuning.TileCalls(ours, library, exact), device)
 
     yield (
         "attention_forward",

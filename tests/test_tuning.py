@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_the_products_of_backward_are_those_that_a_step_asks_for(as_on_a_gpu, ga
     with kernel_choice.asked() as backward:
         y.sum().backward()
     (problem,) = (problem for problem, _ in forward)
-    assert set(tuning._backward_of(problem, False)) == {problem for problem, _ in backward}
+    assert set(tuning.backward_of(problem, False)) == {problem for problem, _ in backward}
 
 
 @pytest.mark.kernel
@@ -95,16 +96,17 @@ PROBLEMS = [
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_operands_are_of_the_kind_that_was_asked_for(device, problem, monkeypatch):
     """The contest asks for just this product, and our result is the library's."""
-    ours, library, exact = tuning._contest(problem, device)
+    calls = tuning.product_calls(problem, device)
     tile = listed(launch.architecture_of(device), problem.dtype, problem.narrow)[0]
     with kernel_choice.asked() as asked:
         monkeypatch.setattr(kernel_choice, "on_kernel", lambda device: True)
         if problem.fused == "main_grad":
             monkeypatch.setattr(kernel_choice, "prefer", lambda preference: contextlib.nullcontext())
-            library()
+            calls.library()
             assert {found for found, _ in asked} == {problem}
-    for result in (ours(tile), library()):
-        rows = result[: tuning._CHECKED_ROWS].double()
+    for call in (lambda: calls.ours(tile), calls.library):
+        calls.reset()
+        rows, exact = call()[: tuning._CHECKED_ROWS].double(), calls.exact
         torch.testing.assert_close(rows, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
 
 
@@ -114,12 +116,12 @@ def test_a_wrong_configuration_is_left_out(as_on_a_gpu, monkeypatch, caplog):
     problem = Problem(40, 32, 24, "nt", True, torch.float32)
     wrong, *_ = listed("interpreter", torch.float32)
 
-    def contest(problem, device):
-        ours, library, exact = real(problem, device)
-        return lambda tile: ours(tile) + (tile.compiled() == wrong), library, exact
+    def product_calls(problem, device):
+        calls = real(problem, device)
+        return replace(calls, ours=lambda tile: calls.ours(tile) + (tile.compiled() == wrong))
 
-    real = tuning._contest
-    monkeypatch.setattr(tuning, "_contest", contest)
+    real = tuning.product_calls
+    monkeypatch.setattr(tuning, "product_calls", product_calls)
     with caplog.at_level(logging.WARNING, "weft"):
         assert tuning.measured(problem, CPU).config.compiled() != wrong
     assert "left out: MatmulConfig(" in caplog.text
@@ -160,7 +162,7 @@ def check_warm_up(rank, cache, setting):
         Problem(8, 16, 24, "nt", True, torch.float32, "gelu"),
         Problem(8, 24, 16, "nt", True, torch.float32),
     ):
-        for product in (problem, *tuning._backward_of(problem, False)):
+        for product in (problem, *tuning.backward_of(problem, False)):
             assert kernel_choice.algorithm(product, CPU).kernel, product
     assert "2.00 times ATen's speed" in str(weft.explain(model, tokens=8))
     first = [len(measured), len(entries)]

@@ -10,11 +10,11 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,12 @@ from weft.ops import kernel_choice
 from weft.ops.activation import ACTIVATIONS
 from weft.ops.matmul import accumulate, gated
 from weft.rng import restore_rng_state, rng_states
+from weft.tools.rounds import in_turn
 
 C = TypeVar("C", bound=Config)
 _LOG = logging.getLogger("weft")
 _ROUNDS = 11
-_FLUSH_BYTES = 256 << 20  # more than any L2
+_FLUSH_BYTES = 256 << 20  # more than any L2: 50 MB on an H100 and an H200, 126 MB on a B200
 _CHECKED_ROWS = 64
 _SETTING = os.environ.get("WEFT_TUNE", "")
 check_choice("WEFT_TUNE", _SETTING, ("", "0", "1"))
@@ -105,69 +106,90 @@ def use(entries: Iterable[Entry[MatmulConfig]], architecture: str) -> None:
 
 def measured(problem: Problem, device: torch.device) -> Entry[MatmulConfig] | None:
     """Return the fastest tile configuration with a correct result, with its time and the library's; None if none is."""
-    ours, library, exact = _contest(problem, device)
+    calls = product_calls(problem, device)
     tiles = matmul_tiles.listed(launch.architecture_of(device), problem.dtype, problem.narrow)
     candidates = matmul_tiles.candidates(tiles, problem.k)
-    return fastest(problem.key(), problem.dtype, candidates, ours, library, exact, device)
+    return fastest(problem.key(), problem.dtype, candidates, calls, device)
+
+
+@dataclass(frozen=True)
+class TileCalls(Generic[C]):
+    """Calls of one computation, which are compared and timed.
+
+    Attributes:
+        ours: Returns the kernel's result with a tile configuration; None lets the kernel choose.
+        library: Returns the library's result.
+        exact: The results' first rows in fp64.
+        reset: Prepares a call whose result is compared.
+    """
+
+    ours: Callable[[C | None], torch.Tensor]
+    library: Callable[[], torch.Tensor]
+    exact: torch.Tensor
+    reset: Callable[[], object] = lambda: None
 
 
 def fastest(
-    key: dict[str, Any],
-    dtype: torch.dtype,
-    tiles: Iterable[C],
-    ours: Callable[[C], torch.Tensor],
-    library: Callable[[], torch.Tensor],
-    exact: torch.Tensor,
-    device: torch.device,
+    key: dict[str, Any], dtype: torch.dtype, tiles: Iterable[C], calls: TileCalls[C], device: torch.device
 ) -> Entry[C] | None:
     """Return the fastest tile configuration with a correct result, with its time and the library's; None if none is.
 
     Args:
         key: the problem, as the table is to have it.
         dtype: type of the operands.
-        ours, library: calls whose results have the first rows of the exact one.
-        exact: the first rows in fp64, of the first dimension.
     """
+    exact = calls.exact
 
-    def rows_of(result: torch.Tensor) -> torch.Tensor:
-        return result[: len(exact)].double()
+    def error_of(call: Callable[[], torch.Tensor]) -> float:
+        calls.reset()
+        return float((call()[: len(exact)].double() - exact).abs().max())
 
-    plain = library()
-    rounding = torch.finfo(dtype).eps * float(exact.abs().max())
-    allowed = 4 * float((rows_of(plain) - exact).abs().max()) + rounding
+    allowed = 4 * error_of(calls.library) + torch.finfo(dtype).eps * float(exact.abs().max())
     right: dict[str, C] = {}
     for tile in tiles:
-        error = float((rows_of(ours(tile)) - exact).abs().max())
+        error = error_of(partial(calls.ours, tile))
         if error <= allowed:
             right[str(tile)] = tile
         else:
             _LOG.warning("left out: %s for %s: off by %.3g, allowed %.3g", tile, key, error, allowed)
     if not right:
         return None
-    times = medians_us({**{name: partial(ours, tile) for name, tile in right.items()}, "library": library}, device)
+    named = {name: partial(calls.ours, tile) for name, tile in right.items()}
+    times = medians_us({**named, "library": calls.library}, device)
     best = min(right, key=lambda name: times[name])
     return Entry(key, right[best], times[best], times["library"])
 
 
 def medians_us(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Return each call's median time, measured in alternation with a cold L2; two more rounds warm up."""
+    """Return each call's median time; see `device_us`."""
+    return {name: median(times) for name, times in device_us(calls, device, _ROUNDS).items()}
+
+
+def device_us(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    report: Callable[[int, int], object] = lambda done, rounds: None,
+) -> dict[str, list[float]]:
+    """Return each call's time on the device in each round, measured in alternation with a cold L2.
+
+    Args:
+        report: See `in_turn`.
+    """
     samples: dict[str, list] = {name: [] for name in calls}
-    order = list(calls.items())
     on_gpu = device.type == "cuda"
     flush = torch.empty(_FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
-    for round_number in range(_ROUNDS + 2):
-        order.append(order.pop(0))
-        for name, call in order:
-            flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) if on_gpu else _HostEvent() for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            if round_number >= 2:
-                samples[name].append((start, end))
+    for name, call, counts in in_turn(calls, rounds, report=report):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) if on_gpu else _HostEvent() for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        if counts:
+            samples[name].append((start, end))
     if on_gpu:
         torch.cuda.synchronize(device)
-    return {name: median(start.elapsed_time(end) * 1e3 for start, end in pairs) for name, pairs in samples.items()}
+    return {name: [start.elapsed_time(end) * 1e3 for start, end in pairs] for name, pairs in samples.items()}
 
 
 class _HostEvent:
@@ -193,75 +215,74 @@ def _products_of(model: nn.Module, example, keywords) -> tuple[set[Problem], tor
     to_main_grad = any(getattr(parameter, "main_grad", None) is not None for parameter in model.parameters())
     forward = {problem for problem, _ in asked if problem.dtype in launch.DTYPES}
     devices = {device for _, device in asked}
-    every = {product for problem in forward for product in (problem, *_backward_of(problem, to_main_grad))}
+    every = {product for problem in forward for product in (problem, *backward_of(problem, to_main_grad))}
     return every, devices.pop() if devices else torch.device("cpu")
 
 
-def _backward_of(problem: Problem, to_main_grad: bool) -> tuple[Problem, Problem]:
+def product(m: int, n: int, k: int, layout: str, dtype: torch.dtype, fused: str = "none") -> Problem:
+    """Return the problem of a product of contiguous tensors.
+
+    It is aligned if the contiguous dimension of both operands is a multiple of 16 bytes.
+    """
+    contiguous = (m if layout[0] == "t" else k), (k if layout[1] == "t" else n)
+    return Problem(m, n, k, layout, all(size * dtype.itemsize % 16 == 0 for size in contiguous), dtype, fused)
+
+
+def backward_of(problem: Problem, to_main_grad: bool) -> tuple[Problem, Problem]:
     """Return dgrad and wgrad of the layer whose forward is the problem."""
     width = problem.n * (2 if problem.fused.endswith("_gated") else 1)  # of dz
-
-    def product(m: int, n: int, k: int, layout: str, contiguous: tuple[int, int], fused: str) -> Problem:
-        aligned = all(size * problem.dtype.itemsize % 16 == 0 for size in contiguous)
-        return replace(problem, m=m, n=n, k=k, layout=layout, aligned=aligned, fused=fused)
-
-    dgrad = product(problem.m, problem.k, width, "nn", (width, problem.k), "none")
-    fused = "main_grad" if to_main_grad else "none"
-    return dgrad, product(problem.n, problem.k, problem.m, "tn", (width, problem.k), fused)
+    dgrad = product(problem.m, problem.k, width, "nn", problem.dtype)
+    wgrad = product(width, problem.k, problem.m, "tn", problem.dtype, "main_grad" if to_main_grad else "none")
+    # Each half of a gated layer's weight has a product of its own.
+    return replace(dgrad, precision=problem.precision), replace(wgrad, precision=problem.precision, m=problem.n)
 
 
-def _contest(problem: Problem, device: torch.device):
-    """Return our call (of a tile configuration), the library's, and the first rows in fp64."""
-    generator = torch.Generator(device).manual_seed(0)  # the model's random numbers stay as they are
+def product_calls(problem: Problem, device: torch.device) -> TileCalls[MatmulConfig]:
+    """Return calls of a product on operands of its own."""
+    # The model's random numbers stay as they are.
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
-    def matrix(rows: int, columns: int, turned: bool) -> torch.Tensor:
-        stored = (columns, rows) if turned else (rows, columns)
+    def matrix(rows: int, columns: int, letter: str, scale: float = 1.0) -> torch.Tensor:
+        stored = (columns, rows) if letter == "t" else (rows, columns)
         per_line = 16 // problem.dtype.itemsize
         rest = stored[1] % per_line
         padding = -rest % per_line if problem.aligned else int(rest == 0)
-        padded = torch.randn(stored[0], stored[1] + padding, device=device, generator=generator).to(problem.dtype)
-        found = padded[:, : stored[1]]
-        return found.t() if turned else found
+        padded = torch.randn(stored[0], stored[1] + padding, device=device, generator=generator) * scale
+        found = padded.to(problem.dtype)[:, : stored[1]]
+        return found.t() if letter == "t" else found
 
-    a, b = (
-        matrix(*sizes, letter == "t")
-        for sizes, letter in zip(((problem.m, problem.k), (problem.k, problem.n)), problem.layout, strict=True)
-    )
+    is_gated = problem.fused.endswith("_gated")
+    a = matrix(problem.m, problem.k, problem.layout[0])
+    b = matrix(problem.k, problem.n * (1 + is_gated), problem.layout[1], problem.k**-0.5)
+    exact = a[:_CHECKED_ROWS].double() @ b.double()
     name = problem.fused.removesuffix("_gated")
-    some = a[:_CHECKED_ROWS].double()
-    if problem.fused == "main_grad":
+    if name == "none":
+        return TileCalls(lambda tile: matmul(a, b, config=tile)[0], lambda: a @ b, exact)
+    if name == "main_grad":
         total = torch.zeros(problem.m, problem.n, device=device)
 
-        def added(call: Callable[[], object]) -> torch.Tensor:
-            total[:_CHECKED_ROWS].zero_()
-            call()
+        def by_library() -> torch.Tensor:
+            with kernel_choice.prefer("library"):
+                accumulate(a, b, total)
             return total
 
-        return (
-            lambda tile: added(lambda: matmul(a, b, addend=total, out=total, config=tile)),
-            lambda: added(lambda: _by_library(lambda: accumulate(a, b, total))),
-            some @ b.double(),
+        return TileCalls(
+            lambda tile: matmul(a, b, addend=total, out=total, config=tile)[0], by_library, exact, total.zero_
         )
-    if problem.fused.endswith("_gated"):
-        whole = torch.cat([b, b], 1)
-        exact = some @ b.double()
-        return (
-            lambda tile: matmul(a, b, b_up=b, activation=name, keep_z=True, config=tile)[0],
-            lambda: gated(a @ whole, name),
-            ACTIVATIONS[name].apply(exact) * exact,
+    activate = ACTIVATIONS[name].apply
+    if is_gated:
+        gate, up = b.chunk(2, 1)
+        exact_gate, exact_up = exact.chunk(2, 1)
+        return TileCalls(
+            lambda tile: matmul(a, gate, b_up=up, activation=name, keep_z=True, config=tile)[0],
+            lambda: gated(a @ b, name),
+            activate(exact_gate) * exact_up,
         )
-    if name == "none":
-        return lambda tile: matmul(a, b, config=tile)[0], lambda: a @ b, some @ b.double()
-    return (
+    return TileCalls(
         lambda tile: matmul(a, b, activation=name, keep_z=True, config=tile)[0],
-        lambda: ACTIVATIONS[name].apply(a @ b),
-        ACTIVATIONS[name].apply(some @ b.double()),
+        lambda: activate(a @ b),
+        activate(exact),
     )
-
-
-def _by_library(call: Callable[[], object]) -> None:
-    with kernel_choice.prefer("library"):
-        call()
 
 
 def _known_or_measured(problems: Iterable[Problem], device: torch.device) -> list[Entry[MatmulConfig]]:

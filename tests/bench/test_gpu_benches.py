@@ -37,7 +37,7 @@ from weft.bench import (
     several_gpus_rank,
     tune,
 )
-from weft.bench.matmul import products, shards
+from weft.bench.matmul import contest_of, products, shards
 from weft.bench.measure import Quantiles
 from weft.bench.peer_collectives import Peer
 from weft.bench.table import Row, not_measured, table
@@ -69,12 +69,13 @@ LAYERS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_the_matmul_bench_measures_right_results(device, layer, dtype):
-    for product in products(layer, 70, device, dtype):
-        product.contest("label").check()
-        shape = {"forward": (70, layer.n), "dgrad": (70, layer.k)}.get(product.kind)
-        ours, peer = product.ours(None), product.peer()
+    for kind, problem in products(layer, 70, dtype).items():
+        made = contest_of(kind, problem, "label", device)
+        made.check()
+        shape = {"forward": (70, layer.n), "dgrad": (70, layer.k)}.get(kind)
+        ours, peer = made.ours(), *(peer() for peer in made.peers.values())
         assert ours.shape == peer.shape == (shape or ours.shape)
-        assert product.operations > 0 and product.moved_bytes > 0
+        assert made.operations > 0 and made.moved_bytes > 0
 
 
 def test_the_shards_are_those_of_the_published_models():
@@ -671,8 +672,8 @@ def missing(launches):
 shards = list(matmul.shards(["llama-3-8b"], (1, 8), [8192]))
 with launch.recording(architecture) as launches:
     for _, layer, tokens in shards:
-        for product in matmul.products(layer, tokens, device, torch.bfloat16):
-            product.ours(None)
+        for kind, problem in matmul.products(layer, tokens, torch.bfloat16).items():
+            matmul.contest_of(kind, problem, "label", device).ours()
     torch.Tensor.tolist = lambda x: [0] * len(x)
     for contest in grouped_matmul.contests(device):
         contest.ours()

@@ -312,12 +312,10 @@ def _product(m: int, n: int, k: int, layout: str, weight: torch.Tensor, fused: s
     if not kernel_choice.on_kernel(weight.device):
         return ProductReport(ATEN, kernel_choice.excluded(weight.device).reason)
     from weft.kernels import launch
-    from weft.kernels.matmul_tiles import Problem, choose_tile
+    from weft.kernels.matmul_tiles import choose_tile
+    from weft.tools import tuning
 
-    # Rows (n) or columns (t) of both operands are aligned to 16 bytes if the contiguous dimension is a multiple.
-    contiguous = {"nt": (k, k), "nn": (k, n), "tn": (m, n)}[layout]
-    aligned = all(size * weight.element_size() % 16 == 0 for size in contiguous)
-    problem = Problem(m, n, k, layout, aligned, weight.dtype, fused or "none")
+    problem = tuning.product(m, n, k, layout, weight.dtype, fused or "none")
     algorithm = kernel_choice.algorithm(problem, weight.device)
     if not algorithm.kernel:
         return ProductReport(ATEN, algorithm.reason)
