@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
-from weft.bench.measure import ROUNDS
+from weft.bench.device_time import LIMIT, Contest, measure
 from weft.bench.table import Row
 from weft.kernels.attention import attention_forward
 from weft.kernels.attention_rules import Positions, Rules
@@ -23,7 +22,7 @@ from weft.ops.attention_chunk import merge_attention
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contests", "run"]
 
 _TOKENS = 32768  # batch times sequence, so that every length fills the device
 _CHECKED = 2048  # positions
@@ -32,24 +31,13 @@ _LIBRARY = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, choices=(64, 128), help="both by default")
+    # compiled: with torch.compile's FlexAttention, which takes half a minute a case.
+    parser.set_defaults(attentions=cases.ATTENTIONS, compiled=True)
 
 
 def run(options) -> list[Row]:
-    limits = ceilings()
-    chosen = [case for case in cases.ATTENTIONS if options.head_dim in (None, case.head_dim)]
-    return measure(contests(chosen), limits, options.rounds)
-
-
-def rows(
-    limits: Ceilings, attentions=tuple(cases.ATTENTIONS), compiled: bool = True, rounds: int = ROUNDS
-) -> list[Row]:
-    """Return the rows for `make gpu`.
-
-    Args:
-        attentions: what is measured.
-        compiled: with torch.compile's FlexAttention, which takes half a minute a case.
-    """
-    return measure(contests(attentions, compiled), limits, rounds)
+    chosen = [case for case in options.attentions if options.head_dim in (None, case.head_dim)]
+    return measure(contests(chosen, options.compiled), options.rounds)
 
 
 def contests(attentions: Iterable[cases.AttentionCase], compiled: bool = True) -> Iterator[Contest]:

@@ -6,13 +6,13 @@ from functools import partial
 
 import torch
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.device_time import LIMIT, Contest, measure
 from weft.bench.suites import positive
 from weft.bench.table import Row
 from weft.kernels.bucket import PackedBucket, Statistics, reduce
 from weft.testing import cases, reference
 
-__all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contests", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options) -> list[Row]:
-    limits = ceilings()
-    return measure(contests(torch.device("cuda"), gradient_shapes(options.layers)), limits, options.rounds)
-
-
-def rows(limits: Ceilings) -> list[Row]:
-    return measure(contests(torch.device("cuda"), gradient_shapes(layers=4)), limits)
+    return measure(contests(torch.device("cuda"), gradient_shapes(options.layers)), options.rounds)
 
 
 def gradient_shapes(layers: int) -> list[tuple[int, ...]]:

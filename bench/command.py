@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.bench import suites
 from weft.bench.measure import ROUNDS
 from weft.bench.suites import SUITES, RefusedError, positive
 
@@ -145,7 +146,7 @@ def _parser(name: str, module) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="append the run to FOLDER/<device>/<bench>.jsonl (default: bench/results of this checkout)",
     )
-    module.add_arguments(parser)
+    suites.add_arguments(module, parser)
     return parser
 
 

@@ -11,20 +11,20 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from weft.bench import copy_interference, device_time, flag_tax, from_host_memory, host_time
-from weft.bench.device_time import LIMIT, Ceilings, ceilings
-from weft.bench.measure import ROUNDS
+from weft.bench.device_time import LIMIT
 from weft.bench.table import Row
 
-__all__ = ["LIMIT", "PARTS", "add_arguments", "rows", "run", "tax_rows"]
+__all__ = ["LIMIT", "PARTS", "add_arguments", "run", "tax_rows"]
 
-PARTS: dict[str, Callable[[Ceilings, int], Iterable[Row]]] = {
-    "flags": lambda limits, rounds: flag_tax.lines(flag_tax.COLUMN, limits, rounds),
-    "departures": lambda limits, rounds: flag_tax.lines(flag_tax.ROW, limits, rounds),
-    "beside_a_copy": lambda limits, rounds: copy_interference.lines(rounds),
-    "host_memory": lambda limits, rounds: [from_host_memory.line(limits, rounds)],
-    "host_time": lambda limits, rounds: host_time.lines(rounds),
+PARTS: dict[str, Callable[[int], Iterable[Row]]] = {
+    "flags": partial(flag_tax.lines, flag_tax.COLUMN),
+    "departures": partial(flag_tax.lines, flag_tax.ROW),
+    "beside_a_copy": copy_interference.lines,
+    "host_memory": from_host_memory.lines,
+    "host_time": host_time.lines,
 }
 
 
@@ -33,16 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options) -> list[Row]:
-    limits = ceilings()
-    return _rows(options.part or PARTS, limits, options.rounds)
-
-
-def rows(limits: Ceilings) -> list[Row]:
-    return _rows(PARTS, limits, rounds=ROUNDS)
-
-
-def _rows(parts: Iterable[str], limits: Ceilings, rounds: int) -> list[Row]:
-    found = [row for part in parts for row in PARTS[part](limits, rounds)]
+    device_time.ceilings()  # ends the bench at once where there is no device
+    found = [row for part in options.part or PARTS for row in PARTS[part](options.rounds)]
     return [*found, *tax_rows(found)]
 
 

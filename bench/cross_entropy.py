@@ -5,13 +5,13 @@ Once from logits, and once from the output layer's input, with the memory of the
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.device_time import LIMIT, Contest, measure
 from weft.bench.suites import positive
 from weft.bench.table import Row
 from weft.ops.cross_entropy import fused_cross_entropy
@@ -19,23 +19,19 @@ from weft.ops.linear_cross_entropy import fused_linear_cross_entropy
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "add_arguments", "contest", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contest", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=8192)
+    parser.set_defaults(tensor_parallel=cases.TENSOR_PARALLEL, compiled=True)
 
 
 def run(options) -> list[Row]:
-    limits = ceilings()
-    return measure(contests(options.tokens), limits, options.rounds)
+    return measure(contests(options.tokens, options.tensor_parallel, options.compiled), options.rounds)
 
 
-def rows(limits: Ceilings, tensor_parallel=tuple(cases.TENSOR_PARALLEL), compiled: bool = True) -> list[Row]:
-    return measure(contests(8192, tensor_parallel, compiled), limits)
-
-
-def contests(tokens: int, tensor_parallel=tuple(cases.TENSOR_PARALLEL), compiled: bool = True) -> Iterator[Contest]:
+def contests(tokens: int, tensor_parallel: Iterable[int], compiled: bool) -> Iterator[Contest]:
     """Yield contests with Llama 3's vocabulary over 1 to 8 ranks."""
     model, device = cases.MODELS["llama-3-8b"], torch.device("cuda")
     for tp in tensor_parallel:

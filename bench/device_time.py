@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -43,8 +44,12 @@ class Ceilings:
     terabytes: float
 
 
+@cache
 def ceilings() -> Ceilings:
-    """Measure the ceilings by the library's bf16 product of 8192^3 and a copy of 2 GiB, counted as read and written."""
+    """Measure the ceilings by the library's bf16 product of 8192^3 and a copy of 2 GiB, counted as read and written.
+
+    A process measures them once.
+    """
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here, and this bench measures nothing else")
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
@@ -62,12 +67,15 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     return {name: Quantiles.of(times) for name, times in samples.items()}
 
 
-def measure(contests: Iterable[Contest], limits: Ceilings, rounds: int = ROUNDS) -> list[Row]:
+def measure(contests: Iterable[Contest], rounds: int) -> list[Row]:
     """Return a row for each contest; each first checks the result of our call.
 
     Inside of `keeping` a contest that raises costs its own row.
+
+    Raises:
+        SystemExit: There is no CUDA device; no contest was made.
     """
-    rows = []
+    limits, rows = ceilings(), []
     for contest in contests:
         try:
             rows.append(_measure(contest, limits, rounds))

@@ -25,10 +25,6 @@ TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 4096, 1024, 512, 8, 2
 LIMIT = "of the way of the tokens: a copy of as many bytes, there and back, by each rank"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: this bench has only the common options."""
-
-
 def run(options: argparse.Namespace) -> Iterator[Row]:
     cases = {
         "there and back": (_way, "gloo"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from weft.bench.device_time import Ceilings, Contest, measure
+from weft.bench.device_time import Contest, measure
 from weft.bench.table import Row
 from weft.kernels import launch, signal
 from weft.kernels.all_gather_matmul import all_gather_matmul
@@ -31,10 +31,10 @@ _RANK = 1  # its tiles begin in the middle
 _CHECKED = slice(0, 64)  # rows compared with fp64
 
 
-def lines(names: tuple[str, ...], limits: Ceilings, rounds: int) -> Iterator[Row]:
+def lines(names: tuple[str, ...], rounds: int) -> Iterator[Row]:
     """Yield the rows of the named layers."""
     for contest in contests(names, torch.device("cuda"), torch.bfloat16):
-        (row,) = measure([contest], limits, rounds)
+        (row,) = measure([contest], rounds)
         yield replace(row, peer=LIBRARY, facts={**row.facts, "tax": tax_of(row)})
 
 

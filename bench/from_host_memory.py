@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft import _C
-from weft.bench.device_time import Ceilings, Contest, alternate, measure
+from weft.bench.device_time import Contest, alternate, measure
 from weft.bench.flag_tax import everywhere, unsplit
 from weft.bench.table import Row, not_measured
 from weft.kernels import signal
@@ -26,9 +26,9 @@ ROWS, DEPTH = 8192, 4096
 _ROUNDS, _UNIT = 11, 256  # rounds of the search for a width; widths are multiples of the unit
 
 
-def line(limits: Ceilings, rounds: int, m: int = ROWS, k: int = DEPTH) -> Row:
+def lines(rounds: int, m: int = ROWS, k: int = DEPTH) -> list[Row]:
     if _C.cuda is None:
-        return not_measured(OP, f"{m}xNx{k}", "this weft was built without CUDA")
+        return [not_measured(OP, f"{m}xNx{k}", "this weft was built without CUDA")]
     x = torch.randn(m, k).bfloat16().pin_memory()
     n, copy_us, product_us = equally_long(x)
     case = Case.of(x, n)
@@ -41,8 +41,8 @@ def line(limits: Ceilings, rounds: int, m: int = ROWS, k: int = DEPTH) -> Row:
         2.0 * m * n * k,
         (m * k + n * k + m * n) * x.element_size(),
     )
-    (row,) = measure([contest], limits, rounds)
-    return replace(row, remark=f"copy {copy_us:.0f} us, torch.matmul {product_us:.0f} us")
+    (row,) = measure([contest], rounds)
+    return [replace(row, remark=f"copy {copy_us:.0f} us, torch.matmul {product_us:.0f} us")]
 
 
 def equally_long(x: torch.Tensor) -> tuple[int, float, float]:

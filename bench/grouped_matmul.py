@@ -10,28 +10,20 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.device_time import LIMIT, Contest, measure
 from weft.bench.table import Row
 from weft.kernels.grouped_matmul import grouped_matmul, grouped_wgrad
 from weft.testing.tolerance import assert_close
 
-__all__ = ["LIMIT", "MIXTURES", "add_arguments", "contests", "rows", "run", "uneven_offsets"]
+__all__ = ["LIMIT", "MIXTURES", "contests", "run", "uneven_offsets"]
 
 # Experts, chosen for each token, hidden and intermediate size: from the models' own config.json files.
 MIXTURES = {"mixtral-8x7b": (8, 2, 4096, 14336), "qwen3-30b-a3b": (128, 8, 2048, 768)}
 _TOKENS = 4096
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: this bench has only the common options."""
-
-
 def run(options: argparse.Namespace) -> list[Row]:
-    return measure(contests(torch.device("cuda")), ceilings(), options.rounds)
-
-
-def rows(limits: Ceilings) -> list[Row]:
-    return measure(contests(torch.device("cuda")), limits)
+    return measure(contests(torch.device("cuda")), options.rounds)
 
 
 def contests(device: torch.device, mixtures=MIXTURES, tokens: int = _TOKENS) -> Iterator[Contest]:

@@ -48,10 +48,6 @@ class Llama1024(Llama):
     HEAD, KV_HEADS, HIDDEN, WORDS = 64, 8, 4096, 4096
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: this bench has only the common options."""
-
-
 def run(options: argparse.Namespace) -> Iterator[Row]:
     if options.world != 2:
         raise RefusedError("weft bench invariance runs on one and on two ranks; it takes no --world")

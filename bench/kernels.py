@@ -2,20 +2,22 @@
 
 import argparse
 import importlib
+from typing import Any
 
 from weft.bench.device_time import LIMIT
+from weft.bench.suites import options_of
 from weft.bench.table import Row
 
 __all__ = ["LIMIT", "SUITES", "add_arguments", "run"]
 
-# Arguments of each suite. The matmul takes the ends of the splits and of the tokens, which bound those between.
-SUITES = {
-    "matmul": ["--tp", "1", "--tp", "8", "--tokens", "1024", "--tokens", "16384"],
-    "attention_chunk": [],
-    "bucket": [],
-    "cross_entropy": [],
+# Options of each suite. The matmul takes the ends of the splits and of the tokens, which bound those between.
+SUITES: dict[str, dict[str, Any]] = {
+    "matmul": {"tp": [1, 8], "tokens": [1024, 16384]},
+    "attention_chunk": {},
+    "bucket": {},
+    "cross_entropy": {},
 }
-COMMUNICATING: dict[str, list[str]] = {"communicating": []}
+COMMUNICATING: dict[str, dict[str, Any]] = {"communicating": {}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options) -> list[Row]:
     found: list[Row] = []
-    for name, arguments in (COMMUNICATING if options.communicating else SUITES).items():
+    for name, given in (COMMUNICATING if options.communicating else SUITES).items():
         suite = importlib.import_module(f"weft.bench.{name}")
-        parser = argparse.ArgumentParser()
-        parser.set_defaults(rounds=options.rounds)
-        suite.add_arguments(parser)
-        found += suite.run(parser.parse_args(arguments))
+        found += suite.run(options_of(suite, rounds=options.rounds, **given))
     return found

@@ -19,15 +19,13 @@ from functools import partial
 import torch
 
 from weft.bench import device_time
-from weft.bench.device_time import Ceilings
 from weft.bench.flag_tax import unsplit
-from weft.bench.measure import ROUNDS, Quantiles, alternate
+from weft.bench.measure import Quantiles, alternate
 from weft.bench.table import Row, not_measured
 from weft.kernels import bucket, dispatch, language, launch
 from weft.kernels.launch import Launch
 from weft.kernels.matmul import matmul
 
-__all__ = ["LIMIT", "add_arguments", "rows", "run"]
 LIMIT = "none: ratios to the peers of the same run"
 TRITON, ADD = "Triton's launcher", "torch.add"
 EMPTY, WARM = "Triton, empty cache", "Triton, warm cache"
@@ -41,18 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options) -> list[Row]:
-    return _lines(options.part or PARTS, options.rounds)
-
-
-def rows(limits: Ceilings) -> list[Row]:
-    return _lines(PARTS, rounds=ROUNDS)
-
-
-def _lines(parts: Iterable[str], rounds: int) -> list[Row]:
-    reason = _why_not()
-    if reason:
+    parts = options.part or PARTS
+    if reason := _why_not():
         return [not_measured(part, "", reason) for part in parts]
-    return [line for part in parts for line in PARTS[part](rounds)]
+    return [line for part in parts for line in PARTS[part](options.rounds)]
 
 
 def _why_not() -> str | None:

@@ -21,10 +21,6 @@ PEER = "DTensor over gloo"
 LIMIT = "the same shards' arithmetic in nn.Linear, without any communication"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: this bench has only the common options."""
-
-
 def run(options: argparse.Namespace) -> Iterator[Row]:
     for case in MLPS:
         per_rank = run_ranks(_measure, options.world, case, options.rounds, backend="gloo", timeout_s=300)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.device_time import LIMIT, Contest, measure
 from weft.bench.suites import positive
 from weft.bench.table import Row
 from weft.kernels.matmul_tiles import Problem
@@ -14,7 +14,7 @@ from weft.testing import cases
 from weft.testing.tolerance import assert_close
 from weft.tools import tuning
 
-__all__ = ["LIMIT", "add_arguments", "contests", "products", "rows", "run", "shards"]
+__all__ = ["LIMIT", "add_arguments", "contests", "products", "run", "shards"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options) -> list[Row]:
-    limits = ceilings()
-    return measure(contests(options.model, options.tp, options.tokens), limits, options.rounds)
-
-
-def rows(limits: Ceilings, models=None, tokens=(1024, 16384)) -> list[Row]:
-    """Return the rows for `make gpu`: every layer at the ends of the splits and of the tokens."""
-    return measure(contests(models, (1, 8), tokens), limits)
+    return measure(contests(options.model, options.tp, options.tokens), options.rounds)
 
 
 def contests(models=None, tensor_parallel=None, tokens=None) -> Iterator[Contest]:

@@ -1,32 +1,28 @@
 """weft bench rank_order_sum: the CUDA extension's rank-order sum of W buffers, against torch.sum of a stack."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
 
 from weft import _C
-from weft.bench.device_time import LIMIT, Ceilings, Contest, ceilings, measure
+from weft.bench.device_time import LIMIT, Contest, measure
 from weft.bench.table import Row
 from weft.testing import reference
 
-__all__ = ["LIMIT", "add_arguments", "contests", "rows", "run"]
+__all__ = ["LIMIT", "add_arguments", "contests", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: this bench has only the common options."""
+    parser.set_defaults(worlds=(2, 4, 8))
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    return measure(contests(), ceilings(), options.rounds)
+    return measure(contests(options.worlds), options.rounds)
 
 
-def rows(limits: Ceilings, worlds=(2, 4, 8)) -> list[Row]:
-    return measure(contests(worlds), limits)
-
-
-def contests(worlds=(2, 4, 8), count=64 << 20, dtype=torch.bfloat16) -> Iterator[Contest]:
+def contests(worlds: Iterable[int], count=64 << 20, dtype=torch.bfloat16) -> Iterator[Contest]:
     """Yield a contest for each number of buffers; the buffers are larger than any cache."""
     for world in worlds:
         stack = torch.randn(world, count, device="cuda").to(dtype)

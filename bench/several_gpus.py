@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from weft.bench.device_time import Ceilings
-from weft.bench.measure import ROUNDS, Quantiles, slowest_rank
+from weft.bench.measure import Quantiles, slowest_rank
 from weft.bench.several_gpus_rank import (
     ANY_ORDER,
     APART,
@@ -35,8 +34,6 @@ from weft.bench.table import Row, not_measured
 from weft.testing import cases
 from weft.testing.ranks import run_ranks
 
-__all__ = ["LIMIT", "add_arguments", "rows", "run", "works"]
-
 LIMIT = "the links' rate, which is not measured; times are the slowest rank's of each round"
 SIZES = [4096 << shift for shift in range(0, 17, 2)]  # 4 KiB to 256 MiB
 NORMS = (1, 4096), (8, 4096), (1, 8192), (4, 8192)  # rows and hidden size; each is one kernel with up to 8 ranks
@@ -52,22 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options) -> list[Row]:
-    return lines(options.world, options.rounds, options.only)
-
-
-def rows(limits: Ceilings) -> list[Row]:
-    return lines(None, rounds=ROUNDS)
-
-
-def lines(world: int | None, rounds: int, only: str | None = None) -> list[Row]:
-    """Return the rows, measured on `world` GPUs; on all GPUs of the machine by default."""
-    gpus = torch.cuda.device_count()
-    wanted = works(world or max(gpus, 2), only)
+    """Return the rows, measured on `options.world` GPUs; on all GPUs of the machine by default."""
+    world, gpus = options.world, torch.cuda.device_count()
+    wanted = works(world or max(gpus, 2), options.only)
     if reason := why_not(world, gpus):
         return [not_measured(work.op, shape, reason) for work in wanted for shape in work.shapes()]
     count = world or gpus
-    options: dict[str, Any] = {"timeout_s": _TIMEOUT_S, "group_timeout_s": _TIMEOUT_S, "start": "spawn"}
-    per_rank = run_ranks(measure_rank, count, wanted, rounds, backend=_BACKEND, **options)
+    settings: dict[str, Any] = {"timeout_s": _TIMEOUT_S, "group_timeout_s": _TIMEOUT_S, "start": "spawn"}
+    per_rank = run_ranks(measure_rank, count, wanted, options.rounds, backend=_BACKEND, **settings)
     transport = Row({"op": "transport", "shape": f"W={count}"}, remark=per_rank[0].transport)
     return [transport, *(line for number, work in enumerate(wanted) for line in of_ranks(work, number, per_rank))]
 

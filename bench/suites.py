@@ -1,7 +1,8 @@
 """The benches of `weft bench`: name, text and device of each. Imports the standard library only."""
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
+from typing import Any
 
 WARM = "warm: calls follow one another on the same operands and nothing is flushed"
 COLD = "cold: the L2 cache is flushed before each call"
@@ -22,9 +23,9 @@ def positive(text: str) -> int:
 class Suite:
     """Description of a bench, the module `weft.bench.<name>`.
 
-    The module has `add_arguments(parser)`, `run(options)`, which returns rows (`table.Row`), and `LIMIT`, the text
-    of the limit that no result can beat. It may have `plot(rows, path)` for a better picture than times and ratios row
-    by row.
+    The module has `run(options)`, which returns rows (`table.Row`), and `LIMIT`, the text of the limit that no result
+    can beat. It may have `add_arguments(parser)` for options of its own, and `plot(rows, path)` for a better picture
+    than times and ratios row by row.
 
     Attributes:
         text: One line for the help.
@@ -35,6 +36,18 @@ class Suite:
     text: str
     on_gpu: bool = False
     caches: str = WARM
+
+
+def add_arguments(module, parser: ArgumentParser) -> None:
+    """Add a bench's own options, if it has any."""
+    getattr(module, "add_arguments", lambda parser: None)(parser)
+
+
+def options_of(module, **given: Any) -> Namespace:
+    """Return the default options of a bench, with those that are given in their place."""
+    parser = ArgumentParser()
+    add_arguments(module, parser)
+    return Namespace(**{**vars(parser.parse_args([])), **given})
 
 
 SUITES = {

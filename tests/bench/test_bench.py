@@ -458,7 +458,7 @@ def test_files_that_cannot_be_compared_are_refused_in_a_line(rows, tmp_path, cap
 def test_make_gpu_keeps_what_can_be_compared(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "ceilings", lambda: Ceilings(1.0, 1.0))
     peers = {"library": Quantiles(2, 3, 4)}
-    fake.rows = lambda limits: [Row({"op": "op", "shape": "8x8"}, {"ours": Quantiles(1, 1, 1), **peers}, "library")]
+    fake.rows = [Row({"op": "op", "shape": "8x8"}, {"ours": Quantiles(1, 1, 1), **peers}, "library")]
     assert on_gpu.bench("fake_one", tmp_path, 0.0) == 0
     (kept,) = compare.read(str(tmp_path / "fake_one.json"))
     assert kept["geometric_mean_ratio"] == {"op": pytest.approx(3.0)} and kept["build"]["version"]

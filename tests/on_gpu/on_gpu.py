@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.bench import suites
+from weft.bench import kernels, suites
 from weft.bench.device_time import Ceilings, ceilings, geometric_mean, keeping
 from weft.bench.environment import environment, folder_name
 from weft.bench.measure import ROUNDS
@@ -93,7 +93,11 @@ def steps() -> dict[str, GpuStep]:
     return {
         "doctor": GpuStep(doctor, 60),
         "launches": GpuStep(partial(launches, alone, "launches"), 240),
-        **{suite: GpuStep(partial(bench, suite), 180) for suite in SUITES if suite not in _LARGE},
+        **{
+            suite: GpuStep(partial(bench, suite, **kernels.SUITES.get(suite, {})), 180)
+            for suite in SUITES
+            if suite not in _LARGE
+        },
         "tune": GpuStep(tune, 240),
         "tune_others": GpuStep(partial(tune, ops=("attention", "grouped")), 120),
         "tests": GpuStep(tests, 600),
@@ -104,7 +108,7 @@ def steps() -> dict[str, GpuStep]:
         "tune_collectives": GpuStep(partial(tune, ops=("collectives",)), 300),
         "across": GpuStep(across, 100),
         # _PARTS of the above, in the time that a command has for them.
-        "products": GpuStep(partial(bench, "matmul", models=["llama-3-8b"], tokens=(8192,)), 100),
+        "products": GpuStep(partial(bench, "matmul", model=["llama-3-8b"], tp=(1, 8), tokens=(8192,)), 100),
         "attentions": GpuStep(partial(bench, "attention_chunk", attentions=_ATTENTIONS, compiled=False, rounds=7), 70),
         "losses": GpuStep(losses, 60),
         "chosen_tests": GpuStep(partial(tests, chosen=_CHOSEN), 240),
@@ -382,11 +386,12 @@ def tune(folder: Path, end: float, ops: Sequence[str] = ("matmul",)) -> int:
 
 
 def bench(suite: str, folder: Path, end: float, **given) -> int:
-    """Run a bench's rows for `make gpu`, or those that are given; without a GPU say that it needs one."""
+    """Run a bench with the given options; without a GPU say that it needs one."""
     if suites.SUITES[suite].on_gpu and not torch.cuda.is_available():
         print(f"{suite}: measured on a GPU only")
         return 0
     module = importlib.import_module(f"weft.bench.{suite}")
+    options = suites.options_of(module, **{"rounds": ROUNDS, **given})
     limits = ceilings()
     rows: list[Row] = []
 
@@ -399,7 +404,7 @@ def bench(suite: str, folder: Path, end: float, **given) -> int:
     code = 0
     with keeping(keep):
         try:
-            rows = list(module.rows(limits, **given))
+            rows = list(module.run(options))
         except Exception as error:  # of what prepares a contest; the next bench goes on
             traceback.print_exc()
             keep(Row({"op": suite, "shape": ""}, remark=f"FAULT: {type(error).__name__}: {error}"))
