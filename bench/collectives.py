@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.bench import ddp, mpi
+from weft.bench import mpi
+from weft.bench.data_parallel import linear_layers, measure_ddp
 from weft.bench.measure import alternate, slowest_rank
 from weft.bench.suites import RefusedError, positive
 from weft.bench.table import Row
@@ -93,7 +94,8 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     dtype = getattr(torch, options.datatype)
     for operation in options.op:
         if operation == DDP_STEP:
-            yield _line(operation, ddp.PARAMETERS, torch.float32, options, ddp.measure, options.iters or 3)
+            count = sum(parameter.numel() for parameter in linear_layers().parameters())
+            yield _line(operation, count, torch.float32, options, measure_ddp, options.iters or 3)
             continue
         for size in sizes(options):
             count = max(1, size // dtype.itemsize)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from weft.bench.host_calls import GPTBlock
 from weft.bench.measure import alternate, slowest_rank
 from weft.bench.memory import peak_mb
 from weft.bench.table import Row
@@ -105,28 +106,11 @@ def linear_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
 
 
-class ResidualBlock(nn.Module):
-    """Block of the demo's GPT: attention and a perceptron, each behind a norm."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.norm1, self.norm2, self.heads = nn.LayerNorm(width), nn.LayerNorm(width), heads
-        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        y = self.norm1(x)
-        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.output(y.transpose(1, 2).flatten(-2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
 def demo_gpt() -> nn.Module:
     """Return a model of the sizes of examples/train_lm.py: 256 wide, 6 layers, bytes as tokens."""
     return nn.Sequential(
         nn.Embedding(256, 256),
-        *(ResidualBlock(256, 4) for _ in range(6)),
+        *(GPTBlock(256, head=64, gelu="tanh") for _ in range(6)),
         nn.LayerNorm(256),
         nn.Linear(256, 256, bias=False),
     )
@@ -223,6 +207,24 @@ def _measure(rank: int, subject: Subject, rounds: int) -> dict[str, list[float]]
             step()
     _check(alone, models[OURS])
     return alternate(steps, meet=meet, rounds=rounds, calls=1)
+
+
+def measure_ddp(rank: int, rounds: int, calls: int) -> tuple[dict[str, list[float]], int]:
+    """Return microseconds a step of torch's DDP over weft and over gloo, and of the twelve linear layers alone.
+
+    Returns also the number of elements in which the gradients differ: the two backends sum in different orders.
+    """
+    torch.manual_seed(0)
+    subject = SUBJECTS["12 linear layers"]
+    alone = subject.model()
+    wrapped = {"ordinary": DDP_WEFT, "gloo": DDP_GLOO}
+    models = {name: _wrapped(how, copy.deepcopy(alone)) for name, how in wrapped.items()}
+    steps = {name: _step(subject, model, rank) for name, model in (models | {"limit": alone}).items()}
+    for step in steps.values():
+        step()
+    gradients = ([parameter.grad for parameter in model.parameters()] for model in models.values())
+    wrong = sum(int((~torch.isclose(a, b, rtol=1e-4, atol=1e-7)).sum()) for a, b in zip(*gradients, strict=True))
+    return alternate(steps, meet=dist.barrier, rounds=rounds, calls=calls), wrong
 
 
 def _check(alone: nn.Module, ours: nn.Module) -> None:

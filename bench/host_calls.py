@@ -29,20 +29,23 @@ PLAIN = "one process"
 
 
 class GPTBlock(nn.Module):
-    def __init__(self, width: int):
+    """Attention and a perceptron, each behind a norm."""
+
+    def __init__(self, width: int, head: int = HEAD, gelu: str = "none"):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2, self.head, self.gelu = nn.LayerNorm(width), nn.LayerNorm(width), head, gelu
         self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):  # [batch, sequence, width]
         y = self.norm1(x)
         q, k, v = (
-            project(y).view(*y.shape[:2], -1, HEAD).transpose(1, 2) for project in (self.query, self.key, self.value)
+            project(y).view(*y.shape[:2], -1, self.head).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.output(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate=self.gelu))
 
 
 class GPT(nn.Module):
