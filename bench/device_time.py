@@ -10,6 +10,8 @@ import torch
 from weft.bench import progress
 from weft.bench.measure import ROUNDS, Quantiles
 from weft.bench.table import Row
+from weft.ops import kernel_choice
+from weft.testing.tolerance import assert_close
 from weft.tools import tuning
 
 LIMIT = "a large bf16 product and a large copy, measured in the same run"
@@ -65,6 +67,33 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
         return {}
     samples = tuning.device_us(calls, torch.device("cuda"), rounds, progress.set_round)
     return {name: Quantiles.of(times) for name, times in samples.items()}
+
+
+def contest_of(
+    op: str,
+    shape: str,
+    calls: tuning.TileCalls,
+    dtype: torch.dtype,
+    peer: str,
+    operations: float,
+    moved_bytes: float,
+) -> Contest:
+    """Return the contest of our call, with the tile that its kernel chooses, and of the library's, called `peer`."""
+
+    def ours() -> torch.Tensor:
+        return calls.ours(None)
+
+    def library() -> torch.Tensor:
+        with kernel_choice.prefer("library"):
+            return calls.library()
+
+    def check() -> None:
+        result = calls.first_rows(ours)
+        # The tolerance is of a rounded product: cuBLAS may sum fp32 in pieces, closer than one chain of tensor cores.
+        plain = calls.first_rows(library).to(dtype).to(result.dtype)
+        assert_close(result, plain, calls.exact, f"{op} {shape}")
+
+    return Contest(op, shape, ours, {peer: library}, check, operations, moved_bytes)
 
 
 def measure(contests: Iterable[Contest], rounds: int) -> list[Row]:

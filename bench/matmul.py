@@ -1,17 +1,15 @@
 """weft bench matmul: the linear layers' products at published models' shards, against torch.matmul and its epilogue."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from weft.bench.device_time import LIMIT, Contest, measure
+from weft.bench.device_time import LIMIT, Contest, contest_of, measure
 from weft.bench.suites import positive
 from weft.bench.table import Row
 from weft.kernels.matmul_tiles import Problem
-from weft.ops import kernel_choice
 from weft.testing import cases
-from weft.testing.tolerance import assert_close
 from weft.tools import tuning
 
 __all__ = ["LIMIT", "add_arguments", "contests", "products", "run", "shards"]
@@ -31,7 +29,7 @@ def contests(models=None, tensor_parallel=None, tokens=None) -> Iterator[Contest
     """Yield forward, dgrad and wgrad of each layer of each model at each split and number of tokens."""
     for label, layer, m in shards(models, tensor_parallel or cases.TENSOR_PARALLEL, tokens or cases.TOKENS):
         for kind, problem in products(layer, m, torch.bfloat16).items():
-            yield contest_of(kind, problem, label, torch.device("cuda"))
+            yield contest(kind, problem, label, torch.device("cuda"))
 
 
 def shards(models, tensor_parallel, tokens) -> Iterator[tuple[str, cases.LinearLayer, int]]:
@@ -55,36 +53,20 @@ def products(layer: cases.LinearLayer, m: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def contest_of(kind: str, problem: Problem, label: str, device: torch.device) -> Contest:
+def contest(kind: str, problem: Problem, label: str, device: torch.device) -> Contest:
     """Return the contest of a product with the library's and its separate epilogue."""
-    calls = tuning.product_calls(problem, device)
     epilogue = problem.fused.removesuffix("_gated")
-    peer_names = {"none": "torch.matmul", "main_grad": "torch.addmm in fp32"}
-
-    def peer() -> torch.Tensor:
-        with kernel_choice.prefer("library"):
-            return calls.library()
-
-    def first_rows(call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        calls.reset()
-        return call()[: len(calls.exact)].clone()
-
-    def check() -> None:
-        result = first_rows(lambda: calls.ours(None))
-        # The tolerance is of a rounded product: cuBLAS may sum fp32 in pieces, closer than one chain of tensor cores.
-        plain = first_rows(peer).to(problem.dtype).to(result.dtype)
-        assert_close(result, plain, calls.exact, label)
-
+    peers = {"none": "torch.matmul", "main_grad": "torch.addmm in fp32"}
     width = problem.n * (1 + problem.fused.endswith("_gated"))
     read = problem.k * (problem.m + width) * problem.dtype.itemsize
     # A main_grad of fp32 is read and written.
     written = problem.m * problem.n * (8 if epilogue == "main_grad" else problem.dtype.itemsize)
-    return Contest(
+    return contest_of(
         f"matmul {kind}",
         label,
-        lambda: calls.ours(None),
-        {peer_names.get(epilogue, f"torch.matmul + {epilogue}"): peer},
-        check,
+        tuning.product_calls(problem, device),
+        problem.dtype,
+        peers.get(epilogue, f"torch.matmul + {epilogue}"),
         2.0 * problem.m * width * problem.k,
         read + written,
     )

@@ -95,42 +95,27 @@ def _of_mixture(experts: int, rows: int, hidden: int, inner: int, device, dtype)
         return torch.randn(shape, device=device, generator=generator).to(dtype)
 
     offsets = grouped_bench.uneven_offsets(experts, rows, device)
-    ends, first = offsets[1:], slice(0, min(_CHECKED, int(offsets[1])))
+    first = slice(0, min(_CHECKED, int(offsets[1])))
     x, up, down = matrix(rows, hidden), matrix(experts, 2 * inner, hidden), matrix(experts, hidden, inner)
     y, dy, dz = matrix(rows, inner), matrix(rows, hidden), matrix(rows, 2 * inner)
     gate_t, up_t = up.transpose(1, 2).chunk(2, 2)
 
-    def entry(problem, tiles, ours, library, exact) -> configs.Entry | None:
-        return tuning.fastest(problem.key(), dtype, tiles, tuning.TileCalls(ours, library, exact), device)
+    def entry(problem, calls: tuning.TileCalls, **kind: bool) -> configs.Entry | None:
+        tiles = grouped.tiles_of(launch.architecture_of(device), dtype, **kind)
+        return tuning.fastest(problem.key(), dtype, tiles, calls, device)
 
-    tiles_of = partial(grouped.tiles_of, launch.architecture_of(device), dtype)
-    exact = gated(x[first].double() @ up[0].double().t(), "silu")
-    yield entry(
-        grouped.problem_of(x, gate_t, up_t, "silu"),
-        tiles_of(gated=True),
+    calls: tuning.TileCalls[configs.MatmulConfig] = tuning.TileCalls(
         lambda tile: grouped.grouped_matmul(
             x, gate_t, offsets, b_up=up_t, activation="silu", keep_z=True, config=tile
         )[0],
-        lambda: gated(F.grouped_mm(x, up.transpose(1, 2), offs=ends), "silu"),
-        exact,
+        lambda: gated(F.grouped_mm(x, up.transpose(1, 2), offs=offsets[1:]), "silu"),
+        gated(x[first].double() @ up[0].double().t(), "silu"),
     )  # fmt: skip
+    yield entry(grouped.problem_of(x, gate_t, up_t, "silu"), calls, gated=True)
     for a, b in ((y, down.transpose(1, 2)), (dy, down), (dz, up)):
-        yield entry(
-            grouped.problem_of(a, b),
-            tiles_of(),
-            lambda tile, a=a, b=b: grouped.grouped_matmul(a, b, offsets, config=tile)[0],
-            partial(F.grouped_mm, a, b, offs=ends),
-            a[first].double() @ b[0].double(),
-        )
+        yield entry(grouped.problem_of(a, b), grouped_bench.product_calls(a, b, offsets))
     for g, h in ((dz, x), (dy, y)):
-        whole = slice(0, int(offsets[1]))
-        yield entry(
-            grouped.wgrad_problem_of(g, h, experts, False),
-            tiles_of(),
-            lambda tile, g=g, h=h: grouped.grouped_wgrad(g, h, offsets, config=tile),
-            partial(F.grouped_mm, g.t(), h, offs=ends),
-            (g[whole].double().t() @ h[whole].double()).unsqueeze(0),
-        )
+        yield entry(grouped.wgrad_problem_of(g, h, experts, False), grouped_bench.wgrad_calls(g, h, offsets))
 
 
 def attentions(

@@ -37,7 +37,8 @@ from weft.bench import (
     several_gpus_rank,
     tune,
 )
-from weft.bench.matmul import contest_of, products, shards
+from weft.bench import matmul as matmul_bench
+from weft.bench.matmul import products, shards
 from weft.bench.measure import Quantiles
 from weft.bench.peer_collectives import Peer
 from weft.bench.table import Row, not_measured, table
@@ -70,7 +71,7 @@ LAYERS = [
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_the_matmul_bench_measures_right_results(device, layer, dtype):
     for kind, problem in products(layer, 70, dtype).items():
-        made = contest_of(kind, problem, "label", device)
+        made = matmul_bench.contest(kind, problem, "label", device)
         made.check()
         shape = {"forward": (70, layer.n), "dgrad": (70, layer.k)}.get(kind)
         ours, peer = made.ours(), *(peer() for peer in made.peers.values())
@@ -673,7 +674,7 @@ shards = list(matmul.shards(["llama-3-8b"], (1, 8), [8192]))
 with launch.recording(architecture) as launches:
     for _, layer, tokens in shards:
         for kind, problem in matmul.products(layer, tokens, torch.bfloat16).items():
-            matmul.contest_of(kind, problem, "label", device).ours()
+            matmul.contest(kind, problem, "label", device).ours()
     torch.Tensor.tolist = lambda x: [0] * len(x)
     for contest in grouped_matmul.contests(device):
         contest.ours()
