@@ -6,7 +6,6 @@ Beside them: gloo, one process, and the same layer split by transformers over gl
 import argparse
 import copy
 import importlib.util
-import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -32,14 +31,15 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         "step, ep": (_step_ep, "one process"),
     }
     for name, (measured, peer) in cases.items():
-        per_rank = run_ranks(measured, options.world, options.rounds, backend="gloo", timeout_s=600)
+        with tempfile.TemporaryDirectory() as folder:
+            per_rank = run_ranks(measured, options.world, options.rounds, folder, backend="gloo", timeout_s=600)
         times = slowest_rank(per_rank)
         facts = {"of_limit": times["limit"].p50_us / times["weft"].p50_us} if "limit" in times else {}
         shape = f"{name}: {TOKENS} tokens of {HIDDEN}, {CHOSEN} of {EXPERTS} experts of {INTERMEDIATE}, fp32"
         yield Row({"shape": shape, "world": options.world}, times, peer, facts)
 
 
-def _way(rank: int, rounds: int) -> dict[str, list[float]]:
+def _way(rank: int, rounds: int, folder: str) -> dict[str, list[float]]:
     """Measure an all_to_all of all rows, and its return; half of them stay."""
     world, group = dist.get_world_size(), dist.new_group(backend="weft")
     ranks, sizes = communicator(group), weft.split_sizes(TOKENS, dist.get_world_size())
@@ -62,12 +62,12 @@ def _way(rank: int, rounds: int) -> dict[str, list[float]]:
     )
 
 
-def _step_tp(rank: int, rounds: int) -> dict[str, list[float]]:
+def _step_tp(rank: int, rounds: int, folder: str) -> dict[str, list[float]]:
     group = dist.new_group(backend="weft")
     whole, x, index, weights = _layer(TOKENS)
     layer = ParallelExperts.from_experts(copy.deepcopy(whole), group=group)
     contenders = {"weft": _step(layer, x, index, weights), "one process": _alone(rank, _step(whole, x, index, weights))}
-    theirs = _by_transformers(whole) if importlib.util.find_spec("transformers") else None
+    theirs = _by_transformers(whole, folder) if importlib.util.find_spec("transformers") else None
     if theirs is not None:
         with torch.no_grad():
             torch.testing.assert_close(theirs(x, index, weights), whole(x, index, weights), rtol=1e-4, atol=1e-4)
@@ -75,7 +75,7 @@ def _step_tp(rank: int, rounds: int) -> dict[str, list[float]]:
     return alternate(contenders, meet=lambda: dist.barrier(group), rounds=rounds, calls=1)
 
 
-def _step_ep(rank: int, rounds: int) -> dict[str, list[float]]:
+def _step_ep(rank: int, rounds: int, folder: str) -> dict[str, list[float]]:
     group = dist.new_group(backend="weft")
     whole, *given = _layer(TOKENS)
     layer = ParallelExperts.from_experts(copy.deepcopy(whole), ep_group=group)
@@ -91,7 +91,7 @@ def _layer(tokens: int):
     return layer, x, index, weights
 
 
-def _by_transformers(whole: Experts) -> torch.nn.Module:
+def _by_transformers(whole: Experts, folder: str) -> torch.nn.Module:
     """Return the same experts as transformers splits them over the default group (its `ep_size`)."""
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.distributed import DistributedConfig
@@ -106,20 +106,13 @@ def _by_transformers(whole: Experts) -> torch.nn.Module:
         num_attention_heads=8,
         num_key_value_heads=8,
     )
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
-    try:
-        if rank == 0:
-            model = MixtralForCausalLM(config)
-            model.model.layers[0].mlp.experts.load_state_dict(whole.state_dict())
-            model.save_pretrained(folder[0])
-        dist.barrier()
-        split = DistributedConfig(tp_size=world, ep_size=world)
-        model = MixtralForCausalLM.from_pretrained(folder[0], distributed_config=split)
-        dist.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder[0])
+    if rank == 0:
+        model = MixtralForCausalLM(config)
+        model.model.layers[0].mlp.experts.load_state_dict(whole.state_dict())
+        model.save_pretrained(folder)
+    dist.barrier()
+    split = DistributedConfig(tp_size=world, ep_size=world)
+    model = MixtralForCausalLM.from_pretrained(folder, distributed_config=split)
     return model.model.layers[0].mlp.experts
 
 

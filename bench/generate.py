@@ -4,11 +4,9 @@ Beside it: one process with a thread for each rank, the same split over gloo, an
 """
 
 import argparse
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,8 +38,17 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     check_packages("transformers")
     if options.tokens < 2:
         raise RefusedError(f"--tokens {options.tokens}: the time of a token needs at least 2")
-    sizes = options.layers, options.hidden, options.prompt, options.tokens
-    per_rank = run_ranks(_measure, options.world, sizes, options.rounds, backend="gloo", timeout_s=7200)
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(save_llama, 1, folder, options.layers, options.hidden, timeout_s=600)
+        per_rank = run_ranks(
+            _measure,
+            options.world,
+            folder,
+            (options.prompt, options.tokens),
+            options.rounds,
+            backend="gloo",
+            timeout_s=7200,
+        )
     shape = f"Llama {options.layers}x{options.hidden}, prompt {options.prompt}, {options.tokens} tokens, fp32"
     for number, name in enumerate(("first token", "further token")):
         times = slowest_rank([rank[number] for rank in per_rank])
@@ -62,8 +69,8 @@ def _rates(times: dict[str, Quantiles]) -> dict[str, float]:
     return {name: 1e6 / quantiles.p50_us for name, quantiles in times.items()}
 
 
-def save_llama(folder: str | Path, layers: int, hidden: int) -> None:
-    """Write a Llama with random weights to a folder, in files of 50 MB."""
+def save_llama(_: int, folder: str, layers: int, hidden: int) -> None:
+    """Write a Llama with random weights to a folder, in files of 50 MB; runs as a rank of its own."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -121,32 +128,24 @@ class Generation:
 
 
 def _measure(
-    rank: int, sizes: tuple[int, int, int, int], rounds: int
+    rank: int, folder: str, sizes: tuple[int, int], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the times to the first token, and of a further token, by contender."""
+    """Return the times to the first token, and of a further token, by contender.
+
+    Args:
+        sizes: Tokens of the prompt, and to generate.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    (layers, hidden, prompt, count), world = sizes, dist.get_world_size()
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
-    try:
-        if rank == 0:
-            save_llama(folder[0], layers, hidden)
-        dist.barrier()
-        of_transformers = DistributedConfig(tp_size=world, tp_plan="auto")
-        models = {
-            "weft": weft.from_pretrained(folder[0], dist.new_group(backend="weft")),
-            "gloo": weft.from_pretrained(folder[0], dist.new_group(backend="gloo")),
-            "transformers over gloo": AutoModelForCausalLM.from_pretrained(
-                folder[0], distributed_config=of_transformers
-            ).eval(),
-            ALONE: AutoModelForCausalLM.from_pretrained(folder[0]).eval() if rank == 0 else None,
-        }
-        dist.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder[0])
+    (prompt, count), world = sizes, dist.get_world_size()
+    split = {"distributed_config": DistributedConfig(tp_size=world, tp_plan="auto")}
+    models = {
+        "weft": weft.from_pretrained(folder, dist.new_group(backend="weft")),
+        "gloo": weft.from_pretrained(folder, dist.new_group(backend="gloo")),
+        "transformers over gloo": AutoModelForCausalLM.from_pretrained(folder, **split).eval(),
+        ALONE: AutoModelForCausalLM.from_pretrained(folder).eval() if rank == 0 else None,
+    }
     tokens = torch.randint(8192, (1, prompt), generator=torch.Generator().manual_seed(1))
     contenders = {
         name: Generation(model, tokens, count, world if name == ALONE else 1) for name, model in models.items()

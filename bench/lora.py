@@ -6,7 +6,6 @@ Beside the step: one process with one thread, and with a thread for each rank. B
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,8 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     check_packages("transformers", "peft")
     model = f"Llama {options.layers}x{options.hidden}"
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_save, 1, folder, options.layers, options.hidden, timeout_s=600)
+        for name, layers, hidden in (("large", options.layers, options.hidden), ("small", 1, 128)):
+            run_ranks(save_llama, 1, f"{folder}/{name}", layers, hidden, timeout_s=600)
         batch = options.batch, options.sequence
         per_rank = run_ranks(
             _measure, options.world, f"{folder}/large", batch, options.rounds, backend="gloo", timeout_s=7200
@@ -57,11 +57,6 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 def _least_peak(world: int, folder: str) -> float:
     """Return the peak of the rank that takes most, in the best of three tries: an allocator's reserve only adds."""
     return min(max(run_ranks(_peak, world, folder, timeout_s=600)) for _ in range(3))
-
-
-def _save(_: int, folder: str, layers: int, hidden: int) -> None:
-    save_llama(Path(folder) / "large", layers, hidden)
-    save_llama(Path(folder) / "small", 1, 128)
 
 
 def _measure(rank: int, folder: str, batch: tuple[int, int], rounds: int) -> dict[str, list[float]]:

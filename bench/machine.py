@@ -339,13 +339,11 @@ def fit(points: Sequence[tuple[float, float]]) -> Link:
     Raises:
         RefusedError: Larger messages were not slower.
     """
-    rows = [(1 / seconds, size / 2 / seconds) for size, seconds in points]  # each row times (latency, 1 / rate) is 1
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    latency, inverse = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    rows = torch.tensor([(1 / s, size / 2 / s) for size, s in points], dtype=torch.float64)
+    ones = torch.ones(len(rows), 1, dtype=torch.float64)  # each row times (latency, 1 / rate)
+    latency, inverse = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
     if latency < 0:
-        latency, inverse = 0.0, b / bb
+        latency, inverse = 0.0, torch.linalg.lstsq(rows[:, 1:], ones).solution.item()
     if inverse <= 0:
         raise RefusedError("larger messages were not slower than small ones; measure again on a quiet machine")
     return Link(latency, 1 / inverse)
