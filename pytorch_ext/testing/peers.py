@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -98,21 +98,23 @@ def virtual_peers(world: int, bytes: int, device: torch.device, timeout_s: float
     Each rank has a share of the multiprocessors, so that the kernels of all ranks run at the same time.
     """
     windows = [torch.zeros(bytes, dtype=torch.uint8, device=device) for _ in range(world)]
-    at = tuple(window.data_ptr() for window in windows)
-    return [
-        signal.Peers(
-            rank=rank,
-            memory=window,
-            at=at,
-            addresses=torch.tensor(at, device=device),
-            counters=torch.zeros(signal.FLAGS, dtype=torch.int32, device=device),
-            spoiled=torch.zeros(1, dtype=torch.int32, device=device),
-            record=torch.zeros(signal.RECORD_WORDS, dtype=torch.int64, pin_memory=True),
-            timeout_us=int(timeout_s * 1e6),
-            processors=max(1, launch.multiprocessors(device) // (4 * world)),
-        )
-        for rank, window in enumerate(windows)
-    ]
+    processors = max(1, launch.multiprocessors(device) // (4 * world))
+    return [_peers_on(windows, rank, timeout_s, processors) for rank in range(world)]
+
+
+def _peers_on(windows: Sequence[torch.Tensor], rank: int, timeout_s: float, processors: int) -> signal.Peers:
+    at, device = tuple(window.data_ptr() for window in windows), windows[rank].device
+    return signal.Peers(
+        rank=rank,
+        memory=windows[rank],
+        at=at,
+        addresses=torch.tensor(at, device=device),
+        counters=torch.zeros(signal.FLAGS, dtype=torch.int32, device=device),
+        spoiled=torch.zeros(1, dtype=torch.int32, device=device),
+        record=torch.zeros(signal.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda"),
+        timeout_us=int(timeout_s * 1e6),
+        processors=processors,
+    )
 
 
 def delay_meetings(seed: int, longest_s: float = 0.02) -> None:
@@ -134,16 +136,4 @@ def check_idle(peers: signal.Peers) -> None:
 
 def abandoned(device: torch.device, rank: int, timeout_s: float, bytes: int) -> signal.Peers:
     """Return one of two ranks; the other rank never arrives."""
-    window = torch.zeros(2, bytes, dtype=torch.uint8, device=device)
-    at = tuple(part.data_ptr() for part in window)
-    return signal.Peers(
-        rank=rank,
-        memory=window[rank],
-        at=at,
-        addresses=torch.tensor(at, device=device),
-        counters=torch.zeros(signal.FLAGS, dtype=torch.int32, device=device),
-        spoiled=torch.zeros(1, dtype=torch.int32, device=device),
-        record=torch.zeros(signal.RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda"),
-        timeout_us=int(timeout_s * 1e6),
-        processors=1,
-    )
+    return _peers_on(torch.zeros(2, bytes, dtype=torch.uint8, device=device).unbind(), rank, timeout_s, processors=1)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from weft.data_parallel.batch_units import one_unit_at_a_time, running_unit
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.unit_outputs import same_bits, tensors_in
 from weft.sharding.shard import Shard, shard_of
+
+T = TypeVar("T")
 
 
 class Event(NamedTuple):
@@ -100,15 +102,20 @@ def first_difference(found: StepRecording, expected: StepRecording) -> str | Non
             elements = (own != part).sum().item()
             first = order, f"{event}: {elements} of {own.numel()} elements differ"
             break
-    gathered = [first]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, first)
-    numbered = [(*of_rank, rank) for rank, of_rank in enumerate(gathered) if of_rank is not None]
+    numbered = [(*of_rank, rank) for rank, of_rank in enumerate(from_all_ranks(first)) if of_rank is not None]
     if not numbered:
         return None
     _, text, rank = min(numbered, key=lambda entry: (entry[0], entry[2]))
     return f"{text} on rank {rank}"
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """Return the value of every rank of the default group, in rank order. A collective call."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _part_of(whole: torch.Tensor, shape: torch.Size, shard: Shard | None) -> torch.Tensor | None:

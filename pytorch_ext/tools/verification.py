@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from weft.comm.purpose import calls_for
 from weft.context_parallel.region import sharing_in
@@ -23,7 +22,7 @@ from weft.data_parallel.sharded_optimizer import Piece, piece_of
 from weft.data_parallel.unit_outputs import same_bits
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
-from weft.tools.first_difference import first_difference, recording
+from weft.tools.first_difference import first_difference, from_all_ranks, recording
 
 FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once more per rank
 ZERO = 1e-12  # a smaller share of the whole gradient's norm is 0, up to fp64 rounding
@@ -358,7 +357,7 @@ def _step_in_units(model: nn.Module, batch: Any) -> torch.Tensor:
     if not isinstance(model, DataParallel):
         return _plain_step(model, batch)
     ranks, outputs = model.ranks, []
-    own = tree_map(lambda x: x.chunk(ranks.world_size)[ranks.rank] if isinstance(x, torch.Tensor) else x, batch)
+    own = tree_map_only(torch.Tensor, lambda x: x.chunk(ranks.world_size)[ranks.rank], batch)
 
     def loss(part):
         outputs.append(_call(model, part))
@@ -377,11 +376,7 @@ def _call(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _as_type(batch: Any, dtype: torch.dtype) -> Any:
-    if isinstance(batch, dict):
-        return {name: _as_type(value, dtype) for name, value in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(_as_type(value, dtype) for value in batch)
-    return batch.to(dtype) if isinstance(batch, torch.Tensor) and batch.is_floating_point() else batch
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 
 def _difference(name: str, result, plain: list, exact, scale: _RoundingScale | None = None) -> Difference:
@@ -423,10 +418,7 @@ def _over_ranks(found: list[Difference], leaks: list[str], unseen: set[str]) -> 
     Args:
         unseen: the reference's parameters that this rank's model lacks.
     """
-    gathered: list = [(found, leaks, unseen)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (found, leaks, unseen))
+    gathered = from_all_ranks((found, leaks, unseen))
     if nowhere := set.intersection(*(of_rank for _, _, of_rank in gathered)):
         raise ValueError(f"verify: the model has no parameter {', '.join(sorted(nowhere))}, and the reference has")
     by_result: dict[str, list[Difference]] = {}  # in a model in stages, a rank has only its own stage's gradients

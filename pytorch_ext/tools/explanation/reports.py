@@ -204,11 +204,10 @@ class Explanation:
             "layers": layers,
             "sequence": sequence,
             "whole": dict(self.whole),
-            **self._of_mesh(),
+            "ranks": list(self.ranks),
+            "planned": dict(self.planned),
+            "calls": dict(self.calls),
         }
-
-    def _of_mesh(self) -> dict:
-        return {"ranks": list(self.ranks), "planned": dict(self.planned), "calls": dict(self.calls)}
 
     def json(self, indent: int | None = 2) -> str:
         """Return `as_dict()` as JSON."""

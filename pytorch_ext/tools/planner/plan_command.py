@@ -112,9 +112,8 @@ def _plan(options: argparse.Namespace) -> int:
         raise ValueError(too_big(job, options.gpus, options.recompute, found))
     plans = found.plans[: options.top]
     if options.json:
-        rejected = [{"family": rejection.family, "why": rejection.why} for rejection in found.rejected]
         found_plans = [plan.as_dict() for plan in plans]
-        print(json.dumps({"plans": found_plans, "rejected": rejected, "defaults": taken}, indent=2))
+        print(json.dumps({"plans": found_plans, "rejected": [*map(vars, found.rejected)], "defaults": taken}, indent=2))
     else:
         if taken:
             print(f"By default: {', '.join(taken)}.\n")
@@ -192,19 +191,8 @@ def _print_plans(job: Job, gpus: int, found: Candidates, plans: list[Plan]) -> N
 def _validate(options: argparse.Namespace) -> int:
     compared = validate(options.validate)
     if options.json:
-        rows = [
-            {
-                "source": comparison.source,
-                "parameters": comparison.parameters,
-                "gpus": comparison.gpus,
-                "unit": comparison.unit,
-                "published": comparison.published,
-                "predicted": comparison.predicted,
-                "error": comparison.error,
-                "flops": comparison.flops,
-            }
-            for comparison in compared
-        ]
+        names = ("source", "parameters", "gpus", "unit", "published", "predicted", "error", "flops")
+        rows = [{name: getattr(comparison, name) for name in names} for comparison in compared]
         print(json.dumps({"rows": rows, "mean_error": mean_error(compared)}, indent=2))
         return 0
     _print_comparisons(compared)
