@@ -7,10 +7,13 @@ there are `batch` blocks of sizes[0], sizes[1], ... rows, and a rank has rows in
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import torch
 
 from weft.kernels.signal import FLAGS
+
+_by_value = lru_cache(maxsize=1024)  # of methods: equal `Rows` share the results
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,7 @@ class Rows:
             ValueError: there are too few flags even for the longest chunks.
         """
         dim %= len(shape)
-        batch = _product(shape[:dim])
-        inner = _product(shape[dim + 1 : -1])
+        batch, inner = prod(shape[:dim]), prod(shape[dim + 1 : -1])
         rows = cls(batch, tuple(size * inner for size in sizes), most)
         while len(sizes) * len(rows.chunks) > FLAGS and rows.most < rows.total:
             rows = cls(batch, rows.sizes, 2 * rows.most)
@@ -78,10 +80,19 @@ class Rows:
         return self.batch * max(self.sizes)
 
     @property
+    @_by_value
     def chunks(self) -> tuple[RowChunk, ...]:
         """The chunks in the order of rows, without gaps."""
-        return _chunks(self)
+        chunks, start = [], 0
+        for block in range(self.batch):
+            for rank, size in enumerate(self.sizes):
+                for offset in range(0, size, self.most):
+                    count = min(self.most, size - offset)
+                    chunks.append(RowChunk(start, count, rank, block * size + offset))
+                    start += count
+        return tuple(chunks)
 
+    @_by_value
     def order(self, block_m: int, rank: int, own_first: bool, device: torch.device) -> torch.Tensor:
         """Return int32 [tiles of block_m rows, 3]: for each turn, the tile, its first chunk and its last.
 
@@ -89,100 +100,56 @@ class Rows:
         (for chunks that depart). A tile's turn comes with the last of its chunks where chunks arrive, with the first
         where they depart.
         """
-        return _order(self, block_m, rank, own_first, device)
+        world, shift, spans = len(self.sizes), 0 if own_first else 1, self._spans(block_m)
 
+        def turn(chunk: int) -> tuple[int, int]:
+            return (self.chunks[chunk].rank - rank - shift) % world, chunk
+
+        def key(tile: int) -> tuple[int, int]:
+            first, final = spans[tile]
+            turns = [turn(chunk) for chunk in range(first, final + 1)]
+            return max(turns) if own_first else min(turns)
+
+        return _tensor([(tile, *spans[tile]) for tile in sorted(range(len(spans)), key=key)], 3, device)
+
+    @_by_value
     def tiles_of_chunk(self, block_m: int, device: torch.device) -> torch.Tensor:
         """Return int32 [chunks]: the number of tiles of block_m rows that have rows of the chunk."""
-        return _tiles_of_chunk(self, block_m, device)
+        counts = [0] * len(self.chunks)
+        for first, final in self._spans(block_m):
+            for chunk in range(first, final + 1):
+                counts[chunk] += 1
+        return torch.tensor(counts, dtype=torch.int32, device=device)
 
+    @_by_value
     def rank_of_chunk(self, device: torch.device) -> torch.Tensor:
         """Return int32 [chunks]: the rank of each chunk."""
-        return _rank_of_chunk(self, device)
+        return torch.tensor([chunk.rank for chunk in self.chunks], dtype=torch.int32, device=device)
 
+    @_by_value
     def own_chunks(self, rank: int, device: torch.device) -> torch.Tensor:
         """Return int32 [chunks of the rank, 3]: number among all chunks, local start, rows."""
-        return _own_chunks(self, rank, device)
+        own = [(number, c.local_start, c.rows) for number, c in enumerate(self.chunks) if c.rank == rank]
+        return _tensor(own, 3, device)
 
+    @_by_value
     def table(self, device: torch.device) -> torch.Tensor:
         """Return int32 [chunks, 4]: rank, local start, rows, start."""
-        return _table(self, device)
+        return _tensor([(c.rank, c.local_start, c.rows, c.start) for c in self.chunks], 4, device)
 
-
-def _product(sizes) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
-@lru_cache(maxsize=1024)
-def _chunks(rows: Rows) -> tuple[RowChunk, ...]:
-    chunks, start = [], 0
-    for block in range(rows.batch):
-        for rank, size in enumerate(rows.sizes):
-            for offset in range(0, size, rows.most):
-                count = min(rows.most, size - offset)
-                chunks.append(RowChunk(start, count, rank, block * size + offset))
-                start += count
-    return tuple(chunks)
-
-
-@lru_cache(maxsize=1024)
-def _spans(rows: Rows, block_m: int) -> list[tuple[int, int]]:
-    """Return the first and the last chunk of each tile."""
-    spans, first = [], 0
-    chunks = rows.chunks
-    for start in range(0, rows.total, block_m):
-        end = min(start + block_m, rows.total)
-        while chunks[first].start + chunks[first].rows <= start:
-            first += 1
-        final = first
-        while chunks[final].start + chunks[final].rows < end:
-            final += 1
-        spans.append((first, final))
-    return spans
-
-
-@lru_cache(maxsize=1024)
-def _order(rows: Rows, block_m: int, rank: int, own_first: bool, device: torch.device) -> torch.Tensor:
-    world, shift = len(rows.sizes), 0 if own_first else 1
-
-    def turn(chunk: int) -> tuple[int, int]:
-        return (rows.chunks[chunk].rank - rank - shift) % world, chunk
-
-    def key(tile: int) -> tuple[int, int]:
-        first, final = spans[tile]
-        turns = [turn(chunk) for chunk in range(first, final + 1)]
-        return max(turns) if own_first else min(turns)
-
-    spans = _spans(rows, block_m)
-    table = [(tile, *spans[tile]) for tile in sorted(range(len(spans)), key=key)]
-    return _tensor(table, 3, device)
-
-
-@lru_cache(maxsize=1024)
-def _tiles_of_chunk(rows: Rows, block_m: int, device: torch.device) -> torch.Tensor:
-    counts = [0] * len(rows.chunks)
-    for first, final in _spans(rows, block_m):
-        for chunk in range(first, final + 1):
-            counts[chunk] += 1
-    return torch.tensor(counts, dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=1024)
-def _rank_of_chunk(rows: Rows, device: torch.device) -> torch.Tensor:
-    return torch.tensor([chunk.rank for chunk in rows.chunks], dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=1024)
-def _own_chunks(rows: Rows, rank: int, device: torch.device) -> torch.Tensor:
-    own = [(number, c.local_start, c.rows) for number, c in enumerate(rows.chunks) if c.rank == rank]
-    return _tensor(own, 3, device)
-
-
-@lru_cache(maxsize=1024)
-def _table(rows: Rows, device: torch.device) -> torch.Tensor:
-    return _tensor([(c.rank, c.local_start, c.rows, c.start) for c in rows.chunks], 4, device)
+    @_by_value
+    def _spans(self, block_m: int) -> list[tuple[int, int]]:
+        """Return the first and the last chunk of each tile of block_m rows."""
+        spans, first, chunks = [], 0, self.chunks
+        for start in range(0, self.total, block_m):
+            end = min(start + block_m, self.total)
+            while chunks[first].start + chunks[first].rows <= start:
+                first += 1
+            final = first
+            while chunks[final].start + chunks[final].rows < end:
+                final += 1
+            spans.append((first, final))
+        return spans
 
 
 def _tensor(table: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
