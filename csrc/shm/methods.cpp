@@ -266,7 +266,7 @@ struct Definition {
 const Definition of_engine[] = {
     {"all_reduce", 2,
      [](Group& group, Arguments a) {
-       ReduceOp op;
+       ReduceOp op{};
        return read_op(a[1], &op) && all_reduce_on(group, a[0], op);
      }},
     {"broadcast", 2,
@@ -284,7 +284,7 @@ const Definition of_engine[] = {
      [](Group& group, Arguments a) {
        Buffer output;
        Parts parts;
-       ReduceOp op;
+       ReduceOp op{};
        return read_op(a[2], &op) && output.read(a[1]) && parts.read(a[0], group.world()) &&
               reduce_scatter_on(group, parts, output, op);
      }},
@@ -303,14 +303,14 @@ const Definition of_process_group[] = {
      [](Group& group, Arguments a) {
        PyObject* x = only(a[0]);
        const Options options(a[1]);
-       ReduceOp op;
+       ReduceOp op{};
        return x != nullptr && options.waits() && options.op(&op) && all_reduce_on(group, x, op);
      }},
     {"reduce", 2,
      [](Group& group, Arguments a) {
        PyObject* x = only(a[0]);
        const Options options(a[1]);
-       ReduceOp op;
+       ReduceOp op{};
        int root;
        return x != nullptr && options.waits() && options.op(&op) && options.root(group, &root) &&
               reduce_on(group, x, root, op);
@@ -343,7 +343,7 @@ const Definition of_process_group[] = {
        const Options options(a[2]);
        Buffer output;
        Parts parts;
-       ReduceOp op;
+       ReduceOp op{};
        return result != nullptr && list != nullptr && options.waits() && options.op(&op) && output.read(result) &&
               parts.read(list, group.world()) && reduce_scatter_on(group, parts, output, op);
      }},
@@ -352,7 +352,7 @@ const Definition of_process_group[] = {
        const Options options(a[2]);
        Buffer x, output;
        Parts parts;
-       ReduceOp op;
+       ReduceOp op{};
        return options.waits() && options.op(&op) && output.read(a[0]) && x.read(a[1]) &&
               parts.cut(x, group.world()) && reduce_scatter_on(group, parts, output, op);
      }},

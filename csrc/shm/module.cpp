@@ -6,6 +6,8 @@
 #include <atomic>
 #include <optional>
 #include <thread>
+#include <tuple>
+#include <type_traits>
 
 #include "../families.h"
 #include "collectives.h"
@@ -24,18 +26,6 @@ using Address = uintptr_t;
 using NoGil = py::call_guard<WithoutGil>;
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
-
-std::vector<void*> pointers(const std::vector<Address>& addresses) {
-  std::vector<void*> result;
-  result.reserve(addresses.size());
-  for (const Address address : addresses) result.push_back(pointer(address));
-  return result;
-}
-
-std::vector<const void*> const_pointers(const std::vector<Address>& addresses) {
-  const auto result = pointers(addresses);
-  return {result.begin(), result.end()};
-}
 
 void check_ranks(const Group& group, size_t items) {
   if (items != static_cast<size_t>(group.world()))
@@ -85,6 +75,13 @@ struct {
   py::handle comm, rank_lost, mismatch, timeout;
 } errors;
 
+py::handle type_of(const CommError& error) {
+  if (dynamic_cast<const RankLostError*>(&error) != nullptr) return errors.rank_lost;
+  if (dynamic_cast<const CollectiveMismatchError*>(&error) != nullptr) return errors.mismatch;
+  if (dynamic_cast<const CollectiveTimeoutError*>(&error) != nullptr) return errors.timeout;
+  return errors.comm;
+}
+
 // Called with the text of each error between ranks before Python sees it; null if nobody asked.
 PyObject* error_hook = nullptr;
 
@@ -116,20 +113,10 @@ void register_errors(py::module_& m) {
       "Call hook(text) for each error between ranks of this process, before it is raised.");
   py::register_local_exception_translator([](std::exception_ptr raised) {
     try {
-      try {
-        if (raised) std::rethrow_exception(raised);
-      } catch (const CommError& error) {
-        call_error_hook(error);
-        throw;
-      }
-    } catch (const RankLostError& error) {
-      py::set_error(errors.rank_lost, error.what());
-    } catch (const CollectiveMismatchError& error) {
-      py::set_error(errors.mismatch, error.what());
-    } catch (const CollectiveTimeoutError& error) {
-      py::set_error(errors.timeout, error.what());
+      if (raised) std::rethrow_exception(raised);
     } catch (const CommError& error) {
-      py::set_error(errors.comm, error.what());
+      call_error_hook(error);
+      py::set_error(type_of(error), error.what());
     } catch (const std::system_error& error) {
       PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     }
@@ -139,18 +126,10 @@ void register_errors(py::module_& m) {
 py::object as_python(const std::exception_ptr& raised) {
   if (!raised) return py::none();
   try {
-    try {
-      std::rethrow_exception(raised);
-    } catch (const CommError& error) {
-      call_error_hook(error);
-      throw;
-    }
-  } catch (const RankLostError& error) {
-    return errors.rank_lost(error.what());
-  } catch (const CollectiveMismatchError& error) {
-    return errors.mismatch(error.what());
-  } catch (const CollectiveTimeoutError& error) {
-    return errors.timeout(error.what());
+    std::rethrow_exception(raised);
+  } catch (const CommError& error) {
+    call_error_hook(error);
+    return type_of(error)(error.what());
   } catch (const std::exception& error) {
     return errors.comm(error.what());
   }
@@ -222,20 +201,13 @@ void register_reductions(py::module_& m) {
       [](const std::vector<Address>& sources, Address destination, size_t count, uint32_t dtype, uint32_t op,
          const std::string& instruction_set) {
         const auto function = reduce_function(reduce_table(instruction_set), dtype_of(dtype), op_of(op));
-        function(const_pointers(sources).data(), sources.size(), pointer(destination), count);
+        std::vector<const void*> pointers;
+        for (const Address source : sources) pointers.push_back(pointer(source));
+        function(pointers.data(), pointers.size(), pointer(destination), count);
       },
       py::arg("sources"), py::arg("destination"), py::arg("count"), py::arg("dtype"), py::arg("op"),
       py::arg("instruction_set"), NoGil(),
       "destination = op over sources, in order, accumulated in fp32 and rounded once; all in this process.");
-}
-
-// Runs a call after all calls submitted earlier. Returns null, or the Work if `asynchronous`.
-template <class Function>
-std::shared_ptr<Work> start(Group& group, bool asynchronous, Function call) {
-  const WithoutGil no_gil;
-  if (asynchronous) return group.submit(std::move(call));
-  group.run(std::move(call));
-  return nullptr;
 }
 
 // Deletes a group without the interpreter lock: it joins its threads, which may be about to ask for that lock.
@@ -260,108 +232,85 @@ GroupHolder make_group(std::string name, int rank, Segment& segment,
   return GroupHolder(new Group(std::move(name), rank, std::move(segment), identities, std::move(options)));
 }
 
+// What Python gives for an argument of a collective: addresses and codes are integers.
+template <class T>
+struct Given {
+  using Type = std::decay_t<T>;
+  static const Type& read(const Type& value) { return value; }
+};
+template <class T>
+struct Given<T*> {
+  using Type = Address;
+  static T* read(Address address) { return static_cast<T*>(pointer(address)); }
+};
+template <class T>
+struct Given<const std::vector<T*>&> {
+  using Type = std::vector<Address>;
+  static std::vector<T*> read(const Type& addresses) {
+    std::vector<T*> result;
+    for (const Address address : addresses) result.push_back(pointer(address));
+    return result;
+  }
+};
+template <>
+struct Given<DType> {
+  using Type = uint32_t;
+  static DType read(uint32_t code) { return dtype_of(code); }
+};
+template <>
+struct Given<ReduceOp> {
+  using Type = uint32_t;
+  static ReduceOp read(uint32_t code) { return op_of(code); }
+};
+
+// The root's rank is the only `int`. Lists have an entry for each rank; those of a root have them only there.
+template <class... Arguments>
+void check_arguments(const Group& group, const Arguments&... arguments) {
+  int root = group.rank();
+  [[maybe_unused]] const auto note_root = [&](const auto& argument) {
+    if constexpr (std::is_same_v<decltype(argument), const int&>) check_rank(group, root = argument, "root");
+  };
+  [[maybe_unused]] const auto check_list = [&](const auto& argument) {
+    if constexpr (std::is_class_v<std::decay_t<decltype(argument)>>) check_ranks(group, argument.size());
+  };
+  (note_root(arguments), ...);
+  if (root == group.rank()) (check_list(arguments), ...);
+}
+
+// Adds a collective as a method. It runs after all calls submitted earlier, and returns null, or the Work if
+// `asynchronous`. `more`: the names of its arguments, and its docstring.
+template <class... Arguments, class... More>
+void add(py::class_<Group, GroupHolder>& group, const char* name, void (*collective)(Group&, Arguments...),
+         const More&... more) {
+  const auto method = [collective](Group& g, typename Given<Arguments>::Type... given,
+                                   bool asynchronous) -> std::shared_ptr<Work> {
+    check_arguments(g, given...);
+    const auto call = [&g, collective, arguments = std::make_tuple(Given<Arguments>::read(given)...)] {
+      std::apply([&](const auto&... argument) { collective(g, argument...); }, arguments);
+    };
+    const WithoutGil no_gil;
+    if (asynchronous) return g.submit(call);
+    g.run(call);
+    return nullptr;
+  };
+  group.def(name, method, more..., py::arg("asynchronous") = false);
+}
+
 void register_collectives(py::class_<Group, GroupHolder>& group) {
-  const auto asynchronous = py::arg("asynchronous") = false;
-  group
-      .def(
-          "barrier", [](Group& g, bool async) { return start(g, async, [&g] { barrier(g); }); }, asynchronous)
-      .def(
-          "all_reduce",
-          [](Group& g, Address input, Address output, size_t count, uint32_t dtype, uint32_t op, bool async) {
-            return start(g, async, [&g, input, output, count, type = dtype_of(dtype), by = op_of(op)] {
-              all_reduce(g, pointer(input), pointer(output), count, type, by);
-            });
-          },
-          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), asynchronous)
-      .def(
-          "all_reduce_fused",
-          [](Group& g, Address input, Address output, size_t count, uint32_t dtype, uint32_t op, uint32_t wire,
-             double scale, Address squared_norm, bool async) {
-            return start(g, async, [&g, input, output, count, type = dtype_of(dtype), by = op_of(op),
-                                    wire = dtype_of(wire), scale, norm = static_cast<double*>(pointer(squared_norm))] {
-              all_reduce_fused(g, pointer(input), pointer(output), count, type, by, wire, scale, norm);
-            });
-          },
-          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), py::arg("wire"),
-          py::arg("scale"), py::arg("squared_norm"), asynchronous,
-          "Sum or average that also casts, scales and measures. squared_norm: the address of a double, or 0.")
-      .def(
-          "all_gather",
-          [](Group& g, Address input, const std::vector<Address>& outputs, const std::vector<size_t>& counts,
-             uint32_t dtype, bool async) {
-            check_ranks(g, outputs.size());
-            check_ranks(g, counts.size());
-            return start(g, async, [&g, input, outputs = pointers(outputs), counts, type = dtype_of(dtype)] {
-              all_gather(g, pointer(input), outputs, counts, type);
-            });
-          },
-          py::arg("input"), py::arg("outputs"), py::arg("counts"), py::arg("dtype"), asynchronous)
-      .def(
-          "reduce_scatter",
-          [](Group& g, const std::vector<Address>& inputs, Address output, const std::vector<size_t>& counts,
-             uint32_t dtype, uint32_t op, bool async) {
-            check_ranks(g, inputs.size());
-            check_ranks(g, counts.size());
-            return start(g, async,
-                         [&g, inputs = const_pointers(inputs), output, counts, type = dtype_of(dtype), by = op_of(op)] {
-                           reduce_scatter(g, inputs, pointer(output), counts, type, by);
-                         });
-          },
-          py::arg("inputs"), py::arg("output"), py::arg("counts"), py::arg("dtype"), py::arg("op"), asynchronous)
-      .def(
-          "broadcast",
-          [](Group& g, Address data, size_t count, uint32_t dtype, int root, bool async) {
-            check_rank(g, root, "root");
-            return start(g, async, [&g, data, count, type = dtype_of(dtype), root] {
-              broadcast(g, pointer(data), count, type, root);
-            });
-          },
-          py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("root"), asynchronous)
-      .def(
-          "reduce",
-          [](Group& g, Address input, Address output, size_t count, uint32_t dtype, uint32_t op, int root, bool async) {
-            check_rank(g, root, "root");
-            return start(g, async, [&g, input, output, count, type = dtype_of(dtype), by = op_of(op), root] {
-              reduce(g, pointer(input), pointer(output), count, type, by, root);
-            });
-          },
-          py::arg("input"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("op"), py::arg("root"),
-          asynchronous)
-      .def(
-          "gather",
-          [](Group& g, Address input, const std::vector<Address>& outputs, size_t count, uint32_t dtype, int root,
-             bool async) {
-            check_rank(g, root, "root");
-            if (g.rank() == root) check_ranks(g, outputs.size());
-            return start(g, async, [&g, input, outputs = pointers(outputs), count, type = dtype_of(dtype), root] {
-              gather(g, pointer(input), outputs, count, type, root);
-            });
-          },
-          py::arg("input"), py::arg("outputs"), py::arg("count"), py::arg("dtype"), py::arg("root"), asynchronous)
-      .def(
-          "scatter",
-          [](Group& g, const std::vector<Address>& inputs, Address output, size_t count, uint32_t dtype, int root,
-             bool async) {
-            check_rank(g, root, "root");
-            if (g.rank() == root) check_ranks(g, inputs.size());
-            return start(g, async, [&g, inputs = const_pointers(inputs), output, count, type = dtype_of(dtype), root] {
-              scatter(g, inputs, pointer(output), count, type, root);
-            });
-          },
-          py::arg("inputs"), py::arg("output"), py::arg("count"), py::arg("dtype"), py::arg("root"), asynchronous)
-      .def(
-          "all_to_all",
-          [](Group& g, const std::vector<Address>& inputs, const std::vector<size_t>& input_counts,
-             const std::vector<Address>& outputs, const std::vector<size_t>& output_counts, uint32_t dtype, bool async) {
-            for (const size_t items : {inputs.size(), input_counts.size(), outputs.size(), output_counts.size()})
-              check_ranks(g, items);
-            return start(g, async, [&g, inputs = const_pointers(inputs), input_counts, outputs = pointers(outputs),
-                                    output_counts, type = dtype_of(dtype)] {
-              all_to_all(g, inputs, input_counts, outputs, output_counts, type);
-            });
-          },
-          py::arg("inputs"), py::arg("input_counts"), py::arg("outputs"), py::arg("output_counts"), py::arg("dtype"),
-          asynchronous);
+  const py::arg input("input"), output("output"), inputs("inputs"), outputs("outputs"), count("count"),
+      counts("counts"), dtype("dtype"), op("op"), root("root");
+  add(group, "barrier", barrier);
+  add(group, "all_reduce", all_reduce, input, output, count, dtype, op);
+  add(group, "all_reduce_fused", all_reduce_fused, input, output, count, dtype, op, py::arg("wire"), py::arg("scale"),
+      py::arg("squared_norm"),
+      "Sum or average that also casts, scales and measures. squared_norm: the address of a double, or 0.");
+  add(group, "all_gather", all_gather, input, outputs, counts, dtype);
+  add(group, "reduce_scatter", reduce_scatter, inputs, output, counts, dtype, op);
+  add(group, "broadcast", broadcast, py::arg("data"), count, dtype, root);
+  add(group, "reduce", reduce, input, output, count, dtype, op, root);
+  add(group, "gather", gather, input, outputs, count, dtype, root);
+  add(group, "scatter", scatter, inputs, output, count, dtype, root);
+  add(group, "all_to_all", all_to_all, inputs, py::arg("input_counts"), outputs, py::arg("output_counts"), dtype);
 }
 
 // Source rank of a receive from any rank. Python keeps it alive until the work is done.
