@@ -42,15 +42,15 @@ from weft.kernels.attention_backward import delta_kernel, dkdv_kernel, dq_kernel
 from weft.kernels.attention_rules import Positions, Rules
 from weft.kernels.attention_scores import (
     NUMBERS,
-    block_of,
     capped,
     kept_pairs,
     load_tile,
-    partial_tile,
+    own_tile,
+    query_tile,
     seed_of,
+    seen_tile,
     seen_tiles,
     visible_pairs,
-    whole_tile,
 )
 from weft.kernels.attention_tiles import AttentionProblem, listed, padded
 from weft.kernels.config import AttentionConfig, choose, chosen
@@ -414,23 +414,19 @@ def _forward_kernel(
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     seed = seed_of(seed_low, seed_high)
-    # 1. Find this program's queries. Later tiles run first: with a causal mask they are the longest.
-    tiles = tl.cdiv(q_length, BLOCK_M) + tl.cdiv(q_second_length, BLOCK_M)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    head = (tl.program_id(0) // tiles) % heads
-    batch = tl.program_id(0) // tiles // heads
-    kv_head = head // (heads // kv_heads)
+    # 1. Find this program's queries.
+    query_runs = q_start, q_length, q_second_start, q_second_length
+    key_runs = k_start, k_length, k_second_start, k_second_length
+    tile, head, kv_head, batch = query_tile(query_runs, heads, kv_heads, BLOCK_M)
     wide_head, wide_batch = head.to(tl.int64), batch.to(tl.int64)
-    row, end, second = block_of(tile, q_length, q_second_length, BLOCK_M)
-    lowest = row + tl.where(second, q_second_start - q_length, q_start)
-    highest = tl.minimum(lowest + BLOCK_M, lowest + end - row) - 1
+    row, end, lowest, highest = own_tile(tile, query_runs, BLOCK_M)
     if query_documents is not None:
         query_documents += wide_batch * stride_query_document_b
         key_documents += wide_batch * stride_key_document_b
     q_row = row + tl.arange(0, BLOCK_M)
     q_position = (lowest + tl.arange(0, BLOCK_M))[:, None]
-    q_tile = load_tile(q, batch, head, row, end, head_dim, stride_qb, stride_qh, stride_qs, stride_qd,
-                   BLOCK_M, BLOCK_D, True, DESCRIPTORS)  # fmt: skip
+    q_tile = load_tile(q, batch, head, row, end, head_dim, (stride_qb, stride_qh, stride_qs, stride_qd),
+                       BLOCK_M, BLOCK_D, True, DESCRIPTORS)  # fmt: skip
 
     # 2. Load the state to continue: maximum and sum of exponentials (here 2^maximum), and the sum of the values.
     o = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -441,39 +437,39 @@ def _forward_kernel(
         highest_score = tl.load(before, mask=q_row < end, other=float("-inf")) * LOG2E
         exponentials = tl.where(highest_score == float("-inf"), 0.0, 1.0)
     if previous_out is not None:
-        o = load_tile(previous_out, batch, head, row, end, value_dim, stride_pb, stride_ph, stride_ps, stride_pd,
-                  BLOCK_M, BLOCK_DV, True, False)  # fmt: skip
+        o = load_tile(previous_out, batch, head, row, end, value_dim, (stride_pb, stride_ph, stride_ps, stride_pd),
+                      BLOCK_M, BLOCK_DV, True, False)  # fmt: skip
 
-    # 3. Add keys that every query of the tile sees, then keys that some queries see.
-    a0, b0, c0, d0, a1, b1, c1, whole, partial = seen_tiles(
-        k_start, k_length, k_second_start, k_second_length, lowest, highest, left, right,
-        query_documents is not None, BLOCK_N,
-    )  # fmt: skip
-    for number in range(whole):
-        key_tile, in_second = whole_tile(number, b0, c0, b1)
-        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
-        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
-        o, highest_score, exponentials = _see_keys(
-            o, highest_score, exponentials, q_tile, k, v, batch, kv_head, k_row, keys, 0, q_position,
-            k_position[None, :], q_row[:, None], end, query_documents, key_documents,
-            stride_query_document, stride_key_document, head_dim, value_dim,
-            stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-            left, right, scale, softcap, dropout, dropped, seed, head_start + head,
-            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, False, DESCRIPTORS,
-        )  # fmt: skip
-    for number in range(partial):
-        key_tile, in_second = partial_tile(number, a0, b0, c0, d0, a1, b1, c1)
-        k_row = key_tile * BLOCK_N + tl.where(in_second, k_length, 0)
-        k_position = key_tile * BLOCK_N + tl.where(in_second, k_second_start, k_start) + tl.arange(0, BLOCK_N)
-        o, highest_score, exponentials = _see_keys(
-            o, highest_score, exponentials, q_tile, k, v, batch, kv_head, k_row, tl.where(in_second, keys, k_length),
-            tl.where(in_second, k_second_start + k_second_length, k_start + k_length), q_position,
-            k_position[None, :], q_row[:, None], end, query_documents, key_documents,
-            stride_query_document, stride_key_document, head_dim, value_dim,
-            stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-            left, right, scale, softcap, dropout, dropped, seed, head_start + head,
-            SOFTCAP, DROPOUT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, True, DESCRIPTORS,
-        )  # fmt: skip
+    # 3. Add keys that every query of the tile sees, then keys that some queries see. The sums are in base 2.
+    bounds, whole, partial = seen_tiles(key_runs, lowest, highest, left, right, query_documents is not None, BLOCK_N)
+    for MASKED in tl.static_range(2):
+        for number in range(partial if MASKED else whole):
+            k_row, k_position, k_end, k_stop = seen_tile(number, bounds, key_runs, keys, MASKED, BLOCK_N)
+            k_position, held = k_position[None, :], (q_position, q_row[:, None], end)
+            numbered_head = head_start + head
+            k_tile = load_tile(k, batch, kv_head, k_row, k_end, head_dim, (stride_kb, stride_kh, stride_ks, stride_kd),
+                               BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            s, factor, _ = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
+            if MASKED:
+                moving = k_position, (k_row + tl.arange(0, BLOCK_N))[None, :], k_end
+                visible = visible_pairs(held, moving, left, right, k_stop, (query_documents, stride_query_document),
+                                        (key_documents, stride_key_document))  # fmt: skip
+                s = tl.where(visible, s, float("-inf"))
+            new_highest = tl.maximum(highest_score, tl.max(s, 1) * factor)  # the launcher makes the scale positive
+            shift = new_highest
+            if MASKED:
+                shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # 0 in rows that have seen no key yet
+            p = tl.exp2(s * factor - shift[:, None])
+            fading = tl.exp2(highest_score - shift)
+            exponentials = exponentials * fading + tl.sum(p, 1)
+            o *= fading[:, None]
+            if DROPOUT:
+                p *= kept_pairs(q_position, k_position, numbered_head, batch, seed, dropped, dropout)
+            v_tile = load_tile(v, batch, kv_head, k_row, k_end, value_dim, (stride_vb, stride_vh, stride_vs, stride_vd),
+                               BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
+            o = launch.dot(launch.rounded(p, v_tile.dtype), v_tile, o, "ieee")
+            highest_score = new_highest
 
     # 4. Write the new state.
     seen = exponentials > 0
@@ -484,42 +480,6 @@ def _forward_kernel(
     out += wide_batch * stride_ob + wide_head * stride_oh
     pointers = out + q_row.to(tl.int64)[:, None] * stride_os + d[None, :] * stride_od
     tl.store(pointers, launch.rounded(o, out.dtype.element_ty), mask=(q_row < end)[:, None] & (d < value_dim)[None, :])
-
-
-@triton.jit
-def _see_keys(
-    o, highest, exponentials, q_tile, k, v, batch, kv_head, k_row, k_end, k_stop, q_position, k_position, q_rows, q_end,
-    query_documents, key_documents, stride_query_document, stride_key_document, head_dim, value_dim,
-    stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-    left, right, scale, softcap, dropout, dropped, seed, head,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """Return the state after one more tile of keys: sum of values, maximum and sum of exponentials, in base 2."""
-    k_tile = load_tile(k, batch, kv_head, k_row, k_end, head_dim, stride_kb, stride_kh, stride_ks, stride_kd,
-                   BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
-    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    s, factor, _ = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
-    if MASKED:
-        k_rows = (k_row + tl.arange(0, BLOCK_N))[None, :]
-        visible = visible_pairs(q_position, k_position, left, right, k_stop, query_documents, key_documents,
-                           stride_query_document, stride_key_document, q_rows, q_end, k_rows, k_end)  # fmt: skip
-        s = tl.where(visible, s, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(s, 1) * factor)  # the launcher makes the scale positive
-    shift = new_highest
-    if MASKED:
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # 0 in rows that have seen no key yet
-    p = tl.exp2(s * factor - shift[:, None])
-    fading = tl.exp2(highest - shift)
-    exponentials = exponentials * fading + tl.sum(p, 1)
-    o *= fading[:, None]
-    if DROPOUT:
-        p *= kept_pairs(q_position, k_position, head, batch, seed, dropped, dropout)
-    v_tile = load_tile(v, batch, kv_head, k_row, k_end, value_dim, stride_vb, stride_vh, stride_vs, stride_vd,
-                   BLOCK_N, BLOCK_DV, MASKED, DESCRIPTORS)  # fmt: skip
-    o = launch.dot(launch.rounded(p, v_tile.dtype), v_tile, o, "ieee")
-    return o, new_highest, exponentials
 
 
 def variants(architecture: str) -> None:

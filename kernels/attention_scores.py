@@ -17,15 +17,44 @@ NUMBERS = (
 
 
 @triton.jit
-def block_of(unit, length, second_length, BLOCK: tl.constexpr):
-    """Return the unit-th tile of two runs of rows: its first row, the end row of its run, True in the second run.
+def own_tile(unit, runs, BLOCK: tl.constexpr):
+    """Return the unit-th tile of two runs of rows, of which none lies in both.
 
-    No tile lies in both runs.
+    Args:
+        runs: the first position of a run and its length, then those of the second run.
+
+    Returns:
+        The tile's first row, the end row of its run, and the positions of its first and last row.
     """
+    start, length, second_start, second_length = runs
     tiles = tl.cdiv(length, BLOCK)
     second = unit >= tiles
     row = tl.where(second, length + (unit - tiles) * BLOCK, unit * BLOCK)
-    return row, tl.where(second, length + second_length, length), second
+    end = tl.where(second, length + second_length, length)
+    lowest = row + tl.where(second, second_start - length, start)
+    highest = tl.minimum(lowest + BLOCK, lowest + end - row) - 1
+    return row, end, lowest, highest
+
+
+@triton.jit
+def tiles_of(runs, BLOCK: tl.constexpr):
+    """Return the number of tiles of two runs of rows."""
+    _, length, _, second_length = runs
+    return tl.cdiv(length, BLOCK) + tl.cdiv(second_length, BLOCK)
+
+
+@triton.jit
+def query_tile(runs, heads, kv_heads, BLOCK: tl.constexpr):
+    """Return the tile of queries of this program, its head, its KV head and its batch.
+
+    Later tiles run first: with a causal mask they are the longest.
+    """
+    tiles = tiles_of(runs, BLOCK)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    head = (tl.program_id(0) // tiles) % heads
+    batch = tl.program_id(0) // tiles // heads
+    kv_head = head // (heads // kv_heads)
+    return tile, head, kv_head, batch
 
 
 @triton.jit
@@ -49,39 +78,51 @@ def _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL: tl.conste
 
 
 @triton.jit
-def seen_tiles(start, length, second_start, second_length, lowest, highest, behind, ahead,
-          ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def seen_tiles(runs, lowest, highest, behind, ahead, ALL_PARTIAL: tl.constexpr, BLOCK: tl.constexpr):
     """Return the seen tiles of both runs as two lists, whole and partial ones.
 
-    The result has the bounds that `whole_tile` and `partial_tile` take, then the lengths of the two lists.
+    The result has the bounds that `seen_tile` takes, then the lengths of the two lists.
     """
+    start, length, second_start, second_length = runs
     a0, b0, c0, d0 = _reach(start, length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
     a1, b1, c1, d1 = _reach(second_start, second_length, lowest, highest, behind, ahead, ALL_PARTIAL, BLOCK)
     whole = c0 - b0 + c1 - b1
     partial = b0 - a0 + d0 - c0 + b1 - a1 + d1 - c1
-    return a0, b0, c0, d0, a1, b1, c1, whole, partial
+    return (a0, b0, c0, d0, a1, b1, c1), whole, partial
 
 
 @triton.jit
-def whole_tile(number, b0, c0, b1):
-    """Return the tile's number in its run, and True if that is the second run."""
-    second = number >= c0 - b0
-    return tl.where(second, number - (c0 - b0) + b1, number + b0), second
+def seen_tile(number, bounds, runs, rows, PARTIAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a tile of the list of partial ones or of that of whole ones.
+
+    Returns:
+        Its first row and its rows' positions. Of a partial tile also the end row of its run and the position behind
+        the run; of a whole one `rows`, the number of rows in both runs, and 0.
+    """
+    a0, b0, c0, d0, a1, b1, c1 = bounds
+    start, length, second_start, second_length = runs
+    if PARTIAL:
+        before, after, second_before = b0 - a0, d0 - c0, b1 - a1
+        in_first = tl.where(number < before, a0 + number, c0 + number - before)
+        rest = number - before - after
+        in_second = tl.where(rest < second_before, a1 + rest, c1 + rest - second_before)
+        second = rest >= 0
+        tile = tl.where(second, in_second, in_first)
+    else:
+        second = number >= c0 - b0
+        tile = tl.where(second, number - (c0 - b0) + b1, number + b0)
+    row = tile * BLOCK + tl.where(second, length, 0)
+    position = tile * BLOCK + tl.where(second, second_start, start) + tl.arange(0, BLOCK)
+    end, stop = rows, 0
+    if PARTIAL:
+        end = tl.where(second, rows, length)
+        stop = tl.where(second, second_start + second_length, start + length)
+    return row, position, end, stop
 
 
 @triton.jit
-def partial_tile(number, a0, b0, c0, d0, a1, b1, c1):
-    before, after, second_before = b0 - a0, d0 - c0, b1 - a1
-    in_first = tl.where(number < before, a0 + number, c0 + number - before)
-    rest = number - before - after
-    in_second = tl.where(rest < second_before, a1 + rest, c1 + rest - second_before)
-    second = rest >= 0
-    return tl.where(second, in_second, in_first), second
-
-
-@triton.jit
-def load_tile(source, batch, head, row, end, width, stride_batch, stride_head, stride_row, stride_column,
-          ROWS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+def load_tile(source, batch, head, row, end, width, strides, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+              MASKED: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
     """Load rows from `row` on of [B, H, S, width]: zeros from column `width` on and, if MASKED, from row `end` on.
 
     A descriptor gives zeros from S on only. The caller hides the rows between `end` and S, or does not write them.
@@ -89,6 +130,7 @@ def load_tile(source, batch, head, row, end, width, stride_batch, stride_head, s
     if DESCRIPTOR:
         tile = source.load([batch, head, row, 0]).reshape(ROWS, COLUMNS)
     else:
+        stride_batch, stride_head, stride_row, stride_column = strides
         r = tl.arange(0, ROWS)
         c = tl.arange(0, COLUMNS)
         first = source + batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
@@ -126,24 +168,31 @@ def capped(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(held, moving, before, after, stop, held_documents, moving_documents, stride_held_document,
-             stride_moving_document, held_row, held_end, moving_row, moving_end):  # fmt: skip
+def visible_pairs(held, moving, before, after, stop, held_documents, moving_documents):
     """Return the mask of pairs that see each other: rows that a program holds, and rows of the tile that it is at.
 
     Each position that it holds sees `before` back and `after` on, up to `stop`. A pair takes one subtraction and one
     comparison without signs: 0 <= moving - first <= count.
+
+    Args:
+        held, moving: positions, rows, and the end of the rows that exist.
+        held_documents, moving_documents: a pointer to the documents of all rows, or None, and their stride.
     """
-    first = held - before
+    held_position, held_row, held_end = held
+    moving_position, moving_row, moving_end = moving
+    first = held_position - before
     count = tl.minimum(before + after, stop - 1 - first)
     sees_none = (count < 0) | (held_row >= held_end)
     first = tl.where(sees_none, -1, first)  # where no row is
     count = tl.where(sees_none, 0, count)
-    visible = (moving - first).to(tl.uint32, bitcast=True) <= count.to(tl.uint32, bitcast=True)
-    if held_documents is not None:
-        held_documents += held_row * stride_held_document
-        moving_documents += moving_row * stride_moving_document
-        of_held = tl.load(held_documents, mask=held_row < held_end, other=0)
-        of_moving = tl.load(moving_documents, mask=moving_row < moving_end, other=0)
+    visible = (moving_position - first).to(tl.uint32, bitcast=True) <= count.to(tl.uint32, bitcast=True)
+    held_document, stride_held = held_documents
+    moving_document, stride_moving = moving_documents
+    if held_document is not None:
+        held_document += held_row * stride_held
+        moving_document += moving_row * stride_moving
+        of_held = tl.load(held_document, mask=held_row < held_end, other=0)
+        of_moving = tl.load(moving_document, mask=moving_row < moving_end, other=0)
         visible = visible & (of_held == of_moving)
     return visible
 
