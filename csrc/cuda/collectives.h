@@ -73,10 +73,13 @@ class Ranks {
                             const std::vector<size_t>& bytes, uintptr_t stream, size_t number) const;
 
  private:
-  // Returns the operation with a hash of all that the ranks must agree on, including this object's parameters.
-  Call sign(Operation operation, std::vector<uint64_t> agreed) const;
+  // Returns the operation with a hash of all that the ranks must agree on, including counts of each rank and this object's
+  // parameters.
+  Call sign(Operation operation, std::vector<uint64_t> agreed, const std::vector<size_t>& counts = {}) const;
+  // Launches a body on as many blocks as have work on `count` elements; the same on every rank, because counts are.
+  template <class T, class Body>
+  void launch(const Body& body, size_t count, uintptr_t stream) const;
   Epilogue epilogue(bool average, float scale) const;
-  int blocks_for(size_t packs) const;
   Window window_at(const std::vector<uintptr_t>& window, size_t offset, size_t alignment) const;
 
   std::unique_ptr<Group> group_;

@@ -80,11 +80,6 @@ void in_pieces(size_t count, size_t most, Then then) {
 constexpr int first_with_multimem = 90;
 
 template <class T>
-size_t packs_of(size_t count) {
-  return (count + per_pack<T> - 1) / per_pack<T>;
-}
-
-template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
@@ -137,7 +132,8 @@ template <class Machine>
 Ranks<Machine>::~Ranks() = default;
 
 template <class Machine>
-Call Ranks<Machine>::sign(Operation operation, std::vector<uint64_t> agreed) const {
+Call Ranks<Machine>::sign(Operation operation, std::vector<uint64_t> agreed, const std::vector<size_t>& counts) const {
+  agreed.insert(agreed.end(), counts.begin(), counts.end());
   agreed.insert(agreed.end(), {static_cast<uint64_t>(operation), static_cast<uint64_t>(group_->world),
                                static_cast<uint64_t>(group_->blocks), static_cast<uint64_t>(workspace_bytes_)});
   uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a, by words
@@ -153,11 +149,12 @@ Epilogue Ranks<Machine>::epilogue(bool average, float scale) const {
   return {average ? static_cast<float>(group_->world) : 1.0f, scale};
 }
 
-// Returns the number of blocks with work; the same on every rank, because counts are.
 template <class Machine>
-int Ranks<Machine>::blocks_for(size_t packs) const {
-  const size_t busy = (packs + Machine::threads - 1) / Machine::threads;
-  return static_cast<int>(std::clamp(busy, size_t{1}, static_cast<size_t>(group_->blocks)));
+template <class T, class Body>
+void Ranks<Machine>::launch(const Body& body, size_t count, uintptr_t stream) const {
+  const size_t packs = (count + per_pack<T> - 1) / per_pack<T>, busy = (packs + Machine::threads - 1) / Machine::threads;
+  const size_t blocks = std::clamp(busy, size_t{1}, static_cast<size_t>(group_->blocks));
+  Machine::launch(name_of(body.call.operation), body, static_cast<int>(blocks), stream);
 }
 
 template <class Machine>
@@ -210,8 +207,7 @@ bool Ranks<Machine>::load() const {
 
 template <class Machine>
 void Ranks<Machine>::barrier(uintptr_t stream) const {
-  constexpr Operation operation = Operation::barrier;
-  Machine::launch(name_of(operation), Barrier{*group_, sign(operation, {})}, 1, stream);
+  launch<uint8_t>(Barrier{*group_, sign(Operation::barrier, {})}, 0, stream);
 }
 
 template <class Machine>
@@ -234,18 +230,14 @@ void Ranks<Machine>::all_reduce(uintptr_t source, uintptr_t destination, size_t 
       const Call call = sign(operation, {type, average, bits_of(scale), count, begin});
       const T* from = pointer<T>(source) + begin;
       T* to = pointer<T>(destination) + begin;
+      const Epilogue end = epilogue(average, scale);
       if (low_latency)
-        Machine::launch(name_of(operation),
-                        AllReduceLowLatency<T>{*group_, call, from, to, length, epilogue(average, scale)},
-                        blocks_for(packs_of<T>(length)), stream);
+        launch<T>(AllReduceLowLatency<T>{*group_, call, from, to, length, end}, length, stream);
       else if (one_shot)
-        Machine::launch(name_of(operation),
-                        AllReduceOneShot<T>{*group_, call, from, to, length, epilogue(average, scale)},
-                        blocks_for(packs_of<T>(length)), stream);
+        launch<T>(AllReduceOneShot<T>{*group_, call, from, to, length, end}, length, stream);
       else
-        Machine::launch(name_of(operation),
-                        AllReduceTwoShot<T>{*group_, call, from, to, length, epilogue(average, scale)},
-                        blocks_for(packs_of<T>(slice_elements<T>(length, group_->world))), stream);
+        launch<T>(AllReduceTwoShot<T>{*group_, call, from, to, length, end}, slice_elements<T>(length, group_->world),
+                  stream);
     });
   });
 }
@@ -284,14 +276,14 @@ void Ranks<Machine>::all_reduce_in_place(const std::vector<uintptr_t>& addresses
   require_one_for_each_rank("addresses of all_reduce_in_place", addresses.size(), group_->world);
   with_element<Machine>("all_reduce_in_place", dtype, [&](auto zero, uint64_t type) {
     using T = decltype(zero);
-    AllReduceInPlace<T> body{*group_, {}, {}, count, epilogue(average, scale)};
+    const Call call = sign(operation, {type, average, bits_of(scale), count, offset});
+    AllReduceInPlace<T> body{*group_, call, {}, count, epilogue(average, scale)};
     for (int rank = 0; rank < group_->world; ++rank) {
       require_memory("the memory of rank " + std::to_string(rank) + " in all_reduce_in_place", addresses[rank], count,
                      sizeof(T));
       body.parts.at[rank] = pointer<T>(addresses[rank]);
     }
-    body.call = sign(operation, {type, average, bits_of(scale), count, offset});
-    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(slice_elements<T>(count, group_->world))), stream);
+    launch<T>(body, slice_elements<T>(count, group_->world), stream);
   });
 }
 
@@ -314,7 +306,7 @@ void Ranks<Machine>::all_reduce_multimem(uintptr_t multicast, size_t count, cons
     if (code < first_with_multimem)
       throw std::runtime_error(name_of(operation) + ": cudaErrorNotSupported (multimem instructions need code for "
                                "sm_90 or later; this device runs code for sm_" + std::to_string(code) + ")");
-    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(slice_elements<T>(count, group_->world))), stream);
+    launch<T>(body, slice_elements<T>(count, group_->world), stream);
   });
 }
 
@@ -330,9 +322,8 @@ void Ranks<Machine>::reduce_scatter(uintptr_t source, uintptr_t destination, con
     require_memory("the destination of reduce_scatter", destination, counts[group_->rank], sizeof(T));
     const size_t most = workspace_bytes_ / group_->world / pack_bytes * per_pack<T>;
     in_pieces(longest, most, [&](size_t begin, size_t length) {
-      std::vector<uint64_t> agreed{type, average, bits_of(scale), begin};
-      agreed.insert(agreed.end(), counts.begin(), counts.end());
-      ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, most, nullptr, epilogue(average, scale), {}};
+      const Call call = sign(operation, {type, average, bits_of(scale), begin}, counts);
+      ReduceScatter<T> body{*group_, call, {}, {}, most, nullptr, epilogue(average, scale), {}};
       const T* part = pointer<T>(source);
       for (int rank = 0; rank < group_->world; ++rank) {
         const size_t done = std::min(begin, counts[rank]);
@@ -341,7 +332,7 @@ void Ranks<Machine>::reduce_scatter(uintptr_t source, uintptr_t destination, con
         part += counts[rank];
       }
       body.destination = pointer<T>(destination) + std::min(begin, counts[group_->rank]);
-      Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(length)), stream);
+      launch<T>(body, length, stream);
     });
   });
 }
@@ -355,17 +346,16 @@ void Ranks<Machine>::reduce_scatter_in_place(const std::vector<uintptr_t>& windo
   with_element<Machine>("reduce_scatter_in_place", dtype, [&](auto zero, uint64_t type) {
     using T = decltype(zero);
     const size_t longest = *std::max_element(counts.begin(), counts.end());
-    std::vector<uint64_t> agreed{type, average, bits_of(scale), number};
-    agreed.insert(agreed.end(), counts.begin(), counts.end());
-    ReduceScatter<T> body{*group_, sign(operation, agreed), {}, {}, 0, pointer<T>(destination),
-                          epilogue(average, scale), window_at(window, offset, sizeof(T))};
+    const Call call = sign(operation, {type, average, bits_of(scale), number}, counts);
+    ReduceScatter<T> body{*group_, call, {}, {}, 0, pointer<T>(destination), epilogue(average, scale),
+                          window_at(window, offset, sizeof(T))};
     require_memory("the destination of reduce_scatter_in_place", destination, counts[group_->rank], sizeof(T));
     const T* part = pointer<T>(window[group_->rank] + offset);
     for (int rank = 0; rank < group_->world; part += counts[rank++]) {
       body.parts.at[rank] = part;
       body.counts[rank] = counts[rank];
     }
-    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(longest)), stream);
+    launch<T>(body, longest, stream);
   });
 }
 
@@ -400,16 +390,14 @@ void Ranks<Machine>::all_gather(uintptr_t source, const std::vector<uintptr_t>& 
   with_width(together, [&](auto zero) {
     using T = decltype(zero);
     in_pieces(longest / sizeof(T), workspace_bytes_ / sizeof(T), [&](size_t begin, size_t length) {
-      std::vector<uint64_t> agreed{begin * sizeof(T)};
-      agreed.insert(agreed.end(), bytes.begin(), bytes.end());
-      AllGather<T> body{*group_, sign(operation, agreed), nullptr, {}, {}, {}};
+      AllGather<T> body{*group_, sign(operation, {begin * sizeof(T)}, bytes), nullptr, {}, {}, {}};
       for (int rank = 0; rank < group_->world; ++rank) {
         const size_t count = bytes[rank] / sizeof(T), done = std::min(begin, count);
         body.destinations.at[rank] = pointer<T>(destinations[rank]) + done;
         body.counts[rank] = std::min(length, count - done);
       }
       body.source = pointer<T>(source) + std::min(begin, bytes[group_->rank] / sizeof(T));
-      Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(length)), stream);
+      launch<T>(body, length, stream);
     });
   });
 }
@@ -424,9 +412,8 @@ void Ranks<Machine>::all_gather_in_place(const std::vector<uintptr_t>& window, s
   // Elements of peers may begin at any multiple of the unit.
   with_width(unit, [&](auto zero) {
     using T = decltype(zero);
-    std::vector<uint64_t> agreed{sizeof(T), number};
-    agreed.insert(agreed.end(), bytes.begin(), bytes.end());
-    AllGather<T> body{*group_, sign(operation, agreed), nullptr, {}, {}, window_at(window, offset, sizeof(T))};
+    const Call call = sign(operation, {sizeof(T), number}, bytes);
+    AllGather<T> body{*group_, call, nullptr, {}, {}, window_at(window, offset, sizeof(T))};
     body.source = pointer<T>(window[group_->rank] + offset);
     for (int rank = 0; rank < group_->world; ++rank) {
       require_memory("the memory for rank " + std::to_string(rank) + " in all_gather_in_place", destinations[rank],
@@ -438,7 +425,7 @@ void Ranks<Machine>::all_gather_in_place(const std::vector<uintptr_t>& window, s
       body.counts[rank] = bytes[rank] / sizeof(T);
     }
     const size_t longest = *std::max_element(bytes.begin(), bytes.end()) / sizeof(T);
-    Machine::launch(name_of(operation), body, blocks_for(packs_of<T>(longest)), stream);
+    launch<T>(body, longest, stream);
   });
 }
 
@@ -450,9 +437,8 @@ void Ranks<Machine>::all_gather_by_copies(const std::vector<uintptr_t>& sources,
   require_one_for_each_rank("sources of all_gather_by_copies", sources.size(), group_->world);
   require_one_for_each_rank("destinations of all_gather_by_copies", destinations.size(), group_->world);
   require_one_for_each_rank("bytes of all_gather_by_copies", bytes.size(), group_->world);
-  std::vector<uint64_t> agreed{number};
-  agreed.insert(agreed.end(), bytes.begin(), bytes.end());
-  AfterCopies body{*group_, sign(operation, agreed), {}, {}};
+  const Call call = sign(operation, {number}, bytes);
+  AfterCopies body{*group_, call, {}, {}};
   for (int rank = 0; rank < group_->world; ++rank) {
     const std::string whose = "the memory of rank " + std::to_string(rank) + " in all_gather_by_copies";
     require_memory(whose, sources[rank], bytes[rank], 1);
@@ -460,14 +446,14 @@ void Ranks<Machine>::all_gather_by_copies(const std::vector<uintptr_t>& sources,
     body.destinations.at[rank] = pointer<uint8_t>(destinations[rank]);
     body.counts[rank] = bytes[rank];
   }
-  Machine::launch(name_of(operation), Barrier{*group_, sign(operation, agreed)}, 1, stream);
+  launch<uint8_t>(Barrier{*group_, call}, 0, stream);
   for (int step = 0; step < group_->world; ++step) {
     const int rank = (group_->rank + step) % group_->world;
     if (bytes[rank] > 0 && sources[rank] != destinations[rank])
       Machine::copy(name_of(operation), destinations[rank], sources[rank], bytes[rank], stream);
   }
   const size_t longest = *std::max_element(bytes.begin(), bytes.end());
-  Machine::launch(name_of(operation), body, blocks_for(packs_of<uint8_t>(longest)), stream);
+  launch<uint8_t>(body, longest, stream);
 }
 
 }  // namespace weft::cuda
