@@ -4,8 +4,11 @@
 #include <structmember.h>
 
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../dlpack.h"
@@ -97,7 +100,7 @@ struct Buffer {
   DType dtype = DType::count;
   size_t rows = 0;  // its first dimension; 0 for a scalar
 
-  bool read(PyObject* object) {
+  bool read(PyObject* object, const Group&) {
     dlpack::Tensor tensor;
     if (!reader().read(object, &tensor)) return false;
     data = tensor.data;
@@ -116,11 +119,11 @@ struct Parts {
   DType dtype = DType::count;
 
   // Reads a list of tensors.
-  bool read(PyObject* list, int world) {
-    if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != world) return false;
-    for (int rank = 0; rank < world; ++rank) {
+  bool read(PyObject* list, const Group& group) {
+    if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != group.world()) return false;
+    for (int rank = 0; rank < group.world(); ++rank) {
       Buffer part;
-      if (!part.read(PyList_GET_ITEM(list, rank)) || (rank > 0 && part.dtype != dtype)) return false;
+      if (!part.read(PyList_GET_ITEM(list, rank), group) || (rank > 0 && part.dtype != dtype)) return false;
       dtype = part.dtype;
       data.push_back(part.data);
       counts.push_back(part.count);
@@ -161,19 +164,16 @@ bool enter(Group& group, Function call) {
 
 // The collectives on Python's tensors. Each returns false, before it does anything, if the call is unusual.
 
-bool all_reduce_on(Group& group, PyObject* x, ReduceOp op) {
-  Buffer b;
-  return b.read(x) && enter(group, [&] { all_reduce(group, b.data, b.data, b.count, b.dtype, op); });
+bool all_reduce_on(Group& group, const Buffer& x, ReduceOp op) {
+  return enter(group, [&] { all_reduce(group, x.data, x.data, x.count, x.dtype, op); });
 }
 
-bool reduce_on(Group& group, PyObject* x, int root, ReduceOp op) {
-  Buffer b;
-  return b.read(x) && enter(group, [&] { reduce(group, b.data, b.data, b.count, b.dtype, op, root); });
+bool reduce_on(Group& group, const Buffer& x, int root, ReduceOp op) {
+  return enter(group, [&] { reduce(group, x.data, x.data, x.count, x.dtype, op, root); });
 }
 
-bool broadcast_on(Group& group, PyObject* x, int root) {
-  Buffer b;
-  return b.read(x) && enter(group, [&] { broadcast(group, b.data, b.count, b.dtype, root); });
+bool broadcast_on(Group& group, const Buffer& x, int root) {
+  return enter(group, [&] { broadcast(group, x.data, x.count, x.dtype, root); });
 }
 
 bool all_gather_on(Group& group, const Buffer& x, const Parts& parts) {
@@ -193,201 +193,176 @@ bool all_to_all_on(Group& group, const Parts& inputs, const Parts& outputs) {
   });
 }
 
-// Reads a non-negative integer; -1 if it is none.
-long integer(PyObject* object) {
-  if (!PyLong_Check(object)) return -1;
-  const long value = PyLong_AsLong(object);
-  return PyErr_Occurred() != nullptr ? (PyErr_Clear(), -1) : value;
+bool barrier_on(Group& group) {
+  return enter(group, [&] { barrier(group); });
 }
 
-bool read_op(PyObject* code, ReduceOp* op) {
-  const long value = integer(code);
-  *op = static_cast<ReduceOp>(value);
-  return value >= 0 && value < static_cast<long>(reduce_op_count);
+py::object attribute_of(PyObject* object, PyObject* attribute) {
+  PyObject* value = PyObject_GetAttr(object, attribute);
+  if (value == nullptr) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(value);
 }
 
-bool read_rank(PyObject* rank, const Group& group, int* root) {
-  const long value = integer(rank);
-  *root = static_cast<int>(value);
-  return value >= 0 && value < group.world();
+// Readers of an argument, besides Buffer and Parts. `read` returns false if it is unusual.
+
+// A number from 0 to below a limit.
+template <class Number>
+bool read_number(PyObject* object, size_t limit, Number* number) {
+  const long value = PyLong_Check(object) ? PyLong_AsLong(object) : -1;
+  *number = static_cast<Number>(value);
+  return PyErr_Occurred() != nullptr ? (PyErr_Clear(), false) : value >= 0 && static_cast<size_t>(value) < limit;
 }
 
-// Options of c10d.
-class Options {
- public:
-  explicit Options(PyObject* object) : object_(object) {}
+struct Op {
+  ReduceOp op;
+  bool read(PyObject* code, const Group&) { return read_number(code, reduce_op_count, &op); }
+};
 
-  bool waits() const {
-    static PyObject* const async = name("asyncOp");
-    const py::object value = get(async);
-    return value.ptr() == Py_False;
+struct Root {
+  int root;
+  bool read(PyObject* rank, const Group& group) { return read_number(rank, group.world(), &root); }
+};
+
+struct Detached : Buffer {
+  bool read(PyObject* tensor, const Group& group) {
+    static PyObject* const requires_grad = name("requires_grad");
+    return attribute_of(tensor, requires_grad).ptr() == Py_False && Buffer::read(tensor, group);
   }
-  bool op(ReduceOp* op) const {
+};
+
+// The one item of a list.
+template <class Item>
+struct Only : Item {
+  bool read(PyObject* list, const Group& group) {
+    return PyList_CheckExact(list) && PyList_GET_SIZE(list) == 1 && Item::read(PyList_GET_ITEM(list, 0), group);
+  }
+};
+
+struct Rows {
+  PyObject* numbers;
+  bool read(PyObject* list, const Group&) { return numbers = list, true; }
+};
+
+// c10d's options: those of a call that waits, with its operator and its root if there are fields for them.
+template <class... Fields>
+struct Options : Fields... {
+  bool read(PyObject* options, const Group& group) {
+    static PyObject* const async = name("asyncOp");
+    return attribute_of(options, async).ptr() == Py_False && (Fields::read(options, group) && ...);
+  }
+};
+
+struct OpField {
+  ReduceOp op;
+  bool read(PyObject* options, const Group&) {
     // c10d's RedOpType, which its ReduceOp has as hash.
     static constexpr ReduceOp ours[] = {ReduceOp::sum,         ReduceOp::average,    ReduceOp::product,
                                         ReduceOp::minimum,     ReduceOp::maximum,    ReduceOp::bitwise_and,
                                         ReduceOp::bitwise_or,  ReduceOp::bitwise_xor};
     static PyObject* const reduce_op = name("reduceOp");
-    const py::object value = get(reduce_op);
+    const py::object value = attribute_of(options, reduce_op);
     const Py_hash_t theirs = value ? PyObject_Hash(value.ptr()) : -1;
     if (theirs < 0 || theirs >= static_cast<Py_hash_t>(std::size(ours))) return PyErr_Clear(), false;
-    *op = ours[theirs];
+    op = ours[theirs];
     return true;
   }
-  bool root(const Group& group, int* root) const {
+};
+
+struct RootField : Root {
+  bool read(PyObject* options, const Group& group) {
     static PyObject* const root_rank = name("rootRank");
-    const py::object value = get(root_rank);
-    return value && read_rank(value.ptr(), group, root);
+    const py::object value = attribute_of(options, root_rank);
+    return value && Root::read(value.ptr(), group);
   }
+};
+
+// A method: its arguments without self are those of `call`, each read as the type there says.
+struct Definition {
+  template <class Call>
+  Definition(const char* its_name, Call call) : Definition(its_name, call, &Call::operator()) {}
+
+  const char* name;
+  int arguments;
+  std::function<bool(Group&, Arguments)> call;
 
  private:
-  py::object get(PyObject* attribute) const {
-    PyObject* value = PyObject_GetAttr(object_, attribute);
-    if (value == nullptr) PyErr_Clear();
-    return py::reinterpret_steal<py::object>(value);
+  template <class Call, class... Readers>
+  Definition(const char* its_name, Call call_read, bool (Call::*)(Group&, const Readers&...) const)
+      : name(its_name), arguments(sizeof...(Readers)), call([call_read](Group& group, Arguments objects) {
+          std::tuple<Readers...> readers;
+          const auto call = [&](const auto&... reader) { return call_read(group, reader...); };
+          return read(readers, group, objects, std::index_sequence_for<Readers...>()) && std::apply(call, readers);
+        }) {}
+
+  // The last first: c10d's options make most unusual calls.
+  template <class Tuple, size_t... back>
+  static bool read(Tuple& readers, const Group& group, Arguments objects, std::index_sequence<back...>) {
+    constexpr size_t count = sizeof...(back);
+    return (std::get<count - 1 - back>(readers).read(objects[count - 1 - back], group) && ...);
   }
-  PyObject* object_;
 };
 
-// Returns the one item of a list, or null.
-PyObject* only(PyObject* list) {
-  return PyList_CheckExact(list) && PyList_GET_SIZE(list) == 1 ? PyList_GET_ITEM(list, 0) : nullptr;
-}
-
-using Function = bool (*)(Group&, Arguments);
-
-struct Definition {
-  const char* name;
-  int arguments;  // without self
-  Function call;
-};
+const auto do_barrier = [](Group& g) { return barrier_on(g); };
 
 // Of Engine: its arguments without `wait`.
 const Definition of_engine[] = {
-    {"all_reduce", 2,
-     [](Group& group, Arguments a) {
-       ReduceOp op{};
-       return read_op(a[1], &op) && all_reduce_on(group, a[0], op);
+    {"all_reduce", [](Group& g, const Buffer& x, const Op& op) { return all_reduce_on(g, x, op.op); }},
+    {"broadcast", [](Group& g, const Buffer& x, const Root& root) { return broadcast_on(g, x, root.root); }},
+    {"all_gather", [](Group& g, const Buffer& x, const Parts& parts) { return all_gather_on(g, x, parts); }},
+    {"reduce_scatter",
+     [](Group& g, const Parts& parts, const Buffer& output, const Op& op) {
+       return reduce_scatter_on(g, parts, output, op.op);
      }},
-    {"broadcast", 2,
-     [](Group& group, Arguments a) {
-       int root;
-       return read_rank(a[1], group, &root) && broadcast_on(group, a[0], root);
-     }},
-    {"all_gather", 2,
-     [](Group& group, Arguments a) {
-       Buffer x;
-       Parts parts;
-       return x.read(a[0]) && parts.read(a[1], group.world()) && all_gather_on(group, x, parts);
-     }},
-    {"reduce_scatter", 3,
-     [](Group& group, Arguments a) {
-       Buffer output;
-       Parts parts;
-       ReduceOp op{};
-       return read_op(a[2], &op) && output.read(a[1]) && parts.read(a[0], group.world()) &&
-              reduce_scatter_on(group, parts, output, op);
-     }},
-    {"all_to_all", 2,
-     [](Group& group, Arguments a) {
-       Parts inputs, outputs;
-       return inputs.read(a[0], group.world()) && outputs.read(a[1], group.world()) &&
-              all_to_all_on(group, inputs, outputs);
-     }},
-    {"barrier", 0, [](Group& group, Arguments) { return enter(group, [&] { barrier(group); }); }},
+    {"all_to_all", [](Group& g, const Parts& inputs, const Parts& outputs) { return all_to_all_on(g, inputs, outputs); }},
+    {"barrier", do_barrier},
 };
 
 // Of a process group: c10d's arguments.
 const Definition of_process_group[] = {
-    {"allreduce", 2,
-     [](Group& group, Arguments a) {
-       PyObject* x = only(a[0]);
-       const Options options(a[1]);
-       ReduceOp op{};
-       return x != nullptr && options.waits() && options.op(&op) && all_reduce_on(group, x, op);
+    {"allreduce",
+     [](Group& g, const Only<Buffer>& x, const Options<OpField>& options) { return all_reduce_on(g, x, options.op); }},
+    {"reduce",
+     [](Group& g, const Only<Buffer>& x, const Options<OpField, RootField>& options) {
+       return reduce_on(g, x, options.root, options.op);
      }},
-    {"reduce", 2,
-     [](Group& group, Arguments a) {
-       PyObject* x = only(a[0]);
-       const Options options(a[1]);
-       ReduceOp op{};
-       int root;
-       return x != nullptr && options.waits() && options.op(&op) && options.root(group, &root) &&
-              reduce_on(group, x, root, op);
+    {"broadcast",
+     [](Group& g, const Only<Buffer>& x, const Options<RootField>& options) { return broadcast_on(g, x, options.root); }},
+    {"allgather",
+     [](Group& g, const Only<Parts>& parts, const Only<Buffer>& x, const Options<>&) {
+       return all_gather_on(g, x, parts);
      }},
-    {"broadcast", 2,
-     [](Group& group, Arguments a) {
-       PyObject* x = only(a[0]);
-       const Options options(a[1]);
-       int root;
-       return x != nullptr && options.waits() && options.root(group, &root) && broadcast_on(group, x, root);
-     }},
-    {"allgather", 3,
-     [](Group& group, Arguments a) {
-       PyObject *list = only(a[0]), *input = only(a[1]);
-       Buffer x;
+    {"all_gather_single",
+     [](Group& g, const Buffer& output, const Buffer& x, const Options<>&) {
        Parts parts;
-       return list != nullptr && input != nullptr && Options(a[2]).waits() && x.read(input) &&
-              parts.read(list, group.world()) && all_gather_on(group, x, parts);
+       return parts.cut(output, g.world()) && all_gather_on(g, x, parts);
      }},
-    {"all_gather_single", 3,
-     [](Group& group, Arguments a) {
-       Buffer x, output;
+    {"reduce_scatter",
+     [](Group& g, const Only<Buffer>& output, const Only<Parts>& parts, const Options<OpField>& options) {
+       return reduce_scatter_on(g, parts, output, options.op);
+     }},
+    {"reduce_scatter_single",
+     [](Group& g, const Buffer& output, const Buffer& x, const Options<OpField>& options) {
        Parts parts;
-       return Options(a[2]).waits() && output.read(a[0]) && x.read(a[1]) && parts.cut(output, group.world()) &&
-              all_gather_on(group, x, parts);
+       return parts.cut(x, g.world()) && reduce_scatter_on(g, parts, output, options.op);
      }},
-    {"reduce_scatter", 3,
-     [](Group& group, Arguments a) {
-       PyObject *result = only(a[0]), *list = only(a[1]);
-       const Options options(a[2]);
-       Buffer output;
-       Parts parts;
-       ReduceOp op{};
-       return result != nullptr && list != nullptr && options.waits() && options.op(&op) && output.read(result) &&
-              parts.read(list, group.world()) && reduce_scatter_on(group, parts, output, op);
+    {"alltoall",
+     [](Group& g, const Parts& outputs, const Parts& inputs, const Options<>&) {
+       return all_to_all_on(g, inputs, outputs);
      }},
-    {"reduce_scatter_single", 3,
-     [](Group& group, Arguments a) {
-       const Options options(a[2]);
-       Buffer x, output;
-       Parts parts;
-       ReduceOp op{};
-       return options.waits() && options.op(&op) && output.read(a[0]) && x.read(a[1]) &&
-              parts.cut(x, group.world()) && reduce_scatter_on(group, parts, output, op);
-     }},
-    {"alltoall", 3,
-     [](Group& group, Arguments a) {
+    {"all_to_all_single",
+     [](Group& g, const Buffer& output, const Buffer& x, const Rows& output_rows, const Rows& rows, const Options<>&) {
        Parts inputs, outputs;
-       return Options(a[2]).waits() && outputs.read(a[0], group.world()) && inputs.read(a[1], group.world()) &&
-              all_to_all_on(group, inputs, outputs);
+       return outputs.cut(output, g.world(), output_rows.numbers) && inputs.cut(x, g.world(), rows.numbers) &&
+              all_to_all_on(g, inputs, outputs);
      }},
-    {"all_to_all_single", 5,
-     [](Group& group, Arguments a) {
-       Buffer x, output;
-       Parts inputs, outputs;
-       return Options(a[4]).waits() && output.read(a[0]) && x.read(a[1]) && outputs.cut(output, group.world(), a[2]) &&
-              inputs.cut(x, group.world(), a[3]) && all_to_all_on(group, inputs, outputs);
-     }},
-    {"barrier", 1,
-     [](Group& group, Arguments a) {
-       return Options(a[0]).waits() && enter(group, [&] { barrier(group); });
-     }},
+    {"barrier", [](Group& g, const Options<>&) { return barrier_on(g); }},
 };
-
-bool requires_grad(PyObject* tensor) {
-  static PyObject* const requires_grad = name("requires_grad");
-  const auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor, requires_grad));
-  if (!value) PyErr_Clear();
-  return value.ptr() != Py_False;
-}
 
 // Functions of the default group, without their options; each returns its argument.
 const Definition of_default_group[] = {
-    {"all_reduce", 1,
-     [](Group& group, Arguments a) { return !requires_grad(a[0]) && all_reduce_on(group, a[0], ReduceOp::sum); }},
-    {"broadcast", 1, [](Group& group, Arguments a) { return !requires_grad(a[0]) && broadcast_on(group, a[0], 0); }},
-    {"barrier", 0, [](Group& group, Arguments) { return enter(group, [&] { barrier(group); }); }},
+    {"all_reduce", [](Group& g, const Detached& x) { return all_reduce_on(g, x, ReduceOp::sum); }},
+    {"broadcast", [](Group& g, const Detached& x) { return broadcast_on(g, x, 0); }},
+    {"barrier", do_barrier},
 };
 
 // The Python object of a method or function. It is looked up on the class or module and called without being bound, as a

@@ -248,6 +248,7 @@ struct Given<const std::vector<T*>&> {
   using Type = std::vector<Address>;
   static std::vector<T*> read(const Type& addresses) {
     std::vector<T*> result;
+    result.reserve(addresses.size());
     for (const Address address : addresses) result.push_back(pointer(address));
     return result;
   }
@@ -282,14 +283,14 @@ void check_arguments(const Group& group, const Arguments&... arguments) {
 template <class... Arguments, class... More>
 void add(py::class_<Group, GroupHolder>& group, const char* name, void (*collective)(Group&, Arguments...),
          const More&... more) {
-  const auto method = [collective](Group& g, typename Given<Arguments>::Type... given,
+  const auto method = [collective](Group& g, const typename Given<Arguments>::Type&... given,
                                    bool asynchronous) -> std::shared_ptr<Work> {
     check_arguments(g, given...);
-    const auto call = [&g, collective, arguments = std::make_tuple(Given<Arguments>::read(given)...)] {
+    auto call = [&g, collective, arguments = std::make_tuple(Given<Arguments>::read(given)...)] {
       std::apply([&](const auto&... argument) { collective(g, argument...); }, arguments);
     };
     const WithoutGil no_gil;
-    if (asynchronous) return g.submit(call);
+    if (asynchronous) return g.submit(std::move(call));
     g.run(call);
     return nullptr;
   };
